@@ -89,7 +89,7 @@ files = sorted(path.stem.removeprefix("libggml-cpu-") for path in pathlib.Path(l
 taken = {line.split("libggml-cpu-")[-1].split(".")[0] for line in open("/proc/self/maps") if "libggml-cpu-" in line}
 details = build_details(llama)
 assert len(files) > 1 and len(taken) == 1 and details["system_info"], (files, taken, details)
-print(*taken, "of", *files, "| not used:", details.get("isa_unused", "nothing"))'
+print(*taken, "of", *files, "|", details["system_info"])'
 taken=$(podman run --rm --network none --entrypoint python3 "$CROSSOVER_IMAGE" -c "$chosen")
 step "llama.cpp here takes $taken"
 if qemu=$(command -v qemu-x86_64-static); then

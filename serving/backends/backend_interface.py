@@ -28,7 +28,7 @@ from typing import Annotated, Any, Protocol, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from serving.bounds import Count, PositiveSeconds, bound
+from serving.bounds import Count, PositiveSeconds, bound, check
 from serving.errors import Unsupported
 from serving.sampling.step_rows import Row, Sampled
 from serving.server_options import AUTO as AUTO
@@ -46,7 +46,13 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -
             known = ", ".join(hints)
             raise Unsupported(f"the {backend} backend has no option {key!r}; it has {known}", key)
         try:
-            values[key] = msgspec.convert(_plain(value, hints[key]), hints[key], strict=False)
+            if isinstance(value, str):
+                wanted = (hints[key], *get_args(hints[key]))
+                if bool in wanted:
+                    value = _WORDS.get(value.lower(), value)
+                if type(None) in wanted and value == "auto":
+                    value = None
+            values[key] = msgspec.convert(value, hints[key], strict=False)
         except msgspec.ValidationError as problem:
             said = str(problem)
             what = bound(said) or said.removeprefix("Expected ")
@@ -54,16 +60,6 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -
                 f"option {key} of the {backend} backend must be {what}, got {value!r}", key
             ) from problem
     return kind(**values)
-
-
-def _plain(value: Any, hint: Any) -> Any:
-    """on, off, yes, no where a bool is wanted; auto where None is."""
-    kinds = (hint, *get_args(hint))
-    if not isinstance(value, str):
-        return value
-    if bool in kinds and value.lower() in _WORDS:
-        return _WORDS[value.lower()]
-    return None if type(None) in kinds and value == "auto" else value
 
 
 class MemoryParts(msgspec.Struct, frozen=True):
@@ -75,36 +71,9 @@ class MemoryParts(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int | None:
-        known = [
-            part
-            for part in (self.weight_bytes, self.kv_bytes, self.compute_bytes)
-            if part is not None
-        ]
+        parts = (self.weight_bytes, self.kv_bytes, self.compute_bytes)
+        known = [part for part in parts if part is not None]
         return sum(known) if known else None
-
-
-class GpuLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a GPU's memory and the time of a load went. Bytes and seconds. Missing is None.
-
-    `reasons` say why figures are not valid.
-    """
-
-    weight_bytes: int | None = None
-    kv_bytes: int | None = None
-    graph_bytes: int | None = None  # kept by captured graphs, as far as the allocator knows
-    workspace_bytes: int | None = None  # the allocator's rest: logits, libraries, cached blocks
-    context_bytes: int | None = None  # the driver's: context, kernels; the GPU's use by NVML
-    allocated_bytes: int | None = None  # in tensors
-    reserved_bytes: int | None = None  # taken from the driver by the allocator
-    largest_step_bytes: int | None = None  # of a dummy step, beside weights and KV cache
-    device_used_bytes: int | None = None  # by whomever
-    device_total_bytes: int | None = None
-    read_seconds: float | None = None  # weights from the file
-    transfer_seconds: float | None = None  # weights over the bus
-    capture_seconds: float | None = None
-    first_step_seconds: float | None = None  # the first prompt, with what it loads and builds
-    valid: bool = True
-    reasons: tuple[str, ...] = ()
 
 
 class BackendInfo(msgspec.Struct, frozen=True):
@@ -123,7 +92,6 @@ class BackendInfo(msgspec.Struct, frozen=True):
     measured: MemoryParts | None = None  # as the engine accounts for it after the load
     capabilities: frozenset[str] = frozenset()  # of CAPABILITIES below
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
-    gpu: GpuLoad | None = None  # where the device's memory and the load's time went
 
 
 # What a request may ask for beyond greedy decoding; a backend lists what it can.
@@ -167,6 +135,23 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     check_memory: bool = True  # refuse what is predicted not to fit
     quality_kl_nats: float | None = None  # KL divergence to the float model, where measured
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
+
+
+def check_sizes(config: EngineConfig, context_tokens: int | None, kv_dtype: str) -> None:
+    """Raises Unsupported for what a model cannot do. `context_tokens`: most that it was made for;
+    `kv_dtype`: the only type that its KV cache has here."""
+    check(config)
+    if context_tokens is not None and config.context_tokens > context_tokens:
+        raise Unsupported(
+            f"context_tokens is {config.context_tokens}, and the model was made for "
+            f"{context_tokens}",
+            "context_tokens",
+        )
+    if config.kv_dtype not in (AUTO, kv_dtype):
+        raise Unsupported(
+            f"kv_dtype {config.kv_dtype} cannot be had; the KV cache of this model is {kv_dtype}",
+            "kv_dtype",
+        )
 
 
 class Launched(Protocol):

@@ -13,21 +13,23 @@ import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from importlib.util import find_spec
 from typing import Any
 
 import msgspec
 
-from models.formats import DEFAULT_FORMATS, FORMATS, readable_formats
+from models.errors import UnsupportedModel
+from models.formats import DEFAULT_FORMATS, FORMATS, spelt
 from models.spec import ModelSpec
 from serving.backends.backend_interface import AUTO
-from serving.backends.llama_cpp.extra_buffers import planned_extra_bytes
+from serving.backends.llama_cpp.extra_buffers import extra_bytes
 from serving.backends.torch.gpu_memory import overhead_bytes as torch_overhead_bytes
 from serving.errors import BackendUnavailable, Unsupported
 from serving.hardware.gpus import VULKAN, run_probe
 
 MIB = 1 << 20
+# (--kv-dtype or "auto", weight format, "cpu" or "gpu", CPU flags) -> the type of the KV cache.
+KvDtype = Callable[[str, str, str, Collection[str]], str]
 
 
 class Overhead(msgspec.Struct, frozen=True):
@@ -45,33 +47,14 @@ class Overhead(msgspec.Struct, frozen=True):
         self, model: ModelSpec, weight_format: str, weight_bytes: int, slots: int
     ) -> int:
         """Bytes for this model; each slot has a row of float32 logits."""
-        share = self.format_shares.get(weight_format, self.weight_share)
+        copied = int(self.format_shares.get(weight_format, self.weight_share) * weight_bytes)
         if self.step_bytes is not None:
-            step = self.step_bytes(model, weight_format, slots)
-            return self.fixed_bytes + int(share * weight_bytes) + step
-        return (
-            self.fixed_bytes
-            + self.bytes_per_hidden * model.hidden
-            + (self.bytes_per_vocabulary + 4 * slots) * model.vocabulary
-            + int(share * weight_bytes)
-        )
+            return self.fixed_bytes + copied + self.step_bytes(model, weight_format, slots)
+        of_vocabulary = (self.bytes_per_vocabulary + 4 * slots) * model.vocabulary
+        return self.fixed_bytes + copied + of_vocabulary + self.bytes_per_hidden * model.hidden
 
 
 UNKNOWN_OVERHEAD = Overhead(500 * MIB, 0, 600, 0.35)
-
-
-class KvRequest(msgspec.Struct, frozen=True):
-    """What decides the type that a KV cache is held in."""
-
-    asked: str  # --kv-dtype; "auto": the backend's own
-    weight_format: str
-    device: str  # "cpu" or "gpu"
-    isa: AbstractSet[str]  # CPU flags
-
-
-def kv_as_asked(request: KvRequest) -> str:
-    """The backend stores the KV cache as --kv-dtype says; in fp16 where it says nothing."""
-    return "fp16" if request.asked == AUTO else request.asked
 
 
 class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,11 +63,10 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     cls: str  # "module:Class", imported when the backend is chosen
     overhead: Mapping[str, Overhead]  # by device, "cpu" or "gpu"; other devices are refused
     weights: str | None  # kind of files: gguf, hf, onnx, none; None: any
-    default_format: str = ""  # "": the kind's
     # On the CPU: (model, weight format, CPU flags, file or "") -> bytes that it holds beyond the
     # weights' own.
     extra_bytes: Callable[[ModelSpec, str, Collection[str], str], int] | None = None
-    kv_dtype: Callable[[KvRequest], str] = kv_as_asked  # the type that the KV cache has
+    kv_dtype: KvDtype = lambda asked, *_: "fp16" if asked == AUTO else asked
     kv_grain: int = 1  # KV rows are whole multiples of so many tokens
     kv_spare_tokens: int = 0  # that a KV row has beyond the context
     shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
@@ -113,15 +95,6 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     def formats(self) -> tuple[str, ...]:
         """Weight formats that can be made for it; (): any."""
         return FORMATS[self.weights] if self.weights is not None else ()
-
-    @property
-    def readable_formats(self) -> tuple[str, ...]:
-        """Weight formats that its files may have: these, and those that others made."""
-        return readable_formats(self.weights) if self.weights is not None else ()
-
-    @property
-    def format_by_default(self) -> str:
-        return self.default_format or DEFAULT_FORMATS[self.weights or "hf"]
 
     @property
     def has_weights(self) -> bool:
@@ -163,15 +136,12 @@ class BackendProbe(msgspec.Struct, frozen=True):
     seconds: float | None = None
 
 
-_BF16_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl"}), frozenset({"bf16"})
-
-
-def _torch_kv(request: KvRequest) -> str:
+def _torch_kv(asked: str, weight_format: str, device: str, isa: Collection[str]) -> str:
     """The type of torch's activations (serving.backends.torch.torch_weights.compute_dtype)."""
-    if request.weight_format in ("fp32", "fp16"):
-        return request.weight_format
-    has_bf16 = any(request.isa >= flags for flags in _BF16_FLAGS)
-    return "bf16" if request.device == "gpu" or has_bf16 else "fp32"
+    if weight_format in ("fp32", "fp16"):
+        return weight_format
+    has_bf16 = "bf16" in isa or {"avx512f", "avx512bw", "avx512vl"}.issubset(isa)
+    return "bf16" if device == "gpu" or has_bf16 else "fp32"
 
 
 # Overheads. llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 %
@@ -188,15 +158,14 @@ BACKENDS: dict[str, BackendSpec] = {
             "cpu": Overhead(82_000_000, 46 << 10, 600),
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
         },
-        extra_bytes=planned_extra_bytes,
+        extra_bytes=extra_bytes,
         options=(
             *("flash_attention", "kv_unified", "mmap", "mlock", "repack", "step_tokens"),
-            *("ubatch_tokens", "prefill_threads", "wait_policy", "gpu_layers", "dry_run"),
-            "warm_up",
+            *("ubatch_tokens", "gpu_layers"),
         ),
         package="llama_cpp",
         extra="llama-cpp",
-        probe="serving.backends.llama_cpp.probe:probe",
+        probe="serving.backends.llama_cpp.library:probe",
         huge_pages=True,
         is_compiled=True,
         gpu_builds={
@@ -209,12 +178,12 @@ BACKENDS: dict[str, BackendSpec] = {
         cls="serving.backends.onnx.backend:OnnxBackend",
         weights="onnx",
         overhead={"cpu": Overhead(200 * MIB, 0, 600, 0.10, {"int4": 0.40, "fp32": 0.25})},
-        kv_dtype=lambda _: "fp32",  # of the graphs that models.convert_to_onnx writes
+        kv_dtype=lambda *_: "fp32",  # of the graphs that models.convert_to_onnx writes
         shares_kv=False,
-        options=("file", "spinning", "optimisation", "arena", "prefill_chunk"),
+        options=("file", "spinning", "prefill_chunk"),
         package="onnxruntime",
         extra="onnx",
-        probe="serving.backends.onnx.probe:probe",
+        probe="serving.backends.onnx.graph:probe",
         huge_pages=True,
     ),
     "torch": BackendSpec(
@@ -226,10 +195,7 @@ BACKENDS: dict[str, BackendSpec] = {
         },
         kv_dtype=_torch_kv,
         shares_kv=False,
-        options=(
-            *("graphs", "device_sampling", "run_ahead", "attention", "margin"),
-            "prefill_chunk",
-        ),
+        options=("graphs", "device_sampling", "attention", "margin", "prefill_chunk"),
         kv_grain=64,
         kv_spare_tokens=1,
         package="torch",
@@ -266,7 +232,7 @@ def _foreign_row(path: str) -> BackendSpec:
             found: BackendSpec = row()
             return found
     devices = {"cpu": UNKNOWN_OVERHEAD, "gpu": UNKNOWN_OVERHEAD}
-    return BackendSpec(cls=path, weights=None, default_format="fp16", overhead=devices)
+    return BackendSpec(cls=path, weights=None, overhead=devices)
 
 
 def backend_class(name: str) -> Any:
@@ -289,37 +255,30 @@ def format_of(name: str, weight_format: str | None) -> str:
     """The weight format as the backend spells it; None: its default. Raises Unsupported."""
     spec = spec_of(name)
     if not weight_format:
-        return spec.format_by_default
-    return _spelt(name, weight_format, spec.readable_formats) if spec.formats else weight_format
-
-
-def _spelt(name: str, weight_format: str, formats: tuple[str, ...]) -> str:
-    for one in formats:
-        if one.lower() == weight_format.lower():
-            return one
-    if weight_format == "dynamic-int8" and "int8" in formats:  # its name in older campaigns
+        return DEFAULT_FORMATS[spec.weights or "hf"] or "none"
+    if spec.weights is None or not spec.formats:
+        return weight_format
+    if weight_format == "dynamic-int8" and "int8" in spec.formats:  # its name in older campaigns
         return "int8"
-    made = ", ".join(spec_of(name).formats or formats)
-    raise Unsupported(
-        f"backend {name!r} has no weight format {weight_format!r}; it has {made}", "weight_format"
-    )
+    try:
+        return spelt(spec.weights, weight_format)
+    except UnsupportedModel as problem:
+        raise Unsupported(
+            f"backend {name!r} has no weight format {weight_format!r}; it has "
+            f"{', '.join(spec.formats)}",
+            "weight_format",
+        ) from problem
 
 
 def weights_of(name: str, weight_format: str | None = None) -> tuple[str, str]:
     """Kind of files (gguf, hf, onnx, none) and their format; "" without weights."""
     spec = spec_of(name)
-    if spec.weights == "none":
-        return spec.weights, ""
     if spec.weights is not None:
-        return spec.weights, format_of(name, weight_format)
-    if not weight_format:
-        return "hf", DEFAULT_FORMATS["hf"]
-    kinds = ("hf", *FORMATS)  # safetensors first: onnx has fp32 too
-    formats = {kind: readable_formats(kind) for kind in kinds}
-    chosen = weight_format
-    if not any(weight_format in known for known in formats.values()):
-        chosen = _spelt(name, weight_format, sum(formats.values(), ()))
-    return next(kind for kind, known in formats.items() if chosen in known), chosen
+        return spec.weights, format_of(name, weight_format) if spec.has_weights else ""
+    for kind in ("hf", "gguf", "onnx"):  # safetensors first: onnx has fp32 too
+        with contextlib.suppress(UnsupportedModel):
+            return kind, spelt(kind, weight_format or DEFAULT_FORMATS[kind])
+    raise Unsupported(f"no engine has a weight format {weight_format!r}", "weight_format")
 
 
 def backend_for(kind: str) -> str:

@@ -141,7 +141,7 @@ async def placement(request: Request) -> None:
             found["engine"]["kv_dtype"] = info.details["kv_dtype"]
         found["engine"]["capabilities"] = sorted(info.capabilities)
         found |= {"device_name": info.device_name, "load_seconds": loaded.load_seconds}
-        found["memory"] = {"predicted": info.predicted, "measured": info.measured, "gpu": info.gpu}
+        found["memory"] = {"predicted": info.predicted, "measured": info.measured}
         found["memory"] |= {"rss_bytes": loaded.rss_bytes, "peak_rss_bytes": loaded.peak_rss_bytes}
         found["details"] = info.details
     if len(router.models) > 1:

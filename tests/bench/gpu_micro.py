@@ -59,7 +59,7 @@ def main() -> None:
             shown = "  ".join(f"{name} {told}" for name, told in line.items())
             print(f"{spec.name} {rows:4} rows x {context:5}, us a layer: {shown}", flush=True)
     found |= engine(arguments.model, max(arguments.rows), arguments.device)
-    print(json.dumps(found["gpu"], indent=1))
+    print(json.dumps(found["memory"], indent=1))
     for name, (count, microseconds) in found["decode"].items():
         print(f"{count:5} {microseconds:9.1f} us  {name[:90]}")
     if arguments.json is not None:
@@ -140,7 +140,7 @@ def engine(model: str, rows: int, device: str) -> dict[str, Any]:
         lambda: backend.step([Row(row.slot, one, 256, wants_token=True) for row in fill]), device
     )
     found = {
-        "gpu": msgspec.to_builtins(backend.info.gpu),
+        "memory": msgspec.to_builtins(backend.info.measured),
         "details": backend.info.details,
         "prefill": prefill,
         "decode": decode,

@@ -182,7 +182,7 @@ class FakeCuda:
         }.items():
             patch.setattr(torch.cuda, name, stand_in)
         where = "serving.backends.torch"
-        patch.setattr(f"{where}.backend.device_of", lambda name: torch.device("cpu"))
+        patch.setattr(f"{where}.load_plan.device_of", lambda name: torch.device("cpu"))
         return self
 
 

@@ -27,10 +27,10 @@ from models.spec import ModelSpec
 from serving.backends.kv_rows import RowMap
 from serving.backends.torch.backend import TorchBackend
 from serving.backends.torch.cuda_graphs import DecodeGraphs
-from serving.backends.torch.forward_pass import HeadCache, SlotModel, StepBatch
+from serving.backends.torch.forward_pass import SlotModel, StepBatch
 from serving.backends.torch.load_plan import KINDS_OF_DRAWS
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
-from serving.backends.torch.varlen_attention import PackedCache
+from serving.backends.torch.varlen_attention import KvCache
 from serving.sampling.step_rows import DRAWN, Row
 
 _ONE_KERNEL = (rms_norm, torch.rms_norm, scaled_dot_product_attention)
@@ -94,11 +94,11 @@ def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, 
     """A step of 8 decode rows of a rung's shape, cut to a few layers; with `prompts` the last row
     is a piece of a prompt."""
     spec = msgspec.structs.replace(rung(name).spec, layers=LAYERS)
-    cache = (PackedCache if packed else HeadCache)(spec, 8, 512, torch.bfloat16, META)
+    cache = KvCache(spec, 8, 512, torch.bfloat16, META, is_flash=packed)
     model = SlotModel(spec, meta_weights(spec), cache)
     rows = RowMap(8, 511, 0.0)
     rows.length = [20] * 8
-    batch = StepBatch(model, rows, torch.arange(512, device=META))
+    batch = StepBatch(model, rows)
     slots = list(range(7 if prompts else 8))
     one = np.ones(1, np.int32)
     batch.add_decode([Row(slot, one, 20, wants_token=True) for slot in slots], slots)
@@ -117,14 +117,14 @@ def launched(name: str, *, prompts: bool = False) -> tuple[Kernels, HostTensors]
     every kind among them; with `prompts` beside a piece of a prompt."""
     spec = msgspec.structs.replace(rung(name).spec, layers=LAYERS)
     backend = TorchBackend.__new__(TorchBackend)  # as it is after a load
-    model = SlotModel(spec, meta_weights(spec), PackedCache(spec, 8, 512, torch.bfloat16, META))
+    cache = KvCache(spec, 8, 512, torch.bfloat16, META, is_flash=True)
+    model = SlotModel(spec, meta_weights(spec), cache)
     logits = torch.empty(8, spec.vocabulary, device=META)
     backend._model, backend._logits, backend._device = model, logits, META
     backend._rows = RowMap(8, 511, 0.0)
     backend._rows.length = [20] * 8
-    backend._columns = torch.arange(512, device=META)
-    backend._graphs = DecodeGraphs(model, 8, logits, capture=False)
-    backend._chunk, backend._is_gpu, backend._runs_ahead = 256, False, True
+    backend._graphs = DecodeGraphs(model, 8, logits, capture=False, progress=lambda *said: None)
+    backend._chunk, backend._is_gpu, backend._device_sampling = 256, False, True
     one, drawn = np.ones(1, np.int32), np.array([DRAWN], np.int32)
     kinds = [kind for _, kind in zip(range(7), itertools.cycle(KINDS_OF_DRAWS), strict=False)]
     rows = [Row(slot, one, 20, True, kind) for slot, kind in enumerate(kinds)]

@@ -17,7 +17,6 @@ llama.cpp aborts the process on some failures, which is why engines are child pr
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection
 from typing import Any
@@ -31,27 +30,31 @@ from serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,
     MemoryParts,
-    parse_options,
 )
 from serving.backends.kv_rows import FLOPS_PER_THREAD
-from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, calls_of, dummies, rides
-from serving.backends.llama_cpp.buffers import Batch, LogitsView
-from serving.backends.llama_cpp.extra_buffers import AMX, REPACK
+from serving.backends.llama_cpp.batching import (
+    KV_BLOCK,
+    NEVER,
+    NO_TOKEN,
+    Batch,
+    LogitsView,
+    calls_of,
+    dummies,
+    rides,
+)
 from serving.backends.llama_cpp.library import (
     LOG,
+    are_rearranged,
     build_details,
     devices_said,
     flash_attention_said,
-    model_buffers,
+    is_memory,
 )
-from serving.backends.llama_cpp.loading import Loader, is_memory
-from serving.backends.llama_cpp.options import LlamaOptions, kv_dtype_of
+from serving.backends.llama_cpp.loading import Loader
 from serving.errors import EngineFailed, KvFull, OutOfMemory
-from serving.hardware.machine_facts import resident_bytes
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampled
 
-CAN = frozenset(CAPABILITIES)
 READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; a round figure
 _OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
 
@@ -63,15 +66,13 @@ class LlamaCppBackend:
         self._model: Any = None
         self._context: Any = None
         self._batch: Batch | None = None
-        options = parse_options(LlamaOptions, config.options, "llama_cpp")
-        self._loader = loader = Loader(config, options)
+        self._loader = loader = Loader(config)
         self._llama = llama = loader.llama
-        self._threads = loader.threads
-        self._unified = loader.is_unified
+        self._threads, self._unified = loader.threads, loader.is_unified
         self._lengths = [0] * config.slots
         self.last_decode_seconds: float | None = None
         try:
-            predicted = loader.dry_run() if options.dry_run else None
+            predicted = loader.dry_run()
             self._model, self._context, measured = loader.load(progress)
             self._memory = llama.llama_get_memory(self._context)
             vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
@@ -83,16 +84,14 @@ class LlamaCppBackend:
             self._least_cut = self._tokens_worth_a_cut(config)
             self._logits = LogitsView(llama, self._context, config.slots, vocabulary)
             self.info = self._describe(config, vocabulary, predicted, measured)
-            if options.warm_up:
-                progress("first step", None)
-                self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
-                self.truncate(0, 0)
+            progress("first step", None)  # which takes the page faults
+            self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
+            self.truncate(0, 0)
         except BaseException:
             self.close()
             raise
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """See serving.backends.backend_interface.Backend.step."""
         for row in rows:
             if row.start != self._lengths[row.slot]:
                 self.truncate(row.slot, row.start)
@@ -145,7 +144,6 @@ class LlamaCppBackend:
         return sorted([*call, *extra], key=lambda row: row.slot) if extra else call
 
     def rides(self, decoding: Collection[int], slot: int) -> bool:
-        """See serving.backends.backend_interface."""
         return self._least_cut is not None and rides(decoding, slot)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -165,7 +163,6 @@ class LlamaCppBackend:
         self._lengths[target] = tokens
 
     def truncate(self, slot: int, tokens: int) -> None:
-        """See serving.backends.backend_interface.Backend.truncate."""
         held = self._lengths[slot]
         if tokens > held:
             raise ValueError(f"slot {slot} holds {held} tokens, and a row starts at {tokens}")
@@ -178,7 +175,6 @@ class LlamaCppBackend:
             self._lengths[slot] = tokens
 
     def close(self) -> None:
-        """See serving.backends.backend_interface.Backend.close."""
         if self._batch is not None:
             self._batch.free()
         if self._context is not None:
@@ -208,27 +204,21 @@ class LlamaCppBackend:
         self,
         config: EngineConfig,
         vocabulary: int,
-        predicted: MemoryParts | None,
+        predicted: MemoryParts,
         measured: MemoryParts,
     ) -> BackendInfo:
-        llama, options, model = self._llama, self._loader.options, self._model
-        ftype = (llama.llama_ftype_name(llama.llama_model_ftype(model)) or b"").decode()
+        llama, lines = self._llama, LOG.lines
+        ftype = (llama.llama_ftype_name(llama.llama_model_ftype(self._model)) or b"").decode()
         whole = config.slots * config.context_tokens
         details = build_details(llama) | {
             "threads": str(self._threads),
-            "prefill_threads": str(options.prefill_threads or self._threads),
-            "flash_attention": flash_attention_said(LOG.lines, self._loader.attention),
+            "flash_attention": flash_attention_said(lines, self._loader.attention),
             "kv_unified": str(self._unified).lower(),
-            "kv_dtype": kv_dtype_of(config),
-            "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
-            "ubatch_tokens": str(llama.llama_n_ubatch(self._context)),
-            "repack": "no" if model_buffers(LOG.lines).isdisjoint((AMX, REPACK)) else "yes",
+            "kv_dtype": self._loader.kv_dtype,
+            "repack": "yes" if are_rearranged(lines) else "no",
             "model_file_type": ftype,
-            "model_bytes": str(llama.llama_model_size(model)),
-            "parameters": str(llama.llama_model_n_params(model)),
-            "rss_bytes": str(resident_bytes()),
         }
-        gpus = [name for name, _ in devices_said(LOG.lines)]
+        gpus = [name for name, _ in devices_said(lines)]
         return BackendInfo(
             name="llama_cpp",
             device=config.device,
@@ -241,7 +231,7 @@ class LlamaCppBackend:
             step_tokens=llama.llama_n_batch(self._context),
             predicted=predicted,
             measured=measured,
-            capabilities=CAN,
+            capabilities=frozenset(CAPABILITIES),
             details=details,
         )
 

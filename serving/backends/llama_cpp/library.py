@@ -1,7 +1,6 @@
 """llama.cpp as a library: loading it, its log, its build, and what it says of its memory.
 
-`library()` imports llama_cpp late: libgomp reads its environment once, when it is loaded. The log
-of the process goes to one LogTail, so that an error message can end with llama.cpp's own words.
+The log of the process goes to one LogTail, so that an error message can end with llama.cpp's words.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from models.machine import cpu_flags
 from serving.backends.backend_interface import MemoryParts
-from serving.errors import BackendUnavailable, Unsupported
+from serving.backends.backend_table import BackendProbe
+from serving.errors import BackendUnavailable, Cause
 from serving.hardware.gpus import VULKAN
 
 PACKAGE = "llama-cpp-python"
@@ -28,22 +25,6 @@ PACKAGE = "llama-cpp-python"
 KV_TYPES: dict[str, int] = {"fp32": 0, "fp16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 FLASH_ATTENTION: dict[str, int] = {"auto": -1, "off": 0, "on": 1}
 _LOG_DEBUG, _LOG_WARN, _LOG_ERROR, _LOG_CONTINUED = 1, 3, 4, 5
-
-# What /proc/cpuinfo calls an instruction set -> what llama_print_system_info calls it.
-ISA: dict[str, str] = {
-    "avx2": "AVX2",
-    "fma": "FMA",
-    "f16c": "F16C",
-    "avx512f": "AVX512",
-    "avx512_vnni": "AVX512_VNNI",
-    "avx_vnni": "AVX_VNNI",
-    "avx512_bf16": "AVX512_BF16",
-    "amx_int8": "AMX_INT8",
-    "asimddp": "DOTPROD",
-    "i8mm": "MATMUL_INT8",
-    "sve": "SVE",
-}
-
 
 # GGML's name of a backend for GPUs -> the vendor whose GPUs it drives.
 VENDORS: dict[str, str] = {"CUDA": "nvidia", "ROCm": "amd", "Vulkan": VULKAN}
@@ -115,21 +96,8 @@ def _without_folders(text: str) -> str:
 LOG = LogTail()
 
 
-def library(wait_policy: str = "default") -> Any:
-    """The llama_cpp module with its log in LOG.
-
-    Raises BackendUnavailable where it cannot be imported, Unsupported where it is loaded already
-    with another `wait_policy`.
-    """
-    if wait_policy != "default":
-        if "llama_cpp" in sys.modules and os.environ.get("OMP_WAIT_POLICY") != wait_policy:
-            raise Unsupported(
-                f"option wait_policy = {wait_policy!r} comes too late: llama.cpp is loaded in "
-                "this process already",
-                "wait_policy",
-            )
-        os.environ["OMP_WAIT_POLICY"] = wait_policy
-        os.environ.pop("GOMP_SPINCOUNT", None)  # it would win
+def library() -> Any:
+    """The llama_cpp module with its log in LOG. Raises BackendUnavailable."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as problem:  # RuntimeError: of its shared library
@@ -159,16 +127,28 @@ def _load_devices(llama: Any) -> None:
 def gpu_build(llama: Any) -> str | None:
     """GGML's name of the backend for GPUs that is built in; None: a build for the CPU only."""
     ggml = llama.llama_cpp._lib
-    ggml.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
-    ggml.ggml_backend_reg_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_reg_name.argtypes = [ctypes.c_void_p]
-    ggml.ggml_backend_reg_name.restype = ctypes.c_char_p
-    ggml.ggml_backend_reg_count.restype = ctypes.c_size_t
-    built = {
-        ggml.ggml_backend_reg_name(ggml.ggml_backend_reg_get(index)).decode()
-        for index in range(ggml.ggml_backend_reg_count())
-    }
-    return next((name for name in VENDORS if name in built), None)
+    ggml.ggml_backend_reg_by_name.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_reg_by_name.restype = ctypes.c_void_p
+    return next((name for name in VENDORS if ggml.ggml_backend_reg_by_name(name.encode())), None)
+
+
+def probe() -> BackendProbe:
+    """What this build can do. Runs in a process of its own."""
+    llama = library()
+    gpu, build = bool(llama.llama_supports_gpu_offload()), gpu_build(llama)
+    cause, note = Cause.backend_missing, "this build of llama.cpp is for the CPU only"
+    if build is not None:
+        cause, note = Cause.no_device, f"built with {build}"
+    return BackendProbe(
+        "llama_cpp",
+        works=True,
+        version=llama.__version__,
+        gpu=gpu,
+        gpu_note=note if gpu or not build else f"{note}, which shows no device here",
+        gpu_cause=None if gpu else cause,
+        gpu_vendor=VENDORS.get(build or ""),
+        details=build_details(llama),
+    )
 
 
 def device_named(llama: Any, name: str) -> Any:
@@ -183,42 +163,19 @@ def device_named(llama: Any, name: str) -> Any:
 
 
 def build_details(llama: Any) -> dict[str, str]:
-    """Which build this is. `isa_unused`: what the CPU has and the build does not use."""
-    system = llama.llama_print_system_info().decode().strip(" |\n")
-    details = {
+    """Which build this is, and which instructions of the CPU it uses."""
+    return {
         "llama_cpp": llama.llama_version().decode(),
         "package": f"{PACKAGE} {importlib.metadata.version(PACKAGE)}",
-        "wheel": _wheel_origin(),
-        "system_info": system,
+        "system_info": llama.llama_print_system_info().decode(errors="replace").strip(" |\n"),
     }
-    missing = missing_isa(system, cpu_flags())
-    if missing:
-        details["isa_unused"] = ", ".join(missing)
-    return details
 
 
-def missing_isa(system_info: str, cpu_flags: frozenset[str]) -> list[str]:
-    """Instruction sets of the CPU that the build was not compiled for, in llama.cpp's names."""
-    built = {
-        name.strip().split(": ")[-1] for name in re.findall(r"([\w: ]+?)\s*=\s*1", system_info)
-    }
-    return [name for flag, name in ISA.items() if flag in cpu_flags and name not in built]
-
-
-def _wheel_origin() -> str:
-    """Tag and origin of the installed wheel. PyPI has sources only: pip builds the wheel here."""
-    distribution = importlib.metadata.distribution(PACKAGE)
-    tag = re.search(r"^Tag: (.*)$", distribution.read_text("WHEEL") or "", re.MULTILINE)
-    parts = [tag.group(1) if tag else "unknown tag"]
-    origin = distribution.read_text("direct_url.json")
-    if origin:
-        url = str(msgspec.json.decode(origin).get("url", ""))
-        parts.append("from a file" if url.startswith("file:") else f"from {url}")
-    elif tag and "manylinux" in tag.group(1):
-        parts.append("prebuilt")
-    else:
-        parts.append("built from source where it was installed")
-    return ", ".join(parts)
+def is_memory(reason: str) -> bool:
+    """Whether llama.cpp's words say that memory ran out."""
+    words = ("failed to", "unable to", "cannot")
+    told = ("out of memory", "bad_alloc", *(f"{word} allocate" for word in words))
+    return any(text in reason.lower() for text in told)
 
 
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
@@ -235,8 +192,8 @@ def memory_parts(lines: list[str], device: str = "cpu") -> MemoryParts:
     sums: dict[str, float] = {}
     for line in lines:
         found = _BUFFER.search(line)
-        if found and (device != "gpu" or _is_on_gpu(found.group(1))):
-            sums[found.group(2)] = sums.get(found.group(2), 0.0) + float(found.group(3))
+        if found and (device != "gpu" or _is_on_gpu(found[1])):
+            sums[found[2]] = sums.get(found[2], 0.0) + float(found[3])
 
     def together(*kinds: str) -> int | None:
         known = [sums[kind] for kind in kinds if kind in sums]
@@ -245,10 +202,10 @@ def memory_parts(lines: list[str], device: str = "cpu") -> MemoryParts:
     return MemoryParts(together("model"), together("KV", "RS"), together("compute", "output"))
 
 
-def model_buffers(lines: list[str]) -> set[str]:
-    """Names of the buffers that hold weights, after a load or a dry run."""
+def are_rearranged(lines: list[str]) -> bool:
+    """Whether some weights of a load lie in a buffer that was made for this CPU's instructions."""
     found = (match for line in lines if (match := _BUFFER.search(line)))
-    return {match.group(1) for match in found if match.group(2) == "model"}
+    return any(match[2] == "model" and match[1] in ("AMX", "CPU_REPACK") for match in found)
 
 
 def _is_on_gpu(buffer: str) -> bool:
@@ -257,18 +214,15 @@ def _is_on_gpu(buffer: str) -> bool:
 
 def dry_run_parts(lines: list[str], weight_bytes: int, device: str = "cpu") -> MemoryParts:
     """The same from a dry run, whose weight and KV buffers are empty: other lines tell these."""
-    kv = [float(found.group(1)) for line in lines if (found := _KV_SIZE.search(line))]
-    return MemoryParts(
-        weight_bytes,
-        round(sum(kv) * 2**20) if kv else None,
-        memory_parts(lines, device).compute_bytes,
-    )
+    kv = [float(found[1]) for line in lines if (found := _KV_SIZE.search(line))]
+    kv_bytes = round(sum(kv) * 2**20) if kv else None
+    return MemoryParts(weight_bytes, kv_bytes, memory_parts(lines, device).compute_bytes)
 
 
 def devices_said(lines: list[str]) -> list[tuple[str, int]]:
     """Name and free bytes of each GPU that a load uses, without what differs at every load."""
     found = (match for line in lines if (match := _DEVICE.search(line)))
-    return [(match.group(1), int(match.group(2)) << 20) for match in found]
+    return [(match[1], int(match[2]) << 20) for match in found]
 
 
 def flash_attention_said(lines: list[str], asked: str) -> str:

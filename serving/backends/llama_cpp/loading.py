@@ -1,57 +1,128 @@
-"""Loads a GGUF file: a dry run that measures the memory, the weights, the context."""
+"""Loads a GGUF file: options, a dry run that measures the memory, the weights, the context.
+
+The defaults of the options are the quickest that were measured (tests/bench/llama_cpp_steps.py).
+"""
 
 from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formatting import size
-from models.gguf_reader import read_header
 from models.machine import cpu_flags
 from models.manifest import Progress
-from serving.backends.backend_interface import EngineConfig, MemoryParts
-from serving.backends.llama_cpp.extra_buffers import AMX, REPACK, extra_bytes, weights_in
+from models.gguf_reader import read_header
+from serving.backends.backend_interface import (
+    AUTO,
+    EngineConfig,
+    MemoryParts,
+    check_sizes,
+    parse_options,
+)
+from serving.backends.llama_cpp.extra_buffers import extra_bytes
 from serving.backends.llama_cpp.library import (
     FLASH_ATTENTION,
     KV_TYPES,
     LOG,
+    PACKAGE,
     device_named,
     devices_said,
     dry_run_parts,
+    is_memory,
     library,
     memory_parts,
-    model_buffers,
 )
-from serving.backends.llama_cpp.options import LlamaOptions, check_config, kv_dtype_of
+from serving.bounds import Count
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
 from serving.hardware.gpus import VULKAN
 from serving.hardware.machine_facts import allowed_cores, refuse_shortage
 
+QUANTISED_KV = ("q8_0", "q4_0")  # these need flash attention
 
-def bytes_in_ram(file: Path) -> int:
-    """Of a GGUF file's weights, those that stay in RAM with all layers on GPUs: the embedding,
-    unless it is the output matrix too, of which the GPU then has a copy."""
-    tensors = read_header(file).tensors
-    embedding = tensors.get("token_embd.weight")
-    return embedding.bytes if embedding is not None and "output.weight" in tensors else 0
+
+class LlamaOptions(msgspec.Struct, frozen=True):
+    """`--option key=value` of the llama_cpp backend."""
+
+    # auto: off on a CPU unless kv_dtype needs it (see backend.py); on a GPU llama.cpp decides.
+    flash_attention: Literal["auto", "off", "on"] = "auto"
+    # One KV pool for all slots, whose rows attend to all rows' tokens, or a part for each slot.
+    # None: a part each, unless kv_tokens is less than that takes.
+    kv_unified: bool | None = None
+    # Map the file or read it. None: mapped on a GPU, read on the CPU: one row 5 % quicker on 135M
+    # Q4_0, and repacked weights are there once, not twice (90 instead of 150 MB).
+    mmap: bool | None = None
+    mlock: bool = False  # keep the weights from being swapped out
+    repack: bool = True  # rearrange weights for this CPU's instructions
+    step_tokens: Count = 512  # most tokens of a step (n_batch)
+    ubatch_tokens: Count = 512  # most tokens of a pass over the weights (n_ubatch)
+    gpu_layers: Annotated[int, msgspec.Meta(ge=-1)] = -1  # on the GPU; -1: all
 
 
 class Loader:
-    """The library with one configuration. Raises Unsupported and BackendUnavailable."""
+    """The library with one configuration. Raises Unsupported, BackendUnavailable, BrokenWeights."""
 
-    def __init__(self, config: EngineConfig, options: LlamaOptions) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.options = options
+        self.options = options = parse_options(LlamaOptions, config.options, "llama_cpp")
         self.threads = config.threads or len(allowed_cores())
-        self.llama = library(options.wait_policy)
-        check_config(config, options, self.llama)
-        self.is_unified = options.is_unified(config)
-        self.attention = options.attention(config)
+        self.llama = library()
+        self.kv_dtype = "fp16" if config.kv_dtype == AUTO else config.kv_dtype
+        self.attention = options.flash_attention
+        if self.attention == "auto" and config.device != "gpu":
+            self.attention = "on" if self.kv_dtype in QUANTISED_KV else "off"
+        whole, pool = config.slots * config.context_tokens, config.kv_tokens
+        self.is_unified = options.kv_unified
+        if self.is_unified is None:
+            self.is_unified = pool is not None and pool < whole
+        self._file = Path(config.model_path)
+        self._check()
         self._devices: Any = None  # llama.cpp reads this list while it loads; None: all devices
         if config.device_vendor == VULKAN and config.device_id:
             self._devices = device_named(self.llama, config.device_id)
+
+    def _check(self) -> None:
+        """Refuse what can be refused before anything is loaded."""
+        check_sizes(self.config, None, self.kv_dtype)
+        config, pool = self.config, self.config.kv_tokens
+        most, context = int(self.llama.llama_max_parallel_sequences()), config.context_tokens
+        for is_wrong, key, message in (
+            (config.slots > most, "slots", f"must be at most {most} with llama.cpp"),
+            (
+                self.kv_dtype not in KV_TYPES,
+                "kv_dtype",
+                f"must be one of {', '.join(KV_TYPES)} with llama.cpp",
+            ),
+            (
+                self.kv_dtype in QUANTISED_KV and self.attention == "off",
+                "kv_dtype",
+                "needs flash attention, and option flash_attention is off",
+            ),
+            (
+                pool is not None and not self.is_unified and pool != config.slots * context,
+                "kv_tokens",
+                "is a size of the unified pool; with option kv_unified = false each slot has its "
+                "context_tokens",
+            ),
+            (
+                pool is not None and pool < context,
+                "kv_tokens",
+                f"must be at least one sequence's context_tokens = {context}",
+            ),
+            (config.device not in ("cpu", "gpu"), "device", "must be cpu or gpu"),
+        ):
+            if is_wrong:
+                raise Unsupported(f"{key} {message}, got {getattr(config, key)!r}", key)
+        if config.device == "gpu" and not self.llama.llama_supports_gpu_offload():
+            raise BackendUnavailable(
+                f"{PACKAGE} {self.llama.__version__} was built without GPU support; crossover "
+                "doctor says how to build it with CUDA, ROCm or Vulkan"
+            )
+        if not self._file.is_file():
+            raise BrokenWeights(f"there is no GGUF file {self._file.name}")
 
     def dry_run(self) -> MemoryParts:
         """Lay everything out without weights. Raises OutOfMemory where it cannot fit."""
@@ -60,62 +131,34 @@ class Loader:
         settings = self._model_settings()
         settings.no_alloc = True
         settings.load_mode = llama.llama_load_mode_from_str(b"none")
-        model = llama.llama_model_load_from_file(config.model_path.encode(), settings)
-        if not model:
-            self._not_loaded()
+        model = self._model(settings)
         try:
             weight_bytes = int(llama.llama_model_size(model))
             trained = int(llama.llama_model_n_ctx_train(model))
-            if config.context_tokens > trained:
-                raise Unsupported(
-                    f"context_tokens is {config.context_tokens}, and the model was made "
-                    f"for {trained}",
-                    "context_tokens",
-                )
+            check_sizes(config, trained, self.kv_dtype)
             llama.llama_free(self._context(model))
         finally:
             llama.llama_model_free(model)
         lines = LOG.stop()
-        parts = dry_run_parts(lines, weight_bytes + self._extra_bytes(lines), config.device)
-        if config.device == "cpu" and config.check_memory:
-            name = Path(config.model_path).name
-            refuse_shortage(parts.total_bytes or 0, f"weights and KV cache of {name}")
-        if config.device == "gpu" and config.check_memory and self.options.gpu_layers < 0:
-            self._refuse_vram_shortage(parts, devices_said(lines))
+        if config.device == "cpu" and self.options.repack:
+            weight_bytes += extra_bytes(None, "", cpu_flags(), config.model_path)
+        parts = dry_run_parts(lines, weight_bytes, config.device)
+        needed, what = parts.total_bytes or 0, f"weights and KV cache of {self._file.name}"
+        if config.check_memory and config.device == "cpu":
+            refuse_shortage(needed, what)
+        elif config.check_memory and self.options.gpu_layers < 0:
+            needed -= bytes_in_ram(self._file)
+            gpus = devices_said(lines)
+            free = sum(free for _, free in gpus)
+            if gpus and needed > free:
+                raise OutOfMemory(
+                    f"{what} need {size(needed)} of VRAM and {size(free)} are free; fewer slots, a "
+                    "shorter context or less gpu_layers need less"
+                )
         return parts
-
-    def _refuse_vram_shortage(self, parts: MemoryParts, gpus: list[tuple[str, int]]) -> None:
-        """Raises OutOfMemory where all layers do not fit in what the GPUs have free."""
-        file = Path(self.config.model_path)
-        needed = (parts.total_bytes or 0) - bytes_in_ram(file)
-        free = sum(free for _, free in gpus)
-        if gpus and needed > free:
-            raise OutOfMemory(
-                f"weights and KV cache of {file.name} need {size(needed)} of VRAM and "
-                f"{size(free)} are free; fewer slots, a shorter context or less gpu_layers need "
-                "less"
-            )
 
     def load(self, progress: Progress) -> tuple[Any, Any, MemoryParts]:
         """The model, its context, and the memory that they took."""
-        LOG.record()
-        model = self._model(progress)
-        try:
-            context = self._context(model)
-            return model, context, memory_parts(LOG.stop(), self.config.device)
-        except BaseException:
-            self.llama.llama_model_free(model)
-            raise
-
-    def _extra_bytes(self, lines: list[str]) -> int:
-        """What the weights take beyond the file; the lines of the dry run name the buffers."""
-        buffers = model_buffers(lines)
-        if self.config.device != "cpu" or buffers.isdisjoint((AMX, REPACK)):
-            return 0
-        weights = weights_in(Path(self.config.model_path))
-        return extra_bytes(weights, buffers, cpu_flags(), self.options.is_mapped(self.config))
-
-    def _model(self, progress: Progress) -> Any:
         llama = self.llama
         problems: list[BaseException] = []
         told = -1.0
@@ -131,44 +174,57 @@ class Loader:
                     return False
             return True
 
+        LOG.record()
         settings = self._model_settings()
         settings.progress_callback = callback = llama.llama_progress_callback(report)
-        model = llama.llama_model_load_from_file(self.config.model_path.encode(), settings)
+        try:
+            model = self._model(settings)
+        except Exception:
+            if problems:
+                raise problems[0] from None
+            raise
         del callback
-        if problems:
-            if model:
-                llama.llama_model_free(model)
-            raise problems[0]
-        if not model:
-            self._not_loaded()
-        return model
+        try:
+            return model, self._context(model), memory_parts(LOG.stop(), self.config.device)
+        except BaseException:
+            llama.llama_model_free(model)
+            raise
 
     def _model_settings(self) -> Any:
-        options, llama = self.options, self.llama
-        modes = ["mmap"] * options.is_mapped(self.config) + ["mlock"] * options.mlock
+        options, llama, is_gpu = self.options, self.llama, self.config.device == "gpu"
+        is_mapped = is_gpu if options.mmap is None else options.mmap
+        modes = ["mmap"] * is_mapped + ["mlock"] * options.mlock
         settings = llama.llama_model_default_params()
         settings.load_mode = llama.llama_load_mode_from_str("+".join(modes or ["none"]).encode())
         settings.use_extra_bufts = options.repack
-        settings.n_gpu_layers = options.gpu_layers if self.config.device == "gpu" else 0
+        settings.n_gpu_layers = options.gpu_layers if is_gpu else 0
         if self._devices is not None:
             settings.devices = ctypes.cast(self._devices, ctypes.c_void_p)
         return settings
 
+    def _model(self, settings: Any) -> Any:
+        model = self.llama.llama_model_load_from_file(str(self._file).encode(), settings)
+        if model:
+            return model
+        name, reason = self._file.name, LOG.reason("no reason given")
+        if is_memory(reason):
+            raise OutOfMemory(f"{name} does not fit in memory: {reason}")
+        if "unknown model architecture" in reason:
+            raise UnsupportedModel(f"llama.cpp does not know the architecture of {name}: {reason}")
+        raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
+
     def _context(self, model: Any) -> Any:
         options, llama, config = self.options, self.llama, self.config
         settings = llama.llama_context_default_params()
-        settings.n_ctx = config.slots * config.context_tokens
-        if config.kv_tokens is not None:
-            settings.n_ctx = config.kv_tokens
+        settings.n_ctx = config.kv_tokens or config.slots * config.context_tokens
         if not self.is_unified:
             settings.n_ctx = config.slots * -(-config.context_tokens // 256) * 256
         settings.n_batch = max(options.step_tokens, config.slots)
         settings.n_ubatch = min(options.ubatch_tokens, settings.n_batch)
         settings.n_seq_max = settings.n_outputs_max = config.slots
-        settings.n_threads = self.threads
-        settings.n_threads_batch = options.prefill_threads or self.threads
+        settings.n_threads = settings.n_threads_batch = self.threads
         settings.flash_attn_type = FLASH_ATTENTION[self.attention]
-        settings.type_k = settings.type_v = KV_TYPES[kv_dtype_of(config)]
+        settings.type_k = settings.type_v = KV_TYPES[self.kv_dtype]
         settings.kv_unified = self.is_unified
         settings.offload_kqv = settings.op_offload = config.device == "gpu"
         settings.no_perf = True
@@ -178,21 +234,14 @@ class Loader:
             kind = OutOfMemory if is_memory(reason) else BackendUnavailable
             raise kind(
                 f"llama.cpp cannot make a context of {settings.n_ctx} tokens in {config.slots} "
-                f"slots ({kv_dtype_of(config)}): {reason}"
+                f"slots ({self.kv_dtype}): {reason}"
             )
         return context
 
-    def _not_loaded(self) -> None:
-        name, reason = Path(self.config.model_path).name, LOG.reason("no reason given")
-        if is_memory(reason):
-            raise OutOfMemory(f"{name} does not fit in memory: {reason}")
-        if "unknown model architecture" in reason:
-            raise UnsupportedModel(f"llama.cpp does not know the architecture of {name}: {reason}")
-        raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
 
-
-def is_memory(reason: str) -> bool:
-    """Whether llama.cpp's words say that memory ran out."""
-    words = ("failed to", "unable to", "cannot")
-    told = ("out of memory", "bad_alloc", *(f"{word} allocate" for word in words))
-    return any(text in reason.lower() for text in told)
+def bytes_in_ram(file: Path) -> int:
+    """Of a GGUF file's weights, those that stay in RAM with all layers on GPUs: the embedding,
+    unless it is the output matrix too, of which the GPU then has a copy."""
+    tensors = read_header(file).tensors
+    embedding = tensors.get("token_embd.weight")
+    return embedding.bytes if embedding is not None and "output.weight" in tensors else 0

@@ -6,47 +6,40 @@ Two kinds of graph are served: see graph.py for the difference, fused.py and gro
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from models.errors import BrokenWeights
 from models.manifest import Manifest, read_manifest, verify
 from serving.backends.backend_interface import (
-    AUTO,
     CAPABILITIES,
     BackendInfo,
     EngineConfig,
     MemoryParts,
+    check_sizes,
     parse_options,
 )
 from serving.backends.kv_rows import rider_tokens
 from serving.backends.onnx.fused import SlotGraph
 from serving.backends.onnx.graph import (
-    KV_NAMES,
     GraphFacts,
     graph_file,
-    is_batch_dependent,
+    mentions,
     read_facts,
     resident_bytes,
     weight_bytes,
 )
 from serving.backends.onnx.growing import GrowingGraph
-from serving.bounds import check
-from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
+from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory
 from serving.hardware.machine_facts import anonymous_bytes, refuse_shortage
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampled
 
-CAN = frozenset(CAPABILITIES)
-_OPTIMISATION = {
-    "all": "ORT_ENABLE_ALL",
-    "extended": "ORT_ENABLE_EXTENDED",
-    "basic": "ORT_ENABLE_BASIC",
-    "none": "ORT_DISABLE_ALL",
-}
 _COMPUTE_BYTES = 150 << 20  # arena, thread pools, onnxruntime itself; measured 120 to 180 MB
 
 
@@ -55,8 +48,6 @@ class OnnxOptions(msgspec.Struct, frozen=True):
 
     file: str | None = None  # which .onnx file of the folder; None: model.onnx
     spinning: bool = True  # idle threads spin between operators; off where cores are shared
-    optimisation: Literal["all", "extended", "basic", "none"] = "all"  # of the graph
-    arena: bool = True  # onnxruntime's memory arena
     prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] = 512  # prompt tokens of a call
 
 
@@ -78,12 +69,9 @@ class OnnxBackend:
             refuse_shortage(resident + _COMPUTE_BYTES, f"the weights of {file.name}")
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         progress(f"loading {file.name}", None)
-        onnxruntime = _library()  # imported first: its memory is not the weights'
-        before = anonymous_bytes()
-        self._session = _session(onnxruntime, file, options, threads)
-        loaded = max(0, anonymous_bytes() - before)
+        self._session, loaded = _session(file, options.spinning, threads)
         facts = read_facts(self._session, file)
-        _check_config(config, facts)
+        check_sizes(config, facts.context_tokens, facts.kv_dtype)
         slots, context = config.slots, config.context_tokens
         kv_tokens = min(config.kv_tokens or slots * context, slots * context)
         # Pages of idle slots are never touched.
@@ -98,6 +86,7 @@ class OnnxBackend:
         else:
             self._graph = GrowingGraph(self._session, facts, slots, context)
         self._chunk = options.prefill_chunk
+        self.last_decode_seconds: float | None = None
         stored = manifest.weight_format if manifest is not None else file.stem
         self.info = BackendInfo(
             name="onnx",
@@ -113,75 +102,61 @@ class OnnxBackend:
                 resident, slots * context * facts.kv_bytes_per_token, _COMPUTE_BYTES
             ),
             measured=MemoryParts(loaded, self._graph.kv_bytes if facts.grouped else None),
-            capabilities=CAN,
-            details=_details(file, facts, manifest, options, threads),
+            capabilities=frozenset(CAPABILITIES),
+            details=_details(file, facts, manifest, threads),
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """See serving.backends.backend_interface.Backend.step."""
-        if self._graph is None:
+        graph, self.last_decode_seconds = self._graph, None
+        if graph is None:
             raise EngineFailed("the backend is closed")
+        decoding = [row for row in rows if len(row.tokens) == 1]
+        parts = []
         try:
-            logits, wanted = self._graph.run(rows, self._chunk)
-        except MemoryError as problem:
-            tokens = sum(len(row.tokens) for row in rows)
-            raise OutOfMemory(
-                f"a step of {tokens} tokens did not fit in memory: {problem}"
-            ) from problem
-        except RuntimeError as problem:  # onnxruntime's exceptions derive from it
-            if _is_memory(str(problem)):
-                raise OutOfMemory(f"onnxruntime ran out of memory: {problem}") from problem
-            raise EngineFailed(f"onnxruntime failed in a step: {problem}") from problem
+            if decoding:
+                before = time.perf_counter()
+                parts.append(graph.decode(decoding))
+                self.last_decode_seconds = time.perf_counter() - before
+            longer = [row for row in rows if len(row.tokens) > 1]
+            parts += graph.prefill(longer, self._chunk)
+        except (MemoryError, RuntimeError) as problem:  # onnxruntime's derive from RuntimeError
+            what = f"a step of {sum(len(row.tokens) for row in rows)} tokens"
+            if isinstance(problem, MemoryError) or _is_memory(str(problem)):
+                raise OutOfMemory(f"{what} did not fit in memory: {problem}") from problem
+            raise EngineFailed(f"onnxruntime failed in {what}: {problem}") from problem
+        wanted = [row for _, part in parts for row in part]
         if not wanted:
             return []
+        logits = parts[0][0] if len(parts) == 1 else np.concatenate([each for each, _ in parts])
         drawn = dict(zip([row.slot for row in wanted], sample(logits, wanted), strict=True))
         return [drawn[row.slot] for row in rows if row.wants_token]
 
-    @property
-    def last_decode_seconds(self) -> float | None:
-        """See serving.backends.backend_interface."""
-        return None if self._graph is None else self._graph.last_decode_seconds
-
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """See serving.backends.backend_interface.Backend.copy."""
         if self._graph is not None:
             self._graph.copy(source, target, tokens)
 
     def truncate(self, slot: int, tokens: int) -> None:
-        """See serving.backends.backend_interface.Backend.truncate."""
         if self._graph is not None:
             self._graph.truncate(slot, tokens)
 
     def close(self) -> None:
-        """See serving.backends.backend_interface.Backend.close."""
-        if self._graph is not None:
-            self._graph.close()
         self._graph = None
         self._session = None
 
 
-def _library() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as problem:
-        raise BackendUnavailable(
-            f"onnxruntime cannot be imported: {problem}; pip install 'llm-crossover[onnx]'"
-        ) from problem
-    return onnxruntime
+def _session(file: Path, spinning: bool, threads: int) -> tuple[Any, int]:
+    """The session, and the private memory that it took."""
+    import onnxruntime  # whose own memory is not the weights'
 
-
-def _session(onnxruntime: Any, file: Path, options: OnnxOptions, threads: int) -> Any:
-    levels = onnxruntime.GraphOptimizationLevel
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
-    settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    settings.graph_optimization_level = getattr(levels, _OPTIMISATION[options.optimisation])
-    settings.enable_cpu_mem_arena = options.arena
     settings.log_severity_level = 3
-    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spinning)))
+    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
+    before = anonymous_bytes()
     try:
-        return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
+        made = onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
+        return made, max(0, anonymous_bytes() - before)
     except MemoryError as problem:
         raise OutOfMemory(f"{file.name} does not fit in memory: {problem}") from problem
     except Exception as problem:  # onnxruntime has a class for every kind of broken file
@@ -197,49 +172,24 @@ def _is_memory(text: str) -> bool:
     return "bad_alloc" in text or "Failed to allocate" in text
 
 
-def _check_config(config: EngineConfig, facts: GraphFacts) -> None:
-    check(config)
-    context = config.context_tokens
-    if facts.context_tokens is not None and context > facts.context_tokens:
-        raise Unsupported(
-            f"context_tokens is {context}, and the model was made for {facts.context_tokens}",
-            "context_tokens",
-        )
-    if config.kv_dtype not in (AUTO, held := KV_NAMES[facts.kv_type]):
-        raise Unsupported(
-            f"kv_dtype {config.kv_dtype} cannot be had; this graph's KV cache is {held}, fixed "
-            "when it was converted",
-            "kv_dtype",
-        )
-
-
 def _details(
-    file: Path, facts: GraphFacts, manifest: Manifest | None, options: OnnxOptions, threads: int
+    file: Path, facts: GraphFacts, manifest: Manifest | None, threads: int
 ) -> dict[str, str]:
     import onnxruntime
 
-    if facts.grouped:
-        batching = (
-            "decode rows in one call over neighbouring KV rows, appended in place; "
-            "short prompts share a call"
-        )
-    elif facts.position_ids:
-        batching = "decode rows in one call, padded on the left; the cache is copied every step"
-    else:
-        batching = "row by row (the graph has no position_ids); the cache is copied every step"
+    graph = "GroupQueryAttention, appended to in place"
+    if not facts.grouped:
+        graph = "growing past_key_values, copied every step"
+        if not facts.position_ids:
+            graph += ", row by row (it has no position_ids)"
     details = {
         "onnxruntime": onnxruntime.__version__,
-        "graph": "GroupQueryAttention" if facts.grouped else "growing past_key_values",
-        "batching": batching,
-        "kv_dtype": KV_NAMES[facts.kv_type],
+        "graph": graph,
+        "kv_dtype": facts.kv_dtype,
         "threads": str(threads),
-        "spinning": str(options.spinning).lower(),
-        "optimisation": options.optimisation,
     }
-    if manifest is not None and manifest.quality_kl_nats is not None:
-        details["quality_kl_nats"] = f"{manifest.quality_kl_nats:.3g}"
     if manifest is not None:
         details["made_by"] = manifest.generator
-    if is_batch_dependent(file):
+    if mentions(file, "DynamicQuantizeLinear"):  # one scale for all rows of a batch (optimum's)
         details["batch_dependent"] = "true"
     return details

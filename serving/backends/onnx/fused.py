@@ -9,19 +9,18 @@ neighbouring rows share a call, padded right: all weights are read once for them
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.backends.kv_rows import RowMap
-from serving.backends.onnx.graph import KV_TYPES, GraphFacts
+from serving.backends.onnx.graph import GraphFacts, Logits, Part
 from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row
 
-Logits = npt.NDArray[np.float32]
 _KEPT_BINDINGS = 256  # a binding holds two references a layer and no memory of its own
 # A call of prompts saves time where it is short: 1.5 x at 4 of 16 tokens, 1.2 x at 4 of 64, nothing
 # at 4 of 128 (1B, int8, two threads).
@@ -43,52 +42,17 @@ class SlotGraph:
         self._facts = facts
         self.rows = RowMap(slots, context_tokens, rider_tokens)
         shape = (slots, facts.kv_heads, context_tokens, facts.head_dim)
-        self._names = [
-            f"{layer}.{kind}" for layer in range(facts.layers) for kind in ("key", "value")
-        ]
         # Zeroed pages cost nothing until they are written: idle slots take address space only.
-        self._kv = [np.zeros(shape, KV_TYPES[facts.kv_type]) for _ in self._names]
+        self._kv = [np.zeros(shape, facts.kv_type) for _ in facts.kv_names]
         self._ids = np.zeros((slots, 1), np.int64)
         self._positions = np.zeros((slots, 1), np.int64)
-        self._out = np.zeros(
-            (slots, 1, facts.vocabulary),
-            np.float16 if facts.logits_type == "tensor(float16)" else np.float32,
-        )
+        self._out = np.zeros((slots, 1, facts.vocabulary), facts.logits_type)
         self._columns = np.arange(context_tokens, dtype=np.int64)
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self.last_decode_seconds: float | None = None
 
     @property
     def kv_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._kv)
-
-    def run(self, rows: list[Row], chunk: int) -> tuple[Logits, list[Row]]:
-        """Logits [n, vocabulary] of the rows that want a token, and these rows in that order.
-
-        Rows of one token share a call; longer ones have calls of at most `chunk` tokens.
-        """
-        decoding = [row for row in rows if len(row.tokens) == 1]
-        parts: list[tuple[Logits, list[Row]]] = []
-        self.last_decode_seconds = None
-        if decoding:
-            before = time.perf_counter()
-            parts.append(self._decode(decoding))
-            self.last_decode_seconds = time.perf_counter() - before
-        prompts = [row for row in rows if len(row.tokens) > 1]
-        for group in self._neighbours(prompts, chunk):
-            if len(group) == 1:
-                logits = self._prefill(group[0], chunk)
-            else:
-                logits = self._prefill_together(group)
-            asked = [at for at, row in enumerate(group) if row.wants_token]
-            if asked:
-                parts.append((logits[asked], [group[at] for at in asked]))
-        if len(parts) == 1:
-            return parts[0]
-        wanted = [row for _, part in parts for row in part]
-        if not wanted:
-            return np.zeros((0, self._facts.vocabulary), np.float32), []
-        return np.concatenate([logits for logits, part in parts if part]), wanted
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of slot `source` into slot `target`."""
@@ -101,12 +65,8 @@ class SlotGraph:
         """Keep the first `tokens` entries of a slot."""
         self.rows.truncate(slot, tokens)
 
-    def close(self) -> None:
-        """Drop bindings and buffers."""
-        self._bindings.clear()
-        self._kv = []
-
-    def _decode(self, rows: list[Row]) -> tuple[Logits, list[Row]]:
+    def decode(self, rows: list[Row]) -> Part:
+        """Rows of one token each, in one call."""
         for row in rows:
             self.rows.length[self.rows.place_of(row)] = row.start
         window = self.rows.window([row.slot for row in rows])
@@ -130,15 +90,28 @@ class SlotGraph:
             out = out[[place - window.lo for place in wanted]]
         return _as_float32(out), [by_place[place] for place in wanted]
 
-    def _prefill(self, row: Row, chunk: int) -> Logits:
-        place = self.rows.place_of(row)
-        ids = row.tokens.astype(np.int64)[None]
-        out: npt.NDArray[Any] = np.zeros((1, 0), np.float32)
-        for first in range(0, ids.shape[1], chunk):
-            piece = np.ascontiguousarray(ids[:, first : first + chunk])
-            total = row.start + first + piece.shape[1]
-            out = self._call(place, place + 1, np.array([total], np.int64), piece)[:, -1]
-            self.rows.length[place] = total
+    def prefill(self, rows: list[Row], chunk: int) -> Iterator[Part]:
+        """Longer rows, in calls of at most `chunk` tokens; short ones share a call."""
+        for group in self._neighbours(rows, chunk):
+            logits = self._fill(group, chunk)
+            asked = [at for at, row in enumerate(group) if row.wants_token]
+            if asked:
+                yield logits[asked], [group[at] for at in asked]
+
+    def _fill(self, group: list[Row], chunk: int) -> Logits:
+        """Logits [rows, vocabulary] of prompts side by side: one in chunks, several in one call."""
+        places = [self.rows.place_of(row) for row in group]
+        longest = max(len(row.tokens) for row in group)
+        ids = np.zeros((len(group), longest), np.int64)
+        for at, row in enumerate(group):
+            ids[at, : len(row.tokens)] = row.tokens
+        out: npt.NDArray[Any] = ids
+        for first in range(0, longest, longest if len(group) > 1 else chunk):
+            piece = ids if len(group) > 1 else np.ascontiguousarray(ids[:, first : first + chunk])
+            ends = [row.start + min(len(row.tokens), first + piece.shape[1]) for row in group]
+            out = self._call(places[0], places[-1] + 1, np.array(ends, np.int64), piece)[:, -1]
+            for place, end in zip(places, ends, strict=True):
+                self.rows.length[place] = end
         # The output buffer is used again by the next call of this step.
         return _as_float32(out.copy())
 
@@ -151,33 +124,19 @@ class SlotGraph:
             group = groups[-1] if groups else []
             joined = [*group, row]
             lengths = [len(one.tokens) for one in joined]
-            padded = max(lengths) * len(joined)
-            fits = padded <= min(
-                _SHARED_TOKENS, chunk * len(joined), _SHARED_PADDING * sum(lengths)
-            )
+            most = min(_SHARED_TOKENS, chunk * len(joined), _SHARED_PADDING * sum(lengths))
             places = [self.rows.row_of[one.slot] for one in joined]
             if (
                 group
                 and self._facts.ragged_prompts
                 and not any(one.start for one in joined)
                 and places[-1] == places[0] + len(places) - 1
-                and fits
+                and max(lengths) * len(joined) <= most
             ):
                 group.append(row)
             else:
                 groups.append([row])
         return groups
-
-    def _prefill_together(self, group: list[Row]) -> Logits:
-        places = [self.rows.place_of(row) for row in group]
-        totals = np.array([len(row.tokens) for row in group], np.int64)
-        ids = np.zeros((len(group), int(totals.max())), np.int64)
-        for at, row in enumerate(group):
-            ids[at, : len(row.tokens)] = row.tokens
-        out = self._call(places[0], places[-1] + 1, totals, ids)[:, -1]
-        for place, total in zip(places, totals, strict=True):
-            self.rows.length[place] = int(total)
-        return _as_float32(out.copy())
 
     def _call(
         self, lo: int, hi: int, totals: npt.NDArray[np.int64], ids: npt.NDArray[np.int64] | None
@@ -213,7 +172,7 @@ class SlotGraph:
         binding = self._bindings.get((lo, hi))
         if binding is None:
             binding = self._session.io_binding()
-            for name, buffer in zip(self._names, self._kv, strict=True):
+            for name, buffer in zip(self._facts.kv_names, self._kv, strict=True):
                 view = self._ort.OrtValue.ortvalue_from_numpy(buffer[lo:hi])
                 if view.data_ptr() != buffer[lo:hi].ctypes.data:
                     raise EngineFailed(

@@ -21,32 +21,35 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from models.onnx_files import graphs
+from serving.backends.backend_table import BackendProbe
+from serving.errors import Cause
+from serving.sampling.step_rows import Row
 
-KV_TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int8)": np.int8,
+# onnxruntime's name of the KV cache's type -> ours, and numpy's.
+KV_TYPES: dict[str, tuple[str, Any]] = {
+    "tensor(float)": ("fp32", np.float32),
+    "tensor(float16)": ("fp16", np.float16),
+    "tensor(int8)": ("int8", np.int8),
 }
-KV_NAMES: dict[str, str] = {
-    "tensor(float)": "fp32",
-    "tensor(float16)": "fp16",
-    "tensor(int8)": "int8",
-}
+Logits = npt.NDArray[np.float32]
+Part = tuple[Logits, list[Row]]  # logits [n, vocabulary] of rows that want a token, and these rows
 _PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)$")
 
 
 class GraphFacts(msgspec.Struct, frozen=True):
     """The parts of a graph that serving it depends on."""
 
-    file: str
     grouped: bool
     layers: int
     kv_heads: int
     head_dim: int
-    kv_type: str  # onnxruntime's name, a key of KV_TYPES
-    logits_type: str
+    kv_dtype: str  # "fp32", "fp16", "int8"
+    kv_type: Any  # numpy's
+    logits_type: Any
     vocabulary: int
     last_logits_only: bool  # the head was pruned to one position of each row
     ragged_prompts: bool  # ... each row's own last token, not the last column's
@@ -55,8 +58,27 @@ class GraphFacts(msgspec.Struct, frozen=True):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        element_bytes = int(np.dtype(KV_TYPES[self.kv_type]).itemsize)
+        element_bytes = int(np.dtype(self.kv_type).itemsize)
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+
+    @property
+    def kv_names(self) -> list[str]:
+        """ "0.key", "0.value", "1.key", ..."""
+        return [f"{layer}.{kind}" for layer in range(self.layers) for kind in ("key", "value")]
+
+
+def probe() -> BackendProbe:
+    """What the installed onnxruntime can do. Runs in a process of its own."""
+    import onnxruntime
+
+    return BackendProbe(
+        "onnx",
+        works=True,
+        version=onnxruntime.__version__,
+        gpu_note="this backend serves on the CPU only",
+        gpu_cause=Cause.backend_missing,
+        details={"providers": ", ".join(onnxruntime.get_available_providers())},
+    )
 
 
 def graph_file(path: str | Path, chosen: str | None = None) -> Path:
@@ -73,12 +95,10 @@ def graph_file(path: str | Path, chosen: str | None = None) -> Path:
         if not inside.is_file() or path not in inside.parents:
             raise UnknownModel(f"option file={chosen!r}: no such file in {path.name}")
         return inside
-    for usual in (path / "model.onnx", path / "onnx" / "model.onnx"):
-        if usual.is_file():
-            return usual
-    found = sorted(path.glob("*.onnx")) + sorted(path.glob("onnx/*.onnx"))
-    if len(found) == 1:
-        return found[0]
+    found = graphs(path)
+    usual = [path / "model.onnx", path / "onnx" / "model.onnx"]
+    for file in (*(one for one in usual if one in found), *found[: len(found) == 1]):
+        return file
     names = ", ".join(str(file.relative_to(path)) for file in found) or "none"
     raise UnknownModel(
         f"{path.name} holds no model.onnx; choose one with the option file=NAME "
@@ -86,25 +106,19 @@ def graph_file(path: str | Path, chosen: str | None = None) -> Path:
     )
 
 
-def weight_files(file: Path) -> list[Path]:
-    """The graph and its external data files."""
-    data = [other for other in sorted(file.parent.glob(file.name + "?data*")) if other.is_file()]
-    return [file, *data]
-
-
 def weight_bytes(file: Path) -> int:
     """Bytes of the graph with its external data."""
-    return sum(part.stat().st_size for part in weight_files(file))
+    data = [other for other in file.parent.glob(file.name + "?data*") if other.is_file()]
+    return sum(part.stat().st_size for part in (file, *data))
 
 
-def is_grouped(file: Path) -> bool:
-    """Whether the operator GroupQueryAttention is named in the file."""
-    return _mentions(file, b"GroupQueryAttention")
-
-
-def is_batch_dependent(file: Path) -> bool:
-    """Whether activations are rounded with one scale for a batch (optimum's dynamic int8)."""
-    return _mentions(file, b"DynamicQuantizeLinear")
+def mentions(file: Path, operator: str) -> bool:
+    """Whether an operator is named in the file. Raises BrokenWeights for an empty one."""
+    with file.open("rb") as stream:
+        if file.stat().st_size == 0:
+            raise BrokenWeights(f"{file.name} is empty")
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            return view.find(operator.encode()) >= 0
 
 
 def resident_bytes(file: Path) -> int:
@@ -115,37 +129,16 @@ def resident_bytes(file: Path) -> int:
     times as much. The embedding is only looked up and stays mapped; a tied float32 head is a copy.
     """
     size = weight_bytes(file)
-    if not is_grouped(file):
+    if not mentions(file, "GroupQueryAttention"):
         return int(1.4 * size)  # a foreign graph: an upper figure
     config = _config_beside(file)
     embedding = int(config.get("vocab_size") or 0) * int(config.get("hidden_size") or 0)
-    if _mentions(file, b"MatMulNBits"):
+    if mentions(file, "MatMulNBits"):
         return embedding + int(1.3 * max(0, size - 2 * embedding))  # the head is int8
-    if _mentions(file, b"MatMulInteger"):
+    if mentions(file, "MatMulInteger"):
         matrices = max(0, size - embedding)
         return matrices + int(min(40e6, 0.15 * matrices))
     return size if config.get("tie_word_embeddings") else max(0, size - 4 * embedding)
-
-
-def _mentions(file: Path, word: bytes) -> bool:
-    with file.open("rb") as stream:
-        if file.stat().st_size == 0:
-            raise BrokenWeights(f"{file.name} is empty")
-        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            return view.find(word) >= 0
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} where there is no file. Raises BrokenWeights."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as problem:
-        raise BrokenWeights(f"{path.name} is not valid JSON: {problem}") from problem
-    if not isinstance(value, dict):
-        raise BrokenWeights(f"{path.name} holds a {type(value).__name__}, not an object")
-    return value
 
 
 def read_facts(session: Any, file: Path) -> GraphFacts:
@@ -159,30 +152,32 @@ def read_facts(session: Any, file: Path) -> GraphFacts:
             f"{file.name} has a KV cache of {past.type} and logits of {logits.type}; float32, "
             "float16 and an int8 KV are served"
         )
-    config = _shape_config(file)
+    config = _config_beside(file)
+    heads = config.get("num_attention_heads") or config.get("n_head") or 1
+    hidden = config.get("hidden_size") or config.get("n_embd") or 0
 
-    def size(name: str, in_graph: Any, key: str) -> int:
-        value = in_graph if isinstance(in_graph, int) else config.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise UnsupportedModel(
-                f"nothing beside {file.name} says its {name}; config.json or genai_config.json "
-                "must be there"
-            )
-        return value
+    def size(name: str, in_graph: Any, *beside: Any) -> int:
+        for value in (in_graph, *beside):
+            if isinstance(value, int) and value > 0:
+                return value
+        raise UnsupportedModel(
+            f"nothing beside {file.name} says its {name}; config.json must be there"
+        )
 
+    kv_dtype, kv_type = KV_TYPES[past.type]
     return GraphFacts(
-        file=file.name,
-        grouped=is_grouped(file),
+        grouped=mentions(file, "GroupQueryAttention"),
         layers=layers,
-        kv_heads=size("key-value heads", past.shape[1], "kv_heads"),
-        head_dim=size("head size", past.shape[3], "head_dim"),
-        kv_type=past.type,
-        logits_type=logits.type,
-        vocabulary=size("vocabulary", logits.shape[2], "vocabulary"),
+        kv_heads=size("key-value heads", past.shape[1], config.get("num_key_value_heads"), heads),
+        head_dim=size("head size", past.shape[3], config.get("head_dim"), hidden // heads),
+        kv_dtype=kv_dtype,
+        kv_type=kv_type,
+        logits_type=KV_TYPES[logits.type][1],
+        vocabulary=size("vocabulary", logits.shape[2], config.get("vocab_size")),
         last_logits_only=logits.shape[1] == 1,
-        ragged_prompts=logits.shape[1] == 1 and _mentions(file, b"GatherND"),
+        ragged_prompts=logits.shape[1] == 1 and mentions(file, "GatherND"),
         position_ids="position_ids" in inputs,
-        context_tokens=config.get("context"),
+        context_tokens=config.get("max_position_embeddings") or config.get("n_positions"),
     )
 
 
@@ -211,27 +206,10 @@ def _layers(file: Path, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -
 
 def _config_beside(file: Path) -> dict[str, Any]:
     """config.json in the graph's folder or the one above; {} where there is none."""
-    return read_json(file.parent / "config.json") or read_json(file.parent.parent / "config.json")
-
-
-def _shape_config(file: Path) -> dict[str, Any]:
-    """kv_heads, head_dim, vocabulary, context from genai_config.json or config.json beside it."""
-    for folder in (file.parent, file.parent.parent):
-        model = read_json(folder / "genai_config.json").get("model")
-        if isinstance(model, dict) and isinstance(model.get("decoder"), dict):
-            decoder = model["decoder"]
-            return {
-                "kv_heads": decoder.get("num_key_value_heads"),
-                "head_dim": decoder.get("head_size"),
-                "vocabulary": model.get("vocab_size"),
-                "context": model.get("context_length"),
-            }
-    config = _config_beside(file)
-    heads = config.get("num_attention_heads") or config.get("n_head") or 1
-    hidden = config.get("hidden_size") or config.get("n_embd") or 0
-    return {
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
-        "vocabulary": config.get("vocab_size"),
-        "context": config.get("max_position_embeddings") or config.get("n_positions"),
-    }
+    for path in (file.parent / "config.json", file.parent.parent / "config.json"):
+        if path.is_file():
+            try:
+                return dict(json.loads(path.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as problem:
+                raise BrokenWeights(f"{path.name} is no object of JSON: {problem}") from problem
+    return {}

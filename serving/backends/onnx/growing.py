@@ -7,17 +7,16 @@ left. Graphs without position_ids count positions from the padded length: those 
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.backends.onnx.graph import KV_TYPES, GraphFacts
+from serving.backends.onnx.graph import GraphFacts, Logits, Part
 from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row
 
-Logits = npt.NDArray[np.float32]
 Cache = list[npt.NDArray[Any]]  # per layer key, value: [kv_heads, tokens, head_dim]
 
 
@@ -28,37 +27,25 @@ class GrowingGraph:
         self._session = session
         self._facts = facts
         self._context = context_tokens
-        names = [f"{layer}.{kind}" for layer in range(facts.layers) for kind in ("key", "value")]
-        self._pasts = [f"past_key_values.{name}" for name in names]
-        self._outputs = ["logits", *(f"present.{name}" for name in names)]
-        empty = np.zeros((facts.kv_heads, 0, facts.head_dim), KV_TYPES[facts.kv_type])
-        self._caches: list[Cache] = [[empty] * len(names) for _ in range(slots)]
-        self.last_decode_seconds: float | None = None
+        self._pasts = [f"past_key_values.{name}" for name in facts.kv_names]
+        self._outputs = ["logits", *(f"present.{name}" for name in facts.kv_names)]
+        empty = np.zeros((facts.kv_heads, 0, facts.head_dim), facts.kv_type)
+        self._caches: list[Cache] = [[empty] * len(self._pasts) for _ in range(slots)]
 
-    @property
-    def kv_bytes(self) -> int:
-        """What the caches take now; they grow with the sequences."""
-        return sum(part.nbytes for cache in self._caches for part in cache)
+    def decode(self, rows: list[Row]) -> Part:
+        """Rows of one token each."""
+        together = [rows] if self._facts.position_ids else [[row] for row in rows]
+        logits = np.concatenate([self._call(each, 0, 1) for each in together])
+        asked = [at for at, row in enumerate(rows) if row.wants_token]
+        return logits[asked], [rows[at] for at in asked]
 
-    def run(self, rows: list[Row], chunk: int) -> tuple[Logits, list[Row]]:
-        """Logits [n, vocabulary] of the rows that want a token, and these rows in that order."""
-        decoding = [row for row in rows if len(row.tokens) == 1 and self._facts.position_ids]
-        self.last_decode_seconds = None
-        parts: list[tuple[Logits, Row]] = []
-        if decoding:
-            before = time.perf_counter()
-            parts = list(zip(self._call(decoding, 0, 1), decoding, strict=True))
-            self.last_decode_seconds = time.perf_counter() - before
+    def prefill(self, rows: list[Row], chunk: int) -> Iterator[Part]:
+        """Longer rows, in calls of at most `chunk` tokens."""
         for row in rows:
-            if len(row.tokens) == 1 and self._facts.position_ids:
-                continue
             for first in range(0, len(row.tokens), chunk):
-                (logits,) = self._call([row], first, min(len(row.tokens), first + chunk))
-            parts.append((logits, row))
-        parts = [(logits, row) for logits, row in parts if row.wants_token]
-        if not parts:
-            return np.zeros((0, self._facts.vocabulary), np.float32), []
-        return np.stack([logits for logits, _ in parts]), [row for _, row in parts]
+                logits = self._call([row], first, min(len(row.tokens), first + chunk))
+            if row.wants_token:
+                yield logits, [row]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of slot `source` into slot `target`."""
@@ -72,10 +59,6 @@ class GrowingGraph:
     def truncate(self, slot: int, tokens: int) -> None:
         """Keep only the first `tokens` entries of a slot."""
         self._caches[slot] = [part[:, :tokens] for part in self._caches[slot]]
-
-    def close(self) -> None:
-        """Drop every cache."""
-        self._caches = []
 
     def _call(self, rows: list[Row], first: int, last: int) -> Logits:
         """Logits [rows, vocabulary] after tokens first..last of rows, padded on the left; the

@@ -2,7 +2,7 @@
 
 Launching the kernels of 24 layers takes Python 5 to 8 ms, the GPU's work less than 1 ms. A graph
 has fixed shapes: the batch is rounded up to a bucket, and the rows that fill it up compute a dummy
-token. With packed attention that is all; plain attention also has contexts rounded up.
+token. With flash attention that is all; plain attention also has contexts rounded up.
 
 Graphs share a memory pool and are captured largest first, on one stream: cuBLAS keeps a workspace
 for each (pytorch issue 99196). What they read and write lies outside of the pool, once for all.
@@ -10,14 +10,14 @@ for each (pytorch issue 99196). What they read and write lies outside of the poo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from serving.backends.torch.forward_pass import DecodeSpan, SlotModel, known
-from serving.backends.torch.varlen_attention import Packed
+from models.manifest import Progress
+from serving.backends.torch.forward_pass import SlotModel, additive_mask, known
+from serving.backends.torch.varlen_attention import FlashStep, PlainStep
 
 
 def batch_buckets(rows: int) -> list[int]:
@@ -54,28 +54,18 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        model: SlotModel,
-        rows: int,
-        logits: Tensor,
-        *,
-        capture: bool,
-        progress: Callable[[str, float | None], None] | None = None,
+        self, model: SlotModel, rows: int, logits: Tensor, *, capture: bool, progress: Progress
     ) -> None:
         self._model = model
-        self._device = model.device
         self._logits = logits
         self.batches = batch_buckets(rows)
-        self.contexts = [model.width] if model.is_packed else context_buckets(model.width)
-        self._inputs = torch.zeros(3 * rows, dtype=torch.int64, device=self._device)
-        self._columns = torch.arange(model.width, device=self._device)
-        self._index = torch.arange(rows + 1, device=self._device)
-        self._starts_q = self._index.int()
-        self._starts_k = (self._index * model.width).int()
-        self._closed = torch.full((), float("-inf"), dtype=model.dtype, device=self._device)
+        self.contexts = [model.width] if model.is_flash else context_buckets(model.width)
+        self._inputs = torch.zeros(3 * rows, dtype=torch.int64, device=model.device)
+        self._rows = torch.arange(rows + 1, device=model.device)
+        self._starts_q, self._starts_k = self._rows.int(), (self._rows * model.width).int()
         self._captured: dict[tuple[int, int], Any] = {}
         if capture:
-            self._capture_all(progress or (lambda what, fraction: None))
+            self._capture_all(progress)
 
     def run(
         self, host: Tensor, batch: int, longest: int, drawn: Tensor | None = None
@@ -84,7 +74,7 @@ class DecodeGraphs:
 
         `host`: int64 on the host: `batch` tokens, their positions, and up to `batch` more numbers,
         which come back on the device. `longest`: keys of the longest row. The next run overwrites
-        both results. `drawn`: see serving.backends.torch.flight.known.
+        both results. `drawn`: see forward_pass.known.
         """
         width = bucket_of(longest, self.contexts)
         self._inputs[: len(host)].copy_(host, non_blocking=True)
@@ -100,33 +90,25 @@ class DecodeGraphs:
 
     def _step(self, batch: int, width: int) -> None:
         ids, positions = self._inputs[:batch], self._inputs[batch : 2 * batch]
-        step: Packed | list[Any]
-        if self._model.is_packed:
-            step = Packed(
-                at=torch.add(positions, self._index[:batch], alpha=width),
-                starts_q=self._starts_q[: batch + 1],
-                starts_k=self._starts_k[: batch + 1],
-                held=(positions + 1).int(),
-                most_q=1,
-                most_k=width,
-            )
+        step: FlashStep | PlainStep
+        if self._model.is_flash:
+            starts_q, starts_k = self._starts_q[: batch + 1], self._starts_k[: batch + 1]
+            at = torch.add(positions, self._rows[:batch], alpha=width)
+            step = FlashStep(at, starts_q, starts_k, (positions + 1).int(), 1, width)
         else:
-            allowed = self._columns[None, :width] <= positions[:, None]
-            mask = torch.where(allowed, 0.0, self._closed)[:, None, None]
-            step = [DecodeSpan(0, 0, batch, mask, self._index[:batch])]
+            allowed = self._model.columns[None, :width] <= positions[:, None]
+            mask = additive_mask(allowed, self._model.dtype)[:, None, None]
+            step = PlainStep(self._rows[:batch], positions, 0, batch, mask, [])
         self._model.forward(ids, positions, step, None, self._logits)
 
-    def _capture_all(self, progress: Callable[[str, float | None], None]) -> None:
-        shapes = [
-            (batch, width) for width in reversed(self.contexts) for batch in reversed(self.batches)
-        ]
+    def _capture_all(self, progress: Progress) -> None:
+        widths, batches = reversed(self.contexts), self.batches[::-1]
+        shapes = [(batch, width) for width in widths for batch in batches]
         pool = None
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for done, (batch, width) in enumerate(shapes):
-            progress(
-                f"capturing the decode step for {batch} rows of up to {width} tokens",
-                done / len(shapes),
-            )
+            what = f"capturing the decode step for {batch} rows of up to {width} tokens"
+            progress(what, done / len(shapes))
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # lazy initialisations must not fall into a capture
                 self._step(batch, width)

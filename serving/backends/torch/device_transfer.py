@@ -6,7 +6,6 @@ the device has done all that was asked before. So a step's numbers go in one pag
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,16 +16,26 @@ from torch import Tensor
 
 GRAIN_BYTES = 16  # parts begin at multiples, so that any type can be seen in them
 STAGE_BYTES = 64 << 20  # of weights that are read, then moved
-Array = npt.NDArray[Any]
+_TYPES = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
 
 
-def send(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The arrays as tensors on the device, all in one copy that the host does not wait for."""
+    arrays = [np.ascontiguousarray(array) for array in arrays]
     if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    host = torch.empty(packed_bytes(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    pack(arrays, host.numpy())
-    return unpacked(arrays, host.to(device, non_blocking=True))
+        return [torch.from_numpy(array) for array in arrays]
+    ends = np.cumsum([-(-array.nbytes // GRAIN_BYTES) * GRAIN_BYTES for array in arrays]).tolist()
+    places = [
+        slice(end, end + array.nbytes) for end, array in zip([0, *ends], arrays, strict=False)
+    ]
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for place, array in zip(places, arrays, strict=True):
+        host.numpy()[place] = array.reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)
+    return [
+        there[place].view(_TYPES[array.dtype.name]).view(array.shape)
+        for place, array in zip(places, arrays, strict=True)
+    ]
 
 
 def fetch(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -43,44 +52,10 @@ def fetch(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, copied
 
 
-def packed_bytes(arrays: Sequence[Array]) -> int:
-    """Bytes of the arrays one after the other."""
-    return sum(_padded(array) for array in arrays)
-
-
-def pack(arrays: Sequence[Array], buffer: npt.NDArray[np.uint8]) -> None:
-    """Write the arrays one after the other into a buffer of `packed_bytes`."""
-    first = 0
-    for array in arrays:
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        buffer[first : first + flat.size] = flat
-        first += _padded(array)
-
-
-def unpacked(arrays: Sequence[Array], buffer: Tensor) -> list[Tensor]:
-    """Views of a packed uint8 buffer with the types and shapes of `arrays`."""
-    views, first = [], 0
-    for array in arrays:
-        part = buffer[first : first + array.nbytes]
-        views.append(part.view(_TYPES[array.dtype.name]).view(array.shape))
-        first += _padded(array)
-    return views
-
-
-_TYPES = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
-
-
-def _padded(array: Array) -> int:
-    return -(-array.nbytes // GRAIN_BYTES) * GRAIN_BYTES
-
-
 class Uplink:
-    """Moves weights to a GPU through a page-locked buffer; knows how long both parts took."""
+    """Moves weights to a GPU through one page-locked buffer."""
 
     def __init__(self, device: torch.device) -> None:
-        self.read_seconds = 0.0  # from the mapped file, or the kernel's cache of it
-        self.transfer_seconds = 0.0  # over the bus
-        self.bytes = 0
         self._device = device
         pins = device.type == "cuda"
         self._stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=pins)
@@ -91,13 +66,5 @@ class Uplink:
         source, target = (one.reshape(-1).view(torch.uint8) for one in (tensor.contiguous(), moved))
         for first in range(0, len(source), STAGE_BYTES):
             part = source[first : first + STAGE_BYTES]
-            began = time.perf_counter()
-            stage = self._stage[: len(part)].copy_(part)
-            read = time.perf_counter()
-            target[first : first + len(part)].copy_(stage)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            self.read_seconds += read - began
-            self.transfer_seconds += time.perf_counter() - read
-        self.bytes += len(source)
+            target[first : first + len(part)].copy_(self._stage[: len(part)].copy_(part))
         return moved

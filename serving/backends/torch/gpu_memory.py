@@ -25,7 +25,8 @@ def step_tokens(slots: int, prefill_chunk: int) -> int:
 
 
 def pass_bytes(spec: ModelSpec, tokens: int, logit_rows: int, element: int) -> int:
-    """Most bytes alive at once in a pass over `tokens` tokens, its logits' buffer left out.
+    """Most bytes alive at once in a pass over `tokens` tokens, its logits' buffer left out. Those
+    of the decode step are what its captured graphs keep. `element`: bytes of an activation.
 
     x and the turns of its positions live throughout; over them come the heads with their products,
     the widest layers of the feed-forward part, or the logits in the compute type.
@@ -38,22 +39,13 @@ def pass_bytes(spec: ModelSpec, tokens: int, logit_rows: int, element: int) -> i
     return throughout + max(attention, feed_forward, head)
 
 
-def logits_bytes(spec: ModelSpec, slots: int) -> int:
-    """The one buffer of float32 logits."""
-    return 4 * slots * spec.vocabulary
-
-
-def graph_bytes(spec: ModelSpec, slots: int, element: int) -> int:
-    """What the captured graphs of the decode step keep: the largest one's pass."""
-    return pass_bytes(spec, slots, slots, element)
-
-
 def working_bytes(spec: ModelSpec, slots: int, tokens: int, element: int) -> int:
-    """The largest step beside weights and KV cache, graphs and workspaces included."""
+    """The largest step beside weights and KV cache: its pass or its draws, the buffer of float32
+    logits, graphs and workspaces."""
     drawing = DRAW_BYTES * slots * spec.vocabulary
     largest = max(pass_bytes(spec, tokens, slots, element), drawing)
-    kept = logits_bytes(spec, slots) + graph_bytes(spec, slots, element)
-    return largest + kept + WORKSPACE_BYTES
+    graphs = pass_bytes(spec, slots, slots, element)
+    return largest + 4 * slots * spec.vocabulary + graphs + WORKSPACE_BYTES
 
 
 def overhead_bytes(spec: ModelSpec, weight_format: str, slots: int) -> int:
@@ -61,8 +53,3 @@ def overhead_bytes(spec: ModelSpec, weight_format: str, slots: int) -> int:
     element = 4 if weight_format == "fp32" else 2
     tokens = step_tokens(slots, GPU_PREFILL_CHUNK)
     return CONTEXT_BYTES + working_bytes(spec, slots, tokens, element)
-
-
-def fitting_slots(room_bytes: int, row_bytes: int, asked: int) -> int:
-    """How many of the slots asked for have room for their rows of the KV cache."""
-    return max(0, min(asked, room_bytes // row_bytes))

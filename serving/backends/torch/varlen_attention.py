@@ -1,20 +1,29 @@
-"""Attention of all tokens of a pass in one call of torch's FlashAttention-2, without a mask.
+"""The KV cache, and attention of all tokens of a pass over it.
 
-Keys and values of a layer are one tensor [rows * width, 2, kv_heads, head_dim], so that a pass
-writes both in one copy and the kernel sees a row as `width` tokens one after the other. Where a
-sequence's keys begin is said by cu_seqlens_k, how many there are by seqused_k
-(flash-attention/csrc/flash_attn/src/block_info.h): nothing beyond a row's tokens is read, decode
-rows and prompt pieces share the call, and a graph of it serves contexts of any length.
+Keys and values of a layer are one tensor [rows, width, 2, kv_heads, head_dim], so that a pass
+writes both in one copy. Attention has two forms with the same results:
+
+- flash: one call of torch's FlashAttention-2 for all tokens, without a mask, over a cache that lies
+  token by token. Where a sequence's keys begin is said by cu_seqlens_k, how many there are by
+  seqused_k (flash-attention/csrc/flash_attn/src/block_info.h): nothing beyond a row's tokens is
+  read, decode rows and prompt pieces share the call, and a graph of it serves contexts of any
+  length.
+- plain: torch's scaled_dot_product_attention, a call for the decode rows and one for each prompt
+  piece, over a cache that lies head by head. The query heads that share a key head are its query
+  length: keys are never expanded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from models.spec import ModelSpec
 
@@ -22,7 +31,7 @@ Flash = Callable[..., tuple[Any, ...]]
 
 
 @dataclass(slots=True)
-class Packed:
+class FlashStep:
     """What the call is told of a pass over `tokens` tokens of `n` sequences, laid end to end."""
 
     at: Tensor  # int64 [tokens]: row * width + position, where a token's key and value go
@@ -32,58 +41,129 @@ class Packed:
     most_q: int  # tokens of the longest piece; 1: the kernel splits the keys among its blocks
     most_k: int  # at least max(held)
 
+    def write(self, cache: Tensor, pairs: Tensor) -> None:
+        """See Step."""
+        cache.flatten(0, 1).index_copy_(0, self.at, pairs)
 
-class PackedCache:
-    """Keys and values of `rows` rows of `width` tokens, token by token."""
-
-    def __init__(
-        self, spec: ModelSpec, rows: int, width: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._spec = spec
-        self.width = width
-        shape = (rows * width, 2, spec.kv_heads, spec.head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return self.layers
-
-    def write(self, index: int, heads: Tensor, at: Tensor) -> None:
-        """Keys and values of a layer to their places.
-
-        `heads`: [tokens, heads + 2 * kv_heads, head_dim], queries and keys turned.
-        """
-        kv_heads = self._spec.kv_heads
-        pairs = heads[:, -2 * kv_heads :].view(len(heads), 2, kv_heads, -1)
-        self.layers[index].index_copy_(0, at, pairs)
-
-    def attend(self, index: int, heads: Tensor, step: Packed, scale: float) -> Tensor:
-        """Attention of the queries of `heads` over what is written: [tokens, heads * head_dim]."""
-        kv_heads, cache = self._spec.kv_heads, self.layers[index]
+    def attend(self, queries: Tensor, cache: Tensor) -> Tensor:
+        """See Step."""
+        keys, values = cache.flatten(0, 1).unbind(1)
         # Causal is aligned at the end: the last query of a piece sees all of its row's keys.
         out: Tensor = flash_kernel()(
-            *(heads[:, : -2 * kv_heads], cache[:, 0], cache[:, 1]),
-            *(step.starts_q, step.starts_k, step.most_q, step.most_k),
+            *(queries, keys, values),
+            *(self.starts_q, self.starts_k, self.most_q, self.most_k),
             *(0.0, True, False),  # dropout, causal, no debug mask
-            scale=scale,
-            seqused_k=step.held,
+            scale=1.0 / math.sqrt(queries.shape[-1]),
+            seqused_k=self.held,
         )[0]
         return out.flatten(1)
+
+
+@dataclass(slots=True)
+class PromptSpan:
+    """`count` tokens of one row from position `start`: tokens first..first + count of the pass."""
+
+    first: int
+    count: int
+    row: int
+    start: int
+    mask: Tensor | None  # additive [count, start + count]; None: causal from position 0
+
+
+@dataclass(slots=True)
+class PlainStep:
+    """One token each in rows lo..hi, the first of the pass, then prompt pieces."""
+
+    rows: Tensor  # int64 [tokens]: where each key and value goes
+    positions: Tensor
+    lo: int
+    hi: int
+    mask: Tensor | None  # of the rows lo..hi: additive [hi - lo, 1, 1, seen]
+    prompts: list[PromptSpan]
+
+    def write(self, cache: Tensor, pairs: Tensor) -> None:
+        """See Step."""
+        cache[self.rows, self.positions] = pairs
+
+    def attend(self, queries: Tensor, cache: Tensor) -> Tensor:
+        """See Step."""
+        keys, values = cache.unbind(2)
+        kv_heads, outs = keys.shape[2], []
+        if self.mask is not None:
+            seen, rows = self.mask.shape[-1], self.hi - self.lo
+            out = scaled_dot_product_attention(
+                queries[:rows].unflatten(1, (kv_heads, -1)),
+                keys[self.lo : self.hi, :seen].transpose(1, 2),
+                values[self.lo : self.hi, :seen].transpose(1, 2),
+                attn_mask=self.mask,
+            )
+            outs.append(out.reshape(rows, -1))
+        for span in self.prompts:
+            end = span.start + span.count
+            asked = queries[span.first : span.first + span.count].transpose(0, 1)
+            held = [one[span.row, :end].transpose(0, 1)[None] for one in (keys, values)]
+            if span.mask is None:
+                out = scaled_dot_product_attention(
+                    asked[None], *held, is_causal=True, enable_gqa=len(asked) != kv_heads
+                )
+            else:
+                # On a GPU there is no kernel but the slowest for a mask and grouped heads together.
+                shared = len(asked) // kv_heads
+                out = scaled_dot_product_attention(
+                    asked.reshape(1, kv_heads, -1, queries.shape[-1]),
+                    *held,
+                    attn_mask=span.mask.repeat(shared, 1),
+                )
+            outs.append(out.view(queries.shape[1], span.count, -1).transpose(0, 1).flatten(1))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+# `write(cache, pairs)`: keys and values [tokens, 2, kv_heads, head_dim] to their places in a layer.
+# `attend(queries, cache)`: attention of `queries` [tokens, heads, head_dim] over what is written:
+# [tokens, heads * head_dim].
+Step = FlashStep | PlainStep
+
+
+class KvCache:
+    """Keys and values of `rows` rows of `width` tokens: for each layer a tensor [rows, width, 2,
+    kv_heads, head_dim], in memory token by token, or head by head for plain attention."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_flash: bool,
+    ) -> None:
+        self.width, self.is_flash = width, is_flash
+        shape = (rows, width, 2, spec.kv_heads, spec.head_dim)
+        if not is_flash:
+            shape = (rows, 2, spec.kv_heads, width, spec.head_dim)
+        # Plain attention multiplies entries that were never written with 0: they must not be NaN.
+        made = [_zeros(shape, dtype, device) for _ in range(spec.layers)]
+        self.layers = made if is_flash else [layer.permute(0, 3, 1, 2, 4) for layer in made]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of one row into another."""
         for cache in self.layers:
-            self._row(cache, target, tokens).copy_(self._row(cache, source, tokens))
+            cache[target, :tokens] = cache[source, :tokens]
 
     def swap(self, a: int, b: int, held_a: int, held_b: int) -> None:
         """Exchange what two rows hold."""
         for cache in self.layers:
-            kept = self._row(cache, a, held_a).clone()
-            self._row(cache, a, held_b).copy_(self._row(cache, b, held_b))
-            self._row(cache, b, held_a).copy_(kept)
+            kept = cache[a, :held_a].clone()
+            cache[a, :held_b] = cache[b, :held_b]
+            cache[b, :held_a] = kept
 
-    def _row(self, cache: Tensor, row: int, tokens: int) -> Tensor:
-        return cache[row * self.width : row * self.width + tokens]
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU numpy's, whose pages cost no memory before they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(zeros).view(dtype).view(shape)
 
 
 def flash_kernel() -> Flash:
@@ -96,10 +176,10 @@ def flash_trouble(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     """Why the flash kernels cannot be used; None: they can."""
     if device.type != "cuda":
         return "torch has the flash kernels for GPUs only"
-    if not torch.backends.cuda.is_flash_attention_available():
-        return "this build of torch is without them"
     if torch.version.hip:
         return "ROCm's kernels read the rows in another way"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this build of torch is without them"
     if dtype == torch.float32:
         return "the flash kernels compute in bf16 and fp16 only"
     if spec.head_dim % 8 or spec.head_dim > 256:

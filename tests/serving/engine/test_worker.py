@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.engine_loop import CONFIG_VARIABLE, SOCKET_VARIABLE
 from serving.engine.ipc_messages import (

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from models.ladder import rung
-from models.synthetic.write import write_gguf
+from models.random_weights import write_gguf
 from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.errors import ServingError
 from serving.hardware.machine_facts import hardware_facts

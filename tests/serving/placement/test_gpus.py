@@ -4,6 +4,7 @@ ones, and what an engine on the chosen one is told.
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from models.ladder import rung
 from serving.backends.backend_interface import EngineConfig
-from serving.backends.backend_table import BACKENDS, BackendSpec, backend_class
+from serving.backends.backend_table import BACKENDS, BackendSpec
 from serving.errors import Cause, Unsupported
 from serving.hardware.gpus import VULKAN, GpuFacts
 from serving.placement.placement_policy import (
@@ -167,12 +168,15 @@ def test_each_engine_gets_its_own_options() -> None:
 @pytest.mark.parametrize("name", [name for name, one in BACKENDS.items() if one.options])
 def test_the_table_names_the_options_that_a_backend_has(name: str) -> None:
     spec: BackendSpec = BACKENDS[name]
-    module = __import__(backend_class(name).__module__, fromlist=["x"])
-    kinds = {"torch": "TorchOptions", "llama_cpp": "LlamaOptions", "onnx": "OnnxOptions"}
-    if name == "torch":
-        module = __import__("serving.backends.torch.load_plan", fromlist=["x"])
+    kinds = {
+        "llama_cpp": "llama_cpp.loading:LlamaOptions",
+        "onnx": "onnx.backend:OnnxOptions",
+        "torch": "torch.load_plan:TorchOptions",
+    }
+    module, _, kind = kinds[name].partition(":")
+    struct = getattr(importlib.import_module(f"serving.backends.{module}"), kind)
     assert spec.options is not None
-    assert set(spec.options) == set(getattr(module, kinds[name]).__struct_fields__)
+    assert set(spec.options) == set(struct.__struct_fields__)
 
 
 def test_the_placement_is_what_the_engines_are_told() -> None:

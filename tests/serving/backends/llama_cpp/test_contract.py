@@ -44,7 +44,7 @@ from tests.shapes import TINY, TINY_LLAMA, TINY_QWEN2, TINY_QWEN3
         ("F16", {"options": {"flash_attention": "on"}}),
         ("F16", {"kv_tokens": 1024}),
         ("F16", {"options": {"step_tokens": 48, "ubatch_tokens": 16}}),
-        ("F16", {"threads": 2, "options": {"mmap": False, "prefill_threads": 1}}),
+        ("F16", {"threads": 2, "options": {"mmap": True}}),
         ("F16", {"slots": 1}),
     ],
 )

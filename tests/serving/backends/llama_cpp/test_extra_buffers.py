@@ -6,15 +6,9 @@ import msgspec
 import pytest
 
 from models.formats import weight_bytes
-from models.random_weights import write_gguf
 from models.spec import ModelSpec
-from serving.backends.llama_cpp.extra_buffers import (
-    AMX,
-    REPACK,
-    Weight,
-    extra_bytes,
-    planned_extra_bytes,
-)
+from models.random_weights import write_gguf
+from serving.backends.llama_cpp.extra_buffers import extra_bytes
 from tests.serving.backends.llama_cpp.engines import Make
 
 WIDE = ModelSpec(
@@ -35,15 +29,14 @@ AVX = frozenset({"avx2", "avx512f", "avx512_vnni"})
 WITH_AMX = AVX | {"amx_int8"}
 
 
-@pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("weight_format", ["BF16", "F16", "Q8_0", "Q4_0", "Q4_K_M"])
 def test_weights_are_predicted_on_this_cpu_to_half_a_percent(
-    make: Make, tmp_path: Path, weight_format: str, is_tied: bool, mmap: bool
+    make: Make, tmp_path: Path, weight_format: str, is_tied: bool
 ) -> None:
     path = tmp_path / "wide.gguf"
     write_gguf(msgspec.structs.replace(WIDE, tied=is_tied), path, weight_format)
-    info = make(model_path=path, options={"mmap": mmap, "warm_up": False}).info
+    info = make(model_path=path).info
     assert info.predicted is not None and info.measured is not None
     assert info.predicted.weight_bytes == pytest.approx(info.measured.weight_bytes, rel=0.005)
 
@@ -65,14 +58,5 @@ def test_what_was_measured_on_both_kinds_of_cpu_is_planned(
 ) -> None:
     spec = msgspec.structs.replace(WIDE, layers=6, vocabulary=8192, tied=is_tied)
     for isa, measured in ((WITH_AMX, with_amx), (AVX, without)):
-        planned = weight_bytes(spec, weight_format) + planned_extra_bytes(spec, weight_format, isa)
+        planned = weight_bytes(spec, weight_format) + extra_bytes(spec, weight_format, isa)
         assert planned == pytest.approx(measured, rel=0.001)
-
-
-def test_a_row_count_that_a_kernel_does_not_take_stays_as_it_is() -> None:
-    def extra(rows: int, buffers: tuple[str, ...]) -> int:
-        weight = Weight("blk.0.attn_q.weight", (512, rows), "Q8_0", rows * 544)
-        return extra_bytes([weight], buffers, WITH_AMX, is_mapped=False)
-
-    assert extra(32, (AMX, REPACK)) == 32 * 16 * 4
-    assert extra(16, (AMX, REPACK)) == extra(32, (REPACK,)) == 0

@@ -30,7 +30,7 @@ from tests.serving.backends.onnx.engines import Make
 )
 def test_float_graphs_give_the_tokens_of_transformers(make: Make, name: str) -> None:
     backend = make(onnx_folder(name))
-    assert backend.info.details["graph"] == "GroupQueryAttention"
+    assert "GroupQueryAttention" in backend.info.details["graph"]
     reference = generated(onnx_source(name))
     check_contract(backend, reference)
     check_churn(backend, reference, seed=1, requests=32, steps=2000)
@@ -57,10 +57,7 @@ def test_prompt_logprobs_are_those_of_transformers(make: Make, name: str) -> Non
 @pytest.mark.parametrize("name", ["qwen3-growing", "gpt2-growing"])
 def test_growing_graphs_give_the_tokens_of_transformers(make: Make, name: str) -> None:
     backend = make(onnx_folder(name))
-    assert (
-        backend.info.details["graph"] == "growing past_key_values"
-        and "copied every step" in backend.info.details["batching"]
-    )
+    assert "copied every step" in backend.info.details["graph"]
     check_contract(backend, generated(onnx_source(name)))
     check_churn(backend, generated(onnx_source(name)), seed=2, requests=32, steps=2000)
 

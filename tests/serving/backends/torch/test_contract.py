@@ -107,7 +107,9 @@ def test_the_bucketed_decode_step_gives_the_tokens_of_transformers(make: Make, s
     backend = make(hf_folder(shape))
     assert backend._model is not None
     logits = torch.empty(5, backend.info.vocabulary)
-    backend._graphs = DecodeGraphs(backend._model, 5, logits, capture=False)  # eagerly
+    backend._graphs = DecodeGraphs(
+        backend._model, 5, logits, capture=False, progress=lambda *said: None
+    )
     backend._device_sampling = True
     check_contract(backend, generated(hf_folder(shape)))
     check_churn(backend, generated(hf_folder(shape)), seed=4, requests=32, steps=2000)

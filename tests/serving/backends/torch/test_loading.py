@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.random_weights import write_hf_folder
-from serving.backends.torch.load_plan import check_options
 from serving.errors import OutOfMemory, Unsupported
 from tests.serving.backends.backend_steps import generate, prompt_of
 from tests.serving.backends.hf_folders import generated, hf_folder
@@ -135,24 +134,6 @@ def test_weights_that_do_not_fit_into_the_container_are_refused(
     make(hf_folder("tiny-llama"), check_memory=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "device", "words"),
-    [
-        ({"graph": "true"}, "cpu", "no option 'graph'"),
-        ({"graphs": "true"}, "cpu", "device gpu"),
-        ({"device_sampling": "perhaps"}, "gpu", "'perhaps'"),
-        ({"margin": 1.5}, "gpu", "1.5"),
-        ({"margin": "nan"}, "gpu", "'nan'"),
-        ({"prefill_chunk": 0}, "cpu", "0"),
-    ],
-)
-def test_unknown_options_are_refused_by_name(
-    options: dict[str, Any], device: str, words: str
-) -> None:
-    with pytest.raises(Unsupported, match=words):
-        check_options(options, device)
-
-
 def test_settings_that_it_cannot_do_are_refused(make: Make) -> None:
     folder = hf_folder("tiny-llama")
     for settings, words in (
@@ -162,6 +143,9 @@ def test_settings_that_it_cannot_do_are_refused(make: Make) -> None:
         ({"kv_dtype": "q8_0"}, "q8_0"),
         ({"weight_format": "fp32", "kv_dtype": "fp16"}, "kv_dtype fp16 cannot be had; .* fp32"),
         ({"device": "tpu"}, "'tpu'"),
+        ({"options": {"graph": "true"}}, "no option 'graph'"),
+        ({"options": {"graphs": "true"}}, "need device gpu"),
+        ({"options": {"margin": 1.5}}, "margin .* 1.5"),
     ):
         with pytest.raises(Unsupported, match=words):
             make(folder, **settings)

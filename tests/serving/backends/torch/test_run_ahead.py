@@ -13,7 +13,6 @@ import torch
 from serving.backends.torch.backend import TorchBackend
 from serving.backends.torch.forward_pass import known
 from serving.engine.ipc_messages import GenerationRequest, Submit
-from serving.errors import Unsupported
 from serving.sampling.step_rows import DRAWN, NO_TOKEN, Sampling
 from tests.serving.backends.backend_contract import check_scheduled, scheduler_on
 from tests.serving.backends.backend_steps import prompt_of, row
@@ -66,9 +65,9 @@ def answers(backend: TorchBackend, seed: int) -> tuple[dict[int, list[str]], lis
 
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_are_those_of_steps_that_are_waited_for(make: Make, seed: int) -> None:
-    folder, options = hf_folder("tiny-llama"), {"device_sampling": True}
-    found, ahead = answers(make(folder, options=options | {"run_ahead": True}), seed)
-    expected, none = answers(make(folder, options=options), seed)
+    folder = hf_folder("tiny-llama")
+    found, ahead = answers(make(folder, options={"device_sampling": True}), seed)
+    expected, none = answers(make(folder), seed)
     assert found == expected
     assert sum(ahead) > 5 and not none
 
@@ -81,9 +80,8 @@ def test_so_they_are_in_graphs(make: Make, monkeypatch: pytest.MonkeyPatch, shap
     settings = {"device": "gpu", "weight_format": "fp32"}
     found = []
     for chosen in (None, False):
-        options = {"prefill_chunk": 16, "run_ahead": chosen}
+        options = {"prefill_chunk": 16, "device_sampling": chosen}
         backend = make(hf_folder(shape), options=options, **settings)
-        assert backend.info.details["run_ahead"] == str(chosen is None).lower()
         found.append(answers(backend, 7))
     torch.backends.cuda.enable_cudnn_sdp(was)
     (mine, ahead), (theirs, none) = found
@@ -92,13 +90,13 @@ def test_so_they_are_in_graphs(make: Make, monkeypatch: pytest.MonkeyPatch, shap
 
 
 def test_they_are_those_of_transformers(make: Make) -> None:
-    options = {"device_sampling": True, "run_ahead": True}
+    options = {"device_sampling": True}
     backend = make(hf_folder("tiny-qwen2"), options=options)
     check_scheduled(backend, generated(hf_folder("tiny-qwen2")))
 
 
 def test_a_token_that_is_no_good_is_left_to_a_step(make: Make) -> None:
-    options = {"device_sampling": True, "run_ahead": True}
+    options = {"device_sampling": True}
     backend = make(hf_folder("tiny-llama"), options=options)
     assert backend._model is not None
     rows = [row(slot, prompt_of(backend, 9, slot), 0) for slot in range(3)]
@@ -120,18 +118,13 @@ def test_ids_that_are_drawn_take_their_place() -> None:
 
 
 def test_rows_that_the_host_draws_are_not_launched(make: Make) -> None:
-    options = {"device_sampling": True, "run_ahead": True}
+    options = {"device_sampling": True}
     backend = make(hf_folder("tiny-llama"), options=options)
     for sampling in (*KINDS[-2:], Sampling(temperature=1.0, top_k=5000)):
         assert backend.launch([row(0, [5, 6], 0, sampling=sampling)], None) is None
     assert backend._rows.length == [0] * 5, "nothing is done"
     off = make(hf_folder("tiny-llama"))
     assert off.launch([row(0, [5, 6], 0)], None) is None, "the CPU gains nothing"
-
-
-def test_it_needs_tokens_that_are_drawn_on_the_device(make: Make) -> None:
-    with pytest.raises(Unsupported, match="run_ahead is true, and it needs device_sampling"):
-        make(hf_folder("tiny-llama"), options={"run_ahead": True})
 
 
 @pytest.mark.parametrize("prompts", [False, True])
