@@ -8,7 +8,7 @@ import msgspec
 
 from models.formats import weight_bytes as format_bytes
 from models.spec import ModelSpec
-from serving.backends.backend_table import overhead_bytes, spec_of
+from serving.backends.backend_table import spec_of
 
 LEAST_CONTEXT = 2048  # where nobody says one and memory is short
 
@@ -61,7 +61,7 @@ def forecast(sizes: Sizes, backend: str, device: str, weight_format: str) -> For
             weights = format_bytes(model, weight_format)
         except KeyError:  # a format that is not ours counts as 16 bits a weight
             weights = model.weight_bytes("fp16")
-    overhead = overhead_bytes(
-        backend, device, weight_format, weights, model, sizes.slots, sizes.isa, sizes.file
-    )
+    overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, sizes.slots)
+    if device == "cpu" and spec.extra_bytes is not None:
+        overhead += spec.extra_bytes(model, weight_format, sizes.isa, sizes.file)
     return Forecast(weights, kv_bytes, kv_dtype, overhead)

@@ -13,9 +13,9 @@ import msgspec
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formatting import size
+from models.gguf_reader import read_header
 from models.machine import cpu_flags
 from models.manifest import Progress
-from models.gguf_reader import read_header
 from serving.backends.backend_interface import (
     AUTO,
     EngineConfig,

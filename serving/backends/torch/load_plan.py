@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from models.formatting import size
+from models.hf_config import read_spec
 from models.machine import available_bytes
 from models.manifest import Progress, read_manifest, verify
-from models.hf_config import read_spec
 from models.spec import ModelSpec
 from serving.backends.backend_interface import EngineConfig, MemoryParts, check_sizes, parse_options
 from serving.backends.kv_rows import RowMap

@@ -13,8 +13,8 @@ import msgspec
 import openai
 import pytest
 
-from models.random_weights import write_gguf
 from models.chat_template import CHATML
+from models.random_weights import write_gguf
 from serving.backends.backend_interface import EngineConfig
 from serving.http.tool_calls import Part, Splitter
 from tests.serving.fakes import INFO, ByteTokenizer, FakeSupervisor, app_on, chat, served

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from models.formats import weight_bytes
-from models.spec import ModelSpec
 from models.random_weights import write_gguf
+from models.spec import ModelSpec
 from serving.backends.llama_cpp.extra_buffers import extra_bytes
 from tests.serving.backends.llama_cpp.engines import Make
 
