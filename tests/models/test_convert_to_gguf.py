@@ -57,12 +57,6 @@ def test_formats_are_as_good_as_their_bits(tmp_path: Path) -> None:
     assert 0 < quality["BF16"] < quality["Q8_0"] < quality["Q4_K_M"] < quality["Q4_0"] < 0.01
 
 
-def test_a_format_of_random_weights_is_given_no_quality(tmp_path: Path) -> None:
-    write_hf_folder(TINY_LLAMA3, tmp_path / "source")
-    manifest = make_gguf(tmp_path / "source", tmp_path / "out.gguf", "Q4_0")
-    assert (manifest.quality_kl_nats, manifest.greedy_agreement) == (None, None)
-
-
 @pytest.mark.parametrize("mistake", ["unrotated", "other theta", "other scaling"])
 def test_a_wrong_conversion_is_refused_and_leaves_nothing(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
