@@ -17,7 +17,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from models.conversion import copy_texts, finish_folder
+from models.conversion import copy_texts, finish
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.hf_config import read_config, v4_config
 from models.isolated import run_aside
@@ -106,8 +106,7 @@ def export_onnx(
         for left in (staged, folder / "fp32", folder / "int8"):
             shutil.rmtree(left, ignore_errors=True)
         copy_texts(source, folder)
-        spec = foreign_spec(config, source.name)
-        finish_folder(source, folder, "onnx", weight_format, spec)
+        finish(source, folder, "onnx", weight_format, foreign_spec(config, source.name))
     return target
 
 
