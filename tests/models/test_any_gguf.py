@@ -142,15 +142,6 @@ def test_a_damaged_file_is_one_sentence_and_leaves_nothing(
     assert capfd.readouterr().err == ""
 
 
-def test_a_file_that_is_cut_off_is_named(foreign: Path, tmp_path: Path) -> None:
-    whole = foreign.read_bytes()
-    for size in (3, 100, len(whole) // 2, len(whole) - 1):
-        foreign.write_bytes(whole[:size])
-        with pytest.raises(BrokenWeights, match="foreign.gguf.*(cut off|no GGUF file)"):
-            resolve(str(foreign), kind="hf", cache=tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
-
-
 def test_the_pre_tokenizer_says_what_a_vocabulary_is_not_byte_fallback(tmp_path: Path) -> None:
     """transformers sets byte_fallback on the byte-level tokenizer that it takes out of a GGUF file:
     taken for SentencePiece, it ended llama.cpp with unordered_map::at."""
