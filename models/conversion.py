@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -167,15 +168,16 @@ def copy_texts(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def manifest_of(
+def finish(
     source: Path,
-    files: Mapping[str, Path | FileFacts],
+    weights: Path,
     kind: str,
     weight_format: str,
     spec: ModelSpec,
     quality: Comparison | None = None,
+    known: Mapping[str, FileFacts] = MappingProxyType({}),
 ) -> Manifest:
-    """The manifest of converted weights. `files`: name in the manifest -> file.
+    """Write the manifest of a converted file or folder, last. `known`: facts found while writing.
 
     Random weights say nothing of what a format costs trained ones: they get no quality.
     """
@@ -183,30 +185,17 @@ def manifest_of(
     seed = None if before is None else before.seed
     if seed is not None:
         quality = None
-    return Manifest(
+    files = sorted(weights.iterdir()) if weights.is_dir() else [weights]
+    manifest = Manifest(
         kind=kind,
         spec=spec,
         weight_format=weight_format,
         source=source.name if before is None else before.source,
-        files={
-            name: file if isinstance(file, FileFacts) else file_facts(file)
-            for name, file in files.items()
-        },
+        files={one.name: known.get(one.name) or file_facts(one) for one in files},
         generator=converter(kind, weight_format),
         seed=seed,
         quality_kl_nats=None if quality is None else quality.kl_nats,
         greedy_agreement=None if quality is None else quality.agreement,
     )
-
-
-def finish_folder(
-    source: Path,
-    folder: Path,
-    kind: str,
-    weight_format: str,
-    spec: ModelSpec,
-    quality: Comparison | None = None,
-) -> None:
-    """The manifest of a converted folder, written last."""
-    files = {file.name: file for file in sorted(folder.iterdir())}
-    write_manifest(folder, manifest_of(source, files, kind, weight_format, spec, quality))
+    write_manifest(weights, manifest)
+    return manifest

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize
 
-from models.conversion import finish_folder
+from models.conversion import finish
 from models.convert_tokenizer import compare_tokenizers, hf_tokenizer_files
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import gguf_name
@@ -73,7 +73,7 @@ def make_folder(
                 yield as_bytes(stored_as("BF16", values))
 
         write_safetensors(spec, folder, "bf16", data, progress)
-        finish_folder(source, folder, "hf", "bf16", spec)
+        finish(source, folder, "hf", "bf16", spec)
 
 
 def dequantised(header: GgufHeader, spec: ModelSpec, tensor: TensorShape) -> Iterator[Floats]:

@@ -28,7 +28,7 @@ from models.conversion import (
     Ids,
     compared_ids,
     distance_of,
-    manifest_of,
+    finish,
     reference_fits,
     reference_logits,
     source_spec,
@@ -40,7 +40,7 @@ from models.formats import GGUF_FORMATS, GgufTensor, check_made, gguf_name
 from models.gguf_reader import read_header
 from models.gguf_vocabulary import GgufTokenizer, llama_library, read_by_child
 from models.gguf_writer import ARCHITECTURES, write_file
-from models.manifest import Manifest, Progress, atomic_file, manifest_path, write_manifest
+from models.manifest import Manifest, Progress, atomic_file, manifest_path
 from models.random_quant_blocks import as_bytes, stored_as
 from models.random_weights import rope_factors
 from models.safetensors_reader import Floats, Rows, check_tensors, stored_rows
@@ -95,10 +95,7 @@ def make_gguf(
             quality = _quality(source, temporary, found, weights, sequences)
         else:
             say("logits not compared: the float32 reference does not fit into free memory", None)
-        files = {target.name: temporary}
-        manifest = manifest_of(source, files, "gguf", weight_format, found, quality)
-    write_manifest(target, manifest)
-    return manifest
+    return finish(source, target, "gguf", weight_format, found, quality)
 
 
 def _write(source: Path, spec: ModelSpec, weight_format: str, out: Path, say: Progress) -> None:

@@ -37,7 +37,7 @@ from models.conversion import (
     compared_ids,
     copy_texts,
     distance_of,
-    manifest_of,
+    finish,
     reference_fits,
     reference_logits,
     source_spec,
@@ -105,11 +105,9 @@ def make_onnx(
         rows = Turned(found, rows, ids)
     with atomic_folder(target) as folder:
         copy_texts(source, folder)
-        files: dict[str, Path | FileFacts] = {one.name: one for one in sorted(folder.iterdir())}
-        files |= _write_graph(found, rows, folder, weight_format, say)
+        known = {DATA: _write_graph(found, rows, folder, weight_format, say)}
         quality = None if is_random else _quality(source, folder, found, say)
-        manifest = manifest_of(source, files, "onnx", weight_format, found, quality)
-        write_manifest(folder, manifest)
+        finish(source, folder, "onnx", weight_format, found, quality, known)
     return target
 
 
@@ -130,8 +128,9 @@ def make_random_onnx(
         texts = {"config.json": hf_config(spec, "fp32")}
         for name, content in (texts | shipped_files(spec.vocabulary, spec.context)).items():
             (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        files = {one.name: file_facts(one) for one in sorted(folder.iterdir())}
-        files |= _write_graph(spec, random_rows(spec, seed), folder, weight_format, say)
+        data = _write_graph(spec, random_rows(spec, seed), folder, weight_format, say)
+        files = {one.name: file_facts(one) for one in sorted(folder.iterdir()) if one.name != DATA}
+        files[DATA] = data
         made_by = f"{converter('onnx', weight_format)}, {GENERATOR}"
         manifest = Manifest("onnx", spec, weight_format, "synthetic", files, made_by, seed)
         write_manifest(folder, manifest)
@@ -140,14 +139,15 @@ def make_random_onnx(
 
 def _write_graph(
     spec: ModelSpec, rows: Rows, folder: Path, weight_format: str, say: Progress
-) -> dict[str, FileFacts]:
+) -> FileFacts:
+    """Write GRAPH and DATA; the facts of DATA."""
     writer = GraphWriter(spec, rows, folder, weight_format, say)
     try:
         (folder / GRAPH).write_bytes(writer.graph().SerializeToString())
     finally:
         writer.pool.shutdown()
         data = writer.file.close()
-    return {GRAPH: file_facts(folder / GRAPH), DATA: data}
+    return data
 
 
 def _quality(source: Path, folder: Path, spec: ModelSpec, say: Progress) -> Comparison | None:

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-from models.conversion import copy_texts, finish_folder
+from models.conversion import copy_texts, finish
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.hf_config import read_config, v4_config
-from models.isolated import run_python
+from models.isolated import run_aside
 from models.machine import int8_bits
 from models.manifest import Progress, atomic_folder
 from models.safetensors_reader import read_tensors
@@ -96,32 +96,30 @@ def export_onnx(
         (staged / "config.json").write_text(json.dumps(v4_config(config)), encoding="utf-8")
         made = folder / "fp32"
         say("exporting by optimum", 0.1)
-        _child("export", staged, made)
+        _aside("_export", staged, made)
         if weight_format == "int8":
             say("quantising by optimum", 0.6)
-            _child("quantise", made, folder / "int8")
+            _aside("_quantise", made, folder / "int8")
             made = folder / "int8"
         for file in made.glob(f"{MODEL}*"):
             file.rename(folder / file.name)
         for left in (staged, folder / "fp32", folder / "int8"):
             shutil.rmtree(left, ignore_errors=True)
         copy_texts(source, folder)
-        spec = foreign_spec(config, source.name)
-        finish_folder(source, folder, "onnx", weight_format, spec)
+        finish(source, folder, "onnx", weight_format, foreign_spec(config, source.name))
     return target
 
 
-def _child(what: str, source: Path, target: Path) -> None:
-    """`what` in a child: its memory is freed, its output kept off ours."""
-    arguments = ("-m", "models.export_with_optimum", what, str(source), str(target))
-    ran = run_python(*arguments, environment=OFFLINE)
-    if ran.status == -9:
-        raise ModelError("optimum was killed, most likely because memory ran out")
-    if ran.status:
-        raise BrokenWeights(f"optimum could not {what} {source.name}: {ran.reason}")
+def _aside(function: str, source: Path, target: Path) -> None:
+    """In a child: its memory is freed, its output kept off ours."""
+    try:
+        run_aside(f"{__name__}:{function}", None, source, target)
+    except ModelError as problem:
+        raise BrokenWeights(f"optimum could not export {source.name}: {problem}") from problem
 
 
-def _export(source: Path, target: Path) -> None:
+def _export(source: Path, target: Path, progress: object = None) -> None:
+    os.environ |= OFFLINE
     from optimum.exporters.onnx import main_export
 
     main_export(
@@ -146,7 +144,8 @@ def without_weights(graph: Any) -> list[str]:
     ]
 
 
-def _quantise(source: Path, target: Path) -> None:
+def _quantise(source: Path, target: Path, progress: object = None) -> None:
+    os.environ |= OFFLINE
     import onnx
     from optimum.onnxruntime import ORTQuantizer
     from optimum.onnxruntime.configuration import AutoQuantizationConfig
@@ -164,7 +163,3 @@ def _quantise(source: Path, target: Path) -> None:
         file_suffix="",
         use_external_data_format=True,
     )
-
-
-if __name__ == "__main__":
-    {"export": _export, "quantise": _quantise}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

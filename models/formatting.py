@@ -19,6 +19,7 @@ down, the high end up. Missing is NOT_MEASURED, never 0.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -60,16 +61,11 @@ def seconds(value: float | None, digits: int = 2, missing: str = NOT_MEASURED) -
         return "never"
     if value == 0:
         return "0 ms"
-    size_of = abs(value)
-    if size_of < 0.9995e-3:
-        return f"{significant(value * 1e6, digits)} µs"
-    if size_of < 0.9995:
-        return f"{significant(value * 1e3, digits)} ms"
-    if size_of < 120:
-        return f"{significant(value, digits)} s"
-    if size_of < 7200:
-        return f"{significant(value / 60, digits)} min"
-    return f"{significant(value / 3600, digits)} h"
+    for most, times, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (120, 1, "s")):
+        if abs(value) < most:
+            return f"{significant(value * times, digits)} {unit}"
+    each, unit = (60, "min") if abs(value) < 7200 else (3600, "h")
+    return f"{significant(value / each, digits)} {unit}"
 
 
 def limit(value: float) -> str:
@@ -87,11 +83,8 @@ def duration(value: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def rate_unit(value: float | None) -> tuple[float, str]:
-    """Seconds of the unit in which people read a rate, and its name: below 1/s a whole number.
-
-    "/s"; below 1/s " a minute", below ten a minute " an hour".
-    """
+def _rate_unit(value: float | None) -> tuple[float, str]:
+    """Seconds of the unit in which people read a rate, and its name: below 1/s a whole number."""
     if not value or value >= 0.9995:
         return 1.0, "/s"
     return (60.0, " a minute") if value * 60 >= 9.995 else (3600.0, " an hour")
@@ -109,7 +102,7 @@ def rate(
     """
     if value is None:
         return NOT_MEASURED
-    times, unit = rate_unit(like or value)
+    times, unit = _rate_unit(like or value)
     return f"{significant(_coarse(value * times, unit, digits, rounded), digits, rounded)}{unit}"
 
 
@@ -126,10 +119,7 @@ def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest"
 
 
 def _of_requests(said: str) -> str:
-    for unit in ("/s", " a minute", " an hour"):
-        if said.endswith(unit):
-            return f"{said.removesuffix(unit)} requests{unit}"
-    return said
+    return re.sub("(/s| a minute| an hour)$", r" requests\1", said)
 
 
 def load(
@@ -144,7 +134,7 @@ def load(
     return "alone" if users in (None, 1) else f"{users} users"
 
 
-def interval_digits(low: float | None, high: float | None) -> int:
+def _interval_digits(low: float | None, high: float | None) -> int:
     """Digits that tell the ends of the interval apart: two or three."""
     if low is None or high is None or low <= 0 or high <= low:
         return 2
@@ -153,22 +143,22 @@ def interval_digits(low: float | None, high: float | None) -> int:
 
 def interval(low: float | None, high: float | None) -> str:
     """`0.71–0.94`, `above 0.71`, `below 0.94`: never narrower than it is."""
-    digits = interval_digits(low, high)
-    least = None if low is None else significant(low, digits, "down")
-    most = None if high is None else significant(high, digits, "up")
-    if least is not None and most is not None:
+    digits = _interval_digits(low, high)
+    least = "" if low is None else significant(low, digits, "down")
+    most = "" if high is None else significant(high, digits, "up")
+    if least and most:
         return f"{least}–{most}"
-    if least is not None:
+    if least:
         return f"above {least}"
-    return NOT_MEASURED if most is None else f"below {most}"
+    return f"below {most}" if most else NOT_MEASURED
 
 
 def rate_interval(low: float | None, high: float | None, like: float | None = None) -> str:
     """`1.7–2.4/s`, `above 43 a minute`: in the unit of `like`, else of the higher end."""
     if low is None and high is None:
         return NOT_MEASURED
-    times, unit = rate_unit(like or high or low)
-    digits = interval_digits(low, high)
+    times, unit = _rate_unit(like or high or low)
+    digits = _interval_digits(low, high)
     least = None if low is None else _coarse(low * times, unit, digits, "down")
     most = None if high is None else _coarse(high * times, unit, digits, "up")
     return f"{interval(least, most)}{unit}"
@@ -178,14 +168,13 @@ def rate_with_interval(
     value: float | None, low: float | None, high: float | None, like: float | None = None
 ) -> str:
     """`1.8 requests/s (1.7–1.9)`; with one end open `above 1.7 requests/s`. `like`: see `rate`."""
+    if low is None and high is None:
+        return requests(value)
     if value is None or low is None or high is None:
-        if low is None and high is None:
-            return requests(value)
         return _of_requests(rate_interval(low, high, like))
-    _, unit = rate_unit(like or value)
+    _, unit = _rate_unit(like or value)
     ends = rate_interval(low, high, like or value).removesuffix(unit)
-    said = rate(value, interval_digits(low, high), like=like)
-    return f"{_of_requests(said)} ({ends})"
+    return f"{_of_requests(rate(value, _interval_digits(low, high), like=like))} ({ends})"
 
 
 def size(size_bytes: float | None) -> str:
@@ -197,8 +186,7 @@ def size(size_bytes: float | None) -> str:
     for bigger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024:
             break
-        value /= 1024
-        unit = bigger
+        value, unit = value / 1024, bigger
     return f"{value:.3g} {unit}" if abs(value) < 999.5 else f"{value:.0f} {unit}"
 
 
@@ -221,9 +209,8 @@ def parameters(value: int | None) -> str:
     """Parameters of a model: 135M, 1.2B, 70B."""
     if value is None:
         return NOT_MEASURED
-    if value < 999_500_000:
-        return f"{significant(value / 1e6, 3)}M"
-    return f"{significant(value / 1e9, 2)}B"
+    is_small = value < 999_500_000
+    return f"{significant(value / 1e6, 3)}M" if is_small else f"{significant(value / 1e9, 2)}B"
 
 
 def dollars_per_hour(value: float | None) -> str:
@@ -253,15 +240,8 @@ def listing(parts: list[str]) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-_SPELLING = {
-    "smollm2": "SmolLM2",
-    "llama": "Llama",
-    "qwen2.5": "Qwen2.5",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mistral": "Mistral",
-    "tinyllama": "TinyLlama",
-}
+_SPELLING = {name.lower(): name for name in ("SmolLM2", "Llama", "Mistral", "TinyLlama")}
+_SPELLING |= {name.lower(): name for name in ("Qwen2.5", "Qwen2", "Qwen3")}
 
 
 def model_title(name: str) -> str:
@@ -269,8 +249,5 @@ def model_title(name: str) -> str:
     family, dash, rest = name.partition("-")
     if family not in _SPELLING:
         return name
-    sizes = [
-        part.upper() if part[:1].isdigit() and part[-1:] in ("b", "m") else part
-        for part in rest.split("-")
-    ]
-    return _SPELLING[family] + dash + "-".join(sizes)
+    sizes = re.sub(r"\b[\d.]+[bm]\b", lambda size: size[0].upper(), rest)
+    return _SPELLING[family] + dash + sizes

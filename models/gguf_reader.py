@@ -113,7 +113,8 @@ class GgufHeader(msgspec.Struct, frozen=True):
             rope_scaling=self._rope_scaling(),
         )
         if family in FAMILIES and not own.get("expert_count"):
-            self._check_against(spec)
+            shapes = {name: one.shape[::-1] for name, one in self.tensors.items()}
+            spec.check_shapes(shapes, "its metadata", gguf_name)
         if self.unknown_part(spec) is None:
             return spec
         counted = sum(math.prod(tensor.shape) for tensor in self.tensors.values())
@@ -140,21 +141,6 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return RopeScaling(
             factor=max(factors), low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
         )
-
-    def _check_against(self, spec: ModelSpec) -> None:
-        """Check that the file has every tensor of the shape."""
-        for tensor in spec.tensors():
-            name = gguf_name(tensor.name)
-            found = self.tensors.get(name)
-            if found is None:
-                raise BrokenWeights(
-                    f"{spec.name} has no tensor {name}, which its metadata asks for"
-                )
-            if found.shape[::-1] != tensor.shape:
-                raise BrokenWeights(
-                    f"{spec.name} has tensor {name} of shape {found.shape[::-1]}, its metadata "
-                    f"says {tensor.shape}"
-                )
 
     def _need(self, key: str) -> Any:
         if key not in self.metadata:

@@ -137,7 +137,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
         (writer.add_chat_template, vocabulary.chat_template),
     ):
         if value is not None:
-            add(value)  # type: ignore[operator]
+            add(value)
 
 
 def _padded(size: int) -> int:

@@ -180,8 +180,9 @@ def _is_done(heard: Any, progress: Callable[[str, float | None], None] | None) -
             return True
         if said.kind == "error":
             found = getattr(errors, said.error, None)
-            is_ours = isinstance(found, type) and issubclass(found, ModelError)
-            raise (found if is_ours else ModelError)(said.text)
+            if isinstance(found, type) and issubclass(found, ModelError):
+                raise found(said.text)
+            raise ModelError(said.text)
         if progress:
             progress(said.text, said.fraction)
     return False

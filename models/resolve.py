@@ -38,10 +38,9 @@ from models.formats import DEFAULT_FORMATS, spelt
 from models.gguf_reader import read_header
 from models.gguf_vocabulary import read_by_child
 from models.hf_config import FAMILIES, read_config, spec_of
-from models.ladder import LADDER, is_rung, rung
+from models.ladder import LADDER, is_rung, real_weights, rung
 from models.manifest import Manifest, Progress, read_manifest, verify
 from models.onnx_files import graph_of, graphs, is_layout, patterns
-from models.real_weights import real_weights
 from models.safetensors_reader import check_tensors
 from models.spec import ModelSpec
 

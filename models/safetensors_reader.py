@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
@@ -67,18 +68,11 @@ def check_tensors(folder: Path, spec: ModelSpec) -> str:
     Raises BrokenWeights naming the missing or different tensor.
     """
     found = read_tensors(folder)
+    named = msgspec.structs.replace(spec, name=folder.name)
+    named.check_shapes({name: one.shape for name, one in found.items()}, "its config.json")
     sizes: dict[str, int] = {}
     for tensor in spec.tensors():
-        stored = found.get(tensor.name)
-        if stored is None:
-            raise BrokenWeights(
-                f"{folder.name} has no tensor {tensor.name}, which its config.json asks for"
-            )
-        if stored.shape != tensor.shape:
-            raise BrokenWeights(
-                f"{folder.name} has tensor {tensor.name} of shape {stored.shape}, its config.json "
-                f"says {tensor.shape}"
-            )
+        stored = found[tensor.name]
         if stored.dtype not in _FORMATS:
             raise UnsupportedModel(
                 f"{folder.name} has tensor {tensor.name} of type {stored.dtype}; known: "

@@ -10,7 +10,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+
 import msgspec
+
+from models.errors import BrokenWeights
 
 # Bits that one weight takes in each format, block scales counted in.
 # GGUF types: ggml's block layouts (Q4_0: 32 weights in 18 bytes; Q8_0: 34 bytes; Q6_K: 256 weights
@@ -52,10 +57,7 @@ class TensorShape(msgspec.Struct, frozen=True):
 
     @property
     def elements(self) -> int:
-        count = 1
-        for side in self.shape:
-            count *= side
-        return count
+        return math.prod(self.shape)
 
     @property
     def is_matrix(self) -> bool:
@@ -114,17 +116,35 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 out.append(TensorShape(attention + "k_norm.weight", (self.head_dim,)))
             out.append(TensorShape(attention + "o_proj.weight", (self.hidden, queries)))
             out.append(TensorShape(prefix + "post_attention_layernorm.weight", (self.hidden,)))
-            out.append(
-                TensorShape(prefix + "mlp.gate_proj.weight", (self.intermediate, self.hidden))
-            )
-            out.append(TensorShape(prefix + "mlp.up_proj.weight", (self.intermediate, self.hidden)))
-            out.append(
-                TensorShape(prefix + "mlp.down_proj.weight", (self.hidden, self.intermediate))
-            )
+            for name in ("gate_proj", "up_proj"):
+                shape = (self.intermediate, self.hidden)
+                out.append(TensorShape(f"{prefix}mlp.{name}.weight", shape))
+            shape = (self.hidden, self.intermediate)
+            out.append(TensorShape(f"{prefix}mlp.down_proj.weight", shape))
         out.append(TensorShape("model.norm.weight", (self.hidden,)))
         if not self.tied:
             out.append(TensorShape("lm_head.weight", (self.vocabulary, self.hidden)))
         return out
+
+    def check_shapes(
+        self,
+        found: Mapping[str, tuple[int, ...]],
+        owner: str,
+        called: Callable[[str], str] = str,
+    ) -> None:
+        """Raises BrokenWeights with the first tensor that is not there, or of another shape.
+
+        `owner`: what asks for it; `called`: the name in `found` of a Hugging Face name.
+        """
+        for tensor in self.tensors():
+            name = called(tensor.name)
+            shape = found.get(name)
+            if shape is None:
+                raise BrokenWeights(f"{self.name} has no tensor {name}, which {owner} asks for")
+            if shape != tensor.shape:
+                raise BrokenWeights(
+                    f"{self.name} has tensor {name} of shape {shape}, {owner} says {tensor.shape}"
+                )
 
     @property
     def parameters(self) -> int:

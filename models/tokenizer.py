@@ -165,7 +165,8 @@ class HfTokenizer(RendersChat):
 
     def named_id(self, name: str) -> int | None:
         """The id of a token that tokenizer_config.json names ("eos_token"), or None."""
-        return self._special_parsing.token_to_id(self.chat_tokens.get(name, ""))
+        found: int | None = self._special_parsing.token_to_id(self.chat_tokens.get(name, ""))
+        return found
 
     def _eos_ids(self, folder: Path) -> frozenset[int]:
         found: set[int] = set()

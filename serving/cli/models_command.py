@@ -31,9 +31,8 @@ from models.errors import BrokenWeights, ModelError, UnknownModel
 from models.formats import FORMATS, known_formats, weight_bytes
 from models.gguf_reader import read_header
 from models.hf_config import read_spec
-from models.ladder import LADDER, Rung, is_rung, rung
+from models.ladder import LADDER, Rung, is_rung, real_weights, real_weights_of, rung
 from models.machine import cpu_flags, total_bytes
-from models.real_weights import real_weights, real_weights_of
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends.backend_interface import AUTO
 from serving.backends.backend_table import BACKENDS, backend_for, missing_backends, weights_of

@@ -80,21 +80,21 @@ def test_nothing_leads_out_of_the_sandbox(source: str) -> None:
     assert MESSAGES[0] == {"role": "system", "content": "Be brief."}
 
 
+GROWING = (
+    "{% set ns = namespace(s='xxxxxxxxxxxxxxxx') %}{% for i in range(60) %}"
+    "{% set ns.s = EXPRESSION %}{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     "source",
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
-        "{% set ns = namespace(s='xxxxxxxxxxxxxxxx') %}{% for i in range(60) %}{% set ns.s = ns.s "
-        "~ ns.s %}{% endfor %}",
-        "{% set ns = namespace(s='xxxxxxxxxxxxxxxx') %}{% for i in range(60) %}{% set ns.s = ns.s "
-        "+ ns.s %}{% endfor %}",
-        "{% set ns = namespace(s='xxxxxxxxxxxxxxxx') %}{% for i in range(60) %}{% set ns.s = "
-        "[ns.s, ns.s] | join %}{% endfor %}",
-        "{% set ns = namespace(s='xxxxxxxxxxxxxxxx') %}{% for i in range(60) %}{% set ns.s = "
-        "ns.s.replace('x', ns.s) %}{% endfor %}",
-        "{% set ns = namespace(s='xxxxxxxxxxxxxxxx') %}{% for i in range(60) %}{% set ns.s = "
-        "''.join([ns.s, ns.s]) %}{% endfor %}",
+        GROWING.replace("EXPRESSION", "ns.s ~ ns.s"),
+        GROWING.replace("EXPRESSION", "ns.s + ns.s"),
+        GROWING.replace("EXPRESSION", "[ns.s, ns.s] | join"),
+        GROWING.replace("EXPRESSION", "ns.s.replace('x', ns.s)"),
+        GROWING.replace("EXPRESSION", "''.join([ns.s, ns.s])"),
         "{{ 'x' * 9999999999 }}",
         "{{ [0] * 9999999999 }}",
         "{{ 9 ** 9 ** 9 }}",

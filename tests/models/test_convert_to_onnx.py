@@ -13,7 +13,7 @@ from models.convert_to_onnx import graph_logits, make_onnx, make_random_onnx
 from models.errors import BrokenWeights, UnsupportedModel
 from models.manifest import read_manifest, verify
 from models.random_weights import write_hf_folder
-from models.resolve import resolve, weight_format_of
+from models.resolve import resolve
 from models.safetensors_reader import stored_rows
 from models.spec import ModelSpec
 from models.turned_weights import Turned, turned
@@ -138,7 +138,3 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BrokenWeights, match="NaN or infinity"):
         make_onnx(broken, tmp_path / "out", "int8")
     assert not (tmp_path / "out").exists()
-
-
-def test_the_name_that_int8_had_before_is_understood() -> None:
-    assert weight_format_of("onnx", "dynamic-int8") == "int8"

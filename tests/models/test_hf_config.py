@@ -12,45 +12,20 @@ import pytest
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.hf_config import read_config, read_spec, spec_of, v4_config
+from models.random_weights import hf_config
 from models.spec import ModelSpec
 from tests.shapes import TINY
 
 
 def config_of(spec: ModelSpec, major: int) -> dict[str, Any]:
     """The config.json that transformers of a major version writes for a spec."""
-    scaling = None
-    if spec.rope_scaling is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": spec.rope_scaling.factor,
-            "low_freq_factor": spec.rope_scaling.low_freq_factor,
-            "high_freq_factor": spec.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": spec.rope_scaling.original_context,
-        }
-    config: dict[str, Any] = {
-        "model_type": spec.family,
-        "hidden_size": spec.hidden,
-        "intermediate_size": spec.intermediate,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "vocab_size": spec.vocabulary,
-        "max_position_embeddings": spec.context,
-        "rms_norm_eps": spec.norm_epsilon,
-        "tie_word_embeddings": spec.tied,
-        "hidden_act": "silu",
-    }
+    config = hf_config(spec, "fp32")
+    del config["sliding_window"]
     if major == 4:
-        return config | {
-            "rope_theta": spec.rope_theta,
-            "rope_scaling": scaling,
-            "torch_dtype": "float32",
-        }
-    return config | {
-        "rope_parameters": {"rope_theta": spec.rope_theta, **(scaling or {"rope_type": "default"})},
-        "dtype": "float32",
-    }
+        del config["rope_parameters"]
+        return config | {"torch_dtype": config.pop("dtype")}
+    del config["rope_theta"], config["rope_scaling"]
+    return config
 
 
 @pytest.mark.parametrize("spec", TINY.values(), ids=str)

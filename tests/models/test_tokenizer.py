@@ -3,8 +3,6 @@ tokenizers.
 """
 
 import json
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +43,6 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     return b"".join(table[index] for index in ids).decode()
 
 
-def test_ids_are_in_the_promised_order() -> None:
-    model = shipped(VOCABULARY)["model"]
-    assert [model["vocab"][name] for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [
-        0,
-        1,
-        2,
-    ]
-    for rank, (left, right) in enumerate(model["merges"]):
-        assert model["vocab"][left + right] == 259 + rank
-
-
 @pytest.mark.parametrize("text", PROBES)
 def test_both_readers_agree_and_lose_nothing(text: str, pair: tuple[Tokenizer, Tokenizer]) -> None:
     folder, file = pair
@@ -71,13 +58,6 @@ def test_any_text_is_cut_alike_and_comes_back(text: str, pair: tuple[Tokenizer, 
     ids = folder.encode(text)
     assert ids == file.encode(text)
     assert decode(folder, ids) == text
-
-
-def test_half_a_surrogate_pair_is_read_as_a_question_mark(
-    pair: tuple[Tokenizer, Tokenizer],
-) -> None:
-    for tokenizer in pair:
-        assert decode(tokenizer, tokenizer.encode("a\ud800b")) == "a?b"
 
 
 def test_both_readers_know_the_same_facts(pair: tuple[Tokenizer, Tokenizer]) -> None:
@@ -104,6 +84,7 @@ def test_control_tokens_in_text_are_text_unless_asked_for(
     pair: tuple[Tokenizer, Tokenizer],
 ) -> None:
     for tokenizer in pair:
+        assert decode(tokenizer, tokenizer.encode("a\ud800b")) == "a?b"  # half a surrogate pair
         assert tokenizer.encode("<|im_end|>", parse_special=True) == [2]
         plain = tokenizer.encode("<|im_end|>")
         assert not tokenizer.special_ids & set(plain)
@@ -134,14 +115,6 @@ def test_every_vocabulary_is_filled(vocabulary: int, tmp_path: Path) -> None:
     ) & set(padding)
 
 
-def test_english_prose_is_compressed() -> None:
-    text = (
-        "The weather was better than anybody had expected, "
-        "and so the children walked to the river after school."
-    )
-    assert len(text) / len(load_tokenizer(SHIPPED).encode(text)) > 3
-
-
 def test_a_long_word_does_not_end_the_process(tmp_path: Path) -> None:
     """llama.cpp cuts the text of this family by std::regex, which recurses."""
     write_gguf(msgspec.structs.replace(TINY_LLAMA, vocabulary=VOCABULARY), tmp_path / "x.gguf")
@@ -159,17 +132,6 @@ beside.start(); beside.join()"""
     assert ran.status == 0, ran.reason
     letters, blanks, characters = map(int, ran.output.split())
     assert letters == 60_000 and 0 < blanks < 60_000 and characters == 120_000
-
-
-def test_others_run_while_a_long_text_is_tokenised() -> None:
-    tokenizer = load_tokenizer(SHIPPED)
-    work = threading.Thread(target=tokenizer.encode, args=("a" * 500_000,))
-    work.start()
-    turns = 0
-    while work.is_alive():
-        time.sleep(0.001)
-        turns += 1
-    assert turns > 20
 
 
 def test_too_small_a_vocabulary_is_refused() -> None:
@@ -192,39 +154,24 @@ def sentencepiece(folder: Path) -> Path:
 def _with_byte_tokens() -> HfFile:
     from tokenizers import processors
 
+    marked = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     trained = HfFile(models.BPE())
-    trained.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="never", split=True
-    )
+    trained.normalizer = normalizers.Sequence(marked)
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     text = (DATA / "corpus.txt").read_text(encoding="utf-8")
-    trained.train_from_iterator(
-        [text], trainers.BpeTrainer(vocab_size=900, show_progress=False, limit_alphabet=80)
-    )
+    rules = trainers.BpeTrainer(vocab_size=900, show_progress=False, limit_alphabet=80)
+    trained.train_from_iterator([text], rules)
     inner = json.loads(trained.to_str())["model"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    alphabet = sorted(token for token in inner["vocab"] if len(token) == 1)
     merges = [(left, right) for left, right in inner["merges"]]
-    tokens += alphabet + list(dict.fromkeys(left + right for left, right in merges))
-    bpe = models.BPE(
-        {token: index for index, token in enumerate(tokens)},
-        merges,
-        unk_token="<unk>",
-        byte_fallback=True,
-        fuse_unk=True,
-    )
-    out = HfFile(bpe)
+    tokens += sorted(token for token in inner["vocab"] if len(token) == 1)
+    tokens += dict.fromkeys(left + right for left, right in merges)
+    ids = {token: index for index, token in enumerate(tokens)}
+    out = HfFile(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     out.normalizer = trained.normalizer
-    out.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
-        ]
-    )
+    strip = decoders.Strip(content=" ", left=1)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    out.decoder = decoders.Sequence(steps)
     out.add_special_tokens(["<unk>", "<s>", "</s>"])
     out.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
     return out
