@@ -1,8 +1,8 @@
 """Who may still join the queue, and the Retry-After of who may not.
 
     ledger = Ledger(QueueBounds(ttft_seconds=2.0), slots=16)
-    refusal = ledger.refusal(prompt_tokens=300, max_tokens=200, now=clock())
-    if refusal is None: ledger.admit(id, 300, 200)
+    ledger.check_room(prompt_tokens=300, max_tokens=200, now=clock())     # raises Overloaded
+    ledger.admit(id, 300, 200)
     ledger.progressed(id, tokens=1); ledger.finished(id)
 
 Work is counted in tokens, prompt and output alike, and done at the step clock's pace. Sequences
@@ -115,8 +115,8 @@ class Ledger:
                 heapreplace(ends, ends[0] + share * entry.limit)
         return ends
 
-    def refusal(self, prompt_tokens: int, max_tokens: int, now: float) -> Overloaded | None:
-        """Why a sequence of this size may not join now; None: it may. `now`: monotonic."""
+    def check_room(self, prompt_tokens: int, max_tokens: int, now: float) -> None:
+        """Raises Overloaded where a sequence of this size may not join now. `now`: monotonic."""
         bounds = self.bounds
         backlog = len(self._entries) - self._slots + 1  # places behind the slots, with this one
         if backlog > 0:
@@ -124,28 +124,27 @@ class Ledger:
             if most is not None and backlog > most:
                 text = f"{most} requests are waiting, the most allowed"
                 over = self._seconds_for((backlog - most) * self._mean_work())
-                return self._refused("queue_requests", text, over, now)
+                raise self._refused("queue_requests", text, over, now)
             most, waiting = bounds.waiting_tokens, self._waiting_prompt + self._waiting_limit
             ahead = waiting + prompt_tokens + max_tokens
             if most is not None and waiting and ahead > most:
                 text = f"{waiting} tokens are waiting, {most} at most"
-                return self._refused("queue_tokens", text, self._seconds_for(ahead - most), now)
+                raise self._refused("queue_tokens", text, self._seconds_for(ahead - most), now)
             longest, wait = bounds.wait_seconds, self.predicted_wait_seconds()
             if longest is not None and wait is not None and wait > longest:
                 text = f"a wait of {wait:.1f} s is predicted, {longest:g} s at most"
-                return self._refused("queue_wait", text, wait - longest, now)
+                raise self._refused("queue_wait", text, wait - longest, now)
         slo = bounds.ttft_seconds
         if slo is not None and (backlog > 0 or self.waiting):  # else no better time can come
             ttft = self.predicted_ttft_seconds(prompt_tokens)
             if ttft is None and backlog > 0:
                 text = "all slots are taken, and the pace of the engine is not known yet"
-                return self._refused("queue_ttft", text, 1.0, now)
+                raise self._refused("queue_ttft", text, 1.0, now)
             if ttft is not None and (late := ttft - (1 - MARGIN) * slo) > 0:
                 text = f"the first token is predicted after {ttft:.1f} s, {slo:g} s are promised"
-                return self._refused("queue_ttft", text, late, now)
+                raise self._refused("queue_ttft", text, late, now)
         if backlog <= 0:
             self._promised_until = now  # there is room: those told to come later have not all come
-        return None
 
     def admit(self, sequence: int, prompt_tokens: int, max_tokens: int) -> None:
         """The sequence joins."""

@@ -151,9 +151,7 @@ class InflightRequests:
 
     def check_room(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises Overloaded where a sequence of this size may not join now."""
-        refusal = self.ledger.refusal(prompt_tokens, max_tokens, time.monotonic())
-        if refusal is not None:
-            raise refusal
+        self.ledger.check_room(prompt_tokens, max_tokens, time.monotonic())
 
     def admit(self, request: GenerationRequest) -> Stream:
         """A new sequence, not yet given to an engine. Raises Overloaded."""

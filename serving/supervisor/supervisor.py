@@ -300,7 +300,10 @@ class Supervisor:
     # Engines begin and speak.
 
     def _engine(self, role: Role) -> EngineProcess | None:
-        return next((one for one in self._engines if one.role is role), None)
+        for engine in self._engines:
+            if engine.role is role:
+                return engine
+        return None
 
     async def _spawn(self, place: int, role: Role) -> None:
         engine = EngineProcess(place, self.configs[place], self._on_output)

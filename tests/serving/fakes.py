@@ -1,7 +1,7 @@
 """A supervisor without an engine, for tests of the HTTP side: answers are scripted, and everything
 that was asked is kept.
 
-It keeps the interface of serving.registry.loaded_model.EngineLike, streams are the real
+It has what the HTTP side uses of a Supervisor, streams are the real
 serving.supervisor.inflight_requests.Stream, and `push` plays the engine. By default each sequence
 is answered by itself, one delta per turn of the event loop; with `by_hand` a test pushes them.
 """

@@ -156,7 +156,7 @@ def answer(deltas: list[Delta]) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "changes",
     [{}, {"no_good": 7}, {"kv_tokens": 300, "no_good": 9}, {"prefill_tokens": 7}, {"slots": 1}],
@@ -239,36 +239,3 @@ def test_a_failure_of_a_launched_step_ends_the_engine() -> None:
     scheduler.add(request(1, [3, 4, 5], 20))
     with pytest.raises(EngineFailed):
         run(scheduler)
-
-
-def test_the_time_of_a_launched_step_is_what_passes_between_two_reads() -> None:
-    """The budget of prompt tokens is learnt from the device's time, not the launch's."""
-    now = [0.0]
-
-    class Slow(Launching):
-        """A device of 20 ms a step, 1 ms to launch one."""
-
-        free_at = 0.0
-
-        def launch(self, rows: list[Row], after: Step | None) -> Step | None:
-            now[0] += 0.001
-            self.free_at = max(self.free_at, now[0]) + 0.02
-            step = super().launch(rows, after)
-            assert step is not None
-            done, read = self.free_at, step.tokens
-
-            def tokens() -> list[Sampled | None]:
-                now[0] = max(now[0], done)
-                return read()
-
-            step.tokens = tokens  # type: ignore[method-assign]
-            return step
-
-    config = EngineConfig("fake", "", "fake", options={"vocabulary": VOCABULARY}, slots=2)
-    scheduler = Scheduler(Slow(config), TABLE, frozenset({0}), config, clock=lambda: now[0])
-    scheduler.add(request(1, [3, 4, 5], 30))
-    while scheduler.busy:
-        scheduler.step()
-        stats = scheduler.stats()
-        assert stats.backend_seconds == pytest.approx(stats.step_seconds)
-    assert scheduler._step_clock.rows_seconds(1) == pytest.approx(0.02, abs=0.001)

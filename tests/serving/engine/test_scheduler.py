@@ -14,7 +14,7 @@ from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed, ServingError, Unsupported
 from serving.sampling.step_rows import Row, Sampled, Sampling
 from serving.supervisor.inflight_requests import merged
-from tests.fake_backend import continuation
+from tests.fake_backend import FakeBackend, continuation
 from tests.serving.engine.schedules import (
     TABLE,
     VOCABULARY,
@@ -153,24 +153,9 @@ def test_what_the_backend_cannot_do_is_refused_and_harms_nobody() -> None:
 
 
 class Grammar:
-    """A state that is given up after a few tokens, as serving.sampling.grammar does with a grammar
-    that hangs.
-    """
+    """A state that is given up after a few tokens, as one of a grammar that hangs."""
 
-    def __init__(self) -> None:
-        self.error: ServingError | None = None
-
-
-class GivesUp(Recorder):
-    problem: ServingError
-
-    def step(self, rows: list[Row]) -> list[Sampled]:
-        for row in rows:
-            if isinstance(row.state, Grammar) and row.start >= 5:
-                row.state.error = self.problem
-        for row in rows:
-            row.sampling = Sampling()
-        return super().step(rows)
+    error: ServingError | None = None
 
 
 @pytest.mark.parametrize(
@@ -181,14 +166,17 @@ class GivesUp(Recorder):
     ],
 )
 def test_the_end_of_a_grammar_ends_its_own_sequence_and_no_other(
-    problem: ServingError, finish: str, parameter: str | None
+    problem: ServingError, finish: str, parameter: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = EngineConfig(
-        "fake", "", "fake", slots=4, context_tokens=256, options={"vocabulary": VOCABULARY}
-    )
-    backend = GivesUp(config)
-    backend.problem = problem
-    scheduler = Scheduler(backend, TABLE, frozenset({0}), config)
+    def step(backend: Recorder, rows: list[Row]) -> list[Sampled]:
+        for row in rows:
+            if isinstance(row.state, Grammar) and row.start >= 5:
+                row.state.error = problem
+            row.sampling = Sampling()
+        return FakeBackend.step(backend, rows)
+
+    monkeypatch.setattr(Recorder, "step", step)
+    scheduler, _ = make()
     scheduler.add(request(1, [3, 4, 5], 20, sampling=Sampling(grammar="root ::= x")), Grammar())
     scheduler.add(request(2, [6, 7, 8], 20))
     out = run(scheduler)

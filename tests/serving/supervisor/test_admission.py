@@ -1,11 +1,12 @@
 """The queue's bounds, and whether predicted waits and Retry-After come true."""
 
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import pytest
 
+from serving.errors import Overloaded
 from serving.supervisor.admission import Ledger, QueueBounds
 
 OPEN = QueueBounds(waiting_requests=None, waiting_tokens=None, wait_seconds=None)
@@ -18,10 +19,20 @@ def paced(bounds: QueueBounds, slots: int, tokens_per_second: float = 100.0) -> 
     return ledger
 
 
-def refused(ledger: Ledger, prompt: int = 10, limit: int = 10, now: float = 0.0) -> Any:
-    """(kind, text) of the refusal; None: there is none."""
-    found = ledger.refusal(prompt, limit, now)
-    return None if found is None else (found.kind, found.reason)
+def refused(
+    ledger: Ledger, prompt: int = 10, limit: int = 10, now: float = 0.0
+) -> Overloaded | None:
+    """None: it may join."""
+    try:
+        ledger.check_room(prompt, limit, now)
+    except Overloaded as refusal:
+        return refusal
+    return None
+
+
+def kind_of(refusal: Overloaded | None) -> tuple[str, str]:
+    assert refusal is not None
+    return refusal.kind, refusal.reason
 
 
 def test_no_refusal_while_a_slot_is_free_whatever_the_bounds() -> None:
@@ -37,7 +48,7 @@ def test_the_bound_by_requests_counts_those_beyond_the_slots() -> None:
     for number in range(3):
         assert refused(ledger) is None
         ledger.admit(number, 10, 10)
-    kind, text = refused(ledger)
+    kind, text = kind_of(refused(ledger))
     assert kind == "queue_requests" and "2 requests are waiting" in text
     ledger.finished(0)
     assert refused(ledger) is None
@@ -50,7 +61,7 @@ def test_the_bound_by_tokens_lets_one_big_request_wait() -> None:
     ledger.progressed(0, 1)
     assert refused(ledger, 5000, 100) is None
     ledger.admit(1, 60, 30)
-    assert refused(ledger, 5, 10)[0] == "queue_tokens"
+    assert kind_of(refused(ledger, 5, 10))[0] == "queue_tokens"
     assert refused(ledger, 5, 5) is None
 
 
@@ -59,7 +70,7 @@ def test_the_bound_by_wait_needs_evidence() -> None:
     ledger.admit(0, 1000, 1000)
     assert ledger.predicted_wait_seconds() is None and refused(ledger) is None
     ledger.clock.learn(100, 0, 1.0)
-    kind, text = refused(ledger)
+    kind, text = kind_of(refused(ledger))
     assert kind == "queue_wait" and "20.0 s is predicted" in text
 
 
@@ -67,7 +78,7 @@ def test_those_told_to_come_back_are_not_told_the_same_moment() -> None:
     ledger = paced(QueueBounds(waiting_requests=1, waiting_tokens=None, wait_seconds=None), slots=1)
     ledger.admit(0, 50, 50)
     ledger.admit(1, 50, 50)
-    found = [ledger.refusal(50, 50, 0.0) for _ in range(200)]
+    found = [refused(ledger, 50, 50) for _ in range(200)]
     times = [one.retry_after_seconds for one in found if one is not None]
     gaps = [round(b - a, 3) for a, b in zip(times, times[1:5], strict=False)]
     assert gaps == [1.1, 1.1, 1.1, 1.1]  # 100 tokens each at 100 tokens/s, and a little slack
@@ -75,26 +86,23 @@ def test_those_told_to_come_back_are_not_told_the_same_moment() -> None:
 
 
 class Simulated(NamedTuple):
-    """What became of the requests of one simulation: forecasts and truths of those let in, of the
-    time to first token.
-    """
+    """What became of the requests of one simulation; forecasts are of the time to first token."""
 
     forecast: list[float]
     ttft: list[float]
     refused: int
-    finished: int
     busy_seconds: float
 
 
 def simulate(
     seed: int,
-    slots: int,
     arrivals_per_second: float,
-    seconds: float,
     bounds: QueueBounds,
     outputs: tuple[int, int] = (20, 80),
-    warm_seconds: float = 0.0,
     noise: float = 0.0,
+    slots: int = 8,
+    warm_seconds: float = 20.0,
+    seconds: float = 140.0,
 ) -> Simulated:
     """An engine that gives each running sequence one token a step and fills prompts in order, 32
     tokens a step while anyone decodes.
@@ -103,30 +111,31 @@ def simulate(
     """
     rng = random.Random(seed)
     ledger = Ledger(bounds, slots)
-    now, due, number, refused, finished, busy = 0.0, 0.0, 0, 0, 0, 0.0
+    now, due, number, prompt = 0.0, 0.0, 0, 30
     queue: list[tuple[int, int]] = []
     running: dict[int, list[int]] = {}  # prompt tokens and output tokens still to be worked
     arrived: dict[int, tuple[float, float | None]] = {}
     forecast: list[float] = []
     ttft: list[float] = []
+    busy, away = 0.0, 0
     while now < seconds:
         while due <= now:
-            output, prompt = rng.randint(*outputs), 30
-            if ledger.refusal(prompt, outputs[1], due) is None:
+            output = rng.randint(*outputs)
+            if refused(ledger, prompt, outputs[1], due) is None:
                 queue.append((number, output))
                 arrived[number] = due, ledger.predicted_ttft_seconds(prompt)
                 ledger.admit(number, prompt, outputs[1])
                 number += 1
             elif due > warm_seconds:
-                refused += 1
+                away += 1
             due += rng.expovariate(arrivals_per_second if due > warm_seconds else 1.0)
         while queue and len(running) < slots:
             sequence, output = queue.pop(0)
-            running[sequence] = [30, output]
+            running[sequence] = [prompt, output]
         if not running:
             now = due
             continue
-        decoding = [sequence for sequence, (prompt, _) in running.items() if not prompt]
+        decoding = [sequence for sequence, (left, _) in running.items() if not left]
         budget = 32 if decoding else 512
         begun: list[int] = []
         filled = 0
@@ -150,19 +159,11 @@ def simulate(
             if not running[sequence][1]:
                 del running[sequence]
                 ledger.finished(sequence)
-                finished += now > warm_seconds
-    return Simulated(forecast, ttft, refused, finished, busy)
+    return Simulated(forecast, sorted(ttft), away, busy)
 
 
 def test_forecasts_are_right_on_average_under_overload() -> None:
-    found = simulate(
-        1,
-        slots=8,
-        arrivals_per_second=30.0,
-        seconds=240.0,
-        bounds=QueueBounds(wait_seconds=8.0),
-        warm_seconds=80.0,
-    )
+    found = simulate(1, 30.0, QueueBounds(wait_seconds=8.0), warm_seconds=80.0, seconds=240.0)
     assert len(found.ttft) > 500
     forecast, ttft = sum(found.forecast) / len(found.forecast), sum(found.ttft) / len(found.ttft)
     assert ttft > 4.0
@@ -178,8 +179,7 @@ def test_an_slo_is_kept_for_those_let_in_and_the_engine_is_never_idle_for_it(
     quiet time.
     """
     bounds = QueueBounds(waiting_requests=None, wait_seconds=None, ttft_seconds=3.0)
-    found = simulate(2, 8, 7.0 * factor, 140.0, bounds, outputs, warm_seconds=20.0, noise=noise)
-    found.ttft.sort()
+    found = simulate(2, 7.0 * factor, bounds, outputs, noise)
     assert found.ttft[int(0.99 * len(found.ttft))] <= 3.0
     if factor > 1:
         assert found.refused > 100 and found.busy_seconds > 0.99 * 120
@@ -190,14 +190,14 @@ def test_while_no_pace_is_known_nobody_waits_for_an_slo() -> None:
     for number in range(2):
         assert refused(ledger) is None
         ledger.admit(number, 10, 10)
-    assert refused(ledger)[0] == "queue_ttft"
+    assert kind_of(refused(ledger))[0] == "queue_ttft"
 
 
 def test_a_prompt_that_can_never_come_in_time_is_let_in_when_it_is_alone() -> None:
     ledger = paced(QueueBounds(ttft_seconds=1.0), slots=2)  # 100 tokens/s
     assert refused(ledger, 500) is None
     ledger.admit(1, 10, 50)
-    assert "5.1 s, 1 s are promised" in refused(ledger, 500)[1]
+    assert "5.1 s, 1 s are promised" in kind_of(refused(ledger, 500))[1]
     ledger.progressed(1, 1)
     assert refused(ledger, 500, now=0.1) is None  # nobody else waits: no better time will come
 
