@@ -174,10 +174,10 @@ def test_a_capacity_may_be_off_by_15_percent_and_no_more_is_confirmed_than_there
     found = Capacity(
         state="holds", low=low, limit=limit, high=high, held=held, reason="too few levels"
     )
-    rows = capacity_rows("world", 6.0, found)
+    rows = capacity_rows("world", found, 6.0)
     assert failed(rows) == wrong
     assert rows[0].note == (
         "too few levels" if low is None else f"interval {low:.3g} to {high:.3g}"
     )
     if limit == 6.91:
-        assert not failed(capacity_rows("world", 6.0, found, 5.0, 6.5)), "of two speeds"
+        assert not failed(capacity_rows("world", found, 6.0, 5.0, 6.5)), "of two speeds"
