@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from loadtests.analysis.level import levels_of
 from loadtests.errors import BadRunFolder
 from loadtests.records import run_folder
-from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_folder import (
     EVENTS,
@@ -60,17 +59,6 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert run.started_levels == {"l": event} and not run.finished_levels and not run.damage()
 
 
-def test_missing_stays_missing(tmp_path: Path) -> None:
-    """A request that never got a token reads back as None; the line does not name the field."""
-    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
-        folder.request(
-            RequestRecord(cell="c", level="l", index=0, due_seconds=0.0, error="refused")
-        )
-    assert b"first_content" not in (tmp_path / REQUESTS).read_bytes()
-    (read,) = read_records(tmp_path).requests()
-    assert read.first_content_seconds is None and read.output_tokens is None
-
-
 @pytest.mark.parametrize("cut", [1, 5, 40])
 def test_a_cut_off_last_line_is_dropped_and_reported(tmp_path: Path, cut: int) -> None:
     with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
@@ -101,15 +89,6 @@ def test_a_broken_line_in_the_middle_is_left_out_and_said(tmp_path: Path, line: 
     assert list(read.requests()) == [record("l", 0), record("l", 1)]
     assert read.broken_lines == {REQUESTS: [2]}
     assert read.damage() == ["1 of the lines of requests.jsonl (the first is line 2)"]
-
-
-@pytest.mark.parametrize("bad", [b"{}\n", b'{"kind": 3}\n', b'{"kind": "level_started"}\n'])
-def test_a_broken_event_is_left_out(tmp_path: Path, bad: bytes) -> None:
-    RunFolder.create(tmp_path, MANIFEST_RECORD).close()
-    line = msgspec.json.encode(started("l")) + b"\n"
-    (tmp_path / EVENTS).write_bytes(line + bad + line)
-    read = read_records(tmp_path)
-    assert read.events == [started("l")] * 2 and read.broken_lines == {EVENTS: [2]}
 
 
 def test_a_full_disk_loses_the_record_being_written_and_no_other(tmp_path: Path) -> None:
