@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -147,38 +144,6 @@ def test_two_runners_do_not_work_on_one_run(tmp_path: Path) -> None:
     RunFolder.open_existing(tmp_path)[0].close()  # free again
     with pytest.raises(BadRunFolder, match="holds a run already"):
         RunFolder.create(tmp_path, MANIFEST_RECORD)
-
-
-def test_many_writers_and_a_kill_lose_no_whole_line(tmp_path: Path) -> None:
-    """Four processes append to one file and are killed: each line but perhaps the last is whole."""
-    script = (
-        "import sys; from pathlib import Path; from loadtests.records.run_folder import Appender; "
-        "from tests.loadtests.records.written import record\n"
-        "out = Appender(Path(sys.argv[1])); print('up', flush=True); i = 0\n"
-        "while True:\n    out.append(record(sys.argv[2], i)); i += 1\n"
-    )
-    RunFolder.create(tmp_path, MANIFEST_RECORD).close()
-    path = tmp_path / REQUESTS
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(path), f"w{number}"],
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[3],
-        )
-        for number in range(4)
-    ]
-    for writer in writers:
-        assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
-    while path.stat().st_size < 200_000:
-        pass
-    for writer in writers:
-        writer.send_signal(signal.SIGKILL)
-    for writer in writers:
-        writer.communicate()
-    records = list(read_records(tmp_path).requests())
-    for number in range(4):
-        mine = [one.index for one in records if one.level == f"w{number}"]
-        assert mine == list(range(len(mine))), "a line was lost or came out of order"
 
 
 def test_a_folder_is_made_with_its_parents_and_for_its_owner_alone(tmp_path: Path) -> None:
