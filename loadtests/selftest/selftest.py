@@ -74,7 +74,7 @@ CAMPAIGN_SECONDS = 240.0  # after which one is given up
 
 CAMPAIGN = f"""
 name = "selftest"
-budget_seconds = 45
+budget_seconds = 55
 target = {{ url = "URL" }}
 workload = {{ {", ".join(f"{name} = {json.dumps(value)}" for name, value in LENGTHS.items())} }}
 [slo]
