@@ -29,7 +29,7 @@ def selftest(
 ) -> None:
     """Check the accuracy of the load generator on this machine against servers of known truth.
 
-    A table in about a minute and a half; exit status 1 when something fails.
+    A table in about a minute; exit status 1 when something fails.
     """
     from loadtests.campaign.progress import Progress
     from loadtests.selftest.selftest import PARTS, run_selftest

@@ -134,8 +134,8 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
         # Counted for each core: together they cannot stop the engine for longer than there was.
         throttled = round(min(max(0.0, now.throttled - before.throttled), seconds), 4)
     times = []
-    for key, new in (now.threads or {}).items() if before.threads is not None else ():
-        was = before.threads.get(key, Thread(0.0, 0.0, 0))  # one that is new began after it
+    for key, new in (now.threads or {}).items():
+        was = (before.threads or {}).get(key, Thread(0.0, 0.0, 0))  # a new one began after it
         if any(value < earlier for value, earlier in zip(new, was, strict=True)):
             was = Thread(0.0, 0.0, 0)  # another thread with the number of an ended one
         ran, waited = new.ran_seconds - was.ran_seconds, new.waited_seconds - was.waited_seconds

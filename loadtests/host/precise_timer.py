@@ -12,18 +12,6 @@ import ctypes
 import os
 
 _CLOCK_MONOTONIC, _ABSOLUTE = 1, 1
-_NONBLOCK, _CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
-
-
-class _Spec(ctypes.Structure):
-    """struct itimerspec: an interval (not used: one ring per setting), and when."""
-
-    _fields_ = [
-        (name, ctypes.c_long)
-        for name in ("every_seconds", "every_nanoseconds", "at_seconds", "at_nanoseconds")
-    ]
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -31,25 +19,26 @@ class Alarm:
     """One alarm. Setting it again forgets the last setting, rung or not."""
 
     def __init__(self) -> None:
-        self.fd = int(_libc.timerfd_create(_CLOCK_MONOTONIC, _NONBLOCK | _CLOEXEC))
+        self.fd = int(_libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
         if self.fd < 0:
             raise OSError(ctypes.get_errno(), "no timer (timerfd_create)")
-        self._spec = _Spec()
+        # struct itimerspec: an interval (not used), and when; each in seconds and nanoseconds
+        self._spec = (ctypes.c_long * 4)()
         self._address = ctypes.byref(self._spec)
 
     def set(self, moment: float) -> None:
         """Ring at `moment` on time.perf_counter (CLOCK_MONOTONIC); at once where that is past."""
         whole = int(moment)
-        self._spec.at_seconds = whole
-        # At least 1: all zero would mean never.
-        self._spec.at_nanoseconds = max(1, int((moment - whole) * 1e9))
-        if _libc.timerfd_settime(self.fd, _ABSOLUTE, self._address, None) != 0:
-            raise OSError(ctypes.get_errno(), f"the timer cannot be set to {moment}")
+        self._set(whole, max(1, int((moment - whole) * 1e9)))  # all zero would mean never
 
     def stop(self) -> None:
         """Do not ring."""
-        self._spec.at_seconds = self._spec.at_nanoseconds = 0
-        _libc.timerfd_settime(self.fd, _ABSOLUTE, self._address, None)
+        self._set(0, 0)
+
+    def _set(self, seconds: int, nanoseconds: int) -> None:
+        self._spec[2], self._spec[3] = seconds, nanoseconds
+        if _libc.timerfd_settime(self.fd, _ABSOLUTE, self._address, None) != 0:
+            raise OSError(ctypes.get_errno(), "the timer cannot be set")
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -76,7 +76,8 @@ class Sampler:
             api: Pids = lambda: [pid for pid in family(server) if not _is_engine(pid)]  # noqa: E731
             self._groups["api"] = ProcessGroup(api)
         self._watch = CoreWatch(subject, os.getpid())
-        self._gpu, self._rapl = (None, None) if server is None else (Gpu(), Rapl())
+        self._gpu = None if server is None else Gpu()
+        self._rapl = None if server is None else Rapl()
         self._level: str | None = None
         self._lock = threading.Lock()  # of a sample, or of a level's begin or end
         self._over = threading.Event()

@@ -33,7 +33,6 @@ clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all process
 
 CONNECT_SECONDS = 30.0
 IDLE_SECONDS = 2.0  # idle for longer: not used again, since servers close theirs after 5 s
-FRESH_SECONDS = 0.02  # idle for less: not checked for having been closed
 HEAD_BYTES = 65536  # most of an answer's status line and headers; more ends the connection
 WHOLE_BYTES = 64 << 20  # most of an answer that `fetch` keeps
 LATER = 16  # pieces put aside before they are parsed: parsing is cheapest by the dozen
@@ -114,19 +113,11 @@ class Connection:
         return False
 
     def is_good(self) -> bool:
-        """Whether a request may be sent over it: not idle for too long, and not closed."""
-        idle = clock() - self.parked
-        if self._trouble is not None or idle > IDLE_SECONDS:
-            return False
-        if idle < FRESH_SECONDS:
-            return True
-        try:
-            self._sock.recv(1, names.MSG_PEEK)  # closed, or bytes that nobody asked for
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+        """Whether a request may be sent over it: not idle for too long, and not known as closed.
+
+        One that the server closes at this moment leaves the request unanswered: Pool sends it anew.
+        """
+        return self._trouble is None and clock() - self.parked <= IDLE_SECONDS
 
     def close(self) -> None:
         self._watcher.stop()

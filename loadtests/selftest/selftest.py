@@ -8,8 +8,6 @@ are compared with what the server says it did.
     arrivals Poisson as the server saw it, from one process and from four
     lateness send lag, the client's CPU, and a rate that one core should sustain
     worlds   campaigns on servers that batch by a known step law: is the limit found?
-
-A machine that is busy with other things makes times late.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import numpy as np
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.progress import Progress
 from loadtests.errors import LoadError
-from loadtests.host.child_processes import Child, last_line
+from loadtests.host.child_processes import Child
 from loadtests.host.cpu_pinning import divide_cores
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.load_plan import Ended, LoadPlan
@@ -51,31 +49,32 @@ from loadtests.selftest.selftest_checks import (
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law import StepLaw
-from loadtests.workload.arrivals import Constant
+from loadtests.workload.arrivals import Arrivals, Constant, Poisson
 from loadtests.workload.request_lengths import Workload
 from serving.hardware.machine_facts import allowed_cores
 
 TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 2.0
 ARRIVAL_RATE, ARRIVAL_SECONDS = 600.0, 3.0
 SUSTAINED_RATE = 1000.0
-# An engine some 20 times as fast as a small model's on a CPU, so that a short level sees enough.
+POISSON = Poisson()
+# An engine some 15 times as fast as a small model's on a CPU, so that a short level sees enough.
 LAW = StepLaw(
-    base_seconds=0.0025,
-    row_seconds=0.0004,
-    prompt_token_seconds=0.00005,
-    context_token_seconds=2.5e-7,
-    pass_seconds=0.0005,
+    base_seconds=0.003,
+    row_seconds=0.0005,
+    prompt_token_seconds=0.00006,
+    context_token_seconds=3e-7,
+    pass_seconds=0.0006,
 )
 SLOTS = 8
 LENGTHS = {"preset": "sharegpt", "scale": 0.15, "max_prompt_tokens": 256, "max_output_tokens": 64}
-SLO = Slo("selftest", ttft_seconds=0.15, tpot_seconds=0.01, target=0.9)
-FAST_SECONDS, SLOW = 3.5, 1.25  # each of the two speeds lasts so long; factor of the second
-PAUSE_EVERY, PAUSE = 1.0, 0.05
+SLO = Slo("selftest", ttft_seconds=0.18, tpot_seconds=0.012, target=0.9)
+FAST_SECONDS, SLOW = 4.2, 1.25  # each of the two speeds lasts so long; factor of the second
+PAUSE_EVERY, PAUSE = 1.2, 0.06
 CAMPAIGN_SECONDS = 240.0  # after which one is given up
 
 CAMPAIGN = f"""
 name = "selftest"
-budget_seconds = 45
+budget_seconds = 55
 target = {{ url = "URL" }}
 workload = {{ {", ".join(f"{name} = {json.dumps(value)}" for name, value in LENGTHS.items())} }}
 [slo]
@@ -83,7 +82,7 @@ ttft_seconds = {SLO.ttft_seconds}
 tpot_seconds = {SLO.tpot_seconds}
 target = {SLO.target}
 [search]
-level_seconds = 10
+level_seconds = 12
 single_stream_seconds = 2
 """
 
@@ -110,12 +109,9 @@ class Loaded(NamedTuple):
 class Bench:
     """Where the parts run: a folder, and cores for the server and for the client."""
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        self.folder = folder
-        self.progress = progress
-        layout = divide_cores(allowed_cores())
-        self.server_cores = layout.engine[:1]
-        self.client_cores = layout.client
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._layout = divide_cores(allowed_cores())
         self._files = 0
 
     @contextmanager
@@ -124,8 +120,7 @@ class Bench:
         log = self.file("server.log")
         settings = json.dumps(msgspec.to_builtins(truth))
         command = [sys.executable, "-m", "loadtests.selftest.reference_server", settings]
-        cores = self.server_cores
-        with Child(command, cores=cores, log=log, urgent=True) as child:
+        with Child(command, cores=self._layout.engine[:1], log=log, urgent=True) as child:
             until = time.monotonic() + 30
             while not (text := log.read_text()).endswith("\n"):
                 if child.poll() is not None or time.monotonic() > until:
@@ -136,14 +131,11 @@ class Bench:
     def file(self, name: str) -> Path:
         """A path that is not taken."""
         self._files += 1
-        return self.folder / f"{self._files}-{name}"
+        return self._folder / f"{self._files}-{name}"
 
-    @contextmanager
-    def generator(self, processes: int = 1) -> Iterator[LoadGenerator]:
-        with LoadGenerator(
-            log=self.file("locust.log"), processes=processes, cores=self.client_cores
-        ) as generator:
-            yield generator
+    def generator(self, processes: int = 1) -> LoadGenerator:
+        log = self.file("locust.log")
+        return LoadGenerator(log=log, processes=processes, cores=self._layout.client)
 
     def load(
         self,
@@ -152,27 +144,23 @@ class Bench:
         rate: float,
         seconds: float,
         tokens: int = TOKENS,
-        **changes: Any,
+        arrivals: Arrivals = POISSON,
     ) -> Loaded:
         """One level, as the runner has it sent."""
         target = Target(url=url)
         plan = LoadPlan(
             target=target,
             workload=Workload(prompt_tokens=16, output_tokens=tokens),
+            arrivals=arrivals,
             rate=rate,
             window_seconds=seconds,
             drain_seconds=20.0,
             facts=probe(target),
-            **changes,
         )
         before = _truth(url).keys()
-        records: list[RequestRecord] = []
-        account = Ended()
-        for told in generator.run(plan):
-            if isinstance(told, RequestRecord):
-                records.append(told)
-            elif isinstance(told, Ended):
-                account = told
+        told = list(generator.run(plan))
+        records = [one for one in told if isinstance(one, RequestRecord)]
+        (account,) = [one for one in told if isinstance(one, Ended)]
         log = {name: entry for name, entry in _truth(url).items() if name not in before}
         return Loaded(records, account, log)
 
@@ -184,34 +172,32 @@ def _truth(url: str) -> dict[str, Any]:
 
 
 def times(bench: Bench) -> list[Row]:
-    """Four worlds of chunks and stalls."""
+    """Chunks of one and of four tokens; a third of the answers stall."""
     rows: list[Row] = []
     with bench.generator() as generator:
         for chunk in (1, 4):
-            for stall in (0.0, STALL_SECONDS):
-                with bench.server(
-                    ttft=0.06,
-                    gap=GAP_SECONDS * chunk,
-                    chunk_tokens=chunk,
-                    stall=stall,
-                    stall_at=6,
-                    stall_every=3,
-                ) as url:
-                    loaded = bench.load(generator, url, 50.0, 2.5)
-                world = "one token a chunk" if chunk == 1 else f"{chunk} tokens a chunk"
-                world += f", stalls of {stall:g} s" if stall else ""
-                rows += times_rows(world, loaded.records, loaded.log)
-                rows += [] if stall else [lag_row(world, loaded.records, 0.001)]
+            stalls = {"stall": STALL_SECONDS, "stall_at": 6, "stall_every": 3}
+            gap = GAP_SECONDS * chunk
+            with bench.server(ttft=0.06, gap=gap, chunk_tokens=chunk, **stalls) as url:
+                records, _, log = bench.load(generator, url, 50.0, 2.5)
+            smooth = {
+                name: entry
+                for name, entry in log.items()
+                if np.diff(entry["chunks"]).max(initial=0.0) < STALL_SECONDS / 2
+            }
+            world = "one token a chunk" if chunk == 1 else f"{chunk} tokens a chunk"
+            even = [one for one in records if one.request_id in smooth]
+            rows += times_rows(world, even, smooth)
+            rows += times_rows(f"{world}, stalls of {STALL_SECONDS:g} s", records, log)
+            rows.append(lag_row(world, records, 0.001))
     return rows
 
 
 def counts(bench: Bench) -> list[Row]:
     """Failures of every kind at once, on a server that is too slow."""
-    with (
-        bench.server(ttft=0.03, gap=0.004, slots=2, waiting=4, fail="cut", fail_every=5) as url,
-        bench.generator() as generator,
-    ):
-        loaded = bench.load(generator, url, 60.0, 3.0, tokens=8)
+    truth = {"ttft": 0.03, "gap": 0.004, "slots": 2, "waiting": 4, "fail": "cut", "fail_every": 5}
+    with bench.server(**truth) as url, bench.generator() as generator:
+        loaded = bench.load(generator, url, 60.0, 2.0, tokens=8)
     return failure_rows("failures and refusals", loaded.records, loaded.log)
 
 
@@ -231,15 +217,24 @@ def arrivals(bench: Bench) -> list[Row]:
 def lateness(bench: Bench) -> list[Row]:
     """A rate that one core should sustain with room to spare."""
     with bench.server(ttft=0.01) as url, bench.generator() as generator:
-        loaded = bench.load(generator, url, SUSTAINED_RATE, 4.0, tokens=1, arrivals=Constant())
+        loaded = bench.load(generator, url, SUSTAINED_RATE, 3.0, tokens=1, arrivals=Constant())
     world = f"{SUSTAINED_RATE:.0f} requests/s"
     ok = sum(record.error is None for record in loaded.records)
-    cpu = loaded.account.cpu_seconds / 4.0
+    cpu = loaded.account.cpu_seconds / 3.0
     return [
         near(world, "answers", len(loaded.log), ok, 0, "count"),
         lag_row(world, loaded.records, 0.010),
         below(world, "client CPU of one core", cpu, 0.8, "number"),
     ]
+
+
+class World(NamedTuple):
+    """A server of known limit: how it differs, its limit, and those of its slow and fast times."""
+
+    truth: dict[str, Any]
+    limit: float
+    low: float | None = None
+    high: float | None = None
 
 
 def worlds(bench: Bench) -> list[Row]:
@@ -251,41 +246,33 @@ def worlds(bench: Bench) -> list[Row]:
         return capacity(LAW.slower(factor), policy, workload, SLO).rate
 
     fast, slow = true(), true(SLOW)
-    settings: dict[str, tuple[dict[str, Any], float, float | None, float | None]] = {
-        "limit, steady": ({}, fast, None, None),
-        "limit, two speeds": (
-            {"speeds": [[FAST_SECONDS, 1.0], [FAST_SECONDS, SLOW]]},
-            *(true((1 + SLOW) / 2), slow, fast),
-        ),
-        "limit, with pauses": (
-            {"pause_every": PAUSE_EVERY, "pause": PAUSE},
-            *(true(1 + PAUSE / PAUSE_EVERY), None, None),
-        ),
-        "limit, whole prompts first": (
-            {"whole_prompts": True},
-            *(true(whole_prompts=True), None, None),
-        ),
+    speeds = [[FAST_SECONDS, 1.0], [FAST_SECONDS, SLOW]]
+    pauses = {"pause_every": PAUSE_EVERY, "pause": PAUSE}
+    settings = {
+        "limit, steady": World({}, fast),
+        "limit, two speeds": World({"speeds": speeds}, true((1 + SLOW) / 2), slow, fast),
+        "limit, with pauses": World(pauses, true(1 + PAUSE / PAUSE_EVERY)),
+        "limit, whole prompts first": World({"whole_prompts": True}, true(whole_prompts=True)),
     }
     rows: list[Row] = []
     with ExitStack() as stack:
         running: dict[str, tuple[Child, Path]] = {}
-        for world, (truth, *_) in settings.items():
-            url = stack.enter_context(bench.server(law=LAW, slots=SLOTS, **truth))
-            file = bench.file("campaign.toml")
+        for name, world in settings.items():
+            url = stack.enter_context(bench.server(law=LAW, slots=SLOTS, **world.truth))
+            file, out = bench.file("campaign.toml"), bench.file("runs")
             file.write_text(CAMPAIGN.replace("URL", url))
-            out, log = bench.file("runs"), bench.file("campaign.log")
             run = ("campaign", "run", str(file), "--out", str(out), "--beside-others")
-            child = Child([sys.executable, "-m", "crossover", *run], log=log)
-            running[world] = stack.enter_context(child), out
+            command = [sys.executable, "-m", "crossover", *run]
+            child = Child(command, log=bench.file("campaign.log"))
+            running[name] = stack.enter_context(child), out
         until = time.monotonic() + CAMPAIGN_SECONDS
-        for world, (child, out) in running.items():
+        for name, (child, out) in running.items():
             if child.wait(max(0.0, until - time.monotonic())) != 0:
-                said = last_line(child.log) if child.log is not None else ""
-                raise LoadError(f"the campaign of {world!r} failed: {said}")
-            folder = next(out.iterdir())
-            found = of_kind(read_records(folder).events, CellFinished)[-1].capacities
-            _, middle, low, high = settings[world]
-            rows += capacity_rows(world, middle, next(iter(found.values())), low, high)
+                raise LoadError(f"the campaign of {name!r} failed: {child.how_it_ended()}")
+            (folder,) = out.iterdir()
+            (finished,) = of_kind(read_records(folder).events, CellFinished)
+            assert finished.capacity is not None
+            rows += capacity_rows(name, finished.capacity, *settings[name][1:])
     return rows
 
 
@@ -303,7 +290,7 @@ def run_selftest(progress: Progress, parts: list[str] | None = None) -> Report:
     began = time.monotonic()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="crossover-selftest-") as folder:
-        bench = Bench(Path(folder), progress)
+        bench = Bench(Path(folder))
         for number, name in enumerate(parts or PARTS):
             part, words = PARTS[name]
             progress.tick(words, fraction=number / len(parts or PARTS))

@@ -86,29 +86,27 @@ def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[R
     if not entries:
         return rows
     level = _level_of(records)
+    first, last, arrived = (
+        np.array(values)
+        for values in zip(
+            *((one["chunks"][0], one["chunks"][-1], one["arrived"]) for one in entries), strict=True
+        )
+    )
+    later = np.array([one["tokens"] - one["first_tokens"] for one in entries])
     gaps = np.concatenate([np.diff(entry["chunks"]) for entry in entries])
-    true: dict[str, npt.NDArray[np.float64]] = {
-        "TTFT": np.array([one["chunks"][0] - one["arrived"] for one in entries]),
-        "TPOT": np.array(
-            [
-                (one["chunks"][-1] - one["chunks"][0]) / (one["tokens"] - one["first_tokens"])
-                for one in entries
-                if one["tokens"] > one["first_tokens"]
-            ]
-        ),
-        "E2E": np.array([one["chunks"][-1] - one["arrived"] for one in entries]),
-        "gap": gaps,
+    pairs = {
+        "TTFT": (first - arrived, level.ttft),
+        "TPOT": ((last - first)[later > 0] / later[later > 0], level.tpot),
+        "E2E": (last - arrived, level.e2e),
+        "gap": (gaps, level.itl),
     }
-    seen = {"TTFT": level.ttft, "TPOT": level.tpot, "E2E": level.e2e, "gap": level.itl}
-    for name, values in true.items():
+    for name, (values, seen) in pairs.items():
         for share in (1.0,) if name == "gap" else QUANTILES:
             if len(values):
                 truth = _quantile(values, share)
                 limit = max(SHARE * truth, FLOOR_SECONDS[name])
                 what = "longest gap" if name == "gap" else f"{name} p{share * 100:g}"
-                rows.append(
-                    near(world, what, truth, _quantile(seen[name], share), limit, "seconds")
-                )
+                rows.append(near(world, what, truth, _quantile(seen, share), limit, "seconds"))
     if (stalls := int((gaps > 1.0).sum())) > 0:
         found = int((level.itl > 1.0).sum())
         rows.append(near(world, "stalls seen", stalls, found, 0, "count"))
@@ -162,7 +160,7 @@ def lag_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) 
 
 
 def capacity_rows(
-    world: str, truth: float, found: Capacity, low: float | None = None, high: float | None = None
+    world: str, found: Capacity, truth: float, low: float | None = None, high: float | None = None
 ) -> list[Row]:
     """The estimate within CAPACITY_SHARE, inside an interval that holds the truth; what is
     confirmed is no more than the truth. `low`, `high`: of a server whose speed changes.
@@ -177,8 +175,7 @@ def capacity_rows(
         note = f"interval {found.low:.3g} to {found.high:.3g}"
         row = msgspec.structs.replace(row, passed=row.passed and holds, note=note)
     most = high * (1 + CONFIRMED_SHARE)
-    held = below(world, "confirmed", found.held, most, "requests/s")
-    return [row, held]
+    return [row, below(world, "confirmed", found.held, most, "requests/s")]
 
 
 def _level_of(records: Sequence[RequestRecord]) -> Level:

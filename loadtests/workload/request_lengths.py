@@ -237,7 +237,8 @@ def _drawn(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
     def fitting(pairs: Pairs) -> Pairs:
         if workload.cap == "truncate":
             return np.minimum(pairs, workload.limits).astype(np.int64)
-        return pairs[np.all(pairs <= workload.limits, axis=1)]
+        kept: Pairs = pairs[np.all(pairs <= workload.limits, axis=1)]
+        return kept
 
     if workload.replay is not None:
         kept = fitting(scaled(rows))

@@ -108,91 +108,40 @@ def test_an_engine_that_is_replaced_has_no_share_across_two_processes() -> None:
             process.wait()
 
 
-class FakeNvml:
-    """A stand-in for the pynvml module: one GPU that says what it is told to, in NVML's own
-    functions and units. Not a GPU.
-    """
-
-    nvmlMemory_v2 = 2
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, engine: int, without: frozenset[str] = frozenset()) -> None:
-        self.engine, self.without = engine, without
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("nvmlDevice") and name in object.__getattribute__(self, "without"):
-            raise FakeNvml.NVMLError("Not Supported")
-        return object.__getattribute__(self, name)
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 1
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
-        return f"gpu{index}"
-
-    def nvmlDeviceGetMemoryInfo(self, device: str, version: int | None = None) -> Any:
-        return SimpleNamespace(total=80 << 30, used=20 << 30, free=60 << 30, reserved=1 << 29)
-
-    def nvmlDeviceGetComputeRunningProcesses(self, device: str) -> list[Any]:
-        return [
-            SimpleNamespace(pid=self.engine, usedGpuMemory=18 << 30),
-            SimpleNamespace(pid=1, usedGpuMemory=1 << 30),
-        ]
-
-    def nvmlDeviceGetUtilizationRates(self, device: str) -> Any:
-        return SimpleNamespace(gpu=87, memory=40)
-
-    def nvmlDeviceGetPowerUsage(self, device: str) -> int:
-        return 412_500  # milliwatts
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, device: str) -> int:
-        return 0x1 | 0x4 | 0x40  # idle (which is no throttling), power cap, hardware thermal
+def fake_nvml(**changes: Any) -> Any:
+    """Like the pynvml module, in NVML's own functions and units: one GPU."""
+    processes = [SimpleNamespace(pid=7), SimpleNamespace(pid=1)]
+    bits = 0x1 | 0x4 | 0x40  # idle (which is no throttling), power cap, hardware thermal
+    answers = {
+        "Init": None,
+        "DeviceGetCount": 1,
+        "DeviceGetHandleByIndex": "gpu0",
+        "DeviceGetMemoryInfo": SimpleNamespace(total=80 << 30, used=20 << 30),
+        "DeviceGetComputeRunningProcesses": processes,
+        "DeviceGetUtilizationRates": SimpleNamespace(gpu=87, memory=40),
+        "DeviceGetPowerUsage": 412_500,  # milliwatts
+        "DeviceGetCurrentClocksEventReasons": bits,
+    }
+    functions = {f"nvml{name}": lambda *_, it=it: it for name, it in answers.items()} | changes
+    return SimpleNamespace(**functions)
 
 
-def test_a_gpu_is_read_in_our_units() -> None:
-    gpu = Gpu(FakeNvml(7))
+def test_a_gpu_is_read_in_our_units_and_what_it_does_not_tell_is_none() -> None:
+    gpu = Gpu(fake_nvml())
     found = gpu.read([7])
     assert found["gpu_memory_bytes"] == 20 << 30
     assert (found["gpu_utilisation"], found["gpu_watts"]) == (0.87, 412.5)
     assert found["gpu_throttled"] == ["power cap", "hardware thermal"] and "gpu" not in gpu.missing
+    assert found["gpu_energy_joules"] is None
+    assert gpu.missing == {"gpu_energy_joules": "this driver does not tell"}
 
 
-def test_what_a_gpu_does_not_tell_is_none() -> None:
-    without = frozenset(
-        {
-            "nvmlDeviceGetPowerUsage",
-            "nvmlDeviceGetComputeRunningProcesses",
-            "nvmlDeviceGetCurrentClocksEventReasons",
-        }
-    )
-    found = Gpu(FakeNvml(1, without)).read([1])
-    assert found["gpu_watts"] is None and found["gpu_throttled"] is None
-    assert found["gpu_memory_bytes"] == 20 << 30
+def test_a_driver_that_does_not_start_is_said() -> None:
+    def unloaded() -> None:
+        raise RuntimeError("Driver Not Loaded")
 
-    class NoDriver(FakeNvml):
-        def nvmlInit(self) -> None:
-            raise self.NVMLError("Driver Not Loaded")
-
-    gpu = Gpu(NoDriver(1))
+    gpu = Gpu(fake_nvml(nvmlInit=unloaded))
     assert gpu.read() == {} and gpu.missing["gpu"] == "no NVIDIA GPU to be read: Driver Not Loaded"
-
-
-def test_a_driver_that_fails_while_we_look_ends_nothing() -> None:
-    class Lost(FakeNvml):
-        def __getattribute__(self, name: str) -> Any:
-            known = ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetCount")
-            if name.startswith("nvmlDevice") and name not in known:
-                raise RuntimeError("GPU is lost")  # no error of NVML's own
-            return object.__getattribute__(self, name)
-
-    gpu = Gpu(Lost(1))
-    assert set(gpu.read([1]).values()) == {None}
-    assert gpu.missing["gpu_watts"] == "this driver does not tell"
 
 
 def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:

@@ -91,11 +91,6 @@ def test_a_body_without_a_length_lasts_until_the_connection_ends(serve: Serve) -
     assert ask(serve(HEAD + b"\r\n" + EVENT, EVENT + LAST, close=True)) == (None, None, 2)
 
 
-def test_a_last_line_without_its_newline_counts(serve: Serve) -> None:
-    body = EVENT + LAST.rstrip(b"\n")
-    assert ask(serve(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)) == (None, None, 1)
-
-
 def test_a_connection_that_ends_within_the_answer_is_cut_off(serve: Serve) -> None:
     error, message, contents = ask(
         serve(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +20,6 @@ from loadtests.load_generator.load_plan import (
     Recorded,
     Settled,
     Share,
-    Stop,
     Wire,
 )
 from loadtests.load_generator.locust_process import Conductor, Pipe
@@ -32,18 +30,6 @@ RECORD = RequestRecord(cell="c", level="l", index=7, due_seconds=0.5, content_se
 TOLD: list[Wire] = [Ready("1"), Recorded(RECORD), Late([1, 2]), Ended(due=3), Failed("no")]
 PLAN = LoadPlan(target=Target(url="http://x"), rate=2.0, arrivals=parse_arrivals("gamma:cv=3"))
 encode = msgspec.json.Encoder().encode
-
-
-def test_orders_and_answers_arrive_as_they_were() -> None:
-    orders = [Share(PLAN, 1, 2), Begin(1.5), Stop(), Settled()]
-    for union, messages in ((Order, orders), (Wire, TOLD)):
-        one, other = socket.socketpair()
-        with one, other:
-            sender: Pipe[Any] = Pipe(one, union)
-            receiver: Pipe[Any] = Pipe(other, union)
-            for message in messages:
-                sender.send(message)  # type: ignore[arg-type]
-            assert receiver.receive() == messages
 
 
 def test_any_cut_of_the_bytes_loses_at_most_the_message_that_is_cut() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +16,6 @@ from hypothesis import strategies as st
 from loadtests.analysis.level import levels_of
 from loadtests.errors import BadRunFolder
 from loadtests.records import run_folder
-from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_folder import (
     EVENTS,
@@ -60,17 +56,6 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert run.started_levels == {"l": event} and not run.finished_levels and not run.damage()
 
 
-def test_missing_stays_missing(tmp_path: Path) -> None:
-    """A request that never got a token reads back as None; the line does not name the field."""
-    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
-        folder.request(
-            RequestRecord(cell="c", level="l", index=0, due_seconds=0.0, error="refused")
-        )
-    assert b"first_content" not in (tmp_path / REQUESTS).read_bytes()
-    (read,) = read_records(tmp_path).requests()
-    assert read.first_content_seconds is None and read.output_tokens is None
-
-
 @pytest.mark.parametrize("cut", [1, 5, 40])
 def test_a_cut_off_last_line_is_dropped_and_reported(tmp_path: Path, cut: int) -> None:
     with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
@@ -101,15 +86,6 @@ def test_a_broken_line_in_the_middle_is_left_out_and_said(tmp_path: Path, line: 
     assert list(read.requests()) == [record("l", 0), record("l", 1)]
     assert read.broken_lines == {REQUESTS: [2]}
     assert read.damage() == ["1 of the lines of requests.jsonl (the first is line 2)"]
-
-
-@pytest.mark.parametrize("bad", [b"{}\n", b'{"kind": 3}\n', b'{"kind": "level_started"}\n'])
-def test_a_broken_event_is_left_out(tmp_path: Path, bad: bytes) -> None:
-    RunFolder.create(tmp_path, MANIFEST_RECORD).close()
-    line = msgspec.json.encode(started("l")) + b"\n"
-    (tmp_path / EVENTS).write_bytes(line + bad + line)
-    read = read_records(tmp_path)
-    assert read.events == [started("l")] * 2 and read.broken_lines == {EVENTS: [2]}
 
 
 def test_a_full_disk_loses_the_record_being_written_and_no_other(tmp_path: Path) -> None:
@@ -168,38 +144,6 @@ def test_two_runners_do_not_work_on_one_run(tmp_path: Path) -> None:
     RunFolder.open_existing(tmp_path)[0].close()  # free again
     with pytest.raises(BadRunFolder, match="holds a run already"):
         RunFolder.create(tmp_path, MANIFEST_RECORD)
-
-
-def test_many_writers_and_a_kill_lose_no_whole_line(tmp_path: Path) -> None:
-    """Four processes append to one file and are killed: each line but perhaps the last is whole."""
-    script = (
-        "import sys; from pathlib import Path; from loadtests.records.run_folder import Appender; "
-        "from tests.loadtests.records.written import record\n"
-        "out = Appender(Path(sys.argv[1])); print('up', flush=True); i = 0\n"
-        "while True:\n    out.append(record(sys.argv[2], i)); i += 1\n"
-    )
-    RunFolder.create(tmp_path, MANIFEST_RECORD).close()
-    path = tmp_path / REQUESTS
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(path), f"w{number}"],
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[3],
-        )
-        for number in range(4)
-    ]
-    for writer in writers:
-        assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
-    while path.stat().st_size < 200_000:
-        pass
-    for writer in writers:
-        writer.send_signal(signal.SIGKILL)
-    for writer in writers:
-        writer.communicate()
-    records = list(read_records(tmp_path).requests())
-    for number in range(4):
-        mine = [one.index for one in records if one.level == f"w{number}"]
-        assert mine == list(range(len(mine))), "a line was lost or came out of order"
 
 
 def test_a_folder_is_made_with_its_parents_and_for_its_owner_alone(tmp_path: Path) -> None:

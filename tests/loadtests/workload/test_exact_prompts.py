@@ -44,11 +44,6 @@ def test_making_many_prompts_takes_few_calls():
     assert server.calls <= 12
 
 
-def test_a_prompt_shorter_than_the_template_is_as_short_as_can_be():
-    maker = PromptMaker(Server(added=20), seed=1)
-    assert maker.make(Ask(0, 5, 5))[1] == 21
-
-
 def test_prompts_do_not_start_alike_and_are_seeded():
     maker, again, other = (
         PromptMaker(None, seed=1),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from loadtests.workload.request_lengths import PRESETS, Workload, draw, preset_table
+from loadtests.workload.request_lengths import PRESETS, Workload, draw
 from tests.tools.length_tables import joint_table
 
 # Published quantiles of the traces (p5, p25, p50, p75, p90, p95, p99), mean, and rank correlation:
@@ -63,20 +63,6 @@ def test_presets_reproduce_their_trace(preset):
             assert below - 0.02 <= level <= at_most + 0.02
     assert pairs.mean(axis=0) == pytest.approx((mean_prompt, mean_output), rel=0.05)
     assert stats.spearmanr(pairs).statistic == pytest.approx(spearman, abs=0.03)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_tables_name_their_source_and_are_in_order(preset):
-    table = preset_table(preset)
-    assert table.source and table.licence in ("MIT", "CC-BY 4.0")
-    assert list(table.prompt) == sorted(table.prompt) and len(table.prompt) == len(table.levels)
-    assert all(
-        list(row) == sorted(row) and len(row) == len(table.output_levels) for row in table.output
-    )
-    assert len(table.output) == len(table.bands) - 1
-    assert (table.rows is None) == (
-        preset == "summarise"
-    )  # the one that only has published quantiles says so
 
 
 def test_a_table_keeps_what_long_prompts_do_to_answers():

@@ -98,11 +98,6 @@ def test_lengths_are_said_in_words(workload, words):
     assert in_words(workload) == words
 
 
-def test_fixed_lengths():
-    fixed = Workload(prompt_tokens=256, output_tokens=64)
-    assert {(a.prompt_tokens, a.output_tokens) for a in draw(fixed, 10, 1)} == {(256, 64)}
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -9,7 +9,7 @@ from loadtests.load_generator.http_connection import connect
 from loadtests.load_generator.load_plan import LoadPlan
 from loadtests.load_generator.openai_endpoint import Target, TargetFacts
 from loadtests.load_generator.request_factory import RequestFactory
-from loadtests.workload.request_lengths import Workload, draw
+from loadtests.workload.request_lengths import Workload
 
 FACTS = TargetFacts(
     model="m",
@@ -20,26 +20,13 @@ FACTS = TargetFacts(
     min_tokens=True,
     tokenizer=None,
 )
-ALONE = (0, 1)
 TALK = Workload(prompt_tokens=20, output_tokens=10, turns=3.0, think_seconds=1.0)
 
 
-def prompts(
-    api: str = "chat",
-    share: tuple[int, int] = ALONE,
-    workload: Workload = TALK,
-    rate: float | None = 5.0,
-) -> RequestFactory:
-    target = Target(url="http://127.0.0.1:9", api=api)  # type: ignore[arg-type]
-    plan = LoadPlan(
-        target=target,
-        workload=workload,
-        rate=rate,
-        concurrency=None if rate else 1,
-        window_seconds=60.0,
-        facts=FACTS,
-    )
-    return RequestFactory(plan, FACTS, connect(target.url), *share)
+def prompts(share: int = 0, shares: int = 1) -> RequestFactory:
+    target = Target(url="http://127.0.0.1:9", api="chat")
+    plan = LoadPlan(target=target, workload=TALK, rate=5.0, window_seconds=60.0, facts=FACTS)
+    return RequestFactory(plan, FACTS, connect(target.url), share, shares)
 
 
 def body(wire: bytes) -> dict:
@@ -84,46 +71,11 @@ def test_a_later_turn_carries_the_real_answers() -> None:
     )
 
 
-def test_a_completion_is_one_text() -> None:
-    maker = prompts(api="completions")
-    second = next(r for r in maker.scheduled() if r.record.turn == 1)
-    first = next(r for r in maker.scheduled() if r.record.session == second.record.session)
-    text = body(maker.with_answers(second, [" certainly."]))["prompt"]
-    assert (
-        text.startswith(body(first.wire)["prompt"] + " certainly. ")
-        and len(text.split()) == 20 + 1 + 20
-    )
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_session_stays_with_one_load_generator(workers: int) -> None:
-    shares = [prompts(share=(index, workers)).scheduled() for index in range(workers)]
+    shares = [prompts(index, workers).scheduled() for index in range(workers)]
     sessions = [{r.record.session for r in share} for share in shares]
     assert all(not a & b for a, b in itertools.combinations(sessions, 2))
     together = sorted((r.record.due_seconds, r.record.index) for share in shares for r in share)
     alone = [(r.record.due_seconds, r.record.index) for r in prompts().scheduled()]
     assert together == alone, "the arrivals are the process that was asked, whoever sends them"
-
-
-def test_closed_loops_take_whole_sessions() -> None:
-    maker, other = prompts(rate=None, share=(0, 2)), prompts(rate=None, share=(1, 2))
-    expected = [
-        list(turns)
-        for _, turns in itertools.groupby(draw(TALK, 256, 1), key=lambda ask: ask.session)
-    ]
-    for position in range(20):
-        for taker, parity in ((maker, 0), (other, 1)):
-            turns = taker.next_session()
-            wanted = expected[2 * position + parity]
-            assert [r.record.index for r in turns] == [ask.index for ask in wanted] and [
-                r.record.turn for r in turns
-            ] == list(range(len(wanted)))
-            assert len({r.record.session for r in turns}) == 1 and all(
-                r.think_seconds > 0 for r in turns[1:]
-            )
-    single_stream = prompts(rate=None, workload=Workload(prompt_tokens=5, output_tokens=5))
-    assert [[r.record.index for r in single_stream.next_session()] for _ in range(3)] == [
-        [0],
-        [1],
-        [2],
-    ]
