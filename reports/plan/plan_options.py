@@ -186,8 +186,10 @@ def _options(
     own = [one for one in candidates if one.owned]
     others = [one for one in candidates if not one.owned]
     for machine in own:
-        yield _as_it_is(asked, machine, forecast)
-        yield _more_of_it(asked, machine, forecast)
+        as_it_is = _as_it_is(asked, machine, forecast)
+        yield as_it_is
+        if as_it_is.suffices != "yes":
+            yield _more_of_it(asked, machine, forecast)
     for machine in others:
         yield _rented(asked, machine, forecast)
     for base in own:

@@ -12,7 +12,17 @@ from html import escape
 import msgspec
 
 from models import formatting
-from reports.chart_style import CPU, ESTIMATED, GPU, INK, LINE, MUTED, UNKNOWN, rate_ticks
+from reports.chart_style import (
+    CPU,
+    ESTIMATED,
+    GPU,
+    INK,
+    LINE,
+    MUTED,
+    UNKNOWN,
+    rate_label,
+    rate_ticks,
+)
 from reports.headline import Answer
 from reports.sections.section import Chart
 
@@ -76,10 +86,9 @@ def crossover_map(answers: Sequence[Answer]) -> Chart | None:
     ]
     for rate in rate_ticks(scale.low, scale.high):
         x = scale.place(rate)
-        said = formatting.rate(rate).replace(" a minute", "/min").replace(" an hour", "/h")
         parts += [
             f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="{LINE}" stroke-opacity=".45"/>',
-            _text(x, bottom + 18, said, f'text-anchor="middle" fill="{MUTED}"'),
+            _text(x, bottom + 18, rate_label(rate), f'text-anchor="middle" fill="{MUTED}"'),
         ]
     for index, (answer, one) in enumerate(zip(answers, bars, strict=True)):
         parts += _row(index, answer, one, scale)
