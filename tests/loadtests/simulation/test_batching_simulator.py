@@ -42,25 +42,6 @@ def erlang_c(servers: int, load: float) -> float:
     return last / (sum(load**k / math.factorial(k) for k in range(servers)) + last)
 
 
-def waits_longer_md_c(servers: int, load: float, terms: int = 400) -> float:
-    """P(wait > 0) in M/D/c: the number in system, seen one service apart, is a chain with Poisson
-    steps (Crommelin 1932).
-    """
-    step = np.exp(
-        -load
-        + np.arange(terms) * math.log(load)
-        - np.array([math.lgamma(k + 1) for k in range(terms)])
-    )
-    chain = np.zeros((terms, terms))
-    for i in range(terms):
-        stay = max(i - servers, 0)
-        chain[i, stay:] = step[: terms - stay]
-    chain[:, -1] += 1 - chain.sum(axis=1)
-    system = np.vstack([chain.T - np.eye(terms), np.ones(terms)])
-    p = np.linalg.lstsq(system, np.append(np.zeros(terms), 1.0), rcond=None)[0]
-    return float(1 - p[:servers].sum())
-
-
 def waits_of(servers, rate, outputs, seed=1):
     """Waiting times of a queue made of an engine whose steps always take the same time: one prompt
     token, then one token a step.
@@ -234,18 +215,6 @@ CALLS = msgspec.structs.replace(SMALL, pass_seconds=0.05)
 SLOW = StepLaw(
     base_seconds=0.06, row_seconds=0.045, prompt_token_seconds=0.012, context_token_seconds=5e-6
 )
-
-
-@pytest.mark.parametrize(("servers", "load"), [(1, 0.7), (4, 3.2)])
-def test_constant_service_is_m_d_c(servers, load):
-    outputs = np.full(30_000, 100)
-    service = 100 * STEP
-    _, waits = waits_of(servers, load / service, outputs)
-    if servers == 1:
-        assert waits.mean() == pytest.approx(
-            load * service / (2 * (1 - load)), rel=0.06
-        )  # Pollaczek-Khinchine
-    assert np.mean(waits > STEP) == pytest.approx(waits_longer_md_c(servers, load), abs=0.03)
 
 
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.6), (4, 3.0), (8, 6.0)])
