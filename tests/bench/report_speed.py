@@ -38,8 +38,8 @@ def main() -> int:
     peak, computed = used.ru_maxrss * 1024, used.ru_utime + used.ru_stime
     print(
         f"{count:,} requests, {size / 1e6:.0f} MB of records: {seconds:.1f} s, {computed:.1f} s "
-        f"of CPU, {peak / 1e6:.0f} MB at most (asked: {MOST_SECONDS:.0f} s, {MOST_BYTES / 1e6:.0f} MB); "
-        f"load {os.getloadavg()[0]:.1f}"
+        f"of CPU, {peak / 1e6:.0f} MB at most; load {os.getloadavg()[0]:.1f} "
+        f"(asked: {MOST_SECONDS:.0f} s, {MOST_BYTES / 1e6:.0f} MB)"
     )
     return int(seconds > MOST_SECONDS or peak > MOST_BYTES)
 
