@@ -22,17 +22,9 @@ from serving.engine.prefill_budget import (
 )
 from serving.engine.scheduler import Scheduler
 from tests.fake_backend import FakeBackend
+from tests.loadtests.simulation.known_server import LAW
 
-LAWS = [
-    StepLaw(
-        base_seconds=0.02,
-        row_seconds=0.003,
-        prompt_token_seconds=0.0005,
-        context_token_seconds=2e-6,
-        pass_seconds=0.01,
-    ),
-    StepLaw(base_seconds=0.01),
-]
+LAWS = [LAW, StepLaw(base_seconds=0.01)]
 STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters
 
 
@@ -207,11 +199,7 @@ def scheduled(law, policy, due, pairs, told):
 SMALL = StepLaw(
     base_seconds=0.02, row_seconds=0.006, prompt_token_seconds=0.0025, context_token_seconds=2e-6
 )
-
-
 CALLS = msgspec.structs.replace(SMALL, pass_seconds=0.05)
-
-
 SLOW = StepLaw(
     base_seconds=0.06, row_seconds=0.045, prompt_token_seconds=0.012, context_token_seconds=5e-6
 )
@@ -277,29 +265,26 @@ def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, kv_tokens, wi
 
 
 def test_one_single_stream_request_takes_what_the_law_says():
-    law = LAWS[0]
-    played = simulate(law, Policy(), [5.0], [100], [11])
-    assert played.ttft[0] == pytest.approx(law.seconds(0, 100, 0))
-    assert played.tpot[0] == pytest.approx(law.seconds(1, 0, 104.5))
-    alone = simulate(law, Policy(), [5.0], [100], [1])
+    played = simulate(LAW, Policy(), [5.0], [100], [11])
+    assert played.ttft[0] == pytest.approx(LAW.seconds(0, 100, 0))
+    assert played.tpot[0] == pytest.approx(LAW.seconds(1, 0, 104.5))
+    alone = simulate(LAW, Policy(), [5.0], [100], [1])
     assert np.isnan(alone.tpot[0]) and alone.good(2.0, 0.1)[0]
     assert not alone.good(0.01, None)[0]
 
 
 def test_cached_prompt_tokens_are_context_and_are_not_computed():
-    law = LAWS[0]
-    played = simulate(law, Policy(), [0.0], [100], [11], [80])
-    assert played.ttft[0] == pytest.approx(law.seconds(0, 20, 0))
-    assert played.tpot[0] == pytest.approx(law.seconds(1, 0, 104.5))
-    whole = simulate(law, Policy(), [0.0], [100], [11], [100])
-    assert whole.ttft[0] == pytest.approx(law.seconds(0, 1, 0)), "one token is always computed"
+    played = simulate(LAW, Policy(), [0.0], [100], [11], [80])
+    assert played.ttft[0] == pytest.approx(LAW.seconds(0, 20, 0))
+    assert played.tpot[0] == pytest.approx(LAW.seconds(1, 0, 104.5))
+    whole = simulate(LAW, Policy(), [0.0], [100], [11], [100])
+    assert whole.ttft[0] == pytest.approx(LAW.seconds(0, 1, 0)), "one token is always computed"
 
 
 def test_while_whole_prompts_are_computed_nobody_decodes():
-    law = LAWS[0]
     policy = Policy(slots=4, whole_prompts=True)
-    one, two = simulate(law, policy, [0.0, 0.1], [10, 1000], [21, 1]).tpot[0], law.seconds(1, 0, 20)
-    assert one == pytest.approx((20 * two + law.seconds(0, 1000, 0)) / 20, rel=0.01)
+    one, two = simulate(LAW, policy, [0.0, 0.1], [10, 1000], [21, 1]).tpot[0], LAW.seconds(1, 0, 20)
+    assert one == pytest.approx((20 * two + LAW.seconds(0, 1000, 0)) / 20, rel=0.01)
 
 
 def test_steps_that_only_decode_are_not_played_one_by_one():
@@ -308,10 +293,10 @@ def test_steps_that_only_decode_are_not_played_one_by_one():
     lengths = rng.integers(20, 300, 8000), rng.integers(2, 220, 8000)
     due = np.cumsum(rng.exponential(1.0, 8000))
     began = time.process_time()
-    simulate(LAWS[0], Policy(slots=8, step_seconds_target=0.3), due, *lengths)
+    simulate(LAW, Policy(slots=8, step_seconds_target=0.3), due, *lengths)
     assert time.process_time() - began < 0.5
 
 
 def test_inputs_that_cannot_be_are_errors():
     with pytest.raises(LoadError, match="3 lengths for 2 due times"):
-        simulate(LAWS[0], Policy(), [0.0, 1.0], [1, 1, 1], [1, 1])
+        simulate(LAW, Policy(), [0.0, 1.0], [1, 1, 1], [1, 1])
