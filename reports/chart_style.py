@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from models import formatting
 from reports.errors import MissingPackage
 
 try:
@@ -90,7 +91,8 @@ _SECONDS_LABEL = (
     "datum.value < 0.95 ? format(datum.value * 1000, '~r') + ' ms' : "
     "format(datum.value, '~r') + ' s'"
 )
-RATE_LABEL = (
+
+_RATE_LABEL = (
     "datum.value < 0.166 ? format(datum.value * 3600, '.3~r') + '/h' : "
     "datum.value < 0.999 ? format(datum.value * 60, '.3~r') + '/min' : "
     "format(datum.value, '.3~r') + '/s'"
@@ -148,11 +150,16 @@ def rate_ticks(low: float, high: float, most: int = 7) -> list[float]:
     return found
 
 
+def rate_label(rate: float) -> str:
+    """`20/h`, `50/min`, `5/s`."""
+    times, unit = formatting.rate_unit(rate)
+    return f"{rate * times:.3g}{unit.replace(' a minute', '/min').replace(' an hour', '/h')}"
+
+
 def rate_axis(low: float, high: float, title: str = "request rate") -> alt.X:
     """Rates on a log scale; labels are per second, minute or hour."""
-    axis = alt.Axis(
-        title=title, labelExpr=RATE_LABEL, values=rate_ticks(low, high, 6), labelOverlap=False
-    )
+    values = rate_ticks(low, high, 6)
+    axis = alt.Axis(title=title, labelExpr=_RATE_LABEL, values=values, labelOverlap=False)
     return alt.X("rate:Q", scale=alt.Scale(type="log", domain=[low, high], nice=False), axis=axis)
 
 

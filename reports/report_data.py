@@ -265,11 +265,6 @@ def _read(folder: Path) -> RunRecords:
     return run
 
 
-def run_slo(folder: Path) -> Slo:
-    """That of a run's campaign. Raises BadRun."""
-    return _converted(_read(folder).manifest, "slo", Slo)
-
-
 def _converted(manifest: RunManifest, key: str, kind: type[T]) -> T:
     try:
         return msgspec.convert(manifest.campaign.get(key), kind)

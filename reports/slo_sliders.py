@@ -22,6 +22,7 @@ from reports.crossover_point import ABOVE, GPU_FORMAT, LEAST_RATE, fitting
 from reports.devices.device_capacity import slow_server
 from reports.headline import Answer
 from reports.report_data import CellData
+from reports.tables import alone_words
 
 TTFT = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
 TPOT = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -82,13 +83,9 @@ def _model(answer: Answer, grid: Grid, own: int, slo: Slo) -> dict[str, Any] | N
             over = np.where((over < 0) & (_limits(slow, grid)[1] >= wanted), len(gpus), over)
             price = formatting.dollars_per_hour(machine.dollars_per_hour)
             gpus.append({"name": machine.name, "price": price})
-    measured = cell.alone
-    ttft = None if measured is None else measured.ttft_seconds
-    tpot = None if measured is None else measured.tpot_seconds
-    each = "" if tpot is None else f", {formatting.seconds(tpot)}/token"
     return {
         "title": answer.title,
-        "alone": f"{formatting.seconds(ttft)}{each}",
+        "alone": alone_words(cell),
         "gpus": gpus,
         "answers": {
             "alone": alone.tolist(),

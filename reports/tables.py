@@ -11,7 +11,10 @@ from reports.headline import Answer
 from reports.report_data import CellData, ReportData
 from reports.sections.section import Grade, Table, table
 
-HEADS = ("model", "one user alone", "holds", "limit", "engine", "what takes over")
+HEADS = (
+    *("model", "one user alone: first token, then each", "holds", "limit (90 % interval)"),
+    *("engine", "what takes over"),
+)
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,16 +49,22 @@ def _model_detail(cell: CellData) -> str:
     return "; ".join(parts)
 
 
-def _alone(cell: CellData) -> Cell:
-    """`83 ms, 12 ms/token: met`."""
+def alone_words(cell: CellData) -> str:
+    """Of one user: first token and each after it, `83 ms, then 12 ms`."""
     alone = cell.alone
     if alone is None:
-        return Cell(text=cell.reason or formatting.NOT_MEASURED)
-    each = "" if alone.tpot_seconds is None else f", {formatting.seconds(alone.tpot_seconds)}/token"
-    met = {True: ": met", False: ": missed", None: ""}[alone.is_good]
+        return cell.reason or formatting.NOT_MEASURED
+    each = "" if alone.tpot_seconds is None else f", then {formatting.seconds(alone.tpot_seconds)}"
+    return f"{formatting.seconds(alone.ttft_seconds)}{each}"
+
+
+def _alone(cell: CellData) -> Cell:
+    """`83 ms, then 12 ms: met`."""
+    if cell.alone is None:
+        return Cell(text=alone_words(cell))
     return Cell(
-        text=f"{formatting.seconds(alone.ttft_seconds)}{each}{met}",
-        detail=f"measured: medians of {alone.requests} requests one at a time",
+        text=alone_words(cell) + {True: ": met", False: ": missed", None: ""}[cell.alone.is_good],
+        detail=f"measured: medians of {cell.alone.requests} requests one at a time",
     )
 
 

@@ -15,7 +15,7 @@ taken up again asks the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -96,14 +96,13 @@ def calibrate(
     if slots is not None and seen.has_steps:
         for left in (2, 1):
             seen.burst(min(slots, MOST_STREAMS), (seconds - seen.spent) / left, left == 1)
-    law, reason = None, ""
-    try:
-        law = seen.law()
-    except LoadError as problem:
-        reason = str(problem)
-    if not seen.has_steps:
-        reason = "chunks of several tokens, or none: the server's steps cannot be told"
-    elif law is not None and not law.fits:
+    law, reason = None, "chunks of several tokens, or none: the server's steps cannot be told"
+    if seen.has_steps:
+        try:
+            law, reason = seen.law(), ""
+        except LoadError as problem:
+            reason = str(problem)
+    if law is not None and not law.fits:
         reason = (
             f"steps are {law.error:.0%} off the law where it was not fitted ({FITS:.0%} at most)"
         )
@@ -175,7 +174,9 @@ class _Seen:
         """One within so many seconds; fewer streams, steps and prompt tokens where it must be."""
         if streams < 2:
             return
-        for rows in _halves(streams):
+        rows = streams * 2
+        while rows > 2:
+            rows = max(2, rows // 2)
             ladder = sorted({max(2, round(rows * part)) for part in LADDER}, reverse=True)
             each = sum(map(self._expected, ladder))
             prompts = self._burst_prompts(rows, seconds, real_lengths)
@@ -216,13 +217,6 @@ class _Seen:
         longest = max((o.context_tokens / o.rows for o in self.observations if o.rows), default=0)
         knows_context = longest >= LEAST_CONTEXT * float(np.mean(self._prompts))
         return fit_law(self.observations, knows_context=knows_context)
-
-
-def _halves(streams: int) -> Iterator[int]:
-    while streams > 2:
-        yield streams
-        streams //= 2
-    yield 2
 
 
 def _ending_in_turn(ladder: Sequence[int], steps: int, ahead: int) -> list[int]:

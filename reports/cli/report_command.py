@@ -9,11 +9,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from loadtests.analysis.slo import SLO_PRESETS, Slo
+from loadtests.analysis.slo import SLO_PRESETS
 from reports.ci_checks import checked
 from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, answers_of, basis, headline
-from reports.report_data import ReportData, read_report, run_slo
+from reports.report_data import ReportData, read_report
 from reports.report_files import FORMATS, as_json, write_files
 from serving.bounds import option
 from serving.cli.parameters import command_of
@@ -36,11 +36,6 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
     slo: Annotated[
         str | None,
         option("", f"Judge by another SLO than the run's: {', '.join(SLO_PRESETS)}."),
-    ] = None
-    ttft: Annotated[float | None, option("", "Another limit of TTFT, in seconds.")] = None
-    tpot: Annotated[float | None, option("", "Another limit of TPOT, in seconds.")] = None
-    target: Annotated[
-        float | None, option("", "Another share of requests that must be good, 0 to 1.")
     ] = None
     checks: Annotated[
         list[str] | None,
@@ -76,7 +71,9 @@ def _report(options: ReportOptions) -> None:
         for line in export_run(options.runs[0], options.share):
             typer.echo(line)
         return
-    data = read_report(options.runs, _slo(options))
+    if options.slo is not None and options.slo not in SLO_PRESETS:
+        raise ReportError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
+    data = read_report(options.runs, SLO_PRESETS[options.slo] if options.slo else None)
     answers = answers_of(data)
     if options.as_json:
         typer.echo(as_json(data, answers).decode(), nl=False)
@@ -120,22 +117,3 @@ def _formats(options: ReportOptions) -> list[str]:
     if unknown:
         raise ReportError(f"--format {unknown[0]!r} is not one of {', '.join(FORMATS)}")
     return [*asked, *(["png"] if options.png and "png" not in asked else [])]
-
-
-def _slo(options: ReportOptions) -> Slo | None:
-    """Another SLO than the run's; None: its own. Raises ReportError."""
-    asked = {
-        "ttft_seconds": options.ttft,
-        "tpot_seconds": options.tpot,
-        "target": options.target,
-    }
-    changes = {name: value for name, value in asked.items() if value is not None}
-    if options.slo is None and not changes:
-        return None
-    if options.slo is not None and options.slo not in SLO_PRESETS:
-        raise ReportError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
-    base = SLO_PRESETS[options.slo] if options.slo is not None else run_slo(options.runs[0])
-    try:
-        return msgspec.structs.replace(base, **changes)
-    except ValueError as problem:
-        raise ReportError(str(problem)) from problem

@@ -21,7 +21,11 @@ def staircase(plan: Plan, width: int = 640, height: int = 320) -> Any:
         data(rows)
         .mark_line(interpolate="step-after", strokeWidth=2)
         .encode(
-            x=alt.X("rate:Q", scale=alt.Scale(type="log"), title="requests/s in the busiest hour"),
+            x=alt.X(
+                "rate:Q",
+                scale=alt.Scale(type="log", nice=False),
+                title="requests/s in the busiest hour",
+            ),
             y=alt.Y("dollars:Q", title="$ a month"),
             color=alt.Color("way:N", title=None, legend=alt.Legend(orient="top", columns=1)),
         )

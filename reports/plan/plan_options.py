@@ -186,8 +186,10 @@ def _options(
     own = [one for one in candidates if one.owned]
     others = [one for one in candidates if not one.owned]
     for machine in own:
-        yield _as_it_is(asked, machine, forecast)
-        yield _more_of_it(asked, machine, forecast)
+        as_it_is = _as_it_is(asked, machine, forecast)
+        yield as_it_is
+        if as_it_is.suffices != "yes":
+            yield _more_of_it(asked, machine, forecast)
     for machine in others:
         yield _rented(asked, machine, forecast)
     for base in own:
@@ -222,37 +224,31 @@ def _as_it_is(asked: Question, machine: Candidate, forecast: Forecast) -> Option
 
 
 def _more_of_it(asked: Question, machine: Candidate, forecast: Forecast) -> Option:
-    needed = machine.needed(forecast.peak_rate)
-    if needed is None:
-        return Option(
-            kind="more of it",
-            machine=machine.name,
-            suffices=machine.answer(forecast.peak_rate, 10**6),
-            machines=None,
-            dollars=None,
-            known_by=machine.known_by,
-            note=machine.capacity.reason,
-        )
-    count = needed + asked.keys.spares
-    kwh = _energy(machine, count, forecast)
-    dollars = None
-    if machine.dollars_per_hour is not None or count <= machine.owned:
-        rented = sum(
-            one.hours * max(0, (machine.needed(one.rate) or 0) + asked.keys.spares - machine.owned)
-            for one in forecast.loads
-        )
-        dollars = rented * (machine.dollars_per_hour or 0.0)
-        dollars += (kwh or 0.0) * asked.keys.dollars_per_kwh
+    needed, spares = machine.needed(forecast.peak_rate), asked.keys.spares
+    count = None if needed is None else needed + spares
+    kwh = dollars = None
+    note = machine.capacity.reason
+    if count is not None:
+        kwh = _energy(machine, count, forecast)
+        note = "its dollars_per_hour is not known"
+        if machine.dollars_per_hour is not None or count <= machine.owned:
+            rented = sum(
+                one.hours * max(0, (machine.needed(one.rate) or 0) + spares - machine.owned)
+                for one in forecast.loads
+            )
+            dollars = rented * (machine.dollars_per_hour or 0.0)
+            dollars += (kwh or 0.0) * asked.keys.dollars_per_kwh
+            note = ""
     return Option(
         kind="more of it",
         machine=machine.name,
-        suffices="yes",
+        suffices="yes" if count is not None else machine.answer(forecast.peak_rate, 10**6),
         machines=count,
         dollars=dollars,
         kwh=kwh,
-        energy_unknown=kwh is None,
+        energy_unknown=count is not None and kwh is None,
         known_by=machine.known_by,
-        note="" if dollars is not None else "its dollars_per_hour is not known",
+        note=note,
     )
 
 

@@ -77,7 +77,7 @@ def choice_sentence(plan: Plan) -> str:
         "it and rented": f"{chosen.machine}, with {chosen.above} rented in the hours above it,",
         "rented": many if count > 1 else f"{many}, rented by the hour,",
     }
-    verb = "serves" if count == 1 else "serve"
+    verb = "serve" if count > 1 or chosen.machine[:1].isdigit() else "serves"
     return (
         f"{ways.get(chosen.kind, many)} {verb} {load}: {_cost(chosen, with_spread=False)} a month, "
         f"{chosen.known_by}."

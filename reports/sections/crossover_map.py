@@ -12,7 +12,17 @@ from html import escape
 import msgspec
 
 from models import formatting
-from reports.chart_style import CPU, ESTIMATED, GPU, INK, LINE, MUTED, UNKNOWN, rate_ticks
+from reports.chart_style import (
+    CPU,
+    ESTIMATED,
+    GPU,
+    INK,
+    LINE,
+    MUTED,
+    UNKNOWN,
+    rate_label,
+    rate_ticks,
+)
 from reports.headline import Answer
 from reports.sections.section import Chart
 
@@ -21,26 +31,13 @@ ON_GPU = "#22160c"  # text on the GPU's bar, on a dark page too
 ROOM = 1.6  # beyond the highest and below the lowest rate
 
 
-class Bars(msgspec.Struct, frozen=True):
+def ends_of(answer: Answer) -> dict[str, float | None]:
     """Ends of a model's bars, requests/s; None: no such bar."""
-
-    held: float | None
-    limit: float | None
-    low: float | None
-    high: float | None
-    gpu: float | None  # what the GPU holds
-
-
-def bars_of(answer: Answer) -> Bars:
-    """What is known of one model."""
     found, gpu = answer.cell.capacity, answer.gpu
-    return Bars(
-        held=answer.cell.held,
-        limit=None if found is None else found.limit or found.high or None,
-        low=None if found is None else found.low or None,
-        high=None if found is None else found.high or None,
-        gpu=None if gpu is None else gpu.rate or None,
-    )
+    known = {name: None if found is None else getattr(found, name) for name in ("low", "high")}
+    known["limit"] = None if found is None else found.limit or found.high
+    known |= {"held": answer.cell.held, "gpu": None if gpu is None else gpu.rate}
+    return {name: rate or None for name, rate in known.items()}
 
 
 class Scale(msgspec.Struct, frozen=True):
@@ -60,8 +57,8 @@ class Scale(msgspec.Struct, frozen=True):
 
 def crossover_map(answers: Sequence[Answer]) -> Chart | None:
     """The map; None where nothing was measured."""
-    bars = [bars_of(one) for one in answers]
-    known = [rate for one in bars for rate in msgspec.structs.astuple(one) if rate]
+    bars = [ends_of(one) for one in answers]
+    known = [rate for one in bars for rate in one.values() if rate]
     if not known:
         return None
     scale = Scale(min(known) / ROOM / 2, max(known) * ROOM)
@@ -76,10 +73,9 @@ def crossover_map(answers: Sequence[Answer]) -> Chart | None:
     ]
     for rate in rate_ticks(scale.low, scale.high):
         x = scale.place(rate)
-        said = formatting.rate(rate).replace(" a minute", "/min").replace(" an hour", "/h")
         parts += [
             f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="{LINE}" stroke-opacity=".45"/>',
-            _text(x, bottom + 18, said, f'text-anchor="middle" fill="{MUTED}"'),
+            _text(x, bottom + 18, rate_label(rate), f'text-anchor="middle" fill="{MUTED}"'),
         ]
     for index, (answer, one) in enumerate(zip(answers, bars, strict=True)):
         parts += _row(index, answer, one, scale)
@@ -95,13 +91,13 @@ def _text(x: float, y: float, said: str, more: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(said)}</text>'
 
 
-def _row(index: int, answer: Answer, one: Bars, scale: Scale) -> list[str]:
+def _row(index: int, answer: Answer, ends: dict[str, float | None], scale: Scale) -> list[str]:
     """A model's name and its bars; empty ones are there for the sliders, without width."""
     y = TOP + index * ROW + (ROW - BAR) / 2
     middle = y + BAR / 2
-    held = scale.place(one.held)
-    limit = scale.place(one.limit, held)
-    gpu = scale.place(one.gpu, limit)
+    held = scale.place(ends["held"])
+    limit = scale.place(ends["limit"], held)
+    gpu = scale.place(ends["gpu"], limit)
     gpu_name = answer.gpu.name if answer.gpu is not None else ""
 
     def bar(kind: str, left: float, right: float, fill: str, says: str) -> str:
@@ -112,17 +108,19 @@ def _row(index: int, answer: Answer, one: Bars, scale: Scale) -> list[str]:
         )
 
     size = formatting.parameters(answer.cell.parameters)
-    confirmed = f"confirmed up to {formatting.rate(one.held, rounded='down')}"
+    confirmed = f"confirmed up to {formatting.rate(ends['held'], rounded='down')}"
     own = 'text-anchor="end"'
     parts = [
         _text(LEFT - 12, middle - 1, answer.title, f'{own} fill="{INK}" font-weight="600"'),
         _text(LEFT - 12, middle + 12, size, f'{own} fill="{MUTED}" font-size="10.5"'),
         bar("held", LEFT, held, CPU, confirmed),
-        bar("limit", held, limit, "url(#hatch)", f"estimated up to {formatting.rate(one.limit)}"),
-        bar("gpu", limit, gpu, GPU, f"{gpu_name}: predicted {formatting.rate(one.gpu)}"),
+        bar(
+            "limit", held, limit, "url(#hatch)", f"estimated up to {formatting.rate(ends['limit'])}"
+        ),
+        bar("gpu", limit, gpu, GPU, f"{gpu_name}: predicted {formatting.rate(ends['gpu'])}"),
     ]
-    if one.low and one.high:
-        low, high = scale.place(one.low), scale.place(one.high)
+    if ends["low"] and ends["high"]:
+        low, high = scale.place(ends["low"]), scale.place(ends["high"])
         parts.append(
             f'<path data-model="{index}" data-bar="interval" d="M{low:.1f} {middle}H{high:.1f}'
             f'M{low:.1f} {middle - 5}v10M{high:.1f} {middle - 5}v10" stroke="{INK}" '

@@ -18,19 +18,24 @@ from tests.loadtests.campaign.simulated import Simulated, campaign
 LADDER = '["135m", "360m", "1b", "8b"]'
 
 
-def run_folder(out: Path, models: str = LADDER, **more: object) -> Path:
+def run_folder(
+    out: Path,
+    models: str = LADDER,
+    *,
+    quicker: float = 1.0,
+    most_tokens: tuple[int, int] = (128, 32),
+    budget: float = 2000,
+) -> Path:
     """A campaign of a machine that reads 10 GB/s: 135M quick, 8B not even alone."""
     world = Simulated(policy=SchedulingPolicy(slots=8))
     world.facts = msgspec.structs.replace(world.facts, cpu_model="AMD EPYC", allowed_cores=2)
 
     def opening(state: CellState) -> None:
-        size = rung(state.cell.model).spec.parameters
-        world.base, world.row = size * 1e-10, size * 1e-11
-        world.prompt = size * 8e-12
+        size = rung(state.cell.model).spec.parameters / quicker
+        world.base, world.row, world.prompt = size * 1e-10, size * 1e-11, size * 8e-12
 
     world.opening = opening
-    plan = campaign(2000, models=models, ttft=2.0, **more)  # type: ignore[arg-type]
-    return world.run(plan, out)
+    return world.run(campaign(budget, models=models, ttft=2.0, most_tokens=most_tokens), out)
 
 
 @cache

@@ -16,7 +16,7 @@ from loadtests.analysis.level import Level, failure_of
 from loadtests.analysis.percentiles import distribution
 from loadtests.analysis.slo import Slo
 from loadtests.records.request_record import RequestRecord
-from tests.loadtests.analysis.made import failed, level, request, steady_level, waits_md_c
+from tests.loadtests.analysis.made import failed, level, request, steady_level
 
 SLO = Slo("test", 2.0, 0.1, target=0.9)
 
@@ -197,16 +197,6 @@ def test_requests_in_flight_are_averaged_over_the_window() -> None:
     ends = ((5.0, 12.0), (17.0, 30.0), (12.0, None), (1.0, 9.0), (25.0, 26.0))
     records = [request(i, due, ended_seconds=end) for i, (due, end) in enumerate(ends)]
     assert level(records).mean_in_flight(10.0, 20.0) == pytest.approx(1.3)
-
-
-def test_littles_law_holds_on_a_queue_and_needs_the_end_of_every_request() -> None:
-    due = np.cumsum(np.random.default_rng(3).exponential(1 / 6.0, 3000))
-    waits = waits_md_c(due, 4, 0.51)
-    pairs = enumerate(zip(due.tolist(), waits.tolist(), strict=True))
-    records = [request(i, at, ttft=wait + 0.01, tokens=11) for i, (at, wait) in pairs]
-    found = level(records, 400.0, warmup=50.0, rate=6.0)
-    product = float((found.ended - found.due)[found.counted].sum()) / found.window_seconds
-    assert found.mean_in_flight(*found.window) == pytest.approx(product, rel=0.02)
 
 
 def test_an_empty_level_is_no_error() -> None:

@@ -19,7 +19,6 @@ from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
 from loadtests.records.run_journal import Disturbance
 from tests.loadtests.analysis.made import (
-    failed,
     level,
     request,
     sample,
@@ -81,17 +80,6 @@ def test_samples_of_another_time_are_not_of_this_level() -> None:
 def test_late_sends(records: list[RequestRecord], weight: Seriousness | None) -> None:
     found = warned(records, seconds=120.0).get("LateSends")
     assert (found and found.seriousness) == weight
-
-
-def test_late_sends_are_those_of_the_window() -> None:
-    """Requests sent after it were once looked at, too."""
-    after = requests(90, 0) + [request(100 + i, 90.0 + i, lag=0.5) for i in range(9)]
-    assert "LateSends" not in warned(after, seconds=90.0)
-    assert "LateSends" in warned(after, seconds=120.0)
-    found = warned(requests(60, 60, lag=0.0123456, ttft=0.512345))["LateSends"]
-    assert "left 12.3 ms after" in found.text and "TTFT, 512 ms" in found.text
-    unlimited = Slo("batch", None, None)
-    assert warned(requests(60, 60, lag=0.006), slo=unlimited)["LateSends"].is_serious
 
 
 def test_a_level_that_swaps_counts_with_the_answers_that_paging_made_late() -> None:
@@ -235,10 +223,3 @@ def test_a_steady_steal_is_of_the_machine() -> None:
         "the host takes 6% of this machine's time steadily; "
         "the capacity is of this machine with that"
     )
-
-
-def test_serious_ones_rank_first() -> None:
-    assert [one.rank for one in (Seriousness.SERIOUS, Seriousness.WARNING, Seriousness.NOTE)] == [
-        *(0, 1, 2)
-    ]
-    assert is_valid([]) and "Unsent" not in warned([failed()])

@@ -47,7 +47,7 @@ name = "simulated"
 models = {models}
 backends = ["fake"]
 budget_seconds = {budget}
-workload = {{ preset = "chat", max_prompt_tokens = 128, max_output_tokens = 32 }}
+workload = {{ preset = "chat", max_prompt_tokens = {tokens[0]}, max_output_tokens = {tokens[1]} }}
 {more}
 [slo]
 ttft_seconds = {ttft}
@@ -67,9 +67,11 @@ def campaign(
     ttft: float = 1.0,
     search: str = "",
     more: str = "",
+    most_tokens: tuple[int, int] = (128, 32),
 ) -> Plan:
     """A small campaign of the simulated server."""
     given = {"budget": budget, "models": models, "starts": starts, "ttft": ttft}
+    given["tokens"] = most_tokens
     return parse_campaign(CAMPAIGN.format(**given, search=search, more=more))
 
 

@@ -14,6 +14,15 @@ from loadtests.analysis.level import Level
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_journal import LevelFinished, LevelPurpose, LevelStarted
 from loadtests.simulation.calibration_bursts import Burst
+from loadtests.simulation.step_law import StepLaw
+
+LAW = StepLaw(
+    base_seconds=0.02,
+    row_seconds=0.003,
+    prompt_token_seconds=0.0005,
+    context_token_seconds=2e-6,
+    pass_seconds=0.01,
+)
 
 
 @dataclasses.dataclass

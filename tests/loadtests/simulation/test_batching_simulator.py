@@ -22,17 +22,9 @@ from serving.engine.prefill_budget import (
 )
 from serving.engine.scheduler import Scheduler
 from tests.fake_backend import FakeBackend
+from tests.loadtests.simulation.known_server import LAW
 
-LAWS = [
-    StepLaw(
-        base_seconds=0.02,
-        row_seconds=0.003,
-        prompt_token_seconds=0.0005,
-        context_token_seconds=2e-6,
-        pass_seconds=0.01,
-    ),
-    StepLaw(base_seconds=0.01),
-]
+LAWS = [LAW, StepLaw(base_seconds=0.01)]
 STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters
 
 
@@ -40,25 +32,6 @@ def erlang_c(servers: int, load: float) -> float:
     """Probability of waiting in M/M/c at `load` erlangs."""
     last = load**servers / math.factorial(servers) * servers / (servers - load)
     return last / (sum(load**k / math.factorial(k) for k in range(servers)) + last)
-
-
-def waits_longer_md_c(servers: int, load: float, terms: int = 400) -> float:
-    """P(wait > 0) in M/D/c: the number in system, seen one service apart, is a chain with Poisson
-    steps (Crommelin 1932).
-    """
-    step = np.exp(
-        -load
-        + np.arange(terms) * math.log(load)
-        - np.array([math.lgamma(k + 1) for k in range(terms)])
-    )
-    chain = np.zeros((terms, terms))
-    for i in range(terms):
-        stay = max(i - servers, 0)
-        chain[i, stay:] = step[: terms - stay]
-    chain[:, -1] += 1 - chain.sum(axis=1)
-    system = np.vstack([chain.T - np.eye(terms), np.ones(terms)])
-    p = np.linalg.lstsq(system, np.append(np.zeros(terms), 1.0), rcond=None)[0]
-    return float(1 - p[:servers].sum())
 
 
 def waits_of(servers, rate, outputs, seed=1):
@@ -226,26 +199,10 @@ def scheduled(law, policy, due, pairs, told):
 SMALL = StepLaw(
     base_seconds=0.02, row_seconds=0.006, prompt_token_seconds=0.0025, context_token_seconds=2e-6
 )
-
-
 CALLS = msgspec.structs.replace(SMALL, pass_seconds=0.05)
-
-
 SLOW = StepLaw(
     base_seconds=0.06, row_seconds=0.045, prompt_token_seconds=0.012, context_token_seconds=5e-6
 )
-
-
-@pytest.mark.parametrize(("servers", "load"), [(1, 0.7), (4, 3.2)])
-def test_constant_service_is_m_d_c(servers, load):
-    outputs = np.full(30_000, 100)
-    service = 100 * STEP
-    _, waits = waits_of(servers, load / service, outputs)
-    if servers == 1:
-        assert waits.mean() == pytest.approx(
-            load * service / (2 * (1 - load)), rel=0.06
-        )  # Pollaczek-Khinchine
-    assert np.mean(waits > STEP) == pytest.approx(waits_longer_md_c(servers, load), abs=0.03)
 
 
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.6), (4, 3.0), (8, 6.0)])
@@ -308,29 +265,26 @@ def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, kv_tokens, wi
 
 
 def test_one_single_stream_request_takes_what_the_law_says():
-    law = LAWS[0]
-    played = simulate(law, Policy(), [5.0], [100], [11])
-    assert played.ttft[0] == pytest.approx(law.seconds(0, 100, 0))
-    assert played.tpot[0] == pytest.approx(law.seconds(1, 0, 104.5))
-    alone = simulate(law, Policy(), [5.0], [100], [1])
+    played = simulate(LAW, Policy(), [5.0], [100], [11])
+    assert played.ttft[0] == pytest.approx(LAW.seconds(0, 100, 0))
+    assert played.tpot[0] == pytest.approx(LAW.seconds(1, 0, 104.5))
+    alone = simulate(LAW, Policy(), [5.0], [100], [1])
     assert np.isnan(alone.tpot[0]) and alone.good(2.0, 0.1)[0]
     assert not alone.good(0.01, None)[0]
 
 
 def test_cached_prompt_tokens_are_context_and_are_not_computed():
-    law = LAWS[0]
-    played = simulate(law, Policy(), [0.0], [100], [11], [80])
-    assert played.ttft[0] == pytest.approx(law.seconds(0, 20, 0))
-    assert played.tpot[0] == pytest.approx(law.seconds(1, 0, 104.5))
-    whole = simulate(law, Policy(), [0.0], [100], [11], [100])
-    assert whole.ttft[0] == pytest.approx(law.seconds(0, 1, 0)), "one token is always computed"
+    played = simulate(LAW, Policy(), [0.0], [100], [11], [80])
+    assert played.ttft[0] == pytest.approx(LAW.seconds(0, 20, 0))
+    assert played.tpot[0] == pytest.approx(LAW.seconds(1, 0, 104.5))
+    whole = simulate(LAW, Policy(), [0.0], [100], [11], [100])
+    assert whole.ttft[0] == pytest.approx(LAW.seconds(0, 1, 0)), "one token is always computed"
 
 
 def test_while_whole_prompts_are_computed_nobody_decodes():
-    law = LAWS[0]
     policy = Policy(slots=4, whole_prompts=True)
-    one, two = simulate(law, policy, [0.0, 0.1], [10, 1000], [21, 1]).tpot[0], law.seconds(1, 0, 20)
-    assert one == pytest.approx((20 * two + law.seconds(0, 1000, 0)) / 20, rel=0.01)
+    one, two = simulate(LAW, policy, [0.0, 0.1], [10, 1000], [21, 1]).tpot[0], LAW.seconds(1, 0, 20)
+    assert one == pytest.approx((20 * two + LAW.seconds(0, 1000, 0)) / 20, rel=0.01)
 
 
 def test_steps_that_only_decode_are_not_played_one_by_one():
@@ -339,10 +293,10 @@ def test_steps_that_only_decode_are_not_played_one_by_one():
     lengths = rng.integers(20, 300, 8000), rng.integers(2, 220, 8000)
     due = np.cumsum(rng.exponential(1.0, 8000))
     began = time.process_time()
-    simulate(LAWS[0], Policy(slots=8, step_seconds_target=0.3), due, *lengths)
+    simulate(LAW, Policy(slots=8, step_seconds_target=0.3), due, *lengths)
     assert time.process_time() - began < 0.5
 
 
 def test_inputs_that_cannot_be_are_errors():
     with pytest.raises(LoadError, match="3 lengths for 2 due times"):
-        simulate(LAWS[0], Policy(), [0.0, 1.0], [1, 1, 1], [1, 1])
+        simulate(LAW, Policy(), [0.0, 1.0], [1, 1, 1], [1, 1])

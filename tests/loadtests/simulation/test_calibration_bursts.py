@@ -7,17 +7,9 @@ from loadtests.analysis.slo import Slo
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate, most_at_once
 from loadtests.simulation.simulated_capacity import capacity
-from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.request_lengths import Workload
-from tests.loadtests.simulation.known_server import KnownServer, Skewed
+from tests.loadtests.simulation.known_server import LAW, KnownServer, Skewed
 
-LAW = StepLaw(
-    base_seconds=0.02,
-    row_seconds=0.003,
-    prompt_token_seconds=0.0005,
-    context_token_seconds=2e-6,
-    pass_seconds=0.01,
-)
 CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=256)
 SLO = Slo("x", 2.0, 0.2, target=0.9)
 

@@ -22,17 +22,10 @@ from loadtests.simulation.simulated_capacity import (
 from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import Gamma, OnOff, Poisson, due_times
 from loadtests.workload.request_lengths import Workload
-from tests.loadtests.simulation.known_server import KnownServer
+from tests.loadtests.simulation.known_server import LAW, KnownServer
 
 capacity = functools.partial(simulated_capacity.capacity, requests=QUICK_REQUESTS)
 
-LAW = StepLaw(
-    base_seconds=0.02,
-    row_seconds=0.003,
-    prompt_token_seconds=0.0005,
-    context_token_seconds=2e-6,
-    pass_seconds=0.01,
-)
 POLICY = SchedulingPolicy(slots=8, step_seconds_target=0.3)
 CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=128)
 SLO = Slo("x", 2.0, 0.2, target=0.9)

@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 
 from loadtests.errors import LoadError
-from loadtests.simulation.step_law import NUMBERS, StepLaw, StepObservation, fit_law
-
-LAW = StepLaw(
-    base_seconds=0.02,
-    row_seconds=0.003,
-    prompt_token_seconds=0.0005,
-    context_token_seconds=2e-6,
-    pass_seconds=0.01,
-)
+from loadtests.simulation.step_law import NUMBERS, StepObservation, fit_law
+from tests.loadtests.simulation.known_server import LAW
 
 
 def seen(law, count=60, noise=0.0, seed=1):

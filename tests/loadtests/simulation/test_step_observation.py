@@ -5,17 +5,8 @@ import numpy as np
 import pytest
 
 from loadtests.simulation.batching_simulator import SchedulingPolicy
-from loadtests.simulation.step_law import StepLaw
 from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
-from tests.loadtests.simulation.known_server import KnownServer, Skewed
-
-LAW = StepLaw(
-    base_seconds=0.02,
-    row_seconds=0.003,
-    prompt_token_seconds=0.0005,
-    context_token_seconds=2e-6,
-    pass_seconds=0.01,
-)
+from tests.loadtests.simulation.known_server import LAW, KnownServer, Skewed
 
 
 def loaded(server, rate=1.2, count=150, seed=1, **more):

@@ -4,18 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.simulation.batching_simulator import SchedulingPolicy
-from loadtests.simulation.calibration_file import (
-    Hardware,
-    MachineFile,
-    ModelSteps,
-    write_machine_file,
-)
+from loadtests.simulation.calibration_file import write_machine_file
 from loadtests.simulation.step_law import StepLaw
 from models.ladder import rung
 from models.spec import ModelSpec
 from reports.devices.calibrated_machines import calibrated_machine
 from reports.errors import ReportError
+from tests.loadtests.simulation.machine_files import machine_file, steps_of
 
 
 def truth(spec: ModelSpec) -> StepLaw:
@@ -32,34 +27,8 @@ def truth(spec: ModelSpec) -> StepLaw:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    models = tuple(
-        ModelSteps(
-            backend="llama_cpp",
-            model=rung(name).spec,
-            weight_format="Q4_0",
-            policy=SchedulingPolicy(slots=8),
-            law=truth(rung(name).spec),
-        )
-        for name in ("135m", "360m")
-    )
-    hardware = Hardware(
-        cpu_model="made up",
-        architecture="x86_64",
-        isa=("avx2",),
-        logical_cores=2,
-        usable_cores=2.0,
-        memory_bytes=8 << 30,
-        system="Linux",
-    )
-    file = MachineFile(
-        crossover="0",
-        measured_on="2026-11-24",
-        name="box",
-        hardware=hardware,
-        models=models,
-        dollars_per_hour=0.1,
-    )
-    write_machine_file(tmp_path / "machine.json", file)
+    models = (steps_of(name, truth(rung(name).spec)) for name in ("135m", "360m"))
+    write_machine_file(tmp_path / "machine.json", machine_file(*models, dollars_per_hour=0.1))
     return tmp_path / "machine.json"
 
 
