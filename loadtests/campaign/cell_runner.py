@@ -1,6 +1,6 @@
 """Measures one cell: single streams, bursts, a law, an estimate, and the level that confirms it.
 
-    capacities = run_cell(state, open_bench, part, progress, clock)     # None: on, in a later block
+    capacity = run_cell(state, open_bench, part, progress, clock)
 
     start -> single streams -> bursts -> law -> estimate Y -> a level at 0.8 Y -> its steps give one
     factor -> Y again -> held and Y not above 1.4 x the rate: done; else one more, at most
@@ -12,10 +12,10 @@ the run folder. Where the law does not fit, rate_search.py says which rate is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
-from typing import Any
 
 import msgspec
 
@@ -23,8 +23,6 @@ from loadtests.analysis import capacity_text
 from loadtests.analysis.capacity_estimate import CONFIRMING_SHARE, confirming_seconds, estimate
 from loadtests.analysis.disturbance import MOST_SLIGHT_SHARE, in_words, is_quiet, who_of
 from loadtests.analysis.level import Level
-from loadtests.analysis.slo import Slo
-from loadtests.campaign.campaign_file import RepeatedLevel, Search
 from loadtests.campaign.level_runner import Bench, LevelAsk, OpenBench, level_text
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.rate_search import NARROW, Tried, next_rate, sides
@@ -69,26 +67,10 @@ BURST_TRIES = 2
 PREFILL_TOKENS = 2048  # of a step, where the server does not say
 
 
-class SingleStream(msgspec.Struct, frozen=True):
-    """Requests one at a time, as many as go into so many seconds."""
-
-    requests: int
-    seconds: float
-
-
 class Calibrate(msgspec.Struct, frozen=True):
     """Bursts, within so many seconds; then the law."""
 
     seconds: float
-
-
-class RunLevel(msgspec.Struct, frozen=True):
-    """A level at a rate."""
-
-    rate: float
-    window_seconds: float
-    warmup_seconds: float
-    number: int | None = None  # of a repeated level, whose seed it has
 
 
 class Restart(msgspec.Struct, frozen=True):
@@ -97,132 +79,130 @@ class Restart(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Done(msgspec.Struct, frozen=True):
-    """Nothing is left to measure, or to pay for, in this block."""
+Step = LevelAsk | Calibrate | Restart | None  # None: nothing is left to measure, or to pay for
 
 
-Step = SingleStream | Calibrate | RunLevel | Restart | Done
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a cell when the next step is to be chosen; made anew for each step."""
 
-
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a cell when the next step is to be chosen."""
-
-    search: Search
-    slos: tuple[Slo, ...]
-    levels: list[Level]  # that count: single streams and loaded ones, in order
-    is_calibrated: bool  # bursts were sent, whatever came of them
-    capacity: Callable[[Slo], Capacity]  # by all that was measured so far
-    left_seconds: float  # of the budget, in this block
-    start: int | None  # of the server that serves now, from 1; None: it cannot be started again
-    block: int = 1
+    state: CellState
+    part: CellStarted
     to_confirm: bool = True
-    asked: list[RepeatedLevel] | None = None  # levels to measure in place of a search
 
-    @property
+    @cached_property
+    def levels(self) -> list[Level]:
+        """Those that count: single streams and loaded ones, in order."""
+        return self.state.counted
+
+    @cached_property
     def alone(self) -> list[Level]:
         return [level for level in self.levels if level.is_single_stream]
 
-    @property
+    @cached_property
     def loaded(self) -> list[Level]:
         return [level for level in self.levels if level.rate is not None]
 
-    @property
+    @cached_property
     def alone_seconds(self) -> float | None:
         """Mean time of a single-stream request; None where none ended."""
         known = [seconds for one in self.alone if (seconds := one.mean(one.e2e)) is not None]
         return sum(known) / len(known) if known else None
 
+    @cached_property
+    def capacity(self) -> Capacity:
+        return capacity_of(self.state)
+
+    @property
+    def left_seconds(self) -> float:
+        """Of the budget, in this block."""
+        return (self.part.until_seconds or 0.0) - self.state.spent_seconds
+
+    @property
+    def start(self) -> int | None:
+        """Of the server that serves now, from 1; None: it cannot be started again."""
+        return None if self.state.cell.url is not None else self.state.starts
+
+    def verdict(self, level: Level) -> str:
+        return level.judge(self.state.campaign.slo).verdict
+
 
 def next_step(seen: Seen) -> Step:
     """What to measure next, given all that is in the journal."""
-    if seen.asked is not None:
-        return _next_asked(seen, seen.asked)
+    state, slo, search = seen.state, seen.state.campaign.slo, seen.state.campaign.search
+    single = LevelAsk(
+        requests=search.single_stream_requests, window_seconds=search.single_stream_seconds
+    )
+    asked = state.campaign.asked_levels(state.cell)
+    if asked is not None:  # at given rates, or of a repeat: none is left out
+        if len(seen.levels) >= len(asked):
+            return None
+        one = asked[len(seen.levels)]
+        if one.rate is None:
+            return msgspec.structs.replace(single, window_seconds=one.seconds)
+        return LevelAsk(
+            rate=one.rate, window_seconds=one.seconds, warmup_seconds=_warmup_seconds(seen)
+        )
     if not seen.alone:
-        return _single_stream(seen.search)
-    for slo in seen.slos:
-        step = _next_for(seen, slo)
-        if step is not None:
-            return step
-    return Done()
-
-
-def _single_stream(search: Search) -> SingleStream:
-    return SingleStream(search.single_stream_requests, search.single_stream_seconds)
-
-
-def _next_asked(seen: Seen, asked: Sequence[RepeatedLevel]) -> Step:
-    """Levels of a repeat, or at given rates, one after the other; none is left out."""
-    done = len(seen.levels)
-    if done >= len(asked):
-        return Done()
-    one = asked[done]
-    if one.rate is None:
-        return SingleStream(seen.search.single_stream_requests, one.seconds)
-    return RunLevel(one.rate, one.seconds, _warmup_seconds(seen), done + 1)
-
-
-def _next_for(seen: Seen, slo: Slo) -> Step | None:
-    """The next step of the search for one SLO; None: nothing is left to do for it."""
-    is_alone_here = any(one.started.start == seen.start for one in seen.alone)
-    fails_alone = seen.alone[-1].judge(slo).verdict == "fails"
-    found = seen.capacity(slo)
+        return single
+    found = seen.capacity
+    fails_alone = seen.verdict(seen.alone[-1]) == "fails"
     if found.state == "not_even_alone":
         if found.starts >= 2:
             return None
-        if seen.start is None or not is_alone_here:
-            return _single_stream(seen.search)
+        if seen.start is None or all(one.started.start != seen.start for one in seen.alone):
+            return single
         return Restart("requests one at a time miss the SLO: a second start must say so too")
     if fails_alone and seen.left_seconds > 0 and len(seen.alone) < MOST_ALONE:
-        return _single_stream(seen.search)  # too few to say so
-    if _has_law(seen, slo) and not seen.is_calibrated:
+        return single  # too few to say so
+    has_limit = slo.ttft_seconds is not None or slo.tpot_seconds is not None
+    has_law = search.method == "law" and has_limit  # without a limit of latency it tells nothing
+    if has_law and state.calibrated is None:
         seconds = min(CALIBRATION_SECONDS, seen.left_seconds)
         if seconds >= LEAST_CALIBRATION_SECONDS:
             return Calibrate(seconds)
     if not seen.to_confirm or fails_alone:
         return None
-    if found.method == "law" and _has_law(seen, slo):
-        return _confirming(seen, slo, found) if found.limit else None
-    return _searching(seen, slo)
+    if found.method == "law" and has_law:
+        return _confirming(seen, found.limit) if found.limit else None
+    return _searching(seen)
 
 
-def _has_law(seen: Seen, slo: Slo) -> bool:
-    """Whether a law is asked: without a limit of latency it tells nothing."""
-    has_limit = slo.ttft_seconds is not None or slo.tpot_seconds is not None
-    return seen.search.method == "law" and has_limit
-
-
-def _confirming(seen: Seen, slo: Slo, found: Capacity) -> RunLevel | None:
+def _confirming(seen: Seen, limit: float) -> LevelAsk | None:
     """The level that confirms 0.8 of the estimate: one, and one more where that did not hold or the
     limit is far above it; more only while nothing holds, each lower, and the budget pays.
     """
-    limit, asked = found.limit or 0.0, _asked(seen, slo)
-    if found.held and limit <= ENOUGH * asked and found.starts >= seen.block:
+    found, search = seen.capacity, seen.state.campaign.search
+    held = [one.rate or 0.0 for one in seen.loaded if seen.verdict(one) == "holds"]
+    asked = max(held, default=0.0)  # what came may be a little less
+    block = min(seen.part.block, search.starts)
+    is_near = bool(found.held) and limit <= ENOUGH * asked
+    if is_near and found.starts >= block:
         return None
     here = [one for one in seen.loaded if seen.start is None or one.started.start == seen.start]
     tries = [one for one in here if (one.rate or 0.0) >= NEAR * limit]
     if len(tries) >= (MOST_LEVELS if found.held else MOST_TRIES):
         return None
+    if block > 1 and is_near:
+        return _level(seen, asked)
     rate = CONFIRMING_SHARE * limit
-    if seen.block > 1 and found.held and limit <= ENOUGH * asked:
-        return _level(seen, slo, asked)
-    failed = [one.rate or 0.0 for one in seen.loaded if one.judge(slo).verdict == "fails"]
+    failed = [one.rate or 0.0 for one in seen.loaded if seen.verdict(one) == "fails"]
     if failed:
         rate = min(rate, CONFIRMING_SHARE * min(failed))
-    last = seen.loaded[-1] if seen.loaded and not found.held else None
-    if last is not None and (last.rate or 0.0) * LOWER < rate:
+    last = (seen.loaded[-1].rate or 0.0) if seen.loaded and not found.held else None
+    if last is not None and last * LOWER < rate:
         # Levels at one rate count together: what nearly told is measured there again.
-        more = _seconds_to_prove(seen, slo, last.rate or 0.0)
-        if more is not None:
-            return _level(seen, slo, last.rate or 0.0, more)
-        rate = LOWER * (last.rate or 0.0)
-    return _level(seen, slo, rate)
+        more = _seconds_to_prove(seen, last)
+        return _level(seen, LOWER * last) if more is None else _level(seen, last, more)
+    return _level(seen, rate)
 
 
-def _seconds_to_prove(seen: Seen, slo: Slo, rate: float) -> float | None:
+def _seconds_to_prove(seen: Seen, rate: float) -> float | None:
     """So many more, at the share of good requests seen there; None: a lower rate is quicker.
 
     Wilson's lower bound reaches p where n = z^2 p (1 - p) / (share - p)^2 (score test).
     """
+    slo, least = seen.state.campaign.slo, seen.state.campaign.search.level_seconds
     told = [(one.window_seconds, one.judge(slo)) for one in seen.loaded if one.rate == rate]
     seconds, target = sum(window for window, _ in told), slo.target
     count = sum(one.effective for _, one in told)
@@ -232,61 +212,50 @@ def _seconds_to_prove(seen: Seen, slo: Slo, rate: float) -> float | None:
         return None
     z = NormalDist().inv_cdf(slo.confidence)
     needed = z * z * target * (1 - target) / (good / count - target) ** 2
-    more = seconds * (needed / count - 1)
-    least = seen.search.level_seconds
+    more = MORE * seconds * (needed / count - 1)
     usual = confirming_seconds(slo, rate, seen.alone_seconds, least_seconds=least)
-    return max(MORE * more, least) if MORE * more <= 2 * usual else None
+    return max(more, least) if more <= 2 * usual else None
 
 
-def _asked(seen: Seen, slo: Slo) -> float:
-    """The highest rate that was asked for and held: what came may be a little less."""
-    held = [one.rate or 0.0 for one in seen.loaded if one.judge(slo).verdict == "holds"]
-    return max(held, default=0.0)
-
-
-def _searching(seen: Seen, slo: Slo) -> RunLevel | None:
+def _searching(seen: Seen) -> LevelAsk | None:
     """By levels alone: the rate that narrows, then the level that confirms the low side."""
-    tried = []
+    slo, tried = seen.state.campaign.slo, []
     for level in seen.loaded:
         told = level.judge(slo)
-        is_up = told.verdict == "holds" or (
-            told.verdict == "unresolved"
-            and told.steady is not False
-            and (told.share or 0.0) >= slo.target
-        )
+        is_open = told.verdict == "unresolved" and told.steady is not False
+        is_up = told.verdict == "holds" or is_open and (told.share or 0.0) >= slo.target
         tried.append(Tried(level.rate or 0.0, is_up))
-    alone = seen.alone_seconds
-    start = seen.capacity(slo).limit or (1.0 / alone if alone else None)
+    start = seen.capacity.limit or (1.0 / seen.alone_seconds if seen.alone_seconds else None)
     if start is None:
         return None
     rate = next_rate(tried, start)
     low, high = sides(tried)
-    has_failed = any(one.judge(slo).verdict == "fails" for one in seen.loaded)
+    has_failed = any(seen.verdict(one) == "fails" for one in seen.loaded)
     if rate is None and low is not None and high is not None and not has_failed:
         rate = NARROW * high  # what nearly held bounds nothing
     if rate is None:
         again = sum(level.rate == low for level in seen.loaded)
-        if low is None or again > MOST_LEVELS or seen.capacity(slo).holds:
+        if low is None or again > MOST_LEVELS or seen.capacity.holds:
             return None
         rate = low
-    return _level(seen, slo, rate, by_levels=True)
+    return _level(seen, rate, by_levels=True)
 
 
 def _level(
-    seen: Seen, slo: Slo, rate: float, seconds: float | None = None, *, by_levels: bool = False
-) -> RunLevel | None:
+    seen: Seen, rate: float, seconds: float | None = None, *, by_levels: bool = False
+) -> LevelAsk | None:
     """A level as long as it takes to tell, as far as the budget pays; None where it does not."""
-    rate = float(f"{rate:.3g}")
-    warmup = _warmup_seconds(seen)
-    affordable = seen.left_seconds - warmup - 2 * (seen.alone_seconds or 0.0)
-    if affordable < seen.search.level_seconds:
+    slo, least = seen.state.campaign.slo, seen.state.campaign.search.level_seconds
+    rate, warmup, alone = float(f"{rate:.3g}"), _warmup_seconds(seen), seen.alone_seconds
+    affordable = seen.left_seconds - warmup - 2 * (alone or 0.0)
+    if affordable < least:
         return None
-    least = seen.search.level_seconds
-    alone = seen.alone_seconds
     wanted = seconds or confirming_seconds(
         slo, rate, alone, by_levels=by_levels, least_seconds=least
     )
-    return RunLevel(rate, round(min(wanted, affordable), 1), warmup)
+    return LevelAsk(
+        rate=rate, window_seconds=round(min(wanted, affordable), 1), warmup_seconds=warmup
+    )
 
 
 def _warmup_seconds(seen: Seen) -> float:
@@ -315,12 +284,9 @@ class _Sitting:
 
     @property
     def patience_seconds(self) -> float:
-        """For disturbed levels and waiting, besides the budget."""
-        return min(self.state.campaign.wait_seconds, self.part.budget_seconds or float("inf"))
-
-    @property
-    def is_patient(self) -> bool:
-        return self.state.lost_seconds < self.patience_seconds
+        """What is left of it for disturbed levels and waiting, besides the budget."""
+        most = min(self.state.campaign.wait_seconds, self.part.budget_seconds or float("inf"))
+        return most - self.state.lost_seconds
 
 
 def run_cell(
@@ -331,10 +297,10 @@ def run_cell(
     clock: Callable[[], float],
     *,
     to_confirm: bool = True,
-) -> dict[str, Capacity]:
-    """The capacity under each SLO, by its name, after all that this block pays for.
+) -> Capacity:
+    """The capacity after all that this block pays for. A server that is lost is started again.
 
-    A server that is lost is started again. Raises ServerFailed, LevelFailed, LoadError.
+    Raises ServerFailed, LevelFailed, LoadError.
     """
     lost = 0
     for _ in range(MOST_SERVERS):
@@ -342,7 +308,7 @@ def run_cell(
             with open_bench(state) as bench:
                 again = _measure(_Sitting(state, part, bench, progress, clock, to_confirm))
                 if again is None:
-                    return capacities(state)
+                    return capacity_of(state)
                 progress.say(f"  {again.reason}")
         except ServerLost as problem:
             lost += 1
@@ -351,19 +317,16 @@ def run_cell(
             reason = f"lost {lost} servers; the last one: {problem}"
     if lost:
         raise ServerFailed(reason)
-    return capacities(state)
+    return capacity_of(state)
 
 
-def capacities(state: CellState) -> dict[str, Capacity]:
-    """What all levels so far say of each SLO, by its name."""
-    return {slo.name: capacity_of(state, slo) for slo in state.campaign.all_slos}
-
-
-def capacity_of(state: CellState, slo: Slo) -> Capacity:
-    """By the law, where calibration gave one that fits, else by levels alone."""
-    made = state.calibrated
+def capacity_of(state: CellState) -> Capacity:
+    """What all levels so far say: by the law, where calibration gave one that fits, else by levels
+    alone.
+    """
+    made, campaign = state.calibrated, state.campaign
     law, policy = None, None
-    if made is not None and made.law is not None and state.campaign.search.method == "law":
+    if made is not None and made.law is not None and campaign.search.method == "law":
         law = msgspec.convert(made.law, StepLaw)
         policy = msgspec.convert(made.policy, SchedulingPolicy)
         for level in state.counted:
@@ -371,69 +334,37 @@ def capacity_of(state: CellState, slo: Slo) -> Capacity:
                 state.factors[level.name] = level_factor(law, level, policy)
     return estimate(
         state.counted,
-        slo,
+        campaign.slo,
         law=law,
         policy=policy,
-        workload=state.campaign.workload_of(state.cell),
-        arrivals=state.campaign.arrivals,
+        workload=campaign.workload_of(state.cell),
+        arrivals=campaign.arrivals,
         factors=state.factors,
-        least_seconds=state.campaign.search.level_seconds,
-    )
-
-
-def seen_of(state: CellState, part: CellStarted, *, to_confirm: bool) -> Seen:
-    """What the journal says of a cell."""
-    known: dict[tuple[str, int], Capacity] = {}
-
-    def capacity(slo: Slo) -> Capacity:
-        at = (slo.name, len(state.levels))
-        if at not in known:
-            known[at] = capacity_of(state, slo)
-        return known[at]
-
-    return Seen(
-        search=state.campaign.search,
-        slos=state.campaign.all_slos,
-        levels=state.counted,
-        is_calibrated=state.calibrated is not None,
-        capacity=capacity,
-        left_seconds=(part.until_seconds or 0.0) - state.spent_seconds,
-        start=None if state.cell.url is not None else state.starts,
-        block=min(part.block, state.campaign.search.starts),
-        to_confirm=to_confirm,
-        asked=state.campaign.asked_levels(state.cell),
+        least_seconds=campaign.search.level_seconds,
     )
 
 
 def _measure(run: _Sitting) -> Restart | None:
     """Steps until nothing is left to measure in this block; Restart: on a new server."""
-    state = run.state
+    state, slo = run.state, run.state.campaign.slo
     while True:
-        step = next_step(seen_of(state, run.part, to_confirm=run.to_confirm))
+        step = next_step(Seen(state, run.part, run.to_confirm))
         try:
             match step:
-                case Done():
-                    return None
-                case Restart():
+                case None | Restart():
                     return step
                 case Calibrate():
                     _calibrate(run, step.seconds)
-                case SingleStream() | RunLevel():
+                case LevelAsk():
                     level = _level_that_counts(run, step)
-                    _say(run, level)
+                    run.progress.detail(f"  {level_text(level, slo)}")
+                    if level.rate is not None and state.campaign.asked_levels(state.cell) is None:
+                        words = capacity_text.in_words(capacity_of(state))
+                        run.progress.found(state.key, words)
         except PatienceUsedUp as problem:
-            names = [slo.name for slo in state.campaign.all_slos]
-            state.event(NeverQuiet(cell=state.key, reason=str(problem), slos=names))
+            state.event(NeverQuiet(cell=state.key, reason=str(problem), slos=[slo.name]))
             run.progress.say(f"  never quiet: {problem}; nothing more is measured", style="yellow")
             return None
-
-
-def _say(run: _Sitting, level: Level) -> None:
-    """What a level showed, and what is known of the capacity now."""
-    state, slo = run.state, run.state.campaign.slo
-    run.progress.detail(f"  {level_text(level, slo)}")
-    if level.rate is not None and state.campaign.asked_levels(state.cell) is None:
-        run.progress.found(state.key, capacity_text.in_words(capacity_of(state, slo)))
 
 
 def _calibrate(run: _Sitting, seconds: float) -> None:
@@ -441,12 +372,9 @@ def _calibrate(run: _Sitting, seconds: float) -> None:
 
     A burst that is disturbed is sent again once, then left out.
     """
-    state, began = run.state, run.clock()
-    campaign = state.campaign
-    sent = [one for one in state.levels if one.started.purpose is LevelPurpose.CALIBRATION]
-    before = list(sent)
+    state, began, spent_before = run.state, run.clock(), run.state.spent_seconds
+    before = [one for one in state.levels if one.started.purpose is LevelPurpose.CALIBRATION]
     number = 0
-    spent_before = state.spent_seconds
 
     def ask(burst: Burst) -> Level | None:
         nonlocal number
@@ -454,37 +382,27 @@ def _calibrate(run: _Sitting, seconds: float) -> None:
         if before:
             return before.pop(0)
         for _ in range(BURST_TRIES):
-            attempt = state.next_attempt(f"burst.{number}")
-            name = f"{state.key}#burst.{number}.{attempt}"
             run.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
-            level = _attempt(
-                run,
-                LevelAsk(
-                    name=name,
-                    attempt=attempt,
-                    seed=seed_of(campaign.seed, state.cell, name),
-                    purpose=LevelPurpose.CALIBRATION,
-                    burst=burst,
-                    window_seconds=CALIBRATION_SECONDS,
-                ),
-            )
+            asked = LevelAsk(burst=burst, window_seconds=CALIBRATION_SECONDS)
+            level = _attempt(run, asked, f"burst.{number}")
             if level.finished is None or not is_set_aside(level.finished):
                 return level
         return None
 
     run.progress.tick(f"{state.key}: calibrating for at most {formatting.duration(seconds)}")
-    policy = run.bench.policy
+    policy, workload = run.bench.policy, state.campaign.workload_of(state.cell)
     single = [one for one in state.counted if one.is_single_stream]
     slots = None if policy is None else policy.slots
     try:
-        found = calibrate(ask, campaign.workload_of(state.cell), slots, seconds, single)
+        found = calibrate(ask, workload, slots, seconds, single)
     except LevelInterrupted as problem:
         state.event(Interrupted(cell=state.key, reason=f"calibration: {problem}"))
         run.bench.recover()
         return
-    policy = policy or foreign_policy(found.slots)
+    if policy is None and found.slots is not None:  # a server that does not say its settings
+        policy = SchedulingPolicy(slots=found.slots, prefill_tokens=PREFILL_TOKENS)
     if policy is not None:
-        reused = measured_reuse(campaign.workload_of(state.cell), single)
+        reused = measured_reuse(workload, single)
         policy = msgspec.structs.replace(policy, reused_share=reused)
     # The bursts' own time is on record with each: here is what the rest took.
     spent = run.clock() - began - (state.spent_seconds - spent_before)
@@ -499,100 +417,64 @@ def _calibrate(run: _Sitting, seconds: float) -> None:
         reason=found.reason,
     )
     state.calibrated = made  # the estimate asks for it
-    limits = capacities(state)
-    state.event(msgspec.structs.replace(made, limits=limits))
-    took = formatting.duration(run.clock() - began)
-    if found.law is None:
-        run.progress.say(f"  calibrated in {took}: no law, {found.reason}")
-        return
-    told = [f"{capacity_text.in_words(one)}{_for(name, limits)}" for name, one in limits.items()]
-    run.progress.say(f"  calibrated in {took}: {'; '.join(told)}")
+    limit = capacity_of(state)
+    state.event(msgspec.structs.replace(made, limits={state.campaign.slo.name: limit}))
+    words = f"no law, {found.reason}" if found.law is None else capacity_text.in_words(limit)
+    run.progress.say(f"  calibrated in {formatting.duration(run.clock() - began)}: {words}")
 
 
-def foreign_policy(slots: int | None) -> SchedulingPolicy | None:
-    """What is supposed of a server that does not say its settings."""
-    return None if slots is None else SchedulingPolicy(slots=slots, prefill_tokens=PREFILL_TOKENS)
-
-
-def _for(name: str, limits: dict[str, Capacity]) -> str:
-    return f" for {name}" if len(limits) > 1 else ""
-
-
-def _level_that_counts(run: _Sitting, step: SingleStream | RunLevel) -> Level:
+def _level_that_counts(run: _Sitting, asked: LevelAsk) -> Level:
     """One level, measured again where it was interrupted or disturbed.
 
     Raises LevelFailed, PatienceUsedUp.
     """
-    state = run.state
-    waits = 0
-    interrupted = 0
+    state, waits, interrupted = run.state, 0, 0
     while True:
-        is_patient = run.is_patient
-        attempt = state.next_attempt()
-        name = f"{state.key}#{state.next_number}.{attempt}"
+        is_patient = run.patience_seconds > 0
+        asked = msgspec.structs.replace(asked, counts_slight=not is_patient)
         try:
-            level = _attempt(run, _ask_for(run, step, name, attempt, not is_patient))
+            level = _attempt(run, asked, state.next_number)
         except LevelInterrupted as problem:
             interrupted += 1
-            run.progress.say(f"  {name}: {problem}; measuring it again", style="yellow")
+            run.progress.say(f"  {problem}; measuring it again", style="yellow")
             if interrupted >= MOST_ATTEMPTS:
-                raise LevelFailed(f"{name} was the last of {MOST_ATTEMPTS} tries") from problem
+                raise LevelFailed(f"this was the last of {MOST_ATTEMPTS} tries") from problem
             run.bench.recover()
             continue
-        assert level.finished is not None
-        if not is_set_aside(level.finished):
+        if level.finished is None or not is_set_aside(level.finished):
             return level
         found = level.finished.disturbance
-        assert found is not None
+        by = "" if found is None else in_words(found)
         run.progress.say(f"  {level_text(level, state.campaign.slo)}", style="yellow")
         waits += 1
-        _wait(run, in_words(found), min(LEAST_WAIT_SECONDS * 2**waits, MOST_WAIT_SECONDS))
+        _wait(run, by, min(LEAST_WAIT_SECONDS * 2**waits, MOST_WAIT_SECONDS))
         if not is_patient:
-            raise PatienceUsedUp(in_words(found))
-        if not run.is_patient:
+            raise PatienceUsedUp(by)
+        if run.patience_seconds <= 0:
             most = f"{MOST_SLIGHT_SHARE:.0%}"
             run.progress.say(f"  not quiet so far: levels with at most {most} taken count now")
 
 
-def _ask_for(
-    run: _Sitting, step: SingleStream | RunLevel, name: str, attempt: int, counts_slight: bool
-) -> LevelAsk:
-    state = run.state
-    campaign = state.campaign
-    seed = seed_of(campaign.seed, state.cell, name)
-    asked = campaign.asked_levels(state.cell)
-    if asked is not None and attempt == 1:
-        seed = asked[len(state.counted)].seed or seed
-    who: dict[str, Any] = {"name": name, "attempt": attempt, "seed": seed}
-    if isinstance(step, SingleStream):
-        return LevelAsk(
-            purpose=LevelPurpose.SINGLE_STREAM,
-            requests=step.requests,
-            window_seconds=step.seconds,
-            counts_slight=counts_slight,
-            **who,
-        )
-    return LevelAsk(
-        purpose=LevelPurpose.SEARCH,
-        rate=step.rate,
-        window_seconds=step.window_seconds,
-        warmup_seconds=step.warmup_seconds,
-        counts_slight=counts_slight,
-        **who,
-    )
+def _attempt(run: _Sitting, asked: LevelAsk, number: str) -> Level:
+    """One attempt under a name of its own; an interruption is on record.
 
-
-def _attempt(run: _Sitting, asked: LevelAsk) -> Level:
-    """One attempt; an interruption is on record. Raises LevelInterrupted, ServerFailed."""
+    Raises LevelInterrupted, ServerFailed.
+    """
     state, began = run.state, run.clock()
+    attempt = state.next_attempt(number)
+    name = f"{state.key}#{number}.{attempt}"
+    seed = seed_of(state.campaign.seed, state.cell, name)
+    given = state.campaign.asked_levels(state.cell)
+    if given is not None and attempt == 1:
+        seed = given[len(state.counted)].seed or seed
     try:
-        return run.bench.measure(asked)
+        return run.bench.measure(
+            msgspec.structs.replace(asked, name=name, attempt=attempt, seed=seed)
+        )
     except LevelInterrupted as problem:
         spent = round(run.clock() - began, 3)
         state.event(
-            LevelAbandoned(
-                cell=state.key, level=asked.name, reason=str(problem), spent_seconds=spent
-            )
+            LevelAbandoned(cell=state.key, level=name, reason=str(problem), spent_seconds=spent)
         )
         raise
 
@@ -604,29 +486,27 @@ def _wait(run: _Sitting, by: str, least_seconds: float) -> None:
     disturbed is soon cut short. It costs the cell's patience, not its budget.
     """
     state, began = run.state, run.clock()
-    left = run.patience_seconds - state.lost_seconds
+    left = run.patience_seconds
     last: CoresSample | None = None
     now, quiet, waited = by, 0, 0.0
     if left > 0:
         most = formatting.duration(left)
         said = f"  disturbed: {by}; waiting for a quiet machine, at most {most}"
         run.progress.say(said, style="yellow")
-    while waited < min(left, MOST_WAIT_SECONDS) and not (
-        quiet >= QUIET_LOOKS and waited >= least_seconds
-    ):
+    while waited < min(left, MOST_WAIT_SECONDS) and (quiet < QUIET_LOOKS or waited < least_seconds):
         run.bench.rest(LOOK_SECONDS)
         waited = run.clock() - began
         seen = run.bench.look()
         if seen is not None and not is_quiet(seen):
-            quiet = 0
-            now = who_of(seen)
+            quiet, now = 0, who_of(seen)
         elif seen is None or seen is not last:
             quiet += 1
         last = seen
         told = formatting.duration(waited)
         run.progress.tick(f"disturbed by {now}: waiting for a quiet machine, {told}")
-    spent, is_quiet_now = round(waited, 3), quiet >= QUIET_LOOKS
-    state.event(Waited(cell=state.key, reason=by, spent_seconds=spent, became_quiet=is_quiet_now))
+    became_quiet = quiet >= QUIET_LOOKS
+    spent = round(waited, 3)
+    state.event(Waited(cell=state.key, reason=by, spent_seconds=spent, became_quiet=became_quiet))
     if waited < left:
-        how = "quiet" if is_quiet_now else f"not quiet ({now})"
+        how = "quiet" if became_quiet else f"not quiet ({now})"
         run.progress.say(f"  {how} after {formatting.duration(waited)}: measuring again")

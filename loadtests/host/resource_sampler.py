@@ -55,7 +55,7 @@ class Sampler:
         interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
         """`server`: process id of one that we started; None: somebody else's endpoint. `is_ours`:
-        its engine is a child; else all below it is the engine.
+        its engine is a child; else it and all below it are the engine.
         """
         self.client = os.getpid()  # the process whose family is the load generator
         self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
@@ -69,7 +69,7 @@ class Sampler:
             groups["engine"] = subject = lambda: engine_pids(server)
             groups["api"] = lambda: [pid for pid in family(server) if not _is_engine(pid)]
         elif server is not None:
-            groups["engine"] = subject = lambda: family(server)[1:]
+            groups["engine"] = subject = lambda: family(server)
         self._watch = CoreWatch(subject, os.getpid())
         self._readings = Readings(cell, groups, is_local=server is not None)
         self._lock = threading.Lock()  # of a sample, or of a level's begin or end

@@ -98,7 +98,7 @@ def main() -> None:
         print("and hf_" + "a" * 30, "\x1b[31mred\x1b[0m\x07", flush=True)
     if "deaf" in FAULTS:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        subprocess.Popen(["sleep", "600"])
     Server(("127.0.0.1", int(FAULTS.get("port") or sys.argv[1])), Handler).serve_forever()
 
 

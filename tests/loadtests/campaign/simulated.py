@@ -217,7 +217,7 @@ class Bench:
             spent_seconds=round(world.now - began, 3),
             disturbance=disturbance_of([world.cores(began, world.now)], counts=is_ignored),
         )
-        level, finished = judged(rows, started, finished, state.campaign, asked, [])
+        level, finished = judged(rows, started, finished, state.campaign.slo, asked, [])
         state.finish(level, finished)
         return level
 

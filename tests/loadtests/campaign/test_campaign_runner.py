@@ -20,7 +20,6 @@ from loadtests.errors import (
     EndpointRefuses,
     Incomplete,
     MachineBusy,
-    OverMemory,
     ServerFailed,
     ServerLost,
     TargetUnusable,
@@ -112,7 +111,6 @@ def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: 
     ("error", "cause"),
     [
         (ServerFailed("it did not start"), SkipCause.SERVER),
-        (OverMemory("2.1 GiB of 2 GiB"), SkipCause.MEMORY),
         (EndpointRefuses("400: context of 8 tokens"), SkipCause.ENDPOINT),
     ],
 )
