@@ -28,7 +28,7 @@ import msgspec
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import levels_of
 from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target, check_trust
-from loadtests.campaign.cell_runner import Seen, capacity_of, next_step, run_cell
+from loadtests.campaign.cell_runner import CellRun, capacity_of
 from loadtests.campaign.cell_selection import (
     WhyNot,
     fastest_engine,
@@ -47,7 +47,7 @@ from loadtests.campaign.run_state import (
     manifest_of,
     new_folder,
 )
-from loadtests.campaign.server_launch import Endpoint
+from loadtests.campaign.server_launch import Server
 from loadtests.comparison.run_environment import machine_differences
 from loadtests.errors import (
     BadRunFolder,
@@ -204,7 +204,7 @@ def _named(plan: Plan) -> Plan:
     target = plan.campaign.target
     if target is None or target.model is not None:
         return plan
-    Endpoint(target).wait_ready(lambda what, fraction: None)
+    Server(target).wait_ready(lambda what, fraction: None)
     target = msgspec.structs.replace(target, model=probe(target).model)
     cells = [cell_of_target(target, cell.workload) for cell in plan.cells]
     return Plan(msgspec.structs.replace(plan.campaign, target=target), cells, plan.text)
@@ -290,18 +290,9 @@ class _Sitting:
             return self._leave(state, why.cause, why.reason, place)
         part = state.parts.get(block) or self._begin(state, block, place)
         confirms = state.key in self._confirmed
+        cell = CellRun(state, part, self._progress, self._clock, to_confirm=confirms)
         try:
-            if state.levels and next_step(Seen(state, part, confirms)) is None:
-                found = capacity_of(state)  # decided: no server is started
-            else:
-                found = run_cell(
-                    state,
-                    self._open_bench,
-                    part,
-                    self._progress,
-                    self._clock,
-                    to_confirm=confirms,
-                )
+            found = cell.run(self._open_bench)
         except BadRunFolder:  # nothing can be written any more
             raise
         except LoadError as problem:

@@ -15,7 +15,7 @@ from loadtests.analysis.level import Level, levels_of
 from loadtests.campaign.campaign_file import Campaign, Plan
 from loadtests.campaign.cell_selection import engine_values, layout_of, shares, to_confirm, why_not
 from loadtests.campaign.external_servers import command_of
-from loadtests.campaign.level_runner import level_row
+from loadtests.campaign.level_runner import level_text
 from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import campaign_of
@@ -38,7 +38,6 @@ from serving.hardware.cpu_topology import cores_text
 from serving.hardware.machine_facts import allowed_cores, hardware_facts
 
 ANSWER = ("model", "one at a time", "holds", "limit", "grade")
-LEVELS = ("load", "due", "good", "TTFT", "TPOT", "tokens/s", "verdict", "warnings")
 
 
 def console_of() -> Console:
@@ -124,12 +123,9 @@ def _show_cell(
     console.print(f"\n{key}", style="bold", markup=False)
     for choice in of_kind(run.events, EngineChosen, key):
         console.print(f"fastest engine: {choice.reason}", style="dim", markup=False)
-    table = Table(*LEVELS, box=None, pad_edge=False)
     for level in levels:
         if level.started.purpose is not LevelPurpose.CALIBRATION:
-            table.add_row(*level_row(level, campaign.slo))
-    if table.row_count:
-        console.print(table)
+            console.print(f"  {level_text(level, campaign.slo)}", markup=False)
     for ended in of_kind(run.events, CellFinished, key)[-1:]:
         if (found := ended.capacity) is not None:
             console.print(capacity_text.in_words(found), markup=False)

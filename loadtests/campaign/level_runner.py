@@ -455,39 +455,26 @@ def drain_seconds(slo: Slo, most_output_tokens: float) -> float:
     return max(10.0, min(300.0, most))
 
 
-def level_row(level: Level, slo: Slo) -> list[str]:
-    """One level as table cells."""
-    found, finished = level.judge(slo), level.finished
-    start = level.started
-    share = "" if found.share is None else f" ({found.share:.0%})"
-    tokens = level.output_tokens_per_second
-    words: str = found.verdict
-    if finished is not None and finished.disturbance and finished.disturbance.is_set_aside:
-        words = "disturbed"
-    elif finished is not None and not finished.is_valid:
-        words = "not valid"
-    short = ", cut short" if finished is not None and finished.cut_short else ""
-    return [
-        formatting.load(start.rate_per_second, start.concurrency, 3),
-        str(found.due),
-        f"{found.good}{share}",
-        formatting.seconds(level.mean(level.ttft), 3, "-"),
-        formatting.seconds(level.mean(level.tpot), 3, "-"),
-        "-" if tokens is None else f"{tokens:.1f}",
-        words + short,
-        ", ".join(finished.warnings) if finished is not None else "",
-    ]
-
-
 def level_text(level: Level, slo: Slo) -> str:
     """A level for people: load, counts, means, verdict."""
-    if level.started.purpose is LevelPurpose.CALIBRATION:
+    start, found, end = level.started, level.judge(slo), level.finished
+    if start.purpose is LevelPurpose.CALIBRATION:
         return f"a burst of {len(level.due)}"
-    load, due, good, ttft, tpot, _, words, warnings = level_row(level, slo)
-    failed = [f"{count} {why}" for why, count in level.failures.items()]
-    told = f", failed: {', '.join(failed)}" if failed else ""
-    why = f" ({warnings})" if words.startswith("not valid") else ""
-    return f"{load}: {good} of {due} good, TTFT {ttft}, TPOT {tpot}{told} -> {words}{why}"
+    words: str = found.verdict
+    if end is not None and end.disturbance and end.disturbance.is_set_aside:
+        words = "disturbed"
+    elif end is not None and not end.is_valid:
+        words = f"not valid ({', '.join(end.warnings)})"
+    if end is not None and end.cut_short:
+        words += ", cut short"
+    share = "" if found.share is None else f" ({found.share:.0%})"
+    ttft, tpot = (formatting.seconds(level.mean(one), 3, "-") for one in (level.ttft, level.tpot))
+    failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
+    return (
+        f"{formatting.load(start.rate_per_second, start.concurrency, 3)}: "
+        f"{found.good}{share} of {found.due} good, TTFT {ttft}, TPOT {tpot}"
+        f"{failed and f', failed: {failed}'} -> {words}"
+    )
 
 
 @contextlib.contextmanager

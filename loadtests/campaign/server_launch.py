@@ -1,10 +1,8 @@
 """The server of a cell: a child process on cores of its own, ours or not, or an endpoint.
 
-    server = server_of(cell, campaign, layout, folder / "logs")
-    server.wait_ready(say)
-    server.target, server.ready(cell.key), server.mark()
-
-`mark()` says which engine serves: a level between two different marks was not served by one.
+server = server_of(cell, campaign, layout, folder / "logs")
+server.wait_ready(say)
+server.target, server.ready(cell.key), server.mark()
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import shlex
 import socket
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,35 +39,11 @@ ASK_SECONDS = 5.0
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/dxg")
 
 
-class Server(ABC):
-    """What the runner knows of whoever serves a cell; nothing is known of one that others run."""
+class Server:
+    """Whoever serves a cell; this one is an endpoint that others run."""
 
-    target: Target
     layout: Layout | None = None
     pid: int | None = None  # of a server that we started
-
-    @abstractmethod
-    def wait_ready(self, say: Say) -> None: ...
-
-    def ready(self, cell: str) -> CellReady:
-        return CellReady(cell=cell, url=self.target.url)
-
-    def mark(self) -> tuple[Any, ...]:
-        return ()
-
-    def trouble(self) -> str | None:
-        """Why a level cannot go on; None when all is well."""
-        return None
-
-    def engine_pids(self) -> list[int]:
-        return []
-
-    def stop(self) -> None:
-        return
-
-
-class Endpoint(Server):
-    """An endpoint that somebody else runs."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -89,6 +62,23 @@ class Endpoint(Server):
                 say(f"waiting for {self.target.url}", None)
                 time.sleep(0.5)
 
+    def ready(self, cell: str) -> CellReady:
+        return CellReady(cell=cell, url=self.target.url)
+
+    def mark(self) -> tuple[Any, ...]:
+        """Which engine serves: what was measured between two different marks is no level."""
+        return ()
+
+    def trouble(self) -> str | None:
+        """Why a level cannot go on; None when all is well."""
+        return None
+
+    def engine_pids(self) -> list[int]:
+        return []
+
+    def stop(self) -> None:
+        return
+
 
 class Started(Server):
     """One that we start."""
@@ -97,9 +87,9 @@ class Started(Server):
     name = "the server"
 
     def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
+        super().__init__(Target(url=""))
         self.layout = layout
         self.log = logs / f"{cell.key}.server.log"
-        self.target = Target(url="")
         self._cell, self._server = cell, campaign.server
         self._child: Child | None = None
 
@@ -278,7 +268,7 @@ def server_of(cell: Cell, campaign: Campaign, layout: Layout | None, logs: Path)
     """The server of a cell: one of ours is starting already."""
     if campaign.target is not None or layout is None:
         assert campaign.target is not None
-        return Endpoint(campaign.target)
+        return Server(campaign.target)
     return (Command if cell.engine else Local)(cell, campaign, layout, logs)
 
 

@@ -212,7 +212,7 @@ def _measure(
     from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target
     from loadtests.campaign.level_runner import LevelAsk, ServerBench
     from loadtests.campaign.run_state import CellState, manifest_of, new_folder
-    from loadtests.campaign.server_launch import Endpoint
+    from loadtests.campaign.server_launch import Server
     from loadtests.host.resource_sampler import Sampler
     from loadtests.load_generator.openai_endpoint import probe
     from loadtests.records import run_journal as journal
@@ -247,7 +247,7 @@ def _measure(
         told = msgspec.to_builtins(facts)
         run.event(journal.CellReady(cell=CELL, url=target.url, target=told))
         state = CellState(run, campaign, cell)
-        bench = ServerBench(state, Endpoint(target), facts, None, generator, progress)
+        bench = ServerBench(state, Server(target), facts, None, generator, progress)
         asked = LevelAsk(
             name=LEVEL, seed=plan.seed, rate=plan.rate, window_seconds=plan.window_seconds
         )
