@@ -32,6 +32,13 @@ TYPES = {
     "object": "a table",
 }
 
+PYTHON: dict[type, Any] = {
+    inspect.StrType: str,
+    inspect.IntType: int,
+    inspect.FloatType: (int, float),
+    inspect.BoolType: bool,
+}
+
 
 def key(text: str) -> Meta:
     """What is said of a key."""
@@ -103,7 +110,9 @@ def _place(said: str, place: str, raw: Any, kind: inspect.Type) -> tuple[Keys, l
     for name, number in re.findall(r"\.([^.\[\]`]+)|\[(\d+|\.\.\.)\]", place):
         part = name or number
         if number == "...":  # a table of names: the first whose value is wrong
-            part = next((one for one in raw if not _fits(raw[one], kinds)), "...")
+            inside = [one for kind in kinds for one in _inside(kind, "")]
+            good = [any(_fits(value, one) for one in inside) for value in raw.values()]
+            part = list(raw)[good.index(False)] if False in good else "..."
         elif number:
             part = int(number)
         path.append(part)
@@ -117,19 +126,14 @@ def _place(said: str, place: str, raw: Any, kind: inspect.Type) -> tuple[Keys, l
     return path, kinds
 
 
-def _fits(value: Any, kinds: list[inspect.Type]) -> bool:
-    tables = [one.value_type for one in kinds if isinstance(one, inspect.DictType)]
-    structs = [
-        one.cls
-        for table in tables
-        for one in _options(table)
-        if isinstance(one, inspect.StructType)
-    ]
+def _fits(value: Any, kind: inspect.Type) -> bool:
+    if not isinstance(kind, inspect.StructType):
+        return isinstance(value, PYTHON.get(type(kind), object))
     try:
-        msgspec.convert(value, structs[0] if structs else object)
+        msgspec.convert(value, kind.cls)
     except msgspec.ValidationError:
         return False
-    return bool(structs)
+    return True
 
 
 def _inside(kind: inspect.Type, part: str | int) -> list[inspect.Type]:

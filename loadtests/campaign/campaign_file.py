@@ -56,8 +56,7 @@ class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     context_tokens: Annotated[Count, key("most tokens of one request, prompt and answer")] = 2048
     cache: Annotated[str | None, key("folder of made and downloaded weights")] = None
     ready_seconds: Annotated[
-        Positive,
-        key("most that loading may take, making the weights included"),
+        Positive, key("most that loading may take, making the weights included")
     ] = 1800.0
 
 
@@ -111,8 +110,7 @@ class Search(Table, frozen=True):
         key("law: from step times, and a level confirms; levels: by levels alone"),
     ] = "law"
     starts: Annotated[
-        Count,
-        key("server starts that must confirm; 2 for a machine that is to be put to work"),
+        Count, key("server starts that must confirm; 2 for a machine that is to be put to work")
     ] = 1
     confirm: Annotated[
         Annotated[int, Meta(ge=0)] | None,
@@ -121,16 +119,13 @@ class Search(Table, frozen=True):
     single_stream_requests: Annotated[Count, key("requests one at a time, before any load")] = 20
     single_stream_seconds: Annotated[Positive, key("most that they take")] = 20.0
     level_seconds: Annotated[
-        Positive,
-        key("shortest level that confirms; below 3 requests/s it is twice as long"),
+        Positive, key("shortest level that confirms; below 3 requests/s it is twice as long")
     ] = 60.0
     rates: Annotated[
-        list[Positive],
-        key("measure levels at these rates (requests/s) in place of a search"),
+        list[Positive], key("measure levels at these rates (requests/s) in place of a search")
     ] = []
     budget_seconds: Annotated[
-        Positive,
-        key("measuring time of each cell where the campaign has none for all"),
+        Positive, key("measuring time of each cell where the campaign has none for all")
     ] = 600.0
 
 
@@ -188,8 +183,7 @@ class CampaignFile(Table, frozen=True):
         key("disturbed levels are measured again on the quiet machine; ignore: they count"),
     ] = "wait"
     wait_seconds: Annotated[
-        Seconds,
-        key("most that a cell waits for quiet, besides its budget; 0: none"),
+        Seconds, key("most that a cell waits for quiet, besides its budget; 0: none")
     ] = 300.0
 
 

@@ -38,27 +38,15 @@ from loadtests.campaign.cell_selection import (
     why_not,
     with_engine,
 )
-from loadtests.campaign.level_runner import OpenBench, open_bench
+from loadtests.campaign.level_runner import OpenBench, open_bench, wait_until_it_serves
 from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import (
-    CellState,
-    campaign_of,
-    manifest_of,
-    new_folder,
-)
+from loadtests.campaign.run_state import CellState, campaign_of, manifest_of, new_folder
 from loadtests.campaign.server_launch import Server
 from loadtests.comparison.run_environment import machine_differences
-from loadtests.errors import (
-    BadRunFolder,
-    EndpointRefuses,
-    Incomplete,
-    LoadError,
-    ServerFailed,
-)
+from loadtests.errors import BadRunFolder, EndpointRefuses, Incomplete, LoadError, ServerFailed
 from loadtests.host.child_processes import signals_interrupt
 from loadtests.host.machine_lock import machine_lock
-from loadtests.load_generator.openai_endpoint import probe
 from loadtests.records.run_folder import RunFolder
 from loadtests.records.run_journal import (
     CellFinished,
@@ -108,7 +96,7 @@ def run(
     """
     measuring_real = World(lambda: hardware_facts(bandwidth=plan.campaign.target is None))
     with _lock(f"campaign {plan.campaign.name}", beside_others):
-        plan = _named(plan)
+        plan = _named(plan, progress)
         world = world or measuring_real
         facts = world.facts()
         plan = with_rungs(plan, facts, progress)
@@ -199,13 +187,13 @@ def _close_open_level(opened: RunFolder, reason: str) -> None:
             opened.event(LevelAbandoned(cell=level.cell, level=level.level, reason=reason))
 
 
-def _named(plan: Plan) -> Plan:
+def _named(plan: Plan, progress: Progress) -> Plan:
     """The plan with the name of the model that its endpoint serves. Raises TargetUnusable."""
     target = plan.campaign.target
     if target is None or target.model is not None:
         return plan
-    Server(target).wait_ready(lambda what, fraction: None)
-    target = msgspec.structs.replace(target, model=probe(target).model)
+    facts = wait_until_it_serves(Server(target), progress)
+    target = msgspec.structs.replace(target, model=facts.model)
     cells = [cell_of_target(target, cell.workload) for cell in plan.cells]
     return Plan(msgspec.structs.replace(plan.campaign, target=target), cells, plan.text)
 

@@ -27,8 +27,7 @@ class Engine(Table, frozen=True):
 
     name: Annotated[str, key("the engine's, in keys and reports")]
     command: Annotated[
-        str,
-        key("words as a shell splits them; {model} {port} {host} {slots} {context} ... filled"),
+        str, key("words as a shell splits them; {model} {port} {host} {slots} {context} ... filled")
     ]
     ready: Annotated[str, key("path that answers 200 once it serves")] = "/health"
     weights: Annotated[

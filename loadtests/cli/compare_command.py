@@ -66,9 +66,7 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
     least: Annotated[
         Annotated[float, Meta(ge=0)],
         option(
-            "",
-            "Differences below this share are no difference.",
-            metavar="<float range> [x>=0.0]",
+            "", "Differences below this share are no difference.", metavar="<float range> [x>=0.0]"
         ),
     ] = 0.01
     as_json: Annotated[bool, option("", "Print the comparison as JSON.", "json")] = False

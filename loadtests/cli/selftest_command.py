@@ -40,11 +40,7 @@ def selftest(
         report = run_selftest(progress, only)
     if as_json:
         rows = [msgspec.to_builtins(row) | {"error": row.error} for row in report.rows]
-        whole = {
-            "passed": report.passed,
-            "seconds": round(report.seconds, 1),
-            "rows": rows,
-        }
+        whole = {"passed": report.passed, "seconds": round(report.seconds, 1), "rows": rows}
         typer.echo(msgspec.json.format(msgspec.json.encode(whole), indent=2).decode())
     else:
         show_selftest(report)

@@ -244,11 +244,7 @@ class Bench:
             if at >= asked.window_seconds:
                 break
             (one,) = server.records(
-                [at],
-                [ask.prompt_tokens],
-                [ask.output_tokens],
-                cell=state.key,
-                level=asked.name,
+                [at], [ask.prompt_tokens], [ask.output_tokens], cell=state.key, level=asked.name
             )
             records.append(msgspec.structs.replace(one, index=index))
             at = one.ended_seconds or at

@@ -164,6 +164,10 @@ def test_a_campaign_is_data_until_the_command_line_says_more() -> None:
         (with_engine(command="vllm \u202e {port}"), "characters that a terminal would not show"),
         (with_engine('ready = "health"'), "ready: it must be a path such as /health"),
         (with_engine('format = "Q4_0"'), "'Q4_0' is not one of bf16, fp16, fp32"),
+        (
+            with_engine('environment = { A = "x", B = 1 }'),
+            r"engines\[0\].environment.B must be a text, got 1$",
+        ),
         (with_engine("wieghts = 1"), r"\[0\].wieghts is no key; known here: name, command"),
         (with_engine().replace('"vllm"', '"best"'), "a file's name, and of no other engine"),
         (with_engine().replace('"vllm"', '"../x"'), "a file's name, and of no other engine"),

@@ -71,9 +71,7 @@ def test_an_interrupted_burst_costs_no_cell(tmp_path: Path) -> None:
     check_folder(world.run(campaign(), tmp_path))
 
 
-def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(
-    tmp_path: Path,
-) -> None:
+def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_path: Path) -> None:
     def fate(state: CellState, asked: LevelAsk) -> None:
         if "#2." in asked.name and state.key.startswith("smollm2-135m"):
             raise interrupted()

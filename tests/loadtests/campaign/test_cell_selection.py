@@ -8,13 +8,7 @@ import msgspec
 import pytest
 
 from loadtests.campaign.campaign_file import DEMO, Cell, Plan, parse_campaign, read_campaign
-from loadtests.campaign.cell_selection import (
-    law_of_times,
-    layout_of,
-    shares,
-    to_confirm,
-    why_not,
-)
+from loadtests.campaign.cell_selection import law_of_times, layout_of, shares, to_confirm, why_not
 from loadtests.campaign.model_size_selection import (
     MEASURED,
     around_the_limit,
