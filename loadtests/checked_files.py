@@ -11,13 +11,11 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from models.errors import CrossoverError
 
@@ -32,6 +30,13 @@ TYPES = {
     "bool": "true or false",
     "array": "a list",
     "object": "a table",
+}
+
+PYTHON: dict[type, Any] = {
+    inspect.StrType: str,
+    inspect.IntType: int,
+    inspect.FloatType: (int, float),
+    inspect.BoolType: bool,
 }
 
 
@@ -74,12 +79,19 @@ def converted(given: Any, kind: type[T], error: type[CrossoverError]) -> T:
         try:
             found = msgspec.convert(raw, kind)
         except msgspec.ValidationError as problem:
-            path = _path_of(str(problem), raw, kind)
+            said, _, place = str(problem).partition(" - at `")
+            path, kinds = _place(said, place, raw, inspect.type_info(kind))
             name = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
-            if "missing required field" in str(problem) and name in faults:
+            if "missing required field" in said and name in faults:
                 break  # it was there and wrong
-            faults.setdefault(name, _sentence(name, str(problem), path, raw, kind))
-            if not _taken_out(raw, path):
+            try:
+                holder = raw
+                for part in path[:-1]:
+                    holder = holder[part]
+                faults.setdefault(name, _sentence(name, said, kinds, f", got {holder[path[-1]]!r}"))
+                del holder[path[-1]]
+            except (LookupError, TypeError):  # it is not there
+                faults.setdefault(name, _sentence(name, said, kinds, ""))
                 break
         else:
             if not faults:
@@ -88,96 +100,75 @@ def converted(given: Any, kind: type[T], error: type[CrossoverError]) -> T:
     raise error("; ".join(faults.values()))
 
 
-def _path_of(problem: str, raw: Any, kind: Any) -> Keys:
-    """`... - at `$.cells[0].slots`` -> ["cells", 0, "slots"]; also a key that is not there."""
-    place = re.search(r"at `(?:key in )?\$([^`]*)`", problem)
+def _place(said: str, place: str, raw: Any, kind: inspect.Type) -> tuple[Keys, list[inspect.Type]]:
+    """`$.cells[0].slots` -> ["cells", 0, "slots"], and what may stand there.
+
+    A key that is unknown or missing is the last of the path; its types are those of its table.
+    """
     path: Keys = []
-    for name, number in re.findall(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]", place[1] if place else ""):
+    kinds = _options(kind)
+    for name, number in re.findall(r"\.([^.\[\]`]+)|\[(\d+|\.\.\.)\]", place):
+        part = name or number
         if number == "...":  # a table of names: the first whose value is wrong
-            path.append(_first_wrong(_value(raw, path), _kind_at(kind, path)))
-        else:
-            path.append(name or int(number))
-    key = re.search(r"(?:unknown|missing required) field `([^`]*)`", problem)
-    return [*path, key[1]] if key else path
-
-
-def _first_wrong(named: Any, kind: Any) -> str:
-    for name, value in named.items():
+            inside = [one for kind in kinds for one in _inside(kind, "")]
+            good = [any(_fits(value, one) for one in inside) for value in raw.values()]
+            part = list(raw)[good.index(False)] if False in good else "..."
+        elif number:
+            part = int(number)
+        path.append(part)
+        kinds = [inside for one in kinds for inside in _inside(one, part)]
         try:
-            msgspec.convert(value, _inside(kind, name))
-        except msgspec.ValidationError:
-            return str(name)
-    return "..."
+            raw = raw[part]
+        except (LookupError, TypeError):
+            break
+    if key := re.search(r"(?:unknown|missing required) field `([^`]*)`", said):
+        path.append(key[1])
+    return path, kinds
 
 
-def _value(raw: Any, path: Sequence[str | int]) -> Any:
-    """Raises LookupError, TypeError where there is none."""
-    for part in path:
-        raw = raw[part]
-    return raw
-
-
-def _taken_out(raw: Any, path: Sequence[str | int]) -> bool:
+def _fits(value: Any, kind: inspect.Type) -> bool:
+    if not isinstance(kind, inspect.StructType):
+        return isinstance(value, PYTHON.get(type(kind), object))
     try:
-        del _value(raw, path[:-1])[path[-1]]
-    except (LookupError, TypeError):
+        msgspec.convert(value, kind.cls)
+    except msgspec.ValidationError:
         return False
     return True
 
 
-def _sentence(name: str, problem: str, path: Keys, raw: Any, kind: Any) -> str:
+def _inside(kind: inspect.Type, part: str | int) -> list[inspect.Type]:
+    if isinstance(kind, inspect.StructType):
+        return [one for f in kind.fields if f.encode_name == part for one in _options(f.type)]
+    if isinstance(kind, inspect.DictType):
+        return _options(kind.value_type)
+    return _options(kind.item_type) if isinstance(kind, inspect.ListType) else []
+
+
+def _options(kind: inspect.Type) -> list[inspect.Type]:
+    """The types that a value may have."""
+    if isinstance(kind, inspect.Metadata):
+        return _options(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return [inside for one in kind.types for inside in _options(one)]
+    return [kind]
+
+
+def _sentence(name: str, said: str, kinds: list[inspect.Type], got: str) -> str:
     """msgspec's message as "server.slots must be at least 1, got 0"."""
-    if "unknown field" in problem:
-        known = next(
-            (one.__struct_fields__ for one in _kinds(_kind_at(kind, path[:-1])) if _is_struct(one)),
-            (),
-        )
-        return f"{name} is no key" + (f"; known here: {', '.join(known)}" if known else "")
-    if "missing required field" in problem:
+    if "unknown field" in said:
+        tables = [one for one in kinds if isinstance(one, inspect.StructType)]
+        known = ", ".join(field.encode_name for one in tables[:1] for field in one.fields)
+        return f"{name} is no key" + (f"; known here: {known}" if known else "")
+    if "missing required field" in said:
         return f"{name} is missing"
-    try:
-        got = f", got {_value(raw, path)!r}" if path else ""
-    except (LookupError, TypeError):
-        got = ""
-    said = problem.partition(" - at `")[0]
     if bound := re.fullmatch(r"Expected `\w+` (>=|>|<=|<) (\S+)", said):
         return f"{name} must be {LIMITS[bound[1]]} {float(bound[2]):g}{got}"
     if wrong := re.fullmatch(r"Expected (`.*`), got `.*`", said):
         types = [TYPES.get(one, one) for one in re.findall(r"\w+", wrong[1]) if one != "null"]
         return f"{name} must be {' or '.join(types)}{got}"
     if said.startswith("Invalid enum value"):
-        choices = [one for one in _kinds(_kind_at(kind, path)) if get_origin(one) is Literal]
-        listed = ", ".join(repr(value) for one in choices for value in get_args(one))
+        values = [list(one.values) for one in kinds if isinstance(one, inspect.LiteralType)]
+        values += [[v.value for v in one.cls] for one in kinds if isinstance(one, inspect.EnumType)]
+        listed = ", ".join(repr(value) for several in values for value in several)
         return f"{name} must be one of {listed or 'the known names'}{got}"
     return f"{name}: {said}{got}" if name else said
-
-
-def _kind_at(kind: Any, path: Sequence[str | int]) -> Any:
-    """The type of what is at a path; None where it is not known."""
-    for part in path:
-        kind = _inside(kind, part)
-    return kind
-
-
-def _inside(kind: Any, part: str | int) -> Any:
-    for one in _kinds(kind):
-        if _is_struct(one) and part in one.__struct_fields__:
-            return get_type_hints(one, include_extras=True)[str(part)]
-        if get_origin(one) in (dict, list, tuple):
-            return get_args(one)[1 if get_origin(one) is dict else 0]
-    return None
-
-
-def _kinds(kind: Any) -> Iterator[Any]:
-    """The types that a hint allows: of `Annotated[list[Hardware] | None, ...]` the list, None."""
-    if get_origin(kind) is Annotated:
-        yield from _kinds(get_args(kind)[0])
-    elif get_origin(kind) in (Union, UnionType):
-        for one in get_args(kind):
-            yield from _kinds(one)
-    else:
-        yield kind
-
-
-def _is_struct(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)

@@ -27,10 +27,6 @@ class ServerFailed(LoadError):
     """The server that the runner started did not become ready."""
 
 
-class OverMemory(ServerFailed):
-    """Server and engine used more memory than the cell may."""
-
-
 class LevelFailed(LoadError):
     """A level of load could not be measured: the load generator ended early or lost requests."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -70,4 +71,6 @@ def toml_type(kind: Any) -> str:
         return " or ".join(f"`{toml_value(value)}`" for value in parts)
     if origin in (list, tuple):
         return f"array of {toml_type(parts[0])}"
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return " or ".join(f"`{toml_value(one.value)}`" for one in kind)
     return TOML_TYPES.get(kind, "table")

@@ -44,44 +44,26 @@ from serving.backends.backend_table import BACKENDS, weights_of
 from serving.bounds import Count, Positive, Seconds, Share
 from serving.errors import BackendUnavailable
 from serving.placement.fastest_backend import BEST
-from serving.server_options import Standby
+from serving.server_options import SharedOptions
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
 AUTO = "auto"  # in place of models: the rungs around this machine's limit
 
 
-class Server(Table, frozen=True):
+class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the server of each cell is started: options of `crossover serve` of the same names."""
 
-    policy: Annotated[
-        Literal["auto", "gpu-only", "cpu-only"], key("auto, gpu-only or cpu-only")
-    ] = "auto"
-    slots: Annotated[Count, key("sequences that run at the same time")] = 16
     context_tokens: Annotated[Count, key("most tokens of one request, prompt and answer")] = 2048
-    kv_tokens: Annotated[
-        Count | None,
-        key("KV cache of all requests together; none: slots x context_tokens"),
-    ] = None
-    kv_dtype: Annotated[str, key("number type of the KV cache; auto: the backend's own")] = "auto"
-    prefill_tokens: Annotated[
-        Count | None,
-        key("most prompt tokens of a step; none: that of `serve`, 256"),
-    ] = None
-    step_seconds: Annotated[
-        Positive | None,
-        key("target of a step with prompt tokens; none: 0.3"),
-    ] = None
-    prefix_reuse: Annotated[bool, key("keep the KV cache of prompts that begin alike")] = True
-    check_memory: Annotated[bool, key("refuse what does not fit")] = True
-    standby: Annotated[
-        Standby, key("warm: the fallback engine is kept loaded beside the one that serves")
-    ] = "cold"
     cache: Annotated[str | None, key("folder of made and downloaded weights")] = None
-    options: Annotated[dict[str, str | int | float | bool], key("options of the backend")] = {}
     ready_seconds: Annotated[
-        Positive,
-        key("most that loading may take, making the weights included"),
+        Positive, key("most that loading may take, making the weights included")
     ] = 1800.0
+
+
+# Options of `serve` that a campaign says elsewhere: of a cell, of its hardware, or not at all.
+NOT_OF_SERVER = (
+    *("backend", "weight_format", "calibration", "threads", "cores", "idle_unload_seconds"),
+)
 
 
 class Load(Table, frozen=True):
@@ -101,7 +83,7 @@ class Hardware(Table, frozen=True):
     threads: Annotated[Count | None, key("threads of the engine; none: one for each core")] = None
     memory_gib: Annotated[
         Positive | None,
-        key("limit of server and engine; a cell that needs more is skipped"),
+        key("of server and engine; a cell that is predicted to need more is skipped"),
     ] = None
 
 
@@ -111,7 +93,7 @@ class SloSpec(Table, frozen=True):
     preset: Annotated[
         str | None, key("chat, interactive, reading, batch, ...; none: the limits below")
     ] = None
-    name: Annotated[str | None, key("needed where two would have the same")] = None
+    name: Annotated[str | None, key("what reports call it")] = None
     ttft_seconds: Annotated[Positive | None, key("limit of the time to first token")] = None
     tpot_seconds: Annotated[Positive | None, key("limit of the time per output token")] = None
     target: Annotated[Share | None, key("share of requests that must be good, 0..1")] = None
@@ -128,8 +110,7 @@ class Search(Table, frozen=True):
         key("law: from step times, and a level confirms; levels: by levels alone"),
     ] = "law"
     starts: Annotated[
-        Count,
-        key("server starts that must confirm; 2 for a machine that is to be put to work"),
+        Count, key("server starts that must confirm; 2 for a machine that is to be put to work")
     ] = 1
     confirm: Annotated[
         Annotated[int, Meta(ge=0)] | None,
@@ -138,16 +119,13 @@ class Search(Table, frozen=True):
     single_stream_requests: Annotated[Count, key("requests one at a time, before any load")] = 20
     single_stream_seconds: Annotated[Positive, key("most that they take")] = 20.0
     level_seconds: Annotated[
-        Positive,
-        key("shortest level that confirms; below 3 requests/s it is twice as long"),
+        Positive, key("shortest level that confirms; below 3 requests/s it is twice as long")
     ] = 60.0
     rates: Annotated[
-        list[Positive],
-        key("measure levels at these rates (requests/s) in place of a search"),
+        list[Positive], key("measure levels at these rates (requests/s) in place of a search")
     ] = []
     budget_seconds: Annotated[
-        Positive,
-        key("measuring time of each cell where the campaign has none for all"),
+        Positive, key("measuring time of each cell where the campaign has none for all")
     ] = 600.0
 
 
@@ -193,9 +171,6 @@ class CampaignFile(Table, frozen=True):
     slo: Annotated[
         str | SloSpec | None, key("limits that a good request keeps; none: the preset chat")
     ] = None
-    slos: Annotated[
-        list[str | SloSpec], key("several, in place of slo: each level is judged by all")
-    ] = []
     search: Annotated[Search, key("how a capacity is found")] = Search()
     budget_seconds: Annotated[
         Positive | None,
@@ -208,8 +183,7 @@ class CampaignFile(Table, frozen=True):
         key("disturbed levels are measured again on the quiet machine; ignore: they count"),
     ] = "wait"
     wait_seconds: Annotated[
-        Seconds,
-        key("most that a cell waits for quiet, besides its budget; 0: none"),
+        Seconds, key("most that a cell waits for quiet, besides its budget; 0: none")
     ] = 300.0
 
 
@@ -218,20 +192,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     model: str
-    weight_format: str
+    weight_format: str  # of a best engine: the one that it is chosen in; "": any
     backend: str
     hardware: Hardware = Hardware()
     slots: int | None = None
     context_tokens: int | None = None
-    kv_tokens: int | None = None
-    kv_dtype: str | None = None
     synthetic: bool | None = None  # random weights; None: not known
     url: str | None = None  # the endpoint, where the runner starts none
     workload: str = ""  # its name, where the campaign has several
     engine: str = ""  # its name, where it is one of others (`engines` of the campaign)
-    device: str | None = None  # of such an engine, as far as is known
     is_best: bool = False  # the engine is the CPU's best, chosen when the cell starts
-    formats: tuple[str, ...] = ()  # ... among these formats; none: the usual ones
 
 
 class RepeatedLevel(msgspec.Struct, frozen=True, array_like=True):
@@ -242,31 +212,14 @@ class RepeatedLevel(msgspec.Struct, frozen=True, array_like=True):
     seed: int | None = None  # None: drawn anew
 
 
-class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file with its defaults, as the manifest keeps it; `slo` and `workload` are the first."""
+class Campaign(CampaignFile, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """The file with its SLO and lengths looked up, as the manifest keeps it."""
 
-    name: str
-    slo: Slo
-    workload: Workload
-    arrivals: Arrivals
-    search: Search
-    server: Server
-    target: Target | None
-    budget_seconds: float | None  # None: `search.budget_seconds` for each cell
-    seed: int
-    sample_seconds: float
-    disturbance: Literal["wait", "ignore"] = "wait"
-    wait_seconds: float = 300.0
-    load: Load = Load()
-    slos: tuple[Slo, ...] = ()  # all of them where there are several
-    workloads: dict[str, Workload] = {}  # by name where there are several
-    engines: dict[str, Engine] = {}  # of others, by name
+    slo: Slo  # type: ignore[assignment]
+    workload: Workload  # the first, where there are several
+    engines: dict[str, Engine] = {}  # type: ignore[assignment]  # by name
     repeats: str | None = None  # the run whose levels are measured again
     cell_levels: dict[str, tuple[RepeatedLevel, ...]] = {}  # of a repeat, by cell
-
-    @property
-    def all_slos(self) -> tuple[Slo, ...]:
-        return self.slos or (self.slo,)
 
     def workload_of(self, cell: Cell) -> Workload:
         return self.workloads[cell.workload] if cell.workload else self.workload
@@ -277,12 +230,11 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             levels = self.cell_levels.get(cell.key, ())
             alone = [one for one in levels if one.rate is None]
             return alone[:1] + [one for one in levels if one.rate is not None]
-        if not self.search.rates:
+        search = self.search
+        if not search.rates:
             return None
-        alone = [RepeatedLevel(None, self.search.single_stream_seconds)]
-        return alone + [
-            RepeatedLevel(rate, self.search.level_seconds) for rate in self.search.rates
-        ]
+        loaded = [RepeatedLevel(rate, search.level_seconds) for rate in search.rates]
+        return [RepeatedLevel(None, search.single_stream_seconds), *loaded]
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -323,34 +275,20 @@ def _plan_of(
         raw["budget_seconds"] = budget_seconds
     file = converted(raw, CampaignFile, BadCampaign)
     faults = list(_faults(file))
-    slos: list[Slo] = []
-    for spec in file.slos or [file.slo or "chat"]:
-        try:
-            slos.append(slo_of(spec))
-        except BadCampaign as problem:
-            faults.append(str(problem))
+    try:
+        slo = slo_of(file.slo or "chat")
+    except BadCampaign as problem:
+        faults.append(str(problem))
     if faults:
         raise BadCampaign("; ".join(faults))
     if models and AUTO in file.models:
         file = msgspec.structs.replace(file, models=list(models))
-    campaign = Campaign(
-        name=file.name,
-        slo=slos[0],
-        slos=tuple(slos) if len(slos) > 1 else (),
-        workload=next(iter(file.workloads.values()), file.workload or DEFAULT_WORKLOAD),
-        workloads=file.workloads,
-        arrivals=file.arrivals,
-        search=file.search,
-        server=file.server,
-        target=file.target,
-        budget_seconds=file.budget_seconds,
-        seed=file.seed,
-        sample_seconds=file.sample_seconds,
-        disturbance=file.disturbance,
-        wait_seconds=file.wait_seconds,
-        load=file.load,
-        engines={engine.name: engine for engine in file.engines},
-    )
+    changes = {
+        "slo": slo,
+        "workload": next(iter(file.workloads.values()), file.workload or DEFAULT_WORKLOAD),
+        "engines": {engine.name: engine for engine in file.engines},
+    }
+    campaign = Campaign(**(msgspec.structs.asdict(file) | changes))
     return Plan(campaign, [] if AUTO in file.models else cells_of(file), text)
 
 
@@ -361,11 +299,9 @@ def slo_of(spec: str | SloSpec) -> Slo:
     if spec.preset is not None and spec.preset not in SLO_PRESETS:
         known = ", ".join(SLO_PRESETS)
         raise BadCampaign(f"slo.preset must be one of {known}, got {spec.preset!r}")
-    changes = {
-        name: value
-        for name in SloSpec.__struct_fields__
-        if name != "preset" and (value := getattr(spec, name)) is not None
-    }
+    given = msgspec.structs.asdict(spec)
+    del given["preset"]
+    changes = {name: value for name, value in given.items() if value is not None}
     if spec.preset is None:
         return Slo(**{"ttft_seconds": None, "tpot_seconds": None, "name": "own", **changes})
     if changes.keys() & {"ttft_seconds", "tpot_seconds"}:
@@ -376,20 +312,17 @@ def slo_of(spec: str | SloSpec) -> Slo:
 def check_trust(plan: Plan, trusted: Sequence[str], *, allow_commands: bool = False) -> None:
     """A campaign, or its run folder, may be a stranger's: the command line says what it may use.
 
-    Raises BadCampaign where it names code (module:Class) or an environment variable that is not
-    among `trusted`, and where it has commands without `allow_commands`.
+    Raises BadCampaign where it names code (module:Class) or the variable of a key that is not among
+    `trusted`, and where it has commands without `allow_commands`.
     """
     target = plan.campaign.target
     named = {cell.backend: "runs as code" for cell in plan.cells if ":" in cell.backend}
     if target is not None and target.api_key_env is not None:
         named[target.api_key_env] = f"is an environment variable that {target.url} is sent"
-    engines = plan.campaign.engines.values()
-    for engine in engines:
-        seen = f"is an environment variable that {engine.name} sees"
-        named |= dict.fromkeys(engine.variables, seen)
     for name, what in named.items():
         if name not in trusted:
             raise BadCampaign(f"{name!r} {what}; if you trust the campaign, say so: --trust {name}")
+    engines = plan.campaign.engines.values()
     if engines and not allow_commands:
         commands = "; ".join(printable(command_of(engine)) for engine in engines)
         raise BadCampaign(
@@ -402,34 +335,38 @@ def check_trust(plan: Plan, trusted: Sequence[str], *, allow_commands: bool = Fa
 
 
 def cells_of(file: CampaignFile) -> list[Cell]:
-    """The product, then the cells given by hand, in the order of the file.
+    """The product, then the cells given by hand, then those of engines of others.
 
     Raises BadCampaign for a combination that is none.
     """
     names = list(file.workloads) or [""]
     if file.target is not None:
         return [cell_of_target(file.target, name) for name in names]
+    formats: list[str | None] = [*file.formats] or [None]
     wanted = [
         OneCell(model=model, format=weight_format, backend=backend)
         for model in file.models
-        for weight_format in (*file.formats, *(() if file.formats else (None,)))
+        for weight_format in formats
         for backend in file.backends
         if backend != BEST
     ]
     # The best engine is one cell for all formats: they limit what it is chosen from.
-    best = [OneCell(model=model, backend=BEST) for model in file.models if BEST in file.backends]
-    wanted += best + file.cells
-    cells = [
-        _cell(one, hardware, file, name)
-        for one in wanted
-        for hardware in file.hardware
-        for name in names
-    ]
-    cells += [
-        _cell_of_engine(engine, model, weight_format, hardware, file, name)
+    wanted += [OneCell(model=model, backend=BEST) for model in file.models if BEST in file.backends]
+    made = [_cell(one, file) for one in wanted + file.cells]
+    made += [
+        _cell_of_engine(engine, model, weight_format, file)
         for engine in file.engines
         for model in file.models
         for weight_format in formats_of(engine, file.formats)
+    ]
+    cells = [
+        msgspec.structs.replace(
+            cell,
+            key=plain("-".join(part for part in (cell.key, hardware.name, name) if part)),
+            hardware=hardware,
+            workload=name,
+        )
+        for cell in made
         for hardware in file.hardware
         for name in names
     ]
@@ -458,70 +395,46 @@ def cell_of_target(target: Target, workload: str = "") -> Cell:
     )
 
 
-def _cell_of_engine(
-    engine: Engine,
-    model: str,
-    weight_format: str,
-    hardware: Hardware,
-    file: CampaignFile,
-    workload: str,
-) -> Cell:
-    is_made = engine.weights != "none" and model not in engine.names
+def _cell_of_engine(engine: Engine, model: str, weight_format: str, file: CampaignFile) -> Cell:
     name = rung(model).spec.name if is_rung(model) else model
-    parts = (name, weight_format, engine.name, hardware.name, workload)
-    filled, server = places(engine.command), file.server
-    # What its command does not say is its own business.
-    slots = server.slots if "slots" in filled else None
-    context = server.context_tokens if "context" in filled else None
+    filled = places(engine.command)  # what its command does not say is its own business
     return Cell(
-        key=plain("-".join(part for part in parts if part)),
+        key="-".join(part for part in (name, weight_format, engine.name) if part),
         model=name,
         weight_format=weight_format,
         backend=engine.name,
-        hardware=hardware,
-        slots=slots,
-        context_tokens=context,
-        kv_tokens=server.kv_tokens if "kv_tokens" in filled else None,
-        synthetic=True if is_made and is_rung(model) else None,
-        workload=workload,
+        slots=file.server.slots if "slots" in filled else None,
+        context_tokens=file.server.context_tokens if "context" in filled else None,
+        synthetic=True if engine.weights != "none" and is_rung(model) else None,
         engine=engine.name,
-        device=engine.device,
     )
 
 
-def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -> Cell:
+def _cell(one: OneCell, file: CampaignFile) -> Cell:
+    is_best = one.backend == BEST
     try:
         known = is_rung(one.model)
         # A file, a folder or a hub id.
         is_elsewhere = any(mark in one.model for mark in ("/", ".gguf"))
         model = one.model if is_elsewhere and not known else rung(one.model).spec.name
-        is_best = one.backend == BEST
-        kind, weight_format = ("none", "") if is_best else weights_of(one.backend, one.format)
+        kind, weight_format = "none", one.format or ""
+        if not is_best:
+            kind, weight_format = weights_of(one.backend, one.format)
     except BackendUnavailable as problem:
         others = "other engines are [[engines]] tables: docs/measure-any-endpoint.md"
         raise BadCampaign(f"{problem}; {others}") from problem
     except CrossoverError as problem:
         raise BadCampaign(f"{problem}") from problem
-    name = f"{model}-{weight_format or DEFAULT_FORMATS.get(kind, '')}-{one.backend}".replace(
-        "--", "-"
-    )
-    key = plain("-".join(part for part in (name, hardware.name, workload) if part))
-    server = file.server
-    formats = (one.format,) if one.format else tuple(file.formats)
+    shown = "" if is_best else weight_format or DEFAULT_FORMATS.get(kind, "")
     return Cell(
-        key=key,
+        key="-".join(part for part in (model, shown, one.backend) if part),
         model=model,
         weight_format=weight_format,
         backend=one.backend,
-        hardware=hardware,
-        slots=server.slots,
-        context_tokens=server.context_tokens,
-        kv_tokens=server.kv_tokens,
-        kv_dtype=server.kv_dtype,
+        slots=file.server.slots,
+        context_tokens=file.server.context_tokens,
         synthetic=True if known else None,
-        workload=workload,
         is_best=is_best,
-        formats=formats if is_best else (),
     )
 
 
@@ -539,6 +452,9 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         yield "nothing to measure: give models, cells, or a target with a url"
     if file.engines and not file.models:
         yield "engines are measured on models, and there are none"
+    for name in NOT_OF_SERVER:
+        if (value := getattr(file.server, name)) != getattr(Server(), name):
+            yield f"server.{name} = {value!r} is not said here, but of cells and hardware"
     is_beside = len(file.models) > 1 or bool(file.cells or file.engines or file.target)
     if AUTO in file.models and (is_beside or not {*file.backends} <= {*BACKENDS, BEST}):
         yield (
@@ -547,37 +463,15 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         )
     if file.workload is not None and file.workloads:
         yield "workload and workloads: give one of them"
-    if file.slo is not None and file.slos:
-        yield "slo and slos: give one of them"
-    names = [one if isinstance(one, str) else one.name or one.preset or "own" for one in file.slos]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"slos has {name!r} twice: give each a name of its own"
-    budgets = [hardware.name for hardware in file.hardware]
-    if len(budgets) > 1 and (not all(budgets) or len(set(budgets)) < len(budgets)):
-        yield f"each of several hardware budgets needs a name of its own, got {budgets}"
-    is_best = BEST in (*file.backends, *(cell.backend for cell in file.cells))
-    if is_best and file.server.policy == "gpu-only":
-        yield f"server.policy is 'gpu-only', and backend {BEST!r} chooses among the CPU's engines"
-    if is_best and file.server.options:
-        yield f"server.options are of one engine, and backend {BEST!r} chooses among several"
+    if BEST in (*file.backends, *(cell.backend for cell in file.cells)):
+        if file.server.policy == "gpu-only":
+            yield f"server.policy is 'gpu-only', and {BEST!r} chooses among the CPU's engines"
+        if file.server.options:
+            yield f"server.options are of one engine, and {BEST!r} chooses among several"
     try:
         check_target(file.target or Target(url=""))
     except TargetUnusable as problem:
         yield f"target: {problem}"
-    yield from _faults_of_lengths(file)
-    taken = {*BACKENDS, BEST, "external"}
-    for position, engine in enumerate(file.engines):
-        place = f"engines[{position}]"
-        if re.fullmatch(r"[A-Za-z0-9][\w.-]*", engine.name) is None:
-            yield f"{place}.name must be a file's name, got {engine.name!r}"
-        if engine.name in taken:
-            yield f"{place}.name {engine.name!r} is that of another engine: give it one of its own"
-        taken.add(engine.name)
-        yield from (f"{place}.{name}: {what}" for name, what in wrong(engine))
-
-
-def _faults_of_lengths(file: CampaignFile) -> Iterator[str]:
-    """Prompt and output must fit in the context of a server of ours."""
     context = file.server.context_tokens
     for name, one in (file.workloads or {"workload": file.workload or DEFAULT_WORKLOAD}).items():
         prompt = one.max_prompt_tokens or one.prompt_tokens or 0
@@ -587,3 +481,12 @@ def _faults_of_lengths(file: CampaignFile) -> Iterator[str]:
                 f"{name}: prompts of {prompt} and outputs of {output} tokens do not fit in "
                 f"server.context_tokens = {context}: raise it or lower the workload's caps"
             )
+    taken = {*BACKENDS, BEST, "external"}
+    for position, engine in enumerate(file.engines):
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*", engine.name) is None or engine.name in taken:
+            yield (
+                f"engines[{position}].name must be a file's name, and of no other engine, "
+                f"got {engine.name!r}"
+            )
+        taken.add(engine.name)
+        yield from (f"engines[{position}].{name}: {what}" for name, what in wrong(engine))

@@ -28,7 +28,7 @@ import msgspec
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import levels_of
 from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target, check_trust
-from loadtests.campaign.cell_runner import Done, capacities, next_step, run_cell, seen_of
+from loadtests.campaign.cell_runner import CellRun, capacity_of
 from loadtests.campaign.cell_selection import (
     WhyNot,
     fastest_engine,
@@ -38,38 +38,25 @@ from loadtests.campaign.cell_selection import (
     why_not,
     with_engine,
 )
-from loadtests.campaign.level_runner import OpenBench, open_bench
+from loadtests.campaign.level_runner import OpenBench, open_bench, wait_until_it_serves
 from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import (
-    CellState,
-    campaign_of,
-    manifest_of,
-    new_folder,
-    open_level_of,
-)
-from loadtests.campaign.server_launch import Endpoint
+from loadtests.campaign.run_state import CellState, campaign_of, manifest_of, new_folder
+from loadtests.campaign.server_launch import Server
 from loadtests.comparison.run_environment import machine_differences
-from loadtests.errors import (
-    BadRunFolder,
-    EndpointRefuses,
-    Incomplete,
-    LoadError,
-    OverMemory,
-    ServerFailed,
-)
+from loadtests.errors import BadRunFolder, EndpointRefuses, Incomplete, LoadError, ServerFailed
 from loadtests.host.child_processes import signals_interrupt
 from loadtests.host.machine_lock import machine_lock
-from loadtests.load_generator.openai_endpoint import probe
 from loadtests.records.run_folder import RunFolder
 from loadtests.records.run_journal import (
-    Capacity,
     CellFinished,
     CellSkipped,
     CellStarted,
     EngineChosen,
     Interrupted,
     LevelAbandoned,
+    LevelFinished,
+    LevelStarted,
     RunFinished,
     RunResumed,
     RunStarted,
@@ -109,7 +96,7 @@ def run(
     """
     measuring_real = World(lambda: hardware_facts(bandwidth=plan.campaign.target is None))
     with _lock(f"campaign {plan.campaign.name}", beside_others):
-        plan = _named(plan)
+        plan = _named(plan, progress)
         world = world or measuring_real
         facts = world.facts()
         plan = with_rungs(plan, facts, progress)
@@ -148,16 +135,17 @@ def resume(
             CellState(opened, campaign, cell, [one for one in levels if one.cell == cell.key])
             for cell in cells
         ]
-        is_complete = bool(of_kind(opened.events, RunFinished))
-        again = [state for state in states if confirm and to_be_confirmed(state)]
-        if is_complete and not again:
+        again = [state for state in states if confirm and _is_estimated(state)]
+        if of_kind(opened.events, RunFinished) and not again:
             what = "every cell is confirmed, or cannot be" if confirm else "nothing to do"
             progress.say(f"{folder} is complete: {what}")
             return folder
         facts = world.facts()
-        _check_machine(opened, facts)
-        note_resumed(opened, records.dropped_bytes)
-        done = sum(state.is_done for state in states)
+        if found := machine_differences(opened.manifest, msgspec.to_builtins(facts)):
+            apart = "; ".join(f"{one.name} {one.first} then, {one.second} now" for one in found)
+            raise BadRunFolder(f"{folder} was begun on another machine ({apart}): start a new run")
+        _note_resumed(opened, records.dropped_bytes)
+        done = sum(state.ended is not None for state in states)
         progress.say(
             f"going on with {folder}: {done} of {len(cells)} cells and {len(levels)} levels are "
             f"done{f', {len(again)} to confirm' if again else ''}"
@@ -170,22 +158,18 @@ def resume(
     return folder
 
 
-def to_be_confirmed(state: CellState) -> bool:
+def _is_estimated(state: CellState) -> bool:
     """A cell that has ended with an estimate that a level could confirm."""
-    ended = state.ended
-    if not isinstance(ended, CellFinished):
-        return False
-    return any(
-        not one.holds and one.confirm_seconds is not None for one in ended.capacities.values()
-    )
+    found = state.ended.capacity if isinstance(state.ended, CellFinished) else None
+    return found is not None and not found.holds and found.confirm_seconds is not None
 
 
-def note_resumed(opened: RunFolder, dropped_bytes: dict[str, int]) -> None:
+def _note_resumed(opened: RunFolder, dropped_bytes: dict[str, int]) -> None:
     """Writes that a run goes on, and how it had ended. `dropped_bytes`: cut-off last lines."""
     last = opened.events[-1] if opened.events else None
     _close_open_level(opened, "the runner ended within it")
-    ended = isinstance(last, RunFinished) or (isinstance(last, Interrupted) and last.cell is None)
-    if not ended:
+    has_ended = isinstance(last, RunFinished) or isinstance(last, Interrupted) and not last.cell
+    if not has_ended:
         kind = last.kind if last is not None else None
         opened.event(Interrupted(reason="the runner was killed", last_event=kind))
     opened.event(RunResumed(dropped_bytes=dropped_bytes))
@@ -195,29 +179,21 @@ def _lock(what: str, beside_others: bool) -> contextlib.AbstractContextManager[A
     return contextlib.nullcontext() if beside_others else machine_lock(what)
 
 
-def _check_machine(opened: RunFolder, facts: HardwareFacts) -> None:
-    """Raises BadRunFolder on another machine than the one that began the run."""
-    found = machine_differences(opened.manifest, msgspec.to_builtins(facts))
-    if found:
-        apart = "; ".join(f"{one.name} {one.first} then, {one.second} now" for one in found)
-        raise BadRunFolder(
-            f"{opened.folder} was begun on another machine ({apart}): start a new run"
-        )
-
-
 def _close_open_level(opened: RunFolder, reason: str) -> None:
-    level = open_level_of(opened.events)
-    if level is not None:
-        opened.event(LevelAbandoned(cell=level.cell, level=level.level, reason=reason))
+    """The level that was begun and neither finished nor abandoned."""
+    closed = {e.level for e in opened.events if isinstance(e, LevelFinished | LevelAbandoned)}
+    for level in of_kind(opened.events, LevelStarted):
+        if level.level not in closed:
+            opened.event(LevelAbandoned(cell=level.cell, level=level.level, reason=reason))
 
 
-def _named(plan: Plan) -> Plan:
+def _named(plan: Plan, progress: Progress) -> Plan:
     """The plan with the name of the model that its endpoint serves. Raises TargetUnusable."""
     target = plan.campaign.target
     if target is None or target.model is not None:
         return plan
-    Endpoint(target).wait_ready(lambda what, fraction: None)
-    target = msgspec.structs.replace(target, model=probe(target).model)
+    facts = wait_until_it_serves(Server(target), progress)
+    target = msgspec.structs.replace(target, model=facts.model)
     cells = [cell_of_target(target, cell.workload) for cell in plan.cells]
     return Plan(msgspec.structs.replace(plan.campaign, target=target), cells, plan.text)
 
@@ -259,15 +235,14 @@ class _Sitting:
                     self._block(block)
             except KeyboardInterrupt:
                 self._interrupted("stopped by the user")
-                again = f"crossover campaign resume {self._run.folder}"
                 raise Incomplete(
-                    f"stopped; what was measured is kept. Go on with: {again}"
+                    "stopped; what was measured is kept. Go on with: "
+                    f"crossover campaign resume {self._run.folder}"
                 ) from None
             except BaseException as problem:
                 self._interrupted(f"{type(problem).__name__}: {problem}")
                 raise
-        missing = [state.key for state in self.states if not state.is_done]
-        if missing:
+        if missing := [state.key for state in self.states if state.ended is None]:
             raise Incomplete(
                 f"{len(missing)} of {len(self.states)} cells could not be measured: "
                 f"{', '.join(missing)}; "
@@ -288,7 +263,7 @@ class _Sitting:
         if self._blocks > 1:
             random.Random(f"{self._campaign.seed}/{block}").shuffle(order)
         for state in order:
-            if not state.is_done and state.key not in self._given_up:
+            if state.ended is None and state.key not in self._given_up:
                 self._part(state, block)
 
     def _part(self, state: CellState, block: int) -> None:
@@ -299,42 +274,33 @@ class _Sitting:
         place = f"cell {self.states.index(state) + 1} of {len(self.states)}, {state.key}"
         self._tell_cells(state.key)
         why = why_not(state.cell, self._campaign, self._facts) or self._settle(state)
-        if why is not None and not state.levels:
-            return self._skip(state, why.cause, why.reason, place)
         if why is not None:
-            return self._give_up(state, why.reason, place)
+            return self._leave(state, why.cause, why.reason, place)
         part = state.parts.get(block) or self._begin(state, block, place)
-        is_last = block >= self._blocks
         confirms = state.key in self._confirmed
+        cell = CellRun(state, part, self._progress, self._clock, to_confirm=confirms)
         try:
-            found: dict[str, Capacity] | None = None
-            if state.levels and isinstance(
-                next_step(seen_of(state, part, to_confirm=confirms)), Done
-            ):
-                found = capacities(state)  # decided: no server is started
-            if found is None:
-                found = run_cell(
-                    state,
-                    self._open_bench,
-                    part,
-                    self._progress,
-                    self._clock,
-                    to_confirm=confirms,
-                )
-        except OverMemory as problem:
-            return self._skip(state, SkipCause.MEMORY, str(problem), place)
+            found = cell.run(self._open_bench)
         except BadRunFolder:  # nothing can be written any more
             raise
         except LoadError as problem:
-            if not state.levels and isinstance(problem, ServerFailed):
-                return self._skip(state, SkipCause.SERVER, str(problem), place)
-            refuses = isinstance(problem, EndpointRefuses) and state.cell.url is None
-            if not state.levels and refuses:
-                return self._skip(state, SkipCause.ENDPOINT, str(problem), place)
-            return self._give_up(state, str(problem), place)
-        if is_last or not confirms:
-            self._finish(state, found, place)
-        return None
+            cause = SkipCause.SERVER if isinstance(problem, ServerFailed) else None
+            if isinstance(problem, EndpointRefuses) and state.cell.url is None:
+                cause = SkipCause.ENDPOINT
+            return self._leave(state, cause, str(problem), place)
+        if block >= self._blocks or not confirms:
+            state.event(CellFinished(cell=state.key, capacities={self._campaign.slo.name: found}))
+            self._progress.say(f"{place}: {capacity_text.in_words(found)}", style="bold")
+
+    def _leave(self, state: CellState, cause: SkipCause | None, reason: str, place: str) -> None:
+        """Skips a cell; one that has levels, or no cause that stays, is given up for now."""
+        if cause is None or state.levels:
+            self._given_up.add(state.key)
+            state.event(Interrupted(cell=state.key, reason=reason))
+            self._progress.say(f"{place}: given up for now, {reason}", style="red")
+        else:
+            state.event(CellSkipped(cell=state.key, cause=cause, reason=reason))
+            self._progress.say(f"{place}: skipped, {reason}", style="red")
 
     def _settle(self, state: CellState) -> WhyNot | None:
         """Gives a cell whose backend is `best` its engine; returns why there is none."""
@@ -351,13 +317,11 @@ class _Sitting:
 
     def _begin(self, state: CellState, block: int, place: str) -> CellStarted:
         """The cell's part of this block, on record."""
-        spent = state.spent_seconds
-        budget = spent + self._share(state)
-        blocks_left = max(1, self._blocks - block + 1)
-        until = spent + (budget - spent) / blocks_left
+        spent, share = state.spent_seconds, self._share(state)
+        until = spent + share / max(1, self._blocks - block + 1)
         part = CellStarted(
             cell=state.key,
-            budget_seconds=round(budget, 3),
+            budget_seconds=round(spent + share, 3),
             block=block,
             until_seconds=round(until, 3),
         )
@@ -375,8 +339,8 @@ class _Sitting:
     def _share(self, state: CellState) -> float:
         """Seconds of measuring that the cell may still have: its share of what is left."""
         if state.key in self._again:
-            needed = [one.confirm_seconds or 0.0 for one in capacities(state).values()]
-            return CONFIRM_MARGIN * max(needed) + CONFIRM_SECONDS
+            needed = capacity_of(state).confirm_seconds or 0.0
+            return CONFIRM_MARGIN * needed + CONFIRM_SECONDS
         whole = self._campaign.budget_seconds
         if whole is None:
             return max(0.0, self._campaign.search.budget_seconds - state.spent_seconds)
@@ -385,7 +349,7 @@ class _Sitting:
             one.cell
             for one in self.states
             if one is state
-            or not (one.is_done or one.key in self._given_up)
+            or not (one.ended or one.key in self._given_up)
             and why_not(one.cell, self._campaign, self._facts) is None
         ]
         return shares(self._campaign, to_come, self._confirmed, left)[state.key]
@@ -406,18 +370,3 @@ class _Sitting:
             whole = self._campaign.search.budget_seconds * len(self.states)
         left = whole - sum(state.spent_seconds for state in self.states)
         self._progress.cells(found, max(0.0, left) or None)
-
-    def _give_up(self, state: CellState, reason: str, place: str) -> None:
-        self._given_up.add(state.key)
-        state.event(Interrupted(cell=state.key, reason=reason))
-        self._progress.say(f"{place}: given up for now, {reason}", style="red")
-
-    def _skip(self, state: CellState, cause: SkipCause, reason: str, place: str) -> None:
-        state.event(CellSkipped(cell=state.key, cause=cause, reason=reason))
-        self._progress.say(f"{place}: skipped, {reason}", style="red")
-
-    def _finish(self, state: CellState, found: dict[str, Capacity], place: str) -> None:
-        state.event(CellFinished(cell=state.key, capacities=found))
-        for name, one in found.items():
-            of = f" (SLO {name})" if len(found) > 1 else ""
-            self._progress.say(f"{place}{of}: {capacity_text.in_words(one)}", style="bold")

@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from loadtests.analysis.slo import SLO_PRESETS
 from loadtests.campaign.campaign_file import (
+    NOT_OF_SERVER,
     CampaignFile,
     Hardware,
     Load,
@@ -28,7 +28,7 @@ from loadtests.workload.request_lengths import Workload
 
 # Table of the file -> its struct, and the keys that init sets in it.
 SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
-    "slo": (SloSpec, {"preset": next(iter(SLO_PRESETS))}),
+    "slo": (SloSpec, {"preset": "chat"}),
     "workload": (Workload, {"preset": "chat", "max_prompt_tokens": 512, "max_output_tokens": 256}),
     "server": (Server, {}),
     "load": (Load, {}),
@@ -55,35 +55,33 @@ class Key(msgspec.Struct, frozen=True):
 
 def keys_of(kind: type[msgspec.Struct]) -> list[Key]:
     """The keys of a table of the file, in the order of the struct."""
-    types, described = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    types = get_type_hints(kind, include_extras=True)
     keys = []
     for one in msgspec.structs.fields(kind):
-        default = one.default
+        if kind is Server and one.name in NOT_OF_SERVER:
+            continue
+        default = None if one.default is msgspec.NODEFAULT else one.default
         if one.default_factory is not msgspec.NODEFAULT:
             default = one.default_factory()
-        value = None if one.required else msgspec.to_builtins(default)
-        what = _description(described[one.name])
-        keys.append(Key(one.name, types[one.name], value, one.required, what))
+        hint, what = types[one.name], ""
+        if get_origin(hint) is Annotated:
+            metas = [meta.description for meta in hint.__metadata__ if isinstance(meta, Meta)]
+            what = next(filter(None, metas), "")
+        plain = get_type_hints(kind)[one.name]
+        keys.append(Key(one.name, plain, msgspec.to_builtins(default), one.required, what))
     return keys
-
-
-def _description(hint: Any) -> str:
-    if get_origin(hint) is not Annotated:
-        return ""
-    metas = [one for one in hint.__metadata__ if isinstance(one, Meta)]
-    return next((one.description for one in metas if one.description), "")
 
 
 def campaign_template() -> str:
     """The file. It parses; a key without a value is commented out."""
+    keys = keys_of(CampaignFile)
     tables = (*SECTIONS, "arrivals", "workloads")
-    top = [key for key in keys_of(CampaignFile) if key.name not in tables]
     out = ["# A campaign: crossover campaign run FILE. Every key; name, models, budget_seconds"]
     out += ["# and the caps of [workload] are examples, the other values are the defaults."]
-    out += [_line(key, STARTED, is_off=key.name == "slos") for key in top]
+    out += [_line(key, STARTED) for key in keys if key.name not in tables]
     kinds = ", ".join(str(kind.__struct_config__.tag) for kind in get_args(Arrivals))
     out += ["", "[arrivals]  # when requests are due", f'kind = "poisson"  # {kinds}']
-    what = {key.name: key.what for key in keys_of(CampaignFile)}
+    what = {key.name: key.what for key in keys}
     for name, (kind, values) in SECTIONS.items():
         is_off = name in ABSENT
         header = f"[[{name}]]" if name in LISTS else f"[{name}]"
@@ -92,16 +90,13 @@ def campaign_template() -> str:
     return "\n".join(out) + "\n"
 
 
-def _line(key: Key, values: dict[str, Any], is_off: bool) -> str:
+def _line(key: Key, values: dict[str, Any], is_off: bool = False) -> str:
     value = values.get(key.name, key.default)
-    text = "" if value is None else toml_value(value)
     off = "# " if is_off or value is None else ""
-    comment = f"  # {key.what}" if key.what else ""
-    return f"{off}{key.name} = {text}{comment}".rstrip()
+    text = "" if value is None else toml_value(value)
+    return f"{off}{key.name} = {text}  # {key.what}"
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML: strings, numbers, booleans, lists and empty tables."""
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml_value(one) for one in value) + "]"
+    """A value as TOML: strings, numbers, booleans, lists and empty tables are as in JSON."""
     return json.dumps(value)

@@ -12,15 +12,13 @@ from rich.table import Table
 
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import Level, levels_of
-from loadtests.analysis.slo import Slo
-from loadtests.campaign.campaign_file import Campaign, Cell, Plan
+from loadtests.campaign.campaign_file import Campaign, Plan
 from loadtests.campaign.cell_selection import engine_values, layout_of, shares, to_confirm, why_not
 from loadtests.campaign.external_servers import command_of
-from loadtests.campaign.level_runner import level_row
+from loadtests.campaign.level_runner import level_text
 from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import campaign_of
-from loadtests.host.cpu_pinning import Layout
 from loadtests.records.run_folder import RunRecords, read_records
 from loadtests.records.run_journal import (
     Capacity,
@@ -35,14 +33,11 @@ from loadtests.records.run_journal import (
 )
 from loadtests.workload.request_lengths import in_words
 from models import formatting
-from models.cache import Wish, cache_dir, synthetic_path
 from models.errors import printable
-from models.ladder import is_rung, rung
 from serving.hardware.cpu_topology import cores_text
-from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
+from serving.hardware.machine_facts import allowed_cores, hardware_facts
 
 ANSWER = ("model", "one at a time", "holds", "limit", "grade")
-LEVELS = ("load", "due", "good", "TTFT", "TPOT", "tokens/s", "verdict", "warnings")
 
 
 def console_of() -> Console:
@@ -55,55 +50,33 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     console = console or console_of()
     run = read_records(folder)
     campaign, cells = campaign_of(run.manifest)
-    finished = levels_of(run)
+    measured: dict[str, list[Level]] = {cell.key: [] for cell in cells}
+    for level in levels_of(run):
+        measured[level.cell].append(level)
     state = "complete" if of_kind(run.events, RunFinished) else "not complete"
     console.print(
-        f"run {run.manifest.run_id}: {state}, {len(finished)} levels, "
+        f"run {run.manifest.run_id}: {state}, {sum(map(len, measured.values()))} levels, "
         f"{len(of_kind(run.events, Interrupted))} interruptions, "
         f"{len(of_kind(run.events, LevelAbandoned))} levels abandoned"
     )
     for what in run.damage():
         console.print(f"left out: {what}", style="yellow", markup=False)
     if levels:
-        for cell in cells:
-            _show_cell(cell, campaign, run, [one for one in finished if one.cell == cell.key])
-    console.print()
-    _show_answer(folder, campaign, cells, run, finished, console)
-
-
-def _show_answer(
-    folder: Path,
-    campaign: Campaign,
-    cells: Sequence[Cell],
-    run: RunRecords,
-    finished: Sequence[Level],
-    console: Console,
-) -> None:
-    """A row a cell and SLO; below it, what confirming would take."""
-    names = [slo.name for slo in campaign.all_slos]
-    workload = in_words(campaign.workload)
-    for slo in campaign.all_slos:
-        console.print(
-            f"SLO {slo.name}: {limits_text(slo)} for {100 * slo.target:.4g} % of requests"
-            + (f"; {workload}" if not campaign.workloads else ""),
-            style="bold",
-            markup=False,
-        )
-    table = Table(*ANSWER, *(["SLO"] if len(names) > 1 else []), box=None, pad_edge=False)
+        for key, own in measured.items():
+            _show_cell(key, campaign, run, own, console)
+    console.print(f"\n{_asked(campaign)}", style="bold", markup=False)
+    table = Table(*ANSWER, box=None, pad_edge=False)
     confirming = 0.0
-    for cell in cells:
-        skipped = of_kind(run.events, CellSkipped, cell.key)
-        ended = of_kind(run.events, CellFinished, cell.key)
-        own = [one for one in finished if one.cell == cell.key]
-        if not ended:
+    for key, own in measured.items():
+        ended = of_kind(run.events, CellFinished, key)
+        found = ended[-1].capacity if ended else None
+        if found is not None:
+            table.add_row(key, _alone(own), *_capacity_cells(found))
+            confirming += 0.0 if found.holds else found.confirm_seconds or 0.0
+        else:
+            skipped = of_kind(run.events, CellSkipped, key)
             words = f"skipped: {skipped[-1].reason}" if skipped else "not measured"
-            table.add_row(cell.key, _alone(own), "-", "-", printable(words))
-            continue
-        for name, one in ended[-1].capacities.items():
-            row = [cell.key, _alone(own), *_capacity_cells(one)]
-            table.add_row(*row, *([name] if len(names) > 1 else []))
-            if not one.holds:
-                confirming += one.confirm_seconds or 0.0
+            table.add_row(key, _alone(own), "-", "-", printable(words))
     console.print(table)
     if confirming:
         console.print(
@@ -113,15 +86,26 @@ def _show_answer(
         )
 
 
+def _asked(campaign: Campaign) -> str:
+    """The SLO, and the lengths under which it is to be kept."""
+    slo = campaign.slo
+    limits = [("TTFT", slo.ttft_seconds), ("TPOT", slo.tpot_seconds)]
+    told = [f"{name} {formatting.limit(value)}" for name, value in limits if value is not None]
+    lengths = [f"{name}: {in_words(one)}" for name, one in campaign.workloads.items()]
+    return (
+        f"SLO {slo.name}: {', '.join(told) or 'no limits'} for {100 * slo.target:.4g} % of "
+        f"requests; {'; '.join(lengths) or in_words(campaign.workload)}"
+    )
+
+
 def _capacity_cells(found: Capacity) -> list[str]:
     """holds, limit, grade."""
     if found.state == "not_even_alone":
         return [capacity_text.state_words(found), "-", "confirmed" if found.starts > 1 else ""]
-    held = formatting.rate(found.held, rounded="down") if found.holds else "-"
     limit = capacity_text.limit_words(found).removeprefix("limit ")
     if found.holds:
-        return [held, limit, "confirmed"]
-    return [held, limit, "estimated" if found.method == "law" and found.limit else found.reason]
+        return [formatting.rate(found.held, rounded="down"), limit, "confirmed"]
+    return ["-", limit, "estimated" if found.method == "law" and found.limit else found.reason]
 
 
 def _alone(levels: Sequence[Level]) -> str:
@@ -133,90 +117,58 @@ def _alone(levels: Sequence[Level]) -> str:
     return f"TTFT {formatting.seconds(ttft)}, TPOT {formatting.seconds(tpot)}"
 
 
-def _show_cell(cell: Cell, campaign: Campaign, run: RunRecords, levels: list[Level]) -> None:
-    console = console_of()
-    console.print(f"\n{cell.key}", style="bold", markup=False)
-    for choice in of_kind(run.events, EngineChosen, cell.key):
+def _show_cell(
+    key: str, campaign: Campaign, run: RunRecords, levels: Sequence[Level], console: Console
+) -> None:
+    console.print(f"\n{key}", style="bold", markup=False)
+    for choice in of_kind(run.events, EngineChosen, key):
         console.print(f"fastest engine: {choice.reason}", style="dim", markup=False)
-    table = Table(*LEVELS, box=None, pad_edge=False)
     for level in levels:
         if level.started.purpose is not LevelPurpose.CALIBRATION:
-            table.add_row(*level_row(level, campaign.slo))
-    if table.row_count:
-        console.print(table)
-    for ended in of_kind(run.events, CellFinished, cell.key)[-1:]:
-        for name, one in ended.capacities.items():
-            of = f"{name}: " if len(ended.capacities) > 1 else ""
-            console.print(f"{of}{capacity_text.in_words(one)}", markup=False)
-            more = [one.reason, capacity_text.speed_words(one)]
-            for text in filter(None, more):
+            console.print(f"  {level_text(level, campaign.slo)}", markup=False)
+    for ended in of_kind(run.events, CellFinished, key)[-1:]:
+        if (found := ended.capacity) is not None:
+            console.print(capacity_text.in_words(found), markup=False)
+            for text in filter(None, (found.reason, capacity_text.speed_words(found))):
                 console.print(f"  {text}", style="dim", markup=False)
 
 
-def limits_text(slo: Slo) -> str:
-    """`TTFT 2 s, TPOT 200 ms`."""
-    limits = [("TTFT", slo.ttft_seconds), ("TPOT", slo.tpot_seconds)]
-    told = [f"{name} {formatting.limit(value)}" for name, value in limits if value is not None]
-    return ", ".join(told) or "no limits"
-
-
-# A campaign that has not begun.
-
-
 def show_plan(plan: Plan) -> None:
-    """Print each cell: skipped and why, or its share of the budget, cores and weights."""
+    """Print each cell of a campaign that has not begun: skipped and why, or its share of the
+    budget, its cores, and the command of an engine of others whole.
+    """
     facts = hardware_facts()
     with Progress() as progress:
         plan = with_rungs(plan, facts, progress, may_measure=False)
     settings, cells = plan.campaign, plan.cells
     what = "rungs that some 20 s of measuring choose" if plan.is_auto else f"{len(cells)} cells"
-    typer.echo(f"{settings.name}: {what}")
-    for slo in settings.all_slos:
-        share = f"{100 * slo.target:.4g} % of requests"
-        typer.echo(f"  SLO {slo.name}: {limits_text(slo)} for {share}")
-    workloads = settings.workloads or {"workload": settings.workload}
-    for name, workload in workloads.items():
-        typer.echo(f"  {name}: {in_words(workload)}")
-    can = [cell for cell in cells if why_not(cell, settings, facts) is None]
-    each = settings.search.budget_seconds
-    whole = settings.budget_seconds or each * len(can)
+    typer.echo(f"{settings.name}: {what}\n  {_asked(settings)}")
+    reasons = {cell.key: why_not(cell, settings, facts) for cell in cells}
+    can = [cell for cell in cells if reasons[cell.key] is None]
+    whole = settings.budget_seconds or settings.search.budget_seconds * len(can)
     seconds = shares(settings, can, to_confirm(settings, cells), whole)
     for cell in cells:
-        _show_planned(cell, settings, facts, seconds.get(cell.key, 0.0))
+        why = reasons[cell.key]
+        if why is not None:
+            typer.echo(f"  {cell.key}: skipped, {why.reason}")
+            continue
+        layout = layout_of(cell, allowed_cores(), settings.load.workers)
+        place = cell.url
+        if layout is not None:
+            place = (
+                f"cores: engine {cores_text(layout.engine)}, HTTP {cores_text(layout.api)}, "
+                f"load generator {cores_text(layout.client)}"
+            )
+        typer.echo(f"  {cell.key}: at most {formatting.duration(seconds[cell.key])}; {place}")
+        if cell.engine and layout is not None:
+            engine = settings.engines[cell.engine]
+            values = engine_values(cell, settings.server, layout, cell.model)
+            typer.echo(
+                f"    runs, only with --allow-commands: {printable(command_of(engine, values))}"
+            )
+        for line in layout.shared if layout is not None else ():
+            typer.echo(f"    note: {line}")
     typer.echo(
         f"at most {formatting.duration(whole)} of measuring, "
         "beside making and loading the models; nothing was started"
     )
-
-
-def _show_planned(cell: Cell, settings: Campaign, facts: HardwareFacts, seconds: float) -> None:
-    why = why_not(cell, settings, facts)
-    if why is not None:
-        typer.echo(f"  {cell.key}: skipped, {why.reason}")
-        return
-    layout = layout_of(cell, allowed_cores(), settings.load.workers)
-    place = cell.url
-    if layout is not None:
-        place = (
-            f"cores: engine {cores_text(layout.engine)}, HTTP {cores_text(layout.api)}, "
-            f"load generator {cores_text(layout.client)}"
-        )
-    typer.echo(f"  {cell.key}: at most {formatting.duration(seconds)}; {place}")
-    if cell.engine:
-        assert layout is not None
-        _show_commands(cell, settings, layout)
-    for line in layout.shared if layout is not None else ():
-        typer.echo(f"    note: {line}")
-
-
-def _show_commands(cell: Cell, settings: Campaign, layout: Layout) -> None:
-    """Whole: what would be run, and what it would see."""
-    engine = settings.engines[cell.engine]
-    model = engine.names.get(cell.model, cell.model)
-    if engine.weights != "none" and cell.model not in engine.names and is_rung(cell.model):
-        wish = Wish(engine.weights, cell.weight_format, cache_dir(settings.server.cache))
-        model = str(synthetic_path(rung(cell.model).spec, wish))
-    values = engine_values(cell, settings.server, layout, model)
-    typer.echo(f"    runs, only with --allow-commands: {printable(command_of(engine, values))}")
-    if engine.variables:
-        typer.echo(f"    it sees of this shell: {', '.join(engine.variables)}")

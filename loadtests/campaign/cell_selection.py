@@ -1,7 +1,7 @@
 """Which cells can be measured here, on which engine and cores, and for how long.
 
 why_not(cell, campaign, facts)           # None, or the reason with its arithmetic
-settled(cell, campaign, facts, progress) # the CPU's fastest engine, where the cell asks for it
+fastest_engine(cell, campaign, facts, progress)     # of the CPU's, where the cell asks for it
 shares(campaign, cells, 600.0)           # {cell key: seconds}
 """
 
@@ -22,11 +22,11 @@ from loadtests.records.run_journal import EngineChosen, EngineRating, Event, Ski
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law import StepLaw
-from loadtests.workload.request_lengths import Workload, draw
+from loadtests.workload.request_lengths import draw
 from models import formatting
 from models.ladder import is_rung, rung
 from models.resolve import resolve
-from serving.backends.backend_interface import EngineConfig
+from models.spec import ModelSpec
 from serving.backends.backend_table import BACKENDS
 from serving.errors import Cause, ServingError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores
@@ -39,7 +39,6 @@ from serving.placement.fastest_backend import (
     choice_lines,
     fastest_backend,
 )
-from serving.placement.memory_estimate import Sizes, forecast
 from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
 from serving.server_options import Policy
 
@@ -62,28 +61,10 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
         or not BACKENDS[cell.backend].has_weights
     ):
         return None
-    spec, server = rung(cell.model).spec, campaign.server
-    context = min(server.context_tokens, spec.context)
-    kv_tokens = server.kv_tokens if server.kv_tokens is not None else server.slots * context
-    limit = cell.hardware.memory_gib
-    if limit is not None:
-        sizes = Sizes(spec, server.slots, context, kv_tokens, server.kv_dtype, isa=facts.isa)
-        taken = forecast(sizes, cell.backend, "cpu", cell.weight_format)
-        if taken.total_bytes > limit * 2**30:
-            parts = (
-                f"weights {formatting.size(taken.weight_bytes)}, KV of {kv_tokens} tokens "
-                f"{formatting.size(taken.kv_bytes)}, "
-                f"overhead {formatting.size(taken.overhead_bytes)}"
-            )
-            need = formatting.size(taken.total_bytes)
-            reason = f"needs {need} ({parts}) and the budget is {limit:g} GiB"
-            return WhyNot(SkipCause.MEMORY, reason)
+    asked = _placement(campaign, rung(cell.model).spec, campaign.server.policy)
+    named = {"backend": cell.backend, "weight_format": cell.weight_format}
     try:
-        asked = _placement(campaign, spec, Policy(server.policy))
-        asked = msgspec.structs.replace(
-            asked, backend=cell.backend, weight_format=cell.weight_format
-        )
-        plan(asked, facts)
+        plan(msgspec.structs.replace(asked, **named), within_budget(facts, cell))
     except NoPlacement as problem:
         causes = {reason.cause for reason in problem.reasons}
         is_short = bool(causes & {Cause.insufficient_memory, Cause.insufficient_vram})
@@ -93,7 +74,16 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
     return None
 
 
-def _placement(campaign: Campaign, spec: Any, policy: Policy) -> PlacementRequest:
+def within_budget(facts: HardwareFacts, cell: Cell) -> HardwareFacts:
+    """The machine with as much memory as the cell may use."""
+    limit = cell.hardware.memory_gib
+    if limit is None:
+        return facts
+    most = min(facts.usable_memory_bytes, int(limit * 2**30))
+    return msgspec.structs.replace(facts, cgroup_memory_bytes=most)
+
+
+def _placement(campaign: Campaign, spec: ModelSpec, policy: Policy) -> PlacementRequest:
     server = campaign.server
     return PlacementRequest(
         model=spec,
@@ -124,16 +114,15 @@ def fastest_engine(
     says what each would hold. Raises CrossoverError where no engine can run the cell.
     """
     began = time.monotonic()
-    limit = cell.hardware.memory_gib
-    if limit is not None:
-        most = min(facts.usable_memory_bytes, int(limit * 2**30))
-        facts = msgspec.structs.replace(facts, cgroup_memory_bytes=most)
 
     def tick(what: str, fraction: float | None) -> None:
         progress.tick(f"{cell.key}: {what}", fraction=fraction)
 
     found = fastest_backend(
-        question_of(cell, campaign), facts, lambda line: progress.say(f"  {line}"), tick
+        question_of(cell, campaign),
+        within_budget(facts, cell),
+        lambda line: progress.say(f"  {line}"),
+        tick,
     )
     workload, policy = campaign.workload_of(cell), policy_of(campaign.server)
     candidates = tuple(
@@ -174,57 +163,6 @@ def fastest_engine(
     )
 
 
-def law_of_times(times: EngineTimes) -> StepLaw:
-    """The step law of an engine whose steps of one row and of all slots were timed."""
-    row = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
-    row = min(max(row, 0.0), times.decode_seconds)
-    return StepLaw(
-        base_seconds=times.decode_seconds - row,
-        row_seconds=row,
-        prompt_token_seconds=1 / times.prompt_tokens_per_second,
-    )
-
-
-def policy_of(server: Server) -> SchedulingPolicy:
-    """The scheduler's settings of a server of ours that is started so."""
-    defaults = EngineConfig(backend="", model_path="", model_name="")
-    return SchedulingPolicy(
-        slots=server.slots,
-        prefill_tokens=server.prefill_tokens or defaults.prefill_tokens,
-        kv_tokens=server.kv_tokens,
-        step_seconds_target=server.step_seconds or defaults.step_seconds_target,
-    )
-
-
-def question_of(cell: Cell, campaign: Campaign) -> Question:
-    """What the cell's engines are timed with."""
-    server = campaign.server
-    layout = layout_of(cell, allowed_cores(), campaign.load.workers)
-    assert layout is not None
-    if is_rung(cell.model):
-        spec = rung(cell.model).spec
-    else:
-        spec = resolve(cell.model, kind="hf", cache=server.cache).spec
-    prompts, outputs = mean_tokens(campaign.workload_of(cell))
-    return Question(
-        source=cell.model,
-        request=_placement(campaign, spec, Policy.cpu_only),
-        prompt_tokens=prompts,
-        output_tokens=outputs,
-        threads=cell.hardware.threads or layout.engine_threads,
-        cores=layout.engine,
-        formats=cell.formats,
-        cache=server.cache,
-    )
-
-
-def mean_tokens(workload: Workload) -> tuple[float, float]:
-    """Of a prompt and of an answer."""
-    asks = draw(workload, 1000, 1)
-    prompts = sum(ask.prompt_tokens for ask in asks) / len(asks)
-    return prompts, sum(ask.output_tokens for ask in asks) / len(asks)
-
-
 def _rating(one: EngineCandidate, choice: EngineChoice) -> EngineRating:
     times = one.times
     told: dict[str, Any] = {}
@@ -243,6 +181,51 @@ def _rating(one: EngineCandidate, choice: EngineChoice) -> EngineRating:
         why_not=one.why_not,
         measured_on=one.measured_on,
         **told,
+    )
+
+
+def law_of_times(times: EngineTimes) -> StepLaw:
+    """The step law of an engine whose steps of one row and of all slots were timed."""
+    row = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
+    row = min(max(row, 0.0), times.decode_seconds)
+    return StepLaw(
+        base_seconds=times.decode_seconds - row,
+        row_seconds=row,
+        prompt_token_seconds=1 / times.prompt_tokens_per_second,
+    )
+
+
+def policy_of(server: Server) -> SchedulingPolicy:
+    """The scheduler's settings of a server of ours that is started so."""
+    return SchedulingPolicy(
+        slots=server.slots,
+        prefill_tokens=server.prefill_tokens,
+        kv_tokens=server.kv_tokens,
+        step_seconds_target=server.step_seconds_target,
+    )
+
+
+def question_of(cell: Cell, campaign: Campaign) -> Question:
+    """What the cell's engines are timed with."""
+    server = campaign.server
+    layout = layout_of(cell, allowed_cores(), campaign.load.workers)
+    assert layout is not None
+    if is_rung(cell.model):
+        spec = rung(cell.model).spec
+    else:
+        spec = resolve(cell.model, kind="hf", cache=server.cache).spec
+    asks = draw(campaign.workload_of(cell), 1000, 1)
+    prompts = sum(ask.prompt_tokens for ask in asks) / len(asks)
+    outputs = sum(ask.output_tokens for ask in asks) / len(asks)
+    return Question(
+        source=cell.model,
+        request=_placement(campaign, spec, Policy.cpu_only),
+        prompt_tokens=prompts,
+        output_tokens=outputs,
+        threads=cell.hardware.threads or layout.engine_threads,
+        cores=layout.engine,
+        formats=(cell.weight_format,) if cell.weight_format else tuple(campaign.formats),
+        cache=server.cache,
     )
 
 
@@ -272,17 +255,16 @@ def engine_values(cell: Cell, server: Server, layout: Layout, model: str) -> dic
 
 
 def to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
-    """Keys of the cells that are to be confirmed: all, or those of the smallest models."""
-    most = campaign.search.confirm
-    if most is None:
-        return {cell.key for cell in cells}
-    models = sorted(dict.fromkeys(cell.model for cell in cells), key=_parameters)
-    return {cell.key for cell in cells if cell.model in models[:most]}
+    """Keys of the cells that are to be confirmed: all, or those of the smallest models.
 
+    A model that the ladder does not know goes last.
+    """
 
-def _parameters(model: str) -> float:
-    """Of a rung; a model that the ladder does not know goes last."""
-    return rung(model).spec.parameters if is_rung(model) else float("inf")
+    def parameters(model: str) -> float:
+        return rung(model).spec.parameters if is_rung(model) else float("inf")
+
+    models = sorted(dict.fromkeys(cell.model for cell in cells), key=parameters)
+    return {cell.key for cell in cells if cell.model in models[: campaign.search.confirm]}
 
 
 def shares(

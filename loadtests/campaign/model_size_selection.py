@@ -10,7 +10,7 @@ that misses the SLO even alone, and the three before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -26,6 +26,7 @@ from models.ladder import rung
 from serving.backends.backend_table import missing_backends
 from serving.hardware.machine_facts import HardwareFacts
 from serving.placement.fastest_backend import BEST, USUAL, EngineCandidate, known_times
+from serving.server_options import Policy
 
 # Each two to three times the one before.
 STEPS = (
@@ -35,18 +36,6 @@ STEPS = (
 MEASURED = ("smollm2-135m", "llama-3.2-1b")
 BACKEND, FORMAT = USUAL[0]  # its weights are made in seconds
 BELOW = 3  # rungs that keep the SLO alone
-
-
-class RungForecast(msgspec.Struct, frozen=True):
-    """What the line says of a rung."""
-
-    model: str
-    found: SimulatedCapacity
-
-    @property
-    def keeps(self) -> bool:
-        """It meets the SLO one request at a time."""
-        return self.found.rate > 0
 
 
 def with_rungs(
@@ -59,63 +48,54 @@ def with_rungs(
     """
     if not plan.is_auto:
         return plan
+    if BACKEND in (missing := missing_backends()):
+        raise BadCampaign(f"models 'auto' are chosen by {BACKEND}: {missing[BACKEND]}")
     campaign, laws = plan.campaign, []
     for name in MEASURED:
-        law = _law(name, campaign, facts, progress, may_measure)
-        if law is None:
+        cell = Cell(key=name, model=name, weight_format="", backend=BEST)
+        question = msgspec.structs.replace(question_of(cell, campaign), may_measure=may_measure)
+        times = known_times(
+            question,
+            EngineCandidate(backend=BACKEND, weight_format=FORMAT),
+            facts,
+            progress.say,
+            lambda what, fraction: progress.tick(what, fraction=fraction),
+        )
+        if times is None:
             return plan
-        laws.append(law)
+        laws.append(law_of_times(times))
     chosen = around_the_limit(forecasts(laws, campaign, facts))
-    measured = " and ".join(MEASURED)
-    progress.say(f"models auto: {len(chosen)} rungs, by the step times of {measured}")
-    for one in chosen:
-        alone = f"alone {share(one.found.alone_share)} of requests are good"
-        progress.say(f"  {one.model}: predicted {requests(one.found.rate)}, {alone}")
-    names = [one.model for one in chosen]
-    return parse_campaign(plan.text, budget_seconds=campaign.budget_seconds, models=names)
+    progress.say(f"models auto: {len(chosen)} rungs, by the step times of {' and '.join(MEASURED)}")
+    for name, found in chosen.items():
+        alone = f"alone {share(found.alone_share)} of requests are good"
+        progress.say(f"  {name}: predicted {requests(found.rate)}, {alone}")
+    return parse_campaign(plan.text, budget_seconds=campaign.budget_seconds, models=list(chosen))
 
 
 def forecasts(
     laws: Sequence[StepLaw], campaign: Campaign, facts: HardwareFacts
-) -> list[RungForecast]:
+) -> dict[str, SimulatedCapacity]:
     """Of the rungs that fit in memory, smallest first, up to the first that fails alone."""
-    server = msgspec.structs.replace(campaign.server, policy="cpu-only", check_memory=True)
+    server = msgspec.structs.replace(campaign.server, policy=Policy.cpu_only, check_memory=True)
     on_cpu = msgspec.structs.replace(campaign, server=server)
-    found = []
+    found = {}
     for name in STEPS:
         cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND)
         refusal = why_not(cell, on_cpu, facts)
         if refusal is not None and refusal.cause is SkipCause.MEMORY:
             continue
         law = on_the_line(laws, rung(name).spec.matrix_parameters)
-        one = capacity(law, policy_of(server), campaign.workload, campaign.slo)
-        found.append(RungForecast(name, one))
-        if not one.rate:
+        found[name] = capacity(law, policy_of(server), campaign.workload, campaign.slo)
+        if not found[name].rate:
             break
     return found
 
 
-def around_the_limit(found: Sequence[RungForecast]) -> list[RungForecast]:
+def around_the_limit(found: Mapping[str, SimulatedCapacity]) -> dict[str, SimulatedCapacity]:
     """The first rung that fails alone and the BELOW before it; without one, the largest four."""
-    keep = [one for one in found if one.keeps]
-    fail = [one for one in found if not one.keeps][:1]
-    return [*keep[-(BELOW + 1 - len(fail)) :], *fail]
-
-
-def _law(
-    name: str, campaign: Campaign, facts: HardwareFacts, progress: Progress, may_measure: bool
-) -> StepLaw | None:
-    if BACKEND in (missing := missing_backends()):
-        raise BadCampaign(f"models 'auto' are chosen by {BACKEND}: {missing[BACKEND]}")
-    cell = Cell(key=name, model=name, weight_format="", backend=BEST)
-    question = msgspec.structs.replace(question_of(cell, campaign), may_measure=may_measure)
-    engine = EngineCandidate(backend=BACKEND, weight_format=FORMAT)
-
-    def tick(what: str, fraction: float | None) -> None:
-        progress.tick(f"{name}: {what}", fraction=fraction)
-
-    times = known_times(question, engine, facts, progress.say, tick)
-    return None if times is None else law_of_times(times)
+    keep = [name for name, one in found.items() if one.rate]
+    fail = [name for name, one in found.items() if not one.rate][:1]
+    return {name: found[name] for name in [*keep[-(BELOW + 1 - len(fail)) :], *fail]}
 
 
 def on_the_line(laws: Sequence[StepLaw], parameters: int) -> StepLaw:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import secrets
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ import msgspec
 from loadtests.analysis.level import Level
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, RepeatedLevel, plain
 from loadtests.campaign.cell_selection import with_engine
-from loadtests.campaign.external_servers import Engine
 from loadtests.errors import BadRunFolder
 from loadtests.records.run_folder import RunFolder, RunManifest, read_records
 from loadtests.records.run_journal import (
@@ -40,7 +38,6 @@ from loadtests.records.run_journal import (
     LevelPurpose,
     LevelStarted,
     Waited,
-    of_kind,
 )
 from serving.hardware.machine_facts import HardwareFacts
 
@@ -76,11 +73,6 @@ class CellState:
     @property
     def key(self) -> str:
         return self.cell.key
-
-    @property
-    def is_done(self) -> bool:
-        """Measured, or skipped."""
-        return self.ended is not None
 
     def event(self, event: E) -> E:
         """Writes one line of the journal."""
@@ -126,9 +118,9 @@ class CellState:
             and not (one.finished is not None and is_set_aside(one.finished))
         ]
 
-    def next_attempt(self, number: str = "") -> int:
-        """Which attempt at a level of this number would be next, 1..; "": at the next level."""
-        return self._tried[f"{self.key}#{number or self.next_number}"] + 1
+    def next_attempt(self, number: str) -> int:
+        """Which attempt at a level of this number would be next, 1.."""
+        return self._tried[f"{self.key}#{number}"] + 1
 
     @property
     def next_number(self) -> str:
@@ -153,20 +145,13 @@ def seed_of(seed: int, cell: Cell, level: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def open_level_of(events: Sequence[Event]) -> LevelStarted | None:
-    """The level that was begun and neither finished nor abandoned."""
-    closed = {e.level for e in events if isinstance(e, LevelFinished | LevelAbandoned)}
-    still = [event for event in of_kind(events, LevelStarted) if event.level not in closed]
-    return still[-1] if still else None
-
-
 # The run as a whole.
 
 
 def new_folder(out: Path, name: str) -> Path:
     """A folder name that is not taken: date, time, campaign."""
     stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    text = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
+    text = plain(name)
     for number in range(1000):
         folder = out / (f"{stamp}-{text}" + (f"-{number}" if number else ""))
         if not folder.exists():
@@ -220,11 +205,7 @@ def _git_commit() -> str | None:
 def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
     """The campaign of a run as it was read when it started. Raises BadRunFolder."""
     try:
-        raw = dict(manifest.campaign)
-        for name, one in raw.get("engines", {}).items():  # keys of older versions are left out
-            known = {key: one[key] for key in Engine.__struct_fields__ if key in one}
-            raw["engines"] = {**raw["engines"], name: known}
-        campaign = msgspec.convert(raw, Campaign)
+        campaign = msgspec.convert(manifest.campaign, Campaign)
         cells = msgspec.convert(manifest.cells, list[Cell])
     except msgspec.ValidationError as problem:
         raise BadRunFolder(
@@ -236,65 +217,38 @@ def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
     return campaign, cells
 
 
-# Repeats of runs.
-
-
-def repeat_of(folder: Path, held_seconds: float | None = None) -> Plan:
+def repeat_of(folder: Path) -> Plan:
     """A plan that measures the finished levels of a run again: same cells, rates, seconds, seeds.
 
-    What two such runs differ in is the machine's noise. With `held_seconds`: the confirmed rate of
-    each cell alone, for so long, with seeds of its own. Raises BadRunFolder.
+    What two such runs differ in is the machine's noise. Raises BadRunFolder.
     """
     run = read_records(folder)
     campaign, cells = campaign_of(run.manifest)
     levels: dict[str, tuple[RepeatedLevel, ...]] = {}
-    for ended in of_kind(run.events, CellFinished) if held_seconds is not None else ():
-        if ended.capacity is not None and ended.capacity.holds:
-            levels[ended.cell] = (RepeatedLevel(ended.capacity.held, held_seconds or 0.0),)
-    for name, finished in run.finished_levels.items() if held_seconds is None else ():
+    for name, finished in run.finished_levels.items():
         start = run.started_levels[name]
-        if is_set_aside(finished) or start.purpose is LevelPurpose.CALIBRATION:
-            continue
-        one = RepeatedLevel(start.rate_per_second, start.window_seconds, start.seed)
-        levels[start.cell] = (*levels.get(start.cell, ()), one)
+        if not is_set_aside(finished) and start.purpose is not LevelPurpose.CALIBRATION:
+            one = RepeatedLevel(start.rate_per_second, start.window_seconds, start.seed)
+            levels[start.cell] = (*levels.get(start.cell, ()), one)
     done = [with_engine(cell, run.events) for cell in cells if cell.key in levels]
     if not done:
-        what = "finished level to repeat" if held_seconds is None else "confirmed rate to hold"
-        raise BadRunFolder(f"{folder} has no {what}")
+        raise BadRunFolder(f"{folder} has no finished level to repeat")
     again = msgspec.structs.replace(
-        campaign,
-        repeats=run.manifest.run_id,
-        budget_seconds=None,
-        cell_levels={cell.key: levels[cell.key] for cell in done},
+        campaign, repeats=run.manifest.run_id, budget_seconds=None, cell_levels=levels
     )
     return Plan(again, done, run.manifest.campaign_text)
 
 
 def repeat_in_turns(
-    folders: Sequence[Path],
-    times: int,
-    new_seeds: bool,
-    measure: Callable[[Plan], Path],
-    held_seconds: float | None = None,
+    folders: Sequence[Path], times: int, measure: Callable[[Plan], Path]
 ) -> list[list[Path]]:
     """Each run and its repeats, measured A B A B: a drift of the machine is none between them.
 
     Raises BadRunFolder, before anything is measured.
     """
-    plans = [repeat_of(folder, held_seconds) for folder in folders]
+    plans = [repeat_of(folder) for folder in folders]
     arms = [[folder] for folder in folders]
     for _ in range(times):
         for arm, plan in zip(arms, plans, strict=True):
-            new = new_seeds or held_seconds is not None
-            arm.append(measure(_with_new_seeds(plan) if new else plan))
+            arm.append(measure(plan))
     return arms
-
-
-def _with_new_seeds(plan: Plan) -> Plan:
-    """A repeat whose arrivals, lengths and prompts are drawn anew."""
-    levels = {
-        key: tuple(RepeatedLevel(one.rate, one.seconds) for one in own)
-        for key, own in plan.campaign.cell_levels.items()
-    }
-    campaign = msgspec.structs.replace(plan.campaign, seed=secrets.randbits(31), cell_levels=levels)
-    return Plan(campaign, plan.cells, plan.text)

@@ -1,20 +1,18 @@
 """The server of a cell: a child process on cores of its own, ours or not, or an endpoint.
 
-    server = server_of(cell, campaign, layout, folder / "logs")
-    server.wait_ready(say)
-    server.target, server.ready(cell.key), server.mark()
-
-`mark()` says which engine serves: a level between two different marks was not served by one.
+server = server_of(cell, campaign, layout, folder / "logs")
+server.wait_ready(say)
+server.target, server.ready(cell.key), server.mark()
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +20,11 @@ import msgspec
 
 from loadtests.campaign.campaign_file import Campaign, Cell
 from loadtests.campaign.cell_selection import engine_values
-from loadtests.campaign.external_servers import (
-    HOST,
-    Say,
-    StartedEngine,
-    argv,
-    free_port,
-    told_version,
-)
+from loadtests.campaign.external_servers import HOST, argv
 from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import Layout
-from loadtests.host.resource_sampler import engine_pids
+from loadtests.host.resource_sampler import engine_pids, family
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.run_journal import CellReady, EngineInfo
@@ -42,22 +33,29 @@ from models.resolve import resolve
 from serving.hardware.cpu_topology import cores_text
 from serving.server_options import arguments
 
+Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
+STOP_SECONDS = 15.0  # between SIGTERM and SIGKILL: several processes free a GPU
+ASK_SECONDS = 5.0
+GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/dxg")
 
-class Server(ABC):
-    """What the runner knows of whoever serves a cell; nothing is known of one that others run."""
 
-    target: Target
+class Server:
+    """Whoever serves a cell; this one is an endpoint that others run."""
+
     layout: Layout | None = None
     pid: int | None = None  # of a server that we started
-    most_bytes: int | None = None  # that it and its engine may use
 
-    @abstractmethod
-    def wait_ready(self, say: Say) -> None: ...
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def wait_ready(self, say: Say) -> None:
+        """Until it is loaded, where it is ours."""
 
     def ready(self, cell: str) -> CellReady:
         return CellReady(cell=cell, url=self.target.url)
 
     def mark(self) -> tuple[Any, ...]:
+        """Which engine serves: what was measured between two different marks is no level."""
         return ()
 
     def trouble(self) -> str | None:
@@ -71,71 +69,71 @@ class Server(ABC):
         return
 
 
-class Endpoint(Server):
-    """An endpoint that somebody else runs."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-
-    def wait_ready(self, say: Say) -> None:
-        """Waits until it answers at all. Raises TargetUnusable after `ready_seconds`."""
-        until = time.monotonic() + self.target.ready_seconds
-        with connect(self.target.url, verify_tls=self.target.verify_tls) as pool:
-            while True:
-                try:
-                    fetch(pool, get_bytes(pool, "/v1/models"), timeout_seconds=10)
-                    return
-                except TargetUnusable:
-                    if time.monotonic() > until:
-                        raise
-                say(f"waiting for {self.target.url}", None)
-                time.sleep(0.5)
-
-
 class Started(Server):
     """One that we start."""
 
     layout: Layout
+    name = "the server"
 
-    def __init__(self, cell: Cell, layout: Layout) -> None:
+    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
+        super().__init__(Target(url=""))
         self.layout = layout
-        self.target = Target(url="")
-        limit = cell.hardware.memory_gib
-        self.most_bytes = None if limit is None else int(limit * 2**30)
+        self.log = logs / f"{cell.key}.server.log"
+        self._cell, self._server = cell, campaign.server
+        self._child: Child | None = None
+
+    def _start(self, command: list[str], cores: tuple[int, ...] = ()) -> None:
+        self._child = Child(command, cores=cores, log=self.log)
+        self.pid = self._child.pid
+
+    def _wait_until(self, look: Callable[[], str], say: Say) -> None:
+        """Until `look` finds nothing missing any more.
+
+        Raises ServerFailed when it gives up or is late, ServerLost when it was killed.
+        """
+        assert self._child is not None
+        limit_seconds = self._server.ready_seconds
+        until = time.monotonic() + limit_seconds
+        said = f"all it said is in logs/{self.log.name}"
+        while missing := look():
+            status = self._child.poll()
+            if status is not None:
+                how = f"({self._child.how_it_ended()}); {said}"
+                if status < 0:
+                    raise ServerLost(f"{self.name} was killed while it started {how}")
+                raise ServerFailed(f"{self.name} did not start {how}")
+            if time.monotonic() > until:
+                raise ServerFailed(
+                    f"{self.name} was not ready within {limit_seconds:g} s: {missing}; {said}"
+                )
+            say(last_line(self.log) or f"starting {self.name}", None)
+            time.sleep(0.05)
+
+    def trouble(self) -> str | None:
+        if self._child is None:
+            return "it was not started"
+        if self._child.poll() is not None:
+            return f"{self.name} ended ({self._child.how_it_ended()})"
+        return None
+
+    def stop(self) -> None:
+        if self._child is not None:
+            self._child.stop(STOP_SECONDS + 10.0)
 
 
 class Local(Started):
     """A `crossover serve` of our own."""
 
     def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
-        super().__init__(cell, layout)
-        self.log = logs / f"{cell.key}.server.log"
-        self._synthetic = cell.synthetic
-        self._ready_seconds = campaign.server.ready_seconds
+        super().__init__(cell, campaign, layout, logs)
         self._ready_file = logs / f"{cell.key}.ready.json"
         self._ready_file.unlink(missing_ok=True)
-        command = serve_command(cell, campaign, layout, self._ready_file)
         # The engine takes its own cores; what the server may use must hold both.
         cores = tuple(sorted({*layout.engine, *layout.api}))
-        self._child = Child(command, cores=cores, log=self.log)
-        self.pid = self._child.pid
+        self._start(serve_command(cell, campaign, layout, self._ready_file), cores)
 
     def wait_ready(self, say: Say) -> None:
-        """Raises ServerFailed when it gives up or is late, ServerLost when it was killed."""
-        until = time.monotonic() + self._ready_seconds
-        said = f"all it said is in logs/{self.log.name}"
-        while not self._ready_file.exists():
-            status = self._child.poll()
-            if status is not None:
-                how = f"({self._child.how_it_ended()}); {said}"
-                if status < 0:
-                    raise ServerLost(f"the server was killed while it started {how}")
-                raise ServerFailed(f"the server did not start {how}")
-            if time.monotonic() > until:
-                limit = f"{self._ready_seconds:g} s"
-                raise ServerFailed(f"the server was not ready within {limit}; {said}")
-            say(last_line(self.log) or "starting the server", None)
-            time.sleep(0.05)
+        self._wait_until(lambda: "" if self._ready_file.exists() else "it loads", say)
         self.target = Target(url=msgspec.json.decode(self._ready_file.read_bytes())["url"])
 
     def ready(self, cell: str) -> CellReady:
@@ -148,7 +146,7 @@ class Local(Started):
             load_seconds=seen.get("load_seconds"),
             rss_bytes=memory.get("rss_bytes"),
             peak_rss_bytes=memory.get("peak_rss_bytes"),
-            synthetic=self._synthetic,
+            synthetic=self._cell.synthetic,
             url=self.target.url,
             layout=msgspec.to_builtins(self.layout),
             placement=seen.get("explanation"),
@@ -163,16 +161,8 @@ class Local(Started):
         changes = [seen.get(name) for name in ("restarts", "fallbacks", "returns", "state")]
         return (self.engine_pids(), *changes)
 
-    def trouble(self) -> str | None:
-        if self._child.poll() is not None:
-            return f"the server ended ({self._child.how_it_ended()})"
-        return None
-
     def engine_pids(self) -> list[int]:
-        return engine_pids(self._child.pid)
-
-    def stop(self) -> None:
-        self._child.stop()
+        return engine_pids(self.pid or 0)
 
     def _placement(self) -> dict[str, Any]:
         with connect(self.target.url) as pool:
@@ -187,65 +177,58 @@ class Command(Started):
     """An engine of others, started by its command (`engines` of the campaign)."""
 
     def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
-        super().__init__(cell, layout)
-        self._cell = cell
-        self._server = campaign.server
+        super().__init__(cell, campaign, layout, logs)
         self._engine = campaign.engines[cell.engine]
-        self._logs = logs
-        self._running: StartedEngine | None = None
-        self._load_seconds: float | None = None
+        self.name = self._engine.name
         self._words: list[str] = []
-        self._device = cell.device
-        self._version: str | None = None
+        self._load_seconds: float | None = None
 
     def wait_ready(self, say: Say) -> None:
-        """Makes or finds its weights, starts it and waits.
-
-        Raises ServerFailed when it gives up or is late, ServerLost when it was killed.
-        """
+        """Makes or finds its weights, starts it and waits until `ready` answers 200."""
         cell, engine = self._cell, self._engine
-        missing = [name for name in engine.variables if name not in os.environ]
-        if missing:
-            raise ServerFailed(f"{engine.name} needs {missing[0]}, a variable that is not set")
+        model = cell.model
         try:
-            values = engine_values(cell, self._server, self.layout, self._weights(say))
+            if engine.weights != "none":
+                model = resolve(
+                    cell.model,
+                    kind=engine.weights,
+                    weight_format=cell.weight_format,
+                    cache=self._server.cache,
+                    progress=say,
+                ).path
         except ModelError as problem:
             raise ServerFailed(f"no weights for {engine.name}: {problem}") from problem
+        values = engine_values(cell, self._server, self.layout, model)
         values["port"] = free_port()
         url = f"http://{HOST}:{values['port']}"
         self._words = argv(engine.command, values)
+        pairs = [f"{name}={value}" for name, value in engine.environment.items()]
+        own = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]  # those of our processes
         began = time.monotonic()
-        log = self._logs / f"{cell.key}.server.log"
-        self._running = StartedEngine(engine, self._words, self.layout.engine, log)
-        self.pid = self._running.pid
-        self._running.wait_ready(url, say, self._server.ready_seconds)
+        self._start(["env", *own, *pairs, *self._words], self.layout.engine)
+
+        def look() -> str:
+            try:
+                status = fetch(pool, get_bytes(pool, engine.ready), ASK_SECONDS)[0]
+            except TargetUnusable:
+                return f"{url}{engine.ready} did not answer"
+            return "" if status == 200 else f"{url}{engine.ready} answered {status}"
+
+        with connect(url) as pool:
+            self._wait_until(look, say)
         self._load_seconds = round(time.monotonic() - began, 3)
         self.target = Target(url=url, api=engine.api)
-        say(f"{engine.name}: asking for its version", None)
-        self._device = self._device or self._running.device()
-        self._version = told_version(url)
-
-    def _weights(self, say: Say) -> str:
-        cell, engine = self._cell, self._engine
-        if (name := engine.names.get(cell.model)) is not None or engine.weights == "none":
-            return name or cell.model
-        return resolve(
-            cell.model,
-            kind=engine.weights,
-            weight_format=cell.weight_format,
-            cache=self._server.cache,
-            progress=say,
-        ).path
 
     def ready(self, cell: str) -> CellReady:
-        """Its command as it was run, its version, and where it runs."""
+        """Its command as it was run, and where it runs."""
+        has_gpu = any(holds_gpu(pid) for pid in family(self.pid or 0))
         return CellReady(
             cell=cell,
             info=EngineInfo(
-                name=self._engine.name,
-                device=self._device,
+                name=self.name,
+                device="gpu" if has_gpu else "cpu",
                 weight_format=self._cell.weight_format,
-                details={"command": shlex.join(self._words), "version": self._version},
+                details={"command": shlex.join(self._words)},
             ),
             load_seconds=self._load_seconds,
             synthetic=self._cell.synthetic,
@@ -253,26 +236,28 @@ class Command(Started):
             layout=msgspec.to_builtins(self.layout),
         )
 
-    def mark(self) -> tuple[Any, ...]:
-        return tuple(self.engine_pids())
 
-    def trouble(self) -> str | None:
-        return self._running.trouble() if self._running is not None else "it was not started"
+def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
+    """CUDA opens /dev/nvidia*, ROCm /dev/kfd, Vulkan on a GPU a render node."""
+    try:
+        held = [os.readlink(one) for one in (proc / str(pid) / "fd").iterdir()]
+    except OSError:
+        return False
+    return any(name.startswith(GPU_FILES) for name in held)
 
-    def engine_pids(self) -> list[int]:
-        """Its first process: the others may come and go without a restart."""
-        return self._running.pids()[:1] if self._running is not None else []
 
-    def stop(self) -> None:
-        if self._running is not None:
-            self._running.stop()
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as one:
+        one.bind((HOST, 0))
+        return int(one.getsockname()[1])
 
 
 def server_of(cell: Cell, campaign: Campaign, layout: Layout | None, logs: Path) -> Server:
     """The server of a cell: one of ours is starting already."""
     if campaign.target is not None or layout is None:
         assert campaign.target is not None
-        return Endpoint(campaign.target)
+        return Server(campaign.target)
     return (Command if cell.engine else Local)(cell, campaign, layout, logs)
 
 
@@ -294,18 +279,16 @@ def info_of(placement: Mapping[str, Any]) -> EngineInfo:
 def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Path) -> list[str]:
     """`crossover serve` as the cell wants it."""
     server = msgspec.structs.asdict(campaign.server)
-    server["step_seconds_target"] = server.pop("step_seconds")
     del server["ready_seconds"]
-    if cell.is_best:  # it was chosen for the CPU
-        server["policy"] = "cpu-only"
     given = {
+        **server,
         "backend": cell.backend,
         "weight_format": cell.weight_format or None,
+        "policy": "cpu-only" if cell.is_best else server["policy"],  # it was chosen for the CPU
         "port": 0,
         "cores": cores_text(layout.engine),
         "api_cores": cores_text(layout.api),
         "threads": cell.hardware.threads or layout.engine_threads,
         "ready_file": ready_file.absolute(),
-        **server,
     }
     return [sys.executable, "-m", "crossover", "serve", *arguments(given), "--", cell.model]

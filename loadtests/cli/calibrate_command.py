@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from loadtests.records.run_folder import RunRecords
     from loadtests.simulation.calibration_file import MachineFile, ModelSteps
 
-EPILOG = "\n\n".join(
-    (
-        "Examples:",
-        "crossover calibrate  (two small models, about two minutes; writes machine.json)",
-        "crossover calibrate 135m 1b 3b --backend best --out lab.json --name 'the lab server'",
-        "crossover calibrate --dollars-per-hour 1.53",
-        "Then, also on another machine:",
-        "crossover plan plan.toml --machine lab.json",
-    )
-)
 MEASURED, SAID = "What is measured", "What you say of the machine"
 CELL_SECONDS = 120.0  # of measuring, at most, for each model
 LIBRARIES = {"llama_cpp": "llama-cpp-python", "onnx": "onnxruntime", "torch": "torch"}
@@ -82,6 +72,11 @@ def _calibrate(options: CalibrateOptions) -> None:
     meanwhile: what others took of the CPU is measured, and stands in the file.
 
     The file names the CPU, its memory and software versions; no host, user, path or serial number.
+
+    \b
+    crossover calibrate          # two small models, about two minutes; writes machine.json
+    crossover calibrate 135m 1b 3b --backend best --out lab.json --name 'the lab server'
+    crossover plan plan.toml --machine lab.json          # then, also on another machine
     """
     from loadtests.campaign.campaign_runner import run
     from loadtests.campaign.progress import Progress
@@ -118,9 +113,8 @@ def plan_of(options: CalibrateOptions) -> Plan:
         "slo.target": 0.5,
         "search.confirm": 0,
         "search.budget_seconds": CELL_SECONDS,
+        **({} if options.cache is None else {"server.cache": options.cache}),
     }
-    if options.cache is not None:
-        keys["server.cache"] = options.cache
     lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
     if options.threads is not None:
         lines.append(f"hardware = [{{ threads = {options.threads} }}]")
@@ -211,4 +205,4 @@ def in_words(found: MachineFile) -> list[str]:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command(name="calibrate", epilog=EPILOG)(command_of(CalibrateOptions, _calibrate))
+app.command(name="calibrate")(command_of(CalibrateOptions, _calibrate))

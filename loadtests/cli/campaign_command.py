@@ -41,9 +41,6 @@ campaign = typer.Typer(
     rich_markup_mode="rich",
     help="Find the highest request rate at which each model meets the SLO. "
     "A run can be killed at any moment and resumed.",
-    epilog="A campaign file:\n\nname = 'mine'\n\nmodels = ['135m', '1b']\n\n"
-    "budget_seconds = 600\n\nslo = 'chat'\n\ncrossover campaign init prints one with every key "
-    "and a comment.",
 )
 
 
@@ -149,18 +146,6 @@ def repeat_campaign(
         list[Path], typer.Argument(help="The runs whose levels are measured again, in turns.")
     ],
     times: Annotated[int, typer.Option(min=1, help="How many times each is measured.")] = 1,
-    new_seeds: Annotated[
-        bool,
-        typer.Option("--new-seeds", help="Draw other arrivals, lengths and prompts each time."),
-    ] = False,
-    held: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            metavar="SECONDS",
-            help="Only the confirmed rate of each cell, for so many seconds, with new seeds.",
-        ),
-    ] = None,
     out: Out = Path("runs"),
     trust: Trust = None,
     allow_commands: Commands = False,
@@ -181,11 +166,9 @@ def repeat_campaign(
         return run(plan, out, progress, beside_others=beside_others)
 
     with Progress() as progress:
-        arms = repeat_in_turns(folders, times, new_seeds, measure, held)
+        arms = repeat_in_turns(folders, times, measure)
     for arm in arms:
         show(arm[-1])
-    if held is not None:
-        return
     first, *others = [" ".join(str(folder) for folder in arm) for arm in arms]
     for other in others:
         typer.echo(f"\nTo compare: crossover compare {first} -- {other}")

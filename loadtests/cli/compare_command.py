@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -19,7 +19,13 @@ from serving.bounds import option
 from serving.cli.parameters import command_of
 
 if TYPE_CHECKING:
-    from loadtests.comparison.compare_runs import Comparison, Row
+    from loadtests.comparison.compare_runs import Comparison
+
+
+COLUMNS = (
+    *("cell", "load", "metric", "runs", "first", "second", "difference", "95 % interval"),
+    *("detectable", "verdict"),
+)
 
 
 class TwoArms(TyperCommand):
@@ -60,19 +66,16 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
     least: Annotated[
         Annotated[float, Meta(ge=0)],
         option(
-            "",
-            "Differences below this share are no difference.",
-            metavar="<float range> [x>=0.0]",
+            "", "Differences below this share are no difference.", metavar="<float range> [x>=0.0]"
         ),
     ] = 0.01
     as_json: Annotated[bool, option("", "Print the comparison as JSON.", "json")] = False
     fail_on: Annotated[
-        str | None,
+        Literal["slower", "different"] | None,
         option(
             "",
             "End with status 1 where anything is slower, or differs at all; with status 2 "
             "where that is not known.",
-            metavar="slower|different",
         ),
     ] = None
 
@@ -81,19 +84,25 @@ def _compare(options: CompareOptions) -> None:
     """Say where runs are faster or slower than others, by a test whose unit is the run.
 
     At least three runs an arm, begun in turns; with fewer the differences are shown and the
-    verdict is "not known". Compared are TTFT, TPOT and E2E, the share of good requests and the
-    output at loads that both arms measured, and the limit. Runs that differ in a fact (machine,
-    workload, settings) are refused with both values, unless --allow names it.
+    verdict is "not known". Compared are TTFT, TPOT, E2E and the output at loads that both arms
+    measured, and the limit. Runs that differ in a fact (machine, workload, settings) are refused
+    with both values, unless --allow names it.
 
     \b
     crossover campaign repeat runs/A runs/B --times 2    # in turns: A B A B
     crossover compare --fail-on slower A1 A2 A3 -- B1 B2 B3    # folders: `repeat` prints them
     crossover compare old-version/ new-version/          # folders of runs
     """
-    from loadtests.comparison.compare_runs import compare
-    from loadtests.comparison.run_metrics import read_arm
+    from loadtests.comparison.compare_runs import compare, read_arm
 
-    first, second = _arms(options)
+    first, second = options.runs, options.second
+    if not second:
+        if len(first) != 2:
+            raise LoadError(
+                f"{len(first)} runs and no `--`: write the first arm, `--`, the second arm: "
+                "crossover compare A1 A2 A3 -- B1 B2 B3"
+            )
+        first, second = first[:1], first[1:]
     found = compare(
         read_arm(first), read_arm(second), allow=options.allow or (), least=options.least
     )
@@ -105,8 +114,8 @@ def _compare(options: CompareOptions) -> None:
         return
     if found.verdict == "not known":
         raise LoadError(f"--fail-on {options.fail_on}: not known: {found.reason}")
-    bad = {"slower": ("slower", "different"), "different": ("slower", "faster", "different")}
-    if found.verdict in bad[options.fail_on]:
+    is_other = found.verdict == "faster" and options.fail_on == "different"
+    if found.verdict in ("slower", "different") or is_other:
         raise typer.Exit(1)
 
 
@@ -114,83 +123,37 @@ comparison = typer.Typer(add_completion=False)
 comparison.command("compare", cls=TwoArms)(command_of(CompareOptions, _compare))
 
 
-def _arms(options: CompareOptions) -> tuple[list[Path], list[Path]]:
-    """The runs of both arms. Raises LoadError for options that cannot be."""
-    if options.fail_on not in (None, "slower", "different"):
-        raise LoadError(f"--fail-on must be slower or different, got {options.fail_on!r}")
-    if options.second:
-        return options.runs, options.second
-    if len(options.runs) != 2:
-        raise LoadError(
-            f"{len(options.runs)} runs and no `--`: write the first arm, `--`, the second arm: "
-            "crossover compare A1 A2 A3 -- B1 B2 B3"
-        )
-    return options.runs[:1], options.runs[1:]
-
-
-COLUMNS = (
-    *("cell", "load", "metric", "runs", "first", "second", "difference", "95 % interval"),
-    *("detectable", "verdict"),
-)
-
-
 def show_comparison(found: Comparison, console: Console) -> None:
     """Print in what two arms of runs differ."""
-    from loadtests.comparison.run_metrics import LIMIT
-
     for word, arm in (("first", found.first), ("second", found.second)):
         console.print(f"{word}: {', '.join(arm)}", style="dim", markup=False)
-    console.print(f"second against first: {verdict_in_words(found)}", style="bold", markup=False)
+    words = f"{found.verdict}: {found.reason}" if found.reason else found.verdict
+    reach = [row.detectable for row in found.rows if row.detectable is not None]
+    if reach and not found.reason:
+        span = f"{min(reach):.1%} to {max(reach):.1%}"
+        words += f" ({len(reach)} metrics; differences of {span} would have been found)"
+    console.print(f"second against first: {words}", style="bold", markup=False)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for row in found.rows:
+        apart = "-" if row.ratio is None else f"{row.ratio - 1:+.1%}"
+        interval = detectable = "-"
+        if row.low is not None and row.high is not None and row.detectable is not None:
+            interval = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
+            detectable = f"{row.detectable:.1%}"
         table.add_row(
-            row.cell,
-            "-" if row.metric == LIMIT else _load(row),
-            row.metric,
-            f"{row.runs[0]}+{row.runs[1]}",
-            *_difference_cells(row),
+            *(row.cell, row.load or "-", row.metric, f"{row.runs[0]}+{row.runs[1]}"),
+            *(_value(row.metric, row.first), _value(row.metric, row.second)),
+            *(apart, interval, detectable),
             f"{row.verdict} ({row.reason})" if row.reason else row.verdict,
         )
     console.print(table)
 
 
-def verdict_in_words(found: Comparison) -> str:
-    """The verdict, with what it would have shown where it shows nothing."""
-    if found.verdict == "not known":
-        return f"not known: {found.reason}"
-    reach = [
-        row.difference.detectable
-        for row in found.rows
-        if row.difference is not None and row.difference.detectable is not None
-    ]
-    span = f"{min(reach):.1%}" if len(reach) == 1 else f"{min(reach):.1%} to {max(reach):.1%}"
-    return f"{found.verdict} ({len(reach)} metrics; differences of {span} would have been found)"
-
-
-def _load(row: Row) -> str:
-    if row.load is not None and row.load < 0:
-        return formatting.load(None, round(-row.load))
-    return formatting.load(row.load, digits=3)
-
-
-def _difference_cells(row: Row) -> list[str]:
-    found = row.difference
-    if found is None:
-        return ["-"] * 5
-    cells = [_value(row.metric, found.first), _value(row.metric, found.second)]
-    cells.append(f"{found.ratio - 1:+.1%}")
-    if found.low is None or found.high is None or found.detectable is None:
-        return [*cells, "-", "-"]
-    return [*cells, f"{found.low - 1:+.1%} to {found.high - 1:+.1%}", f"{found.detectable:.1%}"]
-
-
-def _value(metric: str, value: float) -> str:
-    from loadtests.comparison.run_metrics import GOOD, LIMIT, TOKENS
-
-    if metric == LIMIT:
+def _value(metric: str, value: float | None) -> str:
+    if metric == "limit":
         return formatting.rate(value, 3)
-    if metric == GOOD:
-        return f"{value:.1%}"
-    return f"{value:.3g}/s" if metric == TOKENS else formatting.seconds(value, 3, "-")
+    if metric == "output tokens/s" and value is not None:
+        return f"{value:.3g}/s"
+    return formatting.seconds(value, 3, "-")

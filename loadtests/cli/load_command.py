@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -19,11 +20,11 @@ from serving.cli.parameters import command_of
 
 if TYPE_CHECKING:
     from loadtests.analysis.level import Level
-    from loadtests.analysis.level_validity import NamedWarning
     from loadtests.analysis.slo import Slo
     from loadtests.campaign.progress import Progress
     from loadtests.load_generator.load_plan import LoadPlan
     from loadtests.load_generator.locust_process import LoadGenerator
+    from loadtests.records.resource_sample import ResourceSample
 
 JOIN_SECONDS = 600.0  # that workers may take to join
 DRAIN_SECONDS = 60.0
@@ -188,41 +189,33 @@ def _send(options: CommandOptions) -> None:
     ):
         out = options.out or Path(nowhere)
         workers = (options.expect_workers or 1) if options.master else 0
-        level, warnings, folder = measure(plan, slo, out, generator, progress, workers)
-    show_level(level, slo, warnings)
+        level, samples, folder = _measure(plan, slo, out, generator, progress, workers)
+    show_level(level, slo, samples)
     if options.out is not None:
         typer.echo(f"records: {folder}")
 
 
-def measure(
+def _measure(
     plan: LoadPlan,
     slo: Slo,
     out: Path,
     generator: LoadGenerator,
     progress: Progress,
-    workers: int = 0,
-) -> tuple[Level, tuple[NamedWarning, ...], Path]:
+    workers: int,
+) -> tuple[Level, list[ResourceSample], Path]:
     """One level on record in a new run folder below `out`, from so many workers of other machines
     (0: our own processes). Raises LoadError.
 
     On KeyboardInterrupt the records so far stay, and the level has not finished.
     """
-    from loadtests.analysis.level_validity import level_warnings
-    from loadtests.campaign.campaign_file import Campaign, Plan, Search, Server, cell_of_target
+    from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target
     from loadtests.campaign.level_runner import LevelAsk, ServerBench
     from loadtests.campaign.run_state import CellState, manifest_of, new_folder
-    from loadtests.campaign.server_launch import Endpoint
+    from loadtests.campaign.server_launch import Server
     from loadtests.host.resource_sampler import Sampler
     from loadtests.load_generator.openai_endpoint import probe
+    from loadtests.records import run_journal as journal
     from loadtests.records.run_folder import RunFolder, read_records
-    from loadtests.records.run_journal import (
-        CellFinished,
-        CellReady,
-        CellStarted,
-        LevelPurpose,
-        RunFinished,
-        RunStarted,
-    )
     from serving.hardware.machine_facts import hardware_facts
 
     target = plan.target
@@ -242,42 +235,35 @@ def measure(
         slo=slo,
         workload=plan.workload,
         arrivals=plan.arrivals,
-        search=Search(),
-        server=Server(),
         target=target,
-        budget_seconds=None,
         seed=plan.seed,
-        sample_seconds=1.0,
     )
     cell = msgspec.structs.replace(cell_of_target(target), key=CELL, model=facts.model)
     folder = new_folder(out, CELL)
     manifest = manifest_of(Plan(campaign, [cell], ""), folder.name, hardware_facts(), sys.argv)
     with RunFolder.create(folder, manifest) as run:
-        run.event(RunStarted(cells=1))
-        run.event(CellStarted(cell=CELL))
-        run.event(CellReady(cell=CELL, url=target.url, target=msgspec.to_builtins(facts)))
+        run.event(journal.RunStarted(cells=1))
+        run.event(journal.CellStarted(cell=CELL))
+        told = msgspec.to_builtins(facts)
+        run.event(journal.CellReady(cell=CELL, url=target.url, target=told))
         state = CellState(run, campaign, cell)
-        bench = ServerBench(state, campaign, Endpoint(target), facts, None, generator, progress)
+        bench = ServerBench(state, Server(target), facts, None, generator, progress)
         asked = LevelAsk(
-            name=LEVEL,
-            attempt=1,
-            seed=plan.seed,
-            purpose=LevelPurpose.LOAD,
-            rate=plan.rate,
-            window_seconds=plan.window_seconds,
+            name=LEVEL, seed=plan.seed, rate=plan.rate, window_seconds=plan.window_seconds
         )
         with Sampler(CELL, bench.keep_sample) as bench.sampler:
             level = bench.measure(asked, msgspec.structs.replace(plan, facts=facts))
-        run.event(CellFinished(cell=CELL))
-        run.event(RunFinished())
-    return level, level_warnings(level, slo, read_records(folder).samples_of(LEVEL)), folder
+        run.event(journal.CellFinished(cell=CELL))
+        run.event(journal.RunFinished())
+    return level, read_records(folder).samples_of(LEVEL), folder
 
 
-def show_level(level: Level, slo: Slo, warnings: tuple[NamedWarning, ...]) -> None:
+def show_level(level: Level, slo: Slo, samples: Sequence[ResourceSample]) -> None:
     """Print what one level showed."""
     from rich.console import Console
     from rich.table import Table
 
+    from loadtests.analysis.level_validity import level_warnings
     from loadtests.analysis.percentiles import PERCENTILES, distribution
     from models import formatting
 
@@ -293,13 +279,12 @@ def show_level(level: Level, slo: Slo, warnings: tuple[NamedWarning, ...]) -> No
         console.print(f"failed: {failed}", style="red")
     names = [name for name, _ in PERCENTILES]
     table = Table("", "mean", *names, box=None, pad_edge=False)
-    counted = level.counted
     columns: dict[str, Any] = {
-        "TTFT": level.ttft[counted],
-        "TPOT": level.tpot[counted],
+        "TTFT": level.ttft[level.counted],
+        "TPOT": level.tpot[level.counted],
         "ITL": level.itl,
-        "E2E": level.e2e[counted],
-        "send lag": level.send_lag[counted],
+        "E2E": level.e2e[level.counted],
+        "send lag": level.send_lag[level.counted],
     }
     for title, values in columns.items():
         found = distribution(values)
@@ -309,20 +294,15 @@ def show_level(level: Level, slo: Slo, warnings: tuple[NamedWarning, ...]) -> No
         ]
         table.add_row(title, formatting.seconds(found.mean, 3, "-"), *shown)
     console.print(table)
-    console.print("-: too few requests to say", style="dim")
     if (tokens := level.output_tokens_per_second) is not None:
-        prompt = level.prompt_tokens_per_second
-        console.print(
-            f"{tokens:.1f} output tokens/s"
-            + (f", {prompt:.1f} prompt tokens/s" if prompt is not None else "")
-            + f"; {level.mean_in_flight(*level.window):.1f} requests in flight on average"
-        )
+        in_flight = level.mean_in_flight(*level.window)
+        console.print(f"{tokens:.1f} output tokens/s; {in_flight:.1f} requests in flight")
     share = "none" if judged.share is None else f"{judged.share:.1%}"
     console.print(
         f"SLO {slo.name}: {share} good ({judged.low:.1%}-{judged.high:.1%}): {judged.verdict}",
         style="bold",
     )
-    for warning in warnings:
+    for warning in level_warnings(level, slo, samples):
         console.print(
             f"warning {warning.code}: {warning.text}; {warning.advice}",
             style="red" if warning.is_serious else "yellow",

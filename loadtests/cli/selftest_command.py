@@ -13,7 +13,6 @@ from loadtests.errors import LoadError
 
 if TYPE_CHECKING:
     from loadtests.selftest.selftest import Report
-    from loadtests.selftest.selftest_checks import Row
 
 
 def selftest(
@@ -41,11 +40,7 @@ def selftest(
         report = run_selftest(progress, only)
     if as_json:
         rows = [msgspec.to_builtins(row) | {"error": row.error} for row in report.rows]
-        whole = {
-            "passed": report.passed,
-            "seconds": round(report.seconds, 1),
-            "rows": rows,
-        }
+        whole = {"passed": report.passed, "seconds": round(report.seconds, 1), "rows": rows}
         typer.echo(msgspec.json.format(msgspec.json.encode(whole), indent=2).decode())
     else:
         show_selftest(report)
@@ -63,15 +58,18 @@ def show_selftest(report: Report) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     table = Table("", "", "checks", "nearest to its bound", "true", "measured", "allowed", box=None)
     for world, group in groupby(report.rows, key=lambda row: row.world):
-        rows = list(group)
+        rows = sorted(group, key=lambda row: (row.passed, -row.used))
         passed = sum(row.passed for row in rows)
-        name = world
-        worst = sorted(rows, key=lambda row: (row.passed, -row.used))
-        for row in rows if len(rows) <= 2 else worst[: max(1, len(rows) - passed)]:
+        for position, row in enumerate(rows[: max(1, len(rows) - passed)]):
             mark = "[green]✓[/green]" if row.passed else "[bold red]✗[/bold red]"
-            checks = f"{passed} of {len(rows)}" if name else ""
-            table.add_row(mark, name, checks, *_cells(row))
-            name = ""
+            limit = proof_value(row.limit, row.unit)
+            allowed = f"± {limit}" if row.limit else "equal"
+            if row.truth is None:
+                allowed = f"at most {limit}"
+            measured = proof_value(row.measured, row.unit) + (f" ({row.note})" if row.note else "")
+            heads = ("", "") if position else (world, f"{passed} of {len(rows)}")
+            truth = proof_value(row.truth, row.unit)
+            table.add_row(mark, *heads, row.what, truth, measured, allowed)
     console.print(table)
     failed = sum(not row.passed for row in report.rows)
     seconds = formatting.duration(report.seconds)
@@ -80,14 +78,6 @@ def show_selftest(report: Report) -> None:
         console.print(
             "other work on the machine makes times late: repeat on a quiet one", style="bold"
         )
-
-
-def _cells(row: Row) -> tuple[str, str, str, str]:
-    """What, truth, measured, allowed."""
-    limit = proof_value(row.limit, row.unit)
-    allowed = f"at most {limit}" if row.truth is None else f"± {limit}" if row.limit else "equal"
-    measured = proof_value(row.measured, row.unit) + (f" ({row.note})" if row.note else "")
-    return row.what, proof_value(row.truth, row.unit), measured, allowed
 
 
 def proof_value(value: float | None, unit: str) -> str:

@@ -14,65 +14,68 @@ are refused with both values; `allow` names facts that may differ between the ar
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.comparison.run_environment import (
-    CELL,
-    FACTS,
-    MACHINE,
-    differences,
-    versions_apart,
-)
-from loadtests.comparison.run_metrics import (
-    LEAST_ERROR,
-    LIMIT,
-    MORE_IS_BETTER,
-    CellValues,
-    Load,
-    RunValues,
-    Value,
-)
-from loadtests.errors import NotComparable
-from loadtests.records.run_folder import RunManifest
+from loadtests.analysis.level import Level, levels_of
+from loadtests.analysis.percentiles import distribution
+from loadtests.comparison.run_environment import CELL, FACTS, MACHINE, differences, versions_apart
+from loadtests.errors import BadRunFolder, NotComparable
+from loadtests.records.run_folder import MANIFEST, RunManifest, RunRecords, read_records
+from loadtests.records.run_journal import CellFinished, EngineChosen, LevelPurpose, of_kind
+from models import formatting
 
 ALPHA = 0.05
 POWER = 0.80
 CONFIDENCE = 0.95
 LEAST_RUNS = 3  # of an arm
 LEAST_SHARE = 0.01  # smaller differences are of no use to anybody
+LEAST_SPREAD = 1e-4  # standard deviation of ln(value) below which equal values are not believed
+LIMIT, TOKENS = "limit", "output tokens/s"
 CONFOUNDED = "the arms' requests were drawn by different seeds, each arm's by its own"
 
 Verdict = Literal["faster", "slower", "no difference", "not known"]
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one metric in two arms. Without an interval where an arm has too few runs."""
+class CellValues(msgspec.Struct, frozen=True):
+    """One cell of one run: one number a metric, above 0, by load ("alone", "2.000/s", "")."""
 
-    first: float  # geometric mean of the runs
-    second: float
-    ratio: float  # second over first
+    key: str
+    facts: dict[str, str]  # of run_environment.CELL, and the workload's name
+    values: dict[str, dict[str, float]]
+    seeds: dict[str, frozenset[int]]  # of arrivals, lengths and prompts, by load
+    left_out: int = 0  # levels that were cut short, not valid, or with requests missing
+
+
+class RunValues(msgspec.Struct, frozen=True):
+    """One run."""
+
+    manifest: RunManifest
+    cells: list[CellValues]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric of one cell at one load, in two arms. None: too few runs to say."""
+
+    cell: str
+    load: str  # "" for the limit
+    metric: str  # "TTFT p50" ..., "output tokens/s", "limit"
+    runs: tuple[int, int]  # of each arm, that have the metric
+    first: float | None = None  # geometric mean of the runs
+    second: float | None = None
+    ratio: float | None = None  # second over first
     low: float | None = None  # of the ratio, 95 % interval
     high: float | None = None
     p: float | None = None  # of no difference, before the correction for several tests
     # The difference, as a share, that is found in 80 % of such comparisons after the correction.
     detectable: float | None = None
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One metric of one cell at one load."""
-
-    cell: str
-    load: Load  # None for the limit too
-    metric: str  # "TTFT p50" ..., "good", "output tokens/s", "limit"
-    verdict: Verdict
-    runs: tuple[int, int]  # of each arm, that have the metric
-    difference: Difference | None = None  # None: an arm has no run with the metric
+    verdict: Verdict = "not known"
     reason: str = ""
 
 
@@ -87,6 +90,93 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
 
+# What one run says.
+
+
+def read_arm(paths: Iterable[Path]) -> list[RunValues]:
+    """The runs of one arm: run folders, or folders that hold some. Raises BadRunFolder."""
+    found: list[RunValues] = []
+    for path in paths:
+        inside = sorted(one.parent for one in path.glob(f"*/{MANIFEST}"))
+        found += map(read, inside if inside and not (path / MANIFEST).exists() else [path])
+    return found
+
+
+def read(folder: Path) -> RunValues:
+    """A run folder. Raises BadRunFolder for one that holds no finished level."""
+    run = read_records(folder)
+    levels: dict[str, list[Level]] = defaultdict(list)
+    for level in levels_of(run):
+        levels[level.cell].append(level)
+    if not levels:
+        raise BadRunFolder(f"{folder} has no finished level to compare")
+    cells = [
+        _cell(run, cell, levels[cell["key"]])
+        for cell in run.manifest.cells
+        if cell["key"] in levels
+    ]
+    return RunValues(run.manifest, cells)
+
+
+def _cell(run: RunRecords, cell: dict[str, Any], levels: Sequence[Level]) -> CellValues:
+    key = str(cell["key"])
+    for chosen in of_kind(run.events, EngineChosen, key):
+        cell = {**cell, "backend": chosen.backend, "weight_format": chosen.weight_format}
+    hardware = {**(cell.get("hardware") or {}), "name": None}
+    asked = [one for one in levels if one.started.purpose is not LevelPurpose.CALIBRATION]
+    by_load: dict[str, list[Level]] = defaultdict(list)
+    for level in filter(_counts, asked):
+        by_load[formatting.load(level.rate, level.started.concurrency, 4)].append(level)
+    values = {load: _mean([_values_of(one) for one in same]) for load, same in by_load.items()}
+    seeds = {load: frozenset(one.started.seed for one in same) for load, same in by_load.items()}
+    ended = of_kind(run.events, CellFinished, key)
+    if ended and ended[-1].capacity is not None and ended[-1].capacity.limit:
+        values[""] = {LIMIT: ended[-1].capacity.limit}
+        seeds[""] = frozenset().union(*seeds.values())
+    return CellValues(
+        key=key,
+        facts={
+            **{name: str(cell.get(name) or "") for name in ("model", "backend", "url", "workload")},
+            "format": str(cell.get("weight_format") or ""),
+            "hardware": ", ".join(f"{k} {v}" for k, v in sorted(hardware.items()) if v is not None),
+        },
+        values=values,
+        seeds=seeds,
+        left_out=len(asked) - sum(map(len, by_load.values())),
+    )
+
+
+def _counts(level: Level) -> bool:
+    end = level.finished
+    if end is None or not level.is_whole or end.cut_short is not None or not end.is_valid:
+        return False
+    return end.disturbance is None or not end.disturbance.is_set_aside
+
+
+def _values_of(level: Level) -> dict[str, float]:
+    """The metrics that the level's requests are enough for."""
+    found: dict[str, float | None] = {TOKENS: level.output_tokens_per_second}
+    for name, column in (("TTFT", level.ttft), ("TPOT", level.tpot), ("E2E", level.e2e)):
+        times = distribution(column[level.counted])
+        found |= {f"{name} p50": times.p50, f"{name} p95": times.p95}
+        if times.p50 is None and not times.late:
+            found[f"{name} mean"] = times.mean
+    return {name: value for name, value in found.items() if value}
+
+
+def _mean(levels: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of levels at one load: the geometric mean of each metric that all of them have."""
+    names = [name for name in levels[0] if all(name in values for values in levels)]
+    return {name: _geometric([values[name] for values in levels]) for name in names}
+
+
+def _geometric(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+# Two arms.
+
+
 def compare(
     first: Sequence[RunValues],
     second: Sequence[RunValues],
@@ -99,42 +189,43 @@ def compare(
     Differences below `least` (a share) are no difference.
     """
     notes = _check(first, second, allow)
-    pairs = _pairs(first, second, allow)
-    found = [_rows(mine, theirs) for mine, theirs in pairs]
-    rows = _judged([row for rows in found for row in rows], least)
-    for (mine, theirs), own in zip(pairs, found, strict=True):
-        notes += _notes(mine, theirs, own)
+    found: list[tuple[Row, list[list[float]]]] = []
+    for mine, theirs in _pairs(first, second, allow):
+        own = _rows(mine, theirs)
+        found += own
+        if left_out := sum(cell.left_out for cell in mine + theirs):
+            notes.append(f"{mine[0].key}: {left_out} levels were cut short or not valid")
+        if not any(row.load not in ("", "alone") for row, _ in own):
+            notes.append(
+                f"{mine[0].key}: no rate was measured in both arms: `crossover campaign repeat` "
+                "measures a run's rates again, `search.rates` gives some"
+            )
+    rows = _judged(found, least)
     said = {row.verdict for row in rows}
-    order: tuple[Verdict, ...] = ("faster", "slower", "no difference", "not known")
-    verdict: Verdict | Literal["different"] = next(
-        (word for word in order if word in said), order[-1]
-    )
+    order: tuple[Verdict, ...] = ("faster", "slower", "no difference")
+    verdict: Verdict | Literal["different"] = next((w for w in order if w in said), "not known")
     if {"faster", "slower"} <= said:
         verdict = "different"
+    reason = ""
+    if verdict == "not known":
+        reason = next((row.reason for row in rows if row.reason), "no metric is in both arms")
+        if min(len(first), len(second)) < LEAST_RUNS:
+            reason = f"{len(first)} and {len(second)} runs; {LEAST_RUNS} an arm are needed"
     return Comparison(
         first=[run.manifest.run_id for run in first],
         second=[run.manifest.run_id for run in second],
         verdict=verdict,
-        reason=_why_not_known(len(first), len(second), rows) if verdict == "not known" else "",
+        reason=reason,
         rows=rows,
         notes=notes,
     )
 
 
-def _why_not_known(first: int, second: int, rows: Sequence[Row]) -> str:
-    if first == second == 1:
-        return "one run an arm"
-    if min(first, second) < LEAST_RUNS:
-        return f"{first} and {second} runs; {LEAST_RUNS} an arm are needed"
-    reasons = Counter(row.reason for row in rows if row.reason)
-    return reasons.most_common(1)[0][0] if reasons else "no metric is in both arms"
-
-
 def _check(
     first: Sequence[RunValues], second: Sequence[RunValues], allow: Sequence[str]
 ) -> list[str]:
-    unknown = sorted(set(allow) - set(FACTS))
-    if unknown:
+    """Notes of what differs, and may. Raises NotComparable for what may not."""
+    if unknown := sorted(set(allow) - set(FACTS)):
         raise NotComparable(f"--allow {unknown[0]!r} is no fact; there are {', '.join(FACTS)}")
     if not first or not second:
         raise NotComparable("two arms are compared: name at least one run for each")
@@ -142,50 +233,37 @@ def _check(
     if times > 1:
         raise NotComparable(f"run {run_id} is named {times} times: a run is one value of one arm")
     notes: list[str] = []
-    for arm in (first, second):
-        for run in arm[1:]:
-            notes += _apart(arm[0].manifest, run.manifest, None)
-    notes += _apart(first[0].manifest, second[0].manifest, allow)
-    order = in_time([run.manifest.created for run in first], [r.manifest.created for r in second])
-    if not is_interleaved(order):
+    pairs = [(arm[0], run) for arm in (first, second) for run in arm[1:]]
+    for one, other in [*pairs, (first[0], second[0])]:
+        is_one_arm = (one, other) in pairs  # the same thing, measured twice
+        for apart in differences(one.manifest, other.manifest):
+            what = f"{apart.name}: {apart.first} and {apart.second}"
+            if is_one_arm or apart.fact not in allow:
+                how = f"compare them all the same with --allow {apart.fact}"
+                if is_one_arm:
+                    thing = "machine" if apart.fact in MACHINE else apart.name
+                    how = f"an arm is of one {thing}: name them in different arms"
+                ids = f"{one.manifest.run_id} and {other.manifest.run_id}"
+                raise NotComparable(f"runs {ids} differ in {what}; {how}")
+            notes.append(f"differs: {what}")
+        notes += [f"versions differ: {v}" for v in versions_apart(one.manifest, other.manifest)]
+    stamps = [
+        (run.manifest.created, arm) for arm, of in (("A", first), ("B", second)) for run in of
+    ]
+    begun = "".join(arm for _, arm in sorted(stamps))
+    if not is_interleaved(begun):
         notes.append(
-            f"the runs are not interleaved in time ({' '.join(order)}): a drift of the machine "
+            f"the runs are not interleaved in time ({' '.join(begun)}): a drift of the machine "
             "looks like a difference; measure in turns: crossover campaign repeat A B --times 3"
         )
     return list(dict.fromkeys(notes))
 
 
-def _apart(one: RunManifest, other: RunManifest, allow: Sequence[str] | None) -> list[str]:
-    """Notes of what may differ between two runs. Raises NotComparable for what may not.
-
-    `allow`: None for two runs of one arm, which are the same thing measured twice.
-    """
-    notes = []
-    for apart in differences(one, other):
-        if allow is None or apart.fact not in allow:
-            how = f"compare them all the same with --allow {apart.fact}"
-            if allow is None:
-                thing = "machine" if apart.fact in MACHINE else apart.name
-                how = f"an arm is of one {thing}: name them in different arms"
-            raise NotComparable(
-                f"runs {one.run_id} and {other.run_id} differ in {apart.name}: "
-                f"{apart.first} and {apart.second}; {how}"
-            )
-        notes.append(f"{apart.name} differs: {apart.first} and {apart.second}")
-    return notes + [f"versions differ: {line}" for line in versions_apart(one, other)]
-
-
-def in_time(first: Sequence[str], second: Sequence[str]) -> str:
-    """The order in which the runs of two arms were begun: "ABAB"."""
-    stamps = [(at, "A") for at in first] + [(at, "B") for at in second]
-    return "".join(arm for _, arm in sorted(stamps))
-
-
-def is_interleaved(order: str) -> bool:
+def is_interleaved(begun: str) -> bool:
     """Whether a steady drift shifts the arms by at most half of what it does to A A A B B B."""
-    places = {arm: [i for i, one in enumerate(order) if one == arm] for arm in "AB"}
-    means = [sum(own) / len(own) for own in places.values()]
-    return len(order) <= 2 or abs(means[1] - means[0]) <= len(order) / 4
+    places = [[i for i, one in enumerate(begun) if one == arm] for arm in "AB"]
+    first, second = (sum(own) / len(own) for own in places)
+    return len(begun) <= 2 or abs(second - first) <= len(begun) / 4
 
 
 Cells = list[CellValues]  # one cell in the runs of an arm that have it
@@ -196,8 +274,8 @@ def _pairs(
 ) -> list[tuple[Cells, Cells]]:
     """Cells that are the same thing but for what may differ."""
     keys = [fact for fact in (*CELL, "workload") if fact not in allow]
-    found: list[tuple[Cells, Cells]] = []
     ours, others = _cells(first), _cells(second)
+    found: list[tuple[Cells, Cells]] = []
     for mine in ours:
         alike = [
             theirs
@@ -210,20 +288,16 @@ def _pairs(
     if found:
         return found
     one, other = ours[0][0], others[0][0]
-    why = (
-        f"{one.key} could be any of {', '.join(cells[0].key for cells in others)}; leave out an "
-        "--allow, or name runs of one of them"
-    )
+    why = f"{one.key} could be any of {', '.join(cells[0].key for cells in others)}"
     for fact in keys:
         if one.facts[fact] != other.facts[fact]:
             why = (
-                f"their first cells differ in {fact}, {one.facts[fact] or 'none'!r} and "
-                f"{other.facts[fact] or 'none'!r}; compare them all the same with --allow {fact}"
+                f"their first cells differ in {fact}, {one.facts[fact]!r} and "
+                f"{other.facts[fact]!r}; compare them all the same with --allow {fact}"
             )
             break
-    raise NotComparable(
-        f"no cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}: {why}"
-    )
+    ids = f"no cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}"
+    raise NotComparable(f"{ids}: {why}")
 
 
 def _cells(arm: Sequence[RunValues]) -> list[Cells]:
@@ -234,40 +308,26 @@ def _cells(arm: Sequence[RunValues]) -> list[Cells]:
     return list(found.values())
 
 
-def _rows(mine: Cells, theirs: Cells) -> list[_Row]:
-    """Every metric at every load that is in both arms, then the limit, before the test."""
-    found: list[_Row] = []
-    arms = (mine, theirs)
+def _rows(mine: Cells, theirs: Cells) -> list[tuple[Row, list[list[float]]]]:
+    """Every metric at every load that is in both arms, before the test, with its values."""
+    found = []
     for load in dict.fromkeys(load for cell in mine for load in cell.values):
-        at = [[cell for cell in arm if load in cell.values] for arm in arms]
-        if not all(at):
+        arms = [[cell for cell in arm if load in cell.values] for arm in (mine, theirs)]
+        if not all(arms):
             continue
-        is_confounded = confounded(*([cell.seeds[load] for cell in arm] for arm in at))
-        names = dict.fromkeys(name for arm in at for cell in arm for name in cell.values[load])
-        for name in names:
-            values = [[v for cell in arm if (v := cell.values[load].get(name))] for arm in at]
-            never = [sum(name in cell.never.get(load, ()) for cell in arm) for arm in at]
-            why = CONFOUNDED if is_confounded else ""
-            if not why and any(never):
-                why = f"infinite in {never[0]} and {never[1]} runs: too many requests failed"
-            found.append(_Row(mine[0].key, load, name, (values[0], values[1]), why))
-    limits = [[Value(cell.limit) for cell in arm if cell.limit] for arm in arms]
-    why = ""
-    if confounded(*([cell.all_seeds for cell in arm] for arm in arms)):
-        why = CONFOUNDED
-    elif missing := sum(not cell.limit for arm in arms for cell in arm):
-        why = f"no limit in {missing} runs"
-    return [*found, _Row(mine[0].key, None, LIMIT, (limits[0], limits[1]), why)]
-
-
-class _Row(NamedTuple):
-    """One metric before it is tested: what each run that has it says."""
-
-    cell: str
-    load: Load
-    metric: str
-    values: tuple[list[Value], list[Value]]
-    why_not: str  # it cannot be tested
+        why = CONFOUNDED if confounded(*([c.seeds[load] for c in arm] for arm in arms)) else ""
+        for name in dict.fromkeys(
+            name for arm in arms for cell in arm for name in cell.values[load]
+        ):
+            values = [
+                [cell.values[load][name] for cell in arm if name in cell.values[load]]
+                for arm in arms
+            ]
+            runs = len(values[0]), len(values[1])
+            few = f"{runs[0]} and {runs[1]} runs have it" if min(runs) < LEAST_RUNS else ""
+            row = Row(cell=mine[0].key, load=load, metric=name, runs=runs, reason=why or few)
+            found.append((row, values))
+    return found
 
 
 def confounded(first: Sequence[frozenset[int]], second: Sequence[frozenset[int]]) -> bool:
@@ -284,107 +344,52 @@ def confounded(first: Sequence[frozenset[int]], second: Sequence[frozenset[int]]
     return False
 
 
-def _judged(rows: Sequence[_Row], least: float) -> list[Row]:
-    """All metrics, tested together."""
-    runs = [(len(row.values[0]), len(row.values[1])) for row in rows]
-    is_tested = [
-        not row.why_not and min(own) >= LEAST_RUNS for row, own in zip(rows, runs, strict=True)
-    ]
-    tests = max(1, sum(is_tested))
-    found = []
-    for row, own, tested in zip(rows, runs, is_tested, strict=True):
-        why = row.why_not
-        if not why and not tested:
-            why = "one run an arm" if own == (1, 1) else f"{own[0]} and {own[1]} runs have it"
-        apart = difference(*row.values, tests=tests if tested else 0) if min(own) else None
-        found.append(
-            Row(
-                cell=row.cell,
-                load=row.load,
-                metric=row.metric,
-                verdict="not known",
-                runs=own,
-                difference=apart,
-                reason=why,
-            )
-        )
-    places = [place for place, tested in enumerate(is_tested) if tested]
-    p_values = [apart.p or 0.0 for at in places if (apart := found[at].difference) is not None]
-    for at, p in zip(places, holm(p_values), strict=True):
-        found[at] = msgspec.structs.replace(found[at], verdict=_verdict(found[at], p, least))
-    return found
-
-
-def _verdict(row: Row, p: float, least: float) -> Verdict:
-    ratio = row.difference.ratio if row.difference is not None else 1.0
-    if p >= ALPHA or abs(ratio - 1) <= least:
-        return "no difference"
-    return "faster" if (ratio > 1) == (row.metric in MORE_IS_BETTER) else "slower"
-
-
-def _notes(mine: Cells, theirs: Cells, found: Sequence[_Row]) -> list[str]:
-    key = mine[0].key
-    notes = []
-    left_out = [sum(cell.left_out for cell in cells) for cells in (mine, theirs)]
-    if any(left_out):
-        notes.append(
-            f"{key}: {left_out[0]} and {left_out[1]} levels were cut short or not valid and are "
-            "left out"
-        )
-    if not any(row.load is not None for row in found):
-        rates = "; ".join(
-            ", ".join(sorted({f"{load:.3g}" for cell in arm for load in cell.values if load}))
-            or "none"
-            for arm in (mine, theirs)
-        )
-        notes.append(
-            f"{key}: no rate was measured in both arms ({rates}): "
-            "`crossover campaign repeat` measures a run's rates again, `search.rates` gives some"
-        )
-    return notes
-
-
-def difference(first: Sequence[Value], second: Sequence[Value], tests: int) -> Difference:
-    """Of two arms; `tests` are made in all, of which this is one; 0: it is not tested."""
-    logs = [_spread(arm) for arm in (first, second)]
-    means = [float(arm.mean()) for arm in logs]
-    plain = Difference(
-        first=math.exp(means[0]),
-        second=math.exp(means[1]),
-        ratio=math.exp(means[1] - means[0]),
+def _judged(found: Sequence[tuple[Row, list[list[float]]]], least: float) -> list[Row]:
+    """All metrics, tested together: p-values are corrected for their number (Holm 1979)."""
+    tests = sum(not row.reason for row, _ in found)
+    rows = []
+    for row, (mine, theirs) in found:
+        if mine and theirs:
+            apart = difference(mine, theirs, 0 if row.reason else tests)
+            row = msgspec.structs.replace(row, **apart)
+        rows.append(row)
+    places = sorted(
+        (i for i, row in enumerate(rows) if row.p is not None), key=lambda i: rows[i].p or 0.0
     )
-    if not tests or min(len(first), len(second)) < LEAST_RUNS:
-        return plain
+    corrected = 0.0
+    for rank, at in enumerate(places):
+        row = rows[at]
+        corrected = max(corrected, (tests - rank) * (row.p or 0.0))
+        verdict: Verdict = "no difference"
+        if corrected < ALPHA and row.ratio and abs(row.ratio - 1) > least:
+            verdict = "faster" if (row.ratio > 1) == (row.metric in (LIMIT, TOKENS)) else "slower"
+        rows[at] = msgspec.structs.replace(row, verdict=verdict)
+    return rows
+
+
+def difference(first: Sequence[float], second: Sequence[float], tests: int) -> dict[str, float]:
+    """Of two arms, as fields of a Row; `tests` are made in all, of which this is one; 0: none."""
+    means = _geometric(first), _geometric(second)
+    found = {"first": means[0], "second": means[1], "ratio": means[1] / means[0]}
+    if not tests:
+        return found
     from scipy import stats  # takes a second to import
 
-    found = stats.ttest_ind(logs[1], logs[0], equal_var=False)
-    ends = found.confidence_interval(CONFIDENCE)
-    free = stats.t(found.df)
+    test = stats.ttest_ind(_logs(second), _logs(first), equal_var=False)
+    ends = test.confidence_interval(CONFIDENCE)
+    free = stats.t(test.df)
     error = (ends.high - ends.low) / 2 / free.ppf(0.5 + CONFIDENCE / 2)
     needed = (free.ppf(1 - ALPHA / tests / 2) + free.ppf(POWER)) * error
-    return msgspec.structs.replace(
-        plain,
-        low=math.exp(ends.low),
-        high=math.exp(ends.high),
-        p=float(found.pvalue),
-        detectable=math.expm1(needed),
-    )
+    return found | {
+        "low": math.exp(ends.low),
+        "high": math.exp(ends.high),
+        "p": float(test.pvalue),
+        "detectable": math.expm1(needed),
+    }
 
 
-def _spread(arm: Sequence[Value]) -> npt.NDArray[np.float64]:
-    """ln(value) of each run, no nearer to each other than chance alone leaves them."""
-    logs = np.log([one.value for one in arm])
-    least = max(LEAST_ERROR, *(one.error for one in arm))
-    if len(arm) > 1 and logs.std(ddof=1) < least:
-        even = np.linspace(-1, 1, len(arm))
-        logs = logs.mean() + even * (least / even.std(ddof=1))
-    return logs
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number, in their order (Holm 1979)."""
-    order = np.argsort(p_values, kind="stable")
-    ranked = np.minimum(1.0, np.sort(p_values) * np.arange(len(order), 0, -1))
-    adjusted = np.empty(len(order))
-    adjusted[order] = np.maximum.accumulate(ranked)
-    return [float(p) for p in adjusted]
+def _logs(arm: Sequence[float]) -> npt.NDArray[np.float64]:
+    """ln(value) of each run, no nearer to each other than is believed."""
+    logs = np.log(arm)
+    even = np.linspace(-1, 1, len(arm))
+    return logs if logs.std() > LEAST_SPREAD else logs.mean() + LEAST_SPREAD * even

@@ -57,7 +57,7 @@ class Sampler:
         interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
         """`server`: process id of one that we started; None: somebody else's endpoint. `is_ours`:
-        its engine is a child; else all below it is the engine.
+        its engine is a child; else it and all below it are the engine.
         """
         self.client = os.getpid()  # the process whose family is the load generator
         self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
@@ -70,7 +70,7 @@ class Sampler:
         subject: Pids = self._client_pids
         self._groups = {"client": ProcessGroup(subject)}
         if server is not None:
-            subject = (lambda: engine_pids(server)) if is_ours else lambda: family(server)[1:]
+            subject = (lambda: engine_pids(server)) if is_ours else lambda: family(server)
             self._groups["engine"] = ProcessGroup(subject)
         if server is not None and is_ours:
             api: Pids = lambda: [pid for pid in family(server) if not _is_engine(pid)]  # noqa: E731

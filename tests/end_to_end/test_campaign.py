@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.campaign.campaign_runner import resume, run
 from loadtests.campaign.progress import Progress
@@ -50,10 +49,7 @@ name = "known truth"
 disturbance = "ignore"
 budget_seconds = {budget}
 workload = {{ prompt_tokens = 32, output_tokens = 20 }}
-slos = [
-  {{ name = "quick", ttft_seconds = 0.2, tpot_seconds = 0.05, target = 0.8 }},
-  {{ name = "patient", ttft_seconds = 0.8, target = 0.8 }},
-]
+slo = {{ ttft_seconds = 0.2, tpot_seconds = 0.05, target = 0.8 }}
 [target]
 url = "{url}"
 [search]
@@ -121,7 +117,7 @@ def known(url: str, budget: float, level: float = 10.0, more: str = "") -> Plan:
 def test_a_whole_campaign_finds_what_the_known_law_holds(
     truth_server: Start, tmp_path: Path
 ) -> None:
-    """Both SLOs by one law; the slots of the endpoint are found, since it does not say them."""
+    """The slots of the endpoint are found, since it does not say them."""
     out = StringIO()
     plan = known(truth_server(slots=8, law=LAW, case="law"), budget=150)
     with Progress(out, plain_every_seconds=1.0) as progress:
@@ -129,13 +125,13 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
     check_folder(folder)
     records = read_records(folder)
     (ended,) = of_kind(records.events, CellFinished)
-    assert list(ended.capacities) == ["quick", "patient"]
-    for slo in plan.campaign.all_slos:
-        found = ended.capacities[slo.name]
-        if found.method == "law":
-            truth = _truth(slo, plan)
-            assert found.limit == pytest.approx(truth, rel=0.3)
-            assert found.held is None or found.held < 1.1 * truth
+    found, settings = ended.capacity, plan.campaign
+    assert found is not None
+    if found.method == "law":
+        policy = SchedulingPolicy(slots=8)
+        truth = capacity(StepLaw(**LAW), policy, settings.workload, settings.slo).rate
+        assert found.limit == pytest.approx(truth, rel=0.3)
+        assert found.held is None or found.held < 1.1 * truth
     manifest = records.manifest
     assert manifest.cells[0]["model"] == "true-model", "the name that the endpoint gives"
     assert "url" in manifest.server_facts and manifest.command == ["test"]
@@ -145,11 +141,6 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
     assert all(sample.engine is None for sample in records.samples)
     for part in ("cell 1 of 1", "calibrated in", "left", "complete:"):
         assert part in out.getvalue(), part
-
-
-def _truth(slo: Slo, plan: Plan) -> float:
-    policy = SchedulingPolicy(slots=8)
-    return capacity(StepLaw(**LAW), policy, plan.campaign.workload, slo).rate
 
 
 @pytest.mark.parametrize("fault", ["cut", "garbage", "status:500"])
@@ -272,7 +263,7 @@ def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
         timeout=60,
     )
     assert shown.returncode == 0 and "smollm2-135m-fake" in shown.stdout
-    assert "complete" in shown.stdout and "\nalone " in shown.stdout
+    assert "complete" in shown.stdout and "\n  alone: " in shown.stdout
 
 
 OTHERS = """
@@ -301,7 +292,7 @@ def test_an_engine_of_others_beside_ours_is_asked_the_same(tmp_path: Path) -> No
     check_folder(folder)
     records = read_records(folder)
     ready = of_kind(records.events, CellReady, "smollm2-135m-ab-scripted")[-1]
-    assert ready.info.details is not None and ready.info.details["version"] == "0.0.7 (scripted)"
+    assert ready.info.details is not None and "scripted_server" in ready.info.details["command"]
     samples = [one for one in records.samples if one.cell.endswith("-scripted")]
     assert any(one.engine is not None and one.engine.rss_bytes for one in samples)
     assert any(one.cores is not None for one in samples), "disturbance is seen too"

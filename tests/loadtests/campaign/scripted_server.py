@@ -1,8 +1,7 @@
 """An engine of others, as bad as a test wants it: python -I -S scripted_server.py PORT [FAULT...]
 
 Faults: never-ready; dies-at-start; dies-after=N (requests); deaf (to SIGTERM, with a child that is
-too); prints=VARIABLE; port=N (another one). It has no model, two slots,
-and answers "ab".
+too). It has no model, two slots, and answers "ab".
 """
 
 import json
@@ -19,23 +18,14 @@ FAULTS = dict(word.partition("=")[::2] for word in sys.argv[2:])
 SERVED: list[int] = []
 TOKEN_SECONDS = 0.02
 SLOTS = threading.Semaphore(2)
-METRICS = """# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0"} 1.0
-# TYPE vllm:generation_tokens_total counter
-vllm:generation_tokens_total{engine="0"} %d
-"""
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        texts = {
-            "/health": "",
-            "/version": json.dumps({"version": "0.0.7 (scripted)"}),
-            "/v1/models": json.dumps({"data": [{"id": "ab", "max_model_len": 512}]}),
-            "/metrics": METRICS % len(SERVED),
-        }
+        models = json.dumps({"data": [{"id": "ab", "max_model_len": 512}]})
+        texts = {"/health": "", "/v1/models": models}
         status = 200 if self.path in texts else 404
         if self.path == "/health" and "never-ready" in FAULTS:
             status = 503
@@ -92,14 +82,10 @@ def main() -> None:
     print("loading", flush=True)
     if "dies-at-start" in FAULTS:
         sys.exit("no such model")
-    if "prints" in FAULTS:
-        names = FAULTS["prints"].split(",")
-        print(f"{names} are {[os.environ.get(name) for name in names]}", flush=True)
-        print("and hf_" + "a" * 30, "\x1b[31mred\x1b[0m\x07", flush=True)
     if "deaf" in FAULTS:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        subprocess.Popen(["sleep", "600"], start_new_session=True)
-    Server(("127.0.0.1", int(FAULTS.get("port") or sys.argv[1])), Handler).serve_forever()
+        subprocess.Popen(["sleep", "600"])
+    Server(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ class Bench:
             spent_seconds=round(world.now - began, 3),
             disturbance=disturbance_of([world.cores(began, world.now)], counts=is_ignored),
         )
-        level, finished = judged(rows, started, finished, state.campaign, asked, [])
+        level, finished = judged(rows, started, finished, state.campaign.slo, asked, [])
         state.finish(level, finished)
         return level
 
@@ -246,11 +246,7 @@ class Bench:
             if at >= asked.window_seconds:
                 break
             (one,) = server.records(
-                [at],
-                [ask.prompt_tokens],
-                [ask.output_tokens],
-                cell=state.key,
-                level=asked.name,
+                [at], [ask.prompt_tokens], [ask.output_tokens], cell=state.key, level=asked.name
             )
             records.append(msgspec.structs.replace(one, index=index))
             at = one.ended_seconds or at

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from loadtests.analysis.slo import SLO_PRESETS
 from loadtests.campaign.campaign_file import (
@@ -23,50 +25,53 @@ from loadtests.campaign.campaign_file import (
     read_campaign,
     slo_of,
 )
-from loadtests.campaign.campaign_template import SECTIONS, keys_of, toml_value
+from loadtests.campaign.campaign_template import SECTIONS, STARTED, campaign_template, keys_of
+from loadtests.campaign.external_servers import Engine, argv, formats_of
+from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign
-from loadtests.workload.arrivals import Gamma
+from loadtests.records.run_folder import RunFolder
+from loadtests.workload.arrivals import Arrivals, Gamma
+
+ONE = 'name = "x"\nmodels = ["135m"]\n'
+COMMAND = "vllm serve {model} --port {port}"
+ENGINE = f'{ONE}backends = []\n[[engines]]\nname = "vllm"\n'
 
 
-def test_the_product_of_models_formats_and_backends() -> None:
-    plan = parse_campaign(
-        'name = "x"\nmodels = ["135m", "1b"]\nformats = ["Q4_0", "Q8_0"]\nbackends = ["llama_cpp"]'
-    )
-    assert [cell.key for cell in plan.cells] == [
-        "smollm2-135m-Q4_0-llama_cpp",
-        "smollm2-135m-Q8_0-llama_cpp",
-        "llama-3.2-1b-Q4_0-llama_cpp",
-        "llama-3.2-1b-Q8_0-llama_cpp",
+def with_engine(more: str = "", command: str = COMMAND) -> str:
+    return f"{ENGINE}command = '{command}'\n{more}"
+
+
+def keys(text: str) -> list[str]:
+    return [cell.key for cell in parse_campaign(text).cells]
+
+
+def test_models_formats_backends_hardware_and_workloads_are_multiplied() -> None:
+    assert keys('name = "x"\nmodels = ["135m", "1b"]\nformats = ["Q4_0", "Q8_0"]') == [
+        f"{model}-{weights}-llama_cpp"
+        for model in ("smollm2-135m", "llama-3.2-1b")
+        for weights in ("Q4_0", "Q8_0")
     ]
-    assert {
-        (cell.slots, cell.context_tokens, cell.kv_dtype, cell.synthetic) for cell in plan.cells
-    } == {(16, 2048, "auto", True)}
-
-
-def test_each_backend_has_its_format_where_none_is_given() -> None:
-    plan = parse_campaign(
-        'name = "x"\nmodels = ["135m"]\nbackends = ["llama_cpp", "torch", "onnx", "fake"]'
-    )
-    assert [cell.weight_format for cell in plan.cells] == ["Q4_0", "bf16", "int4", ""]
-    assert len({cell.key for cell in plan.cells}) == 4
-
-
-def test_hardware_budgets_multiply_and_cells_can_be_given_by_hand() -> None:
-    plan = parse_campaign(
-        """
-        name = "x"
-        models = ["135m"]
+    backends = '["llama_cpp", "torch", "onnx", "fake"]'
+    cells = parse_campaign(f"{ONE}backends = {backends}").cells
+    assert [cell.weight_format for cell in cells] == ["Q4_0", "bf16", "int4", ""]
+    text = """
         hardware = [{ name = "one", cores = 1 }, { name = "all" }]
         cells = [{ model = "1b", format = "Q8_0" }]
+        [workloads.short]
+        prompt_tokens = 16
+        output_tokens = 8
+        [workloads.code]
+        preset = "code"
         """
-    )
+    plan = parse_campaign(ONE + text)
     assert [cell.key for cell in plan.cells] == [
-        "smollm2-135m-Q4_0-llama_cpp-one",
-        "smollm2-135m-Q4_0-llama_cpp-all",
-        "llama-3.2-1b-Q8_0-llama_cpp-one",
-        "llama-3.2-1b-Q8_0-llama_cpp-all",
+        f"{cell}-{budget}-{workload}"
+        for cell in ("smollm2-135m-Q4_0-llama_cpp", "llama-3.2-1b-Q8_0-llama_cpp")
+        for budget in ("one", "all")
+        for workload in ("short", "code")
     ]
-    assert [cell.hardware.cores for cell in plan.cells] == [1, None, 1, None]
+    assert [cell.hardware.cores for cell in plan.cells[::2]] == [1, None, 1, None]
+    assert plan.campaign.workload_of(plan.cells[1]).preset == "code"
 
 
 def test_an_endpoint_that_is_there_already_is_one_cell() -> None:
@@ -74,27 +79,47 @@ def test_an_endpoint_that_is_there_already_is_one_cell() -> None:
         'name = "x"\n[target]\nurl = "http://10.0.0.7:8000/v1"\nmodel = "big"\napi_key_env = "KEY"'
     )
     (cell,) = plan.cells
-    assert (cell.key, cell.model, cell.backend, cell.url) == (
-        "big@10.0.0.7-8000-v1",
-        "big",
-        "external",
-        "http://10.0.0.7:8000/v1",
-    )
+    assert (cell.key, cell.model, cell.backend) == ("big@10.0.0.7-8000-v1", "big", "external")
+    assert cell.url == "http://10.0.0.7:8000/v1"
     assert plan.campaign.target is not None and plan.campaign.target.api_key_env == "KEY"
 
 
+def test_cells_of_engines_stand_beside_ours() -> None:
+    text = with_engine('weights = "gguf"').replace("backends = []", 'formats = ["Q4_0", "bf16"]')
+    plan = parse_campaign(text)
+    assert [cell.key for cell in plan.cells] == [
+        *("smollm2-135m-Q4_0-llama_cpp", "smollm2-135m-BF16-llama_cpp"),
+        *("smollm2-135m-Q4_0-vllm", "smollm2-135m-BF16-vllm"),
+    ]
+    last = plan.cells[-1]
+    assert (last.engine, last.synthetic, last.url, last.slots) == ("vllm", True, None, None)
+    assert formats_of(Engine(name="a", command="", weights="gguf"), ["Q8_0", "int4"]) == ["Q8_0"]
+    assert formats_of(Engine(name="a", command=""), ["Q8_0", "int8"]) == ["bf16"]
+    assert formats_of(Engine(name="a", command="", weights="none"), ["Q8_0"]) == [""]
+
+
+def test_words_of_a_command_are_split_and_filled_without_a_shell() -> None:
+    words = argv("serve '{model}' --port={port} {other} $HOME; ls", {"model": "/a b", "port": 80})
+    assert words == ["serve", "/a b", "--port=80", "{other}", "$HOME;", "ls"]
+
+
 def test_a_campaign_is_data_until_the_command_line_says_more() -> None:
-    """Its file may be a stranger's: no variable is sent, and no code runs, on its word alone."""
+    """Its file may be a stranger's: no key is sent, and no code runs, on its word alone."""
     target = parse_campaign('name = "x"\n[target]\nurl = "http://h:1"\napi_key_env = "HF_TOKEN"')
     said = "'HF_TOKEN' is an environment variable that http://h:1 is sent; .* --trust HF_TOKEN"
     for trusted in ((), ("OTHER",)):
         with pytest.raises(BadCampaign, match=said):
             check_trust(target, trusted)
     check_trust(target, ("OTHER", "HF_TOKEN"))
-    code = parse_campaign('name = "x"\nmodels = ["135m"]\nbackends = ["a.b:C"]')
+    code = parse_campaign(f'{ONE}backends = ["a.b:C"]')
     with pytest.raises(BadCampaign, match="'a.b:C' runs as code; .* --trust a.b:C"):
         check_trust(code, ("a.b:D",))
     check_trust(code, ("a.b:C",))
+    plan = parse_campaign(with_engine('environment = { LD_PRELOAD = "/x y.so" }'))
+    said = r"LD_PRELOAD='/x y.so' vllm serve '\{model\}' --port '\{port\}'; .*--allow-comm"
+    with pytest.raises(BadCampaign, match=said):
+        check_trust(plan, ())
+    check_trust(plan, (), allow_commands=True)
 
 
 @pytest.mark.parametrize(
@@ -103,149 +128,58 @@ def test_a_campaign_is_data_until_the_command_line_says_more() -> None:
         ("name = ", "no TOML"),
         ('models = ["135m"]', "^name is missing$"),
         ('name = "x"', "nothing to measure"),
-        ('name = "x"\n[target]\nurl = "http://u:p@h"', r"target: the url holds a user"),
+        ('name = "x"\n[target]\nurl = "http://u:p@h"', "target: the url holds a user"),
+        (f'{ONE}[target]\nurl = "http://x"', "goes without models, cells, engines"),
+        (f'{ONE}modles = ["1b"]', "modles is no key; known here: name, models, formats"),
+        (f"{ONE}[server]\nslotz = 1", "server.slotz is no key; known here: backend, weight_form"),
+        (f'{ONE}[server]\nslots = "many"', "server.slots must be a whole number, got 'many'"),
+        (f'{ONE}[server]\npolicy = "fast"', "policy must be one of 'auto', .*, got 'fast'"),
+        (f"{ONE}[server]\nthreads = 2", "server.threads = 2 is not said here, but of cells"),
+        (f"{ONE}hardware = [{{ cpus = 1 }}]", r"hardware\[0\].cpus is no key; known here: name"),
+        (f"{ONE}hardware = [{{ threads = -1 }}]", r"hardware\[0\].threads must be at least 1"),
+        (f"{ONE}hardware = [{{ cores = 1 }}, {{}}]", "is there twice; hardware budgets need names"),
+        (f"{ONE}search = {{ rates = [1.0, 0.0] }}", r"search.rates\[1\] must be above 0, got 0.0"),
+        (f'{ONE}[workload]\npreset = "tea"', "workload: preset 'tea' is not one of chat"),
+        (f'{ONE}[workloads.a]\npresent = "code"', "workloads.a.present is no key; known here: pr"),
         (
-            'name = "x"\n[target]\nurl = "http://h"\nextra_body = { password = "x" }',
-            r"target: extra_body\['password'\] looks like a secret",
+            f"{ONE}[workload]\npreset = 'chat'\n[workloads.a]\npreset = 'code'",
+            "workload and workloads: give one of them",
         ),
+        (f'{ONE}slo = "quick"', "slo.preset must be one of chat, .* got 'quick'"),
+        (f"{ONE}[slo]\ntarget = 1.5", "slo.target must be below 1, got 1.5"),
+        (f'{ONE}arrivals = {{ kind = "gama" }}', "arrivals.kind.*'gama'"),
+        ('name = "x"\nmodels = ["99b"]', "'99b' is no rung of the ladder; there are smollm2-135m"),
+        ('name = "x"\nmodels = ["135m", "smollm2-135m"]', "135m-Q4_0-llama_cpp is there twice"),
+        (f'{ONE}backends = ["vllm"]', r"unknown backend .*; other engines are \[\[engines\]\]"),
+        (f'{ONE}formats = ["Q9"]', "no weight format 'Q9'; it has"),
         (
-            'name = "x"\nmodles = ["135m"]',
-            "modles is no key; known here: name, models, formats",
+            f"{ONE}server.context_tokens = 128\nworkload = {{ prompt_tokens = 99, output_tokens "
+            "= 99 }",
+            "prompts of 99 and outputs of 99 tokens do not fit in server.context_tokens = 128",
         ),
+        (with_engine(command="vllm serve {model}"), r"engines\[0\].command: it has no \{port\}"),
+        (with_engine(command="vllm {modle} {port}"), r"\{modle\} is not one of \{model\}, \{port"),
+        (with_engine(command='vllm "serve {port}'), "cannot be split into words: no closing"),
+        (with_engine(command=""), "it is empty"),
+        (with_engine(command="vllm \u202e {port}"), "characters that a terminal would not show"),
+        (with_engine('ready = "health"'), "ready: it must be a path such as /health"),
+        (with_engine('format = "Q4_0"'), "'Q4_0' is not one of bf16, fp16, fp32"),
         (
-            'name = "x"\nmodels = ["135m"]\n[server]\nslotz = 1',
-            "server.slotz is no key; known here: policy, slots",
+            with_engine('environment = { A = "x", B = 1 }'),
+            r"engines\[0\].environment.B must be a text, got 1$",
         ),
+        (with_engine("wieghts = 1"), r"\[0\].wieghts is no key; known here: name, command"),
+        (with_engine().replace('"vllm"', '"best"'), "a file's name, and of no other engine"),
+        (with_engine().replace('"vllm"', '"../x"'), "a file's name, and of no other engine"),
         (
-            'name = "x"\nmodels = ["135m"]\n[[hardware]]\ncpus = 1',
-            r"hardware\[0\].cpus is no key; known here: name, cores",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\n[search]\nprecison = 0.1',
-            "search.precison is no key; known here: method, starts",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\n[server]\nslots = "many"',
-            "server.slots must be a whole number, got 'many'",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\n[server]\nslots = 0',
-            "server.slots must be at least 1, got 0",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\n[server]\npolicy = "fast"',
-            "server.policy must be one of 'auto', 'gpu-only', 'cpu-only', got 'fast'",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\n[workload]\npreset = "tea"',
-            "workload: preset 'tea' is not one of chat",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\nslo = "quick"',
-            "slo.preset must be one of chat, .* got 'quick'",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\n[slo]\npreset = "chat"\ntarget = 1.5',
-            "slo.target must be below 1, got 1.5",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\n[slo]\nttft_seconds = -1',
-            "slo.ttft_seconds must be above 0, got -1",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\narrivals = { kind = "gama" }',
-            "arrivals.kind.*'gama'",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\nbudget_seconds = 0',
-            "budget_seconds must be above 0, got 0",
-        ),
-        (
-            'name = "x"\nmodels = ["99b"]',
-            "'99b' is no rung of the ladder; there are smollm2-135m or 135m",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\nbackends = ["llama"]',
-            "unknown backend 'llama'; known: llama_cpp",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\nbackends = ["vllm"]',
-            r"other engines are \[\[engines\]\] tables",
-        ),
-        ('name = "x"\nmodels = ["135m"]\nformats = ["Q9"]', "no weight format 'Q9'; it has"),
-        (
-            'name = "x"\nmodels = ["135m", "smollm2-135m"]',
-            "smollm2-135m-Q4_0-llama_cpp is there twice",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\nhardware = [{ cores = 1 }, { cores = 2 }]',
-            "each of several hardware budgets needs a name of its own",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\n[target]\nurl = "http://x"',
-            "goes without models, cells, engines",
-        ),
-        (
-            'name = "x"\nmodels = ["135m"]\n[server]\ncontext_tokens = '
-            "128\n[workload]\nprompt_tokens = 100\noutput_tokens = 100",
-            "prompts of 100 and outputs of 100 tokens do not fit in server.context_tokens = 128",
+            with_engine().replace('["135m"]', '[]\ncells = [{ model = "135m" }]'),
+            "engines are measured on models",
         ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
     with pytest.raises(BadCampaign, match=message):
         parse_campaign(text)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(BadCampaign, match="nowhere.toml cannot be read"):
-        read_campaign(tmp_path / "nowhere.toml")
-    (tmp_path / "bad.toml").write_text("name = 1")
-    with pytest.raises(BadCampaign, match="bad.toml: name must be a text, got 1$"):
-        read_campaign(tmp_path / "bad.toml")
-
-
-def test_an_slo_by_name_with_changes_or_of_ones_own() -> None:
-    assert slo_of("chat") == SLO_PRESETS["chat"]
-    text = 'name = "x"\nmodels = ["135m"]\n[slo]\n'
-    changed = parse_campaign(text + 'preset = "chat"\ntarget = 0.9').campaign.slo
-    assert (changed.name, changed.ttft_seconds, changed.target) == ("chat", 2.0, 0.9)
-    assert (
-        parse_campaign(text + 'preset = "chat"\nttft_seconds = 1.0').campaign.slo.name
-        == "chat (changed)"
-    )
-    own = parse_campaign(text + 'name = "mine"\ntpot_seconds = 0.05').campaign.slo
-    assert (own.name, own.ttft_seconds, own.tpot_seconds, own.target) == ("mine", None, 0.05, 0.99)
-
-
-def test_a_campaign_survives_the_manifest() -> None:
-    """A run goes on with the campaign as its manifest keeps it, whatever became of the file."""
-    plan = parse_campaign(
-        'name = "x"\nmodels = ["135m"]\narrivals = { kind = "gamma", cv = 3.0 '
-        "}\n[server.options]\nflash = true"
-    )
-    again = msgspec.convert(msgspec.json.decode(msgspec.json.encode(plan.campaign)), Campaign)
-    assert again == plan.campaign and again.arrivals == Gamma(cv=3.0)
-    assert (
-        msgspec.convert(msgspec.json.decode(msgspec.json.encode(plan.cells)), list[Cell])
-        == plan.cells
-    )
-
-
-def test_the_demo_campaign_is_the_one_that_was_promised() -> None:
-    plan = read_campaign(DEMO)
-    slo = plan.campaign.slo
-    assert (slo.name, slo.ttft_seconds, slo.tpot_seconds) == ("demo", 2.0, 0.2)
-    assert plan.campaign.budget_seconds == 480 and plan.campaign.search.confirm == 2
-    assert read_campaign(DEMO, budget_seconds=5.0).campaign.budget_seconds == 5.0
-
-
-def test_the_gpus_demo_is_the_demo_on_a_gpu() -> None:
-    there, here = read_campaign(DEMO.with_stem("demo-gpu")), read_campaign(DEMO)
-    assert there.campaign.server.policy == "gpu-only"
-    assert {cell.backend for cell in there.cells} == {"llama_cpp"}
-    for same in ("slo", "workload", "budget_seconds"):
-        assert getattr(there.campaign, same) == getattr(here.campaign, same)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -261,68 +195,120 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     """
     with pytest.raises(BadCampaign) as problem:
         parse_campaign(text)
-    faults = str(problem.value).split("; ")
-    assert [one.partition(" ")[0] for one in faults if not one.startswith("known here")] == [
-        *("name", "budget_seconds", "modles", "server.policy", "server.slots", "search.rates[1]"),
-    ] or len(faults) == 7
-    both = 'name = "x"\nmodels = ["auto", "1b"]\nslo = "chat"\nslos = ["chat"]'
-    with pytest.raises(BadCampaign, match="'auto' are rungs.*; slo and slos: give one"):
-        parse_campaign(both)
+    for name in ("name", "budget_seconds", "modles", "server.policy", "server.slots", "search.rat"):
+        assert re.search(rf"(^|; ){name}\S* (must be|is no key)", str(problem.value)), name
+    with pytest.raises(BadCampaign, match="'auto' are rungs.*; slo.preset must be one of"):
+        parse_campaign('name = "x"\nmodels = ["auto", "1b"]\nslo = "quick"')
 
 
-def test_workloads_and_slos_are_axes() -> None:
-    plan = parse_campaign(
-        'name = "x"\nmodels = ["135m", "360m"]\nslos = ["chat", { preset = "reading", target = 0.9 '
-        "}]\n"
-        "[workloads.short]\nprompt_tokens = 16\noutput_tokens = 8\n[workloads.long]\nprompt_tokens "
-        "= 256\noutput_tokens = 8"
-    )
-    assert [cell.key for cell in plan.cells] == [
-        f"smollm2-{size}-Q4_0-llama_cpp-{name}"
-        for size in ("135m", "360m")
-        for name in ("short", "long")
-    ]
-    assert [slo.name for slo in plan.campaign.all_slos] == ["chat", "reading"]
-    assert plan.campaign.workload_of(plan.cells[1]).prompt_tokens == 256
-    assert (
-        msgspec.convert(msgspec.json.decode(msgspec.json.encode(plan.campaign)), Campaign)
-        == plan.campaign
-    )
-    one = parse_campaign('name = "x"\nmodels = ["135m"]\nslo = "chat"').campaign
-    assert one.slos == () and one.all_slos == (one.slo,), "a single SLO is kept as it always was"
-    ends = parse_campaign(
-        'name = "x"\n[target]\nurl = "http://h:1"\n[workloads.a]\npreset = '
-        '"chat"\n[workloads.b]\npreset = "code"'
-    )
-    assert [cell.key for cell in ends.cells] == ["default@h-1-a", "default@h-1-b"]
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BadCampaign, match="nowhere.toml cannot be read"):
+        read_campaign(tmp_path / "nowhere.toml")
+    (tmp_path / "bad.toml").write_text("name = 1")
+    with pytest.raises(BadCampaign, match="bad.toml: name must be a text, got 1$"):
+        read_campaign(tmp_path / "bad.toml")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('slo = "chat"\nslos = ["chat"]', "slo and slos: give one of them"),
-        (
-            'slos = ["chat", { preset = "chat", target = 0.5 }]',
-            "slos has 'chat' twice: give each a name",
-        ),
-        (
-            "[workload]\npreset = 'chat'\n[workloads.a]\npreset = 'code'",
-            "workload and workloads: give one of them",
-        ),
-        ("[workloads.a]\npresent = 'code'", "workloads.a.present is no key; known here: preset"),
-        ("hardware = [{ memory_gib = 0 }]", r"hardware\[0\].memory_gib must be above 0, got 0"),
-        ("hardware = [{ threads = -1 }]", r"hardware\[0\].threads must be at least 1, got -1"),
-        ("[load]\nworkers = 0", "load.workers must be at least 1, got 0"),
-        ("search = { rates = [1.0, 0.0] }", r"search.rates\[1\] must be above 0, got 0.0"),
-        (
-            "[workloads.big]\nprompt_tokens = 3000\noutput_tokens = 8",
-            r"big: prompts of 3000 and outputs of 8 tokens do not fit",
-        ),
-    ],
-)
-def test_axes_that_cannot_be_are_refused(text: str, message: str) -> None:
-    with pytest.raises(BadCampaign, match=message):
-        parse_campaign('name = "x"\nmodels = ["135m"]\n' + text)
+def test_an_slo_by_name_with_changes_or_of_ones_own() -> None:
+    assert slo_of("chat") == SLO_PRESETS["chat"]
+    changed = parse_campaign(f'{ONE}[slo]\npreset = "chat"\ntarget = 0.9').campaign.slo
+    assert (changed.name, changed.ttft_seconds, changed.target) == ("chat", 2.0, 0.9)
+    changed = parse_campaign(f'{ONE}[slo]\npreset = "chat"\nttft_seconds = 1.0').campaign.slo
+    assert changed.name == "chat (changed)"
+    own = parse_campaign(f'{ONE}[slo]\nname = "mine"\ntpot_seconds = 0.05').campaign.slo
+    assert (own.name, own.ttft_seconds, own.tpot_seconds, own.target) == ("mine", None, 0.05, 0.99)
+
+
+def test_a_campaign_survives_the_manifest() -> None:
+    """A run goes on with the campaign as its manifest keeps it, whatever became of the file; keys
+    that an older version had are left out.
+    """
+    more = 'arrivals = { kind = "gamma", cv = 3.0 }\n[server.options]\nflash = true'
+    plan = parse_campaign(ONE + more)
+    kept = msgspec.json.decode(msgspec.json.encode(plan.campaign))
+    again = msgspec.convert(kept | {"slos": []}, Campaign)
+    assert again == plan.campaign and again.arrivals == Gamma(cv=3.0)
+    cells = msgspec.json.decode(msgspec.json.encode(plan.cells))
+    assert msgspec.convert(cells, list[Cell]) == plan.cells
+
+
+def test_the_demo_campaigns_are_those_that_were_promised() -> None:
+    here, there = read_campaign(DEMO), read_campaign(DEMO.with_stem("demo-gpu"))
+    slo = here.campaign.slo
+    assert (slo.name, slo.ttft_seconds, slo.tpot_seconds) == ("demo", 2.0, 0.2)
+    assert here.campaign.budget_seconds == 480 and here.campaign.search.confirm == 2
+    assert read_campaign(DEMO, budget_seconds=5.0).campaign.budget_seconds == 5.0
+    assert there.campaign.server.policy == "gpu-only"
+    assert {cell.backend for cell in there.cells} == {"llama_cpp"}
+    for same in ("slo", "workload", "budget_seconds"):
+        assert getattr(there.campaign, same) == getattr(here.campaign, same)
+    assert read_campaign(DEMO.with_stem("llama-server")).campaign.engines
+
+
+# The file that `init` prints.
+
+MINIMAL = f"""
+name = "{STARTED["name"]}"
+models = ["smollm2-135m"]
+budget_seconds = 600
+workload = {{ preset = "chat", max_prompt_tokens = 512, max_output_tokens = 256 }}
+"""
+
+
+def test_it_parses_and_says_nothing_but_the_defaults() -> None:
+    done = CliRunner().invoke(campaign, ["init"])
+    assert done.exit_code == 0 and done.output == campaign_template()
+    written, minimal = parse_campaign(done.output), parse_campaign(MINIMAL)
+    assert written.campaign == minimal.campaign and written.cells == minimal.cells
+
+
+def test_it_holds_every_key_of_every_table_with_a_comment() -> None:
+    top, *tables = re.split(r"^(?:# )?\[+(\w+)\]+", campaign_template(), flags=re.M)
+    texts = dict(zip(tables[::2], tables[1::2], strict=True)) | {"": top}
+    kinds = {name: kind for name, (kind, _) in SECTIONS.items()} | {"": CampaignFile}
+    for name, kind in kinds.items():
+        known = {key.name for key in keys_of(kind)} - (
+            set() if name else {*SECTIONS, "arrivals", "workloads"}
+        )
+        assert set(re.findall(r"^(?:# )?(\w+) =", texts[name], re.M)) == known, name
+        assert all(key.what for key in keys_of(kind)), name
+    tags = [str(kind.__struct_config__.tag) for kind in get_args(Arrivals)]
+    assert all(tag in texts["arrivals"] for tag in tags)
+
+
+# What the command line says before anything is started.
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path: Path) -> None:
+    file, out, flag = tmp_path / "c.toml", tmp_path / "runs", tmp_path / "started"
+    ours = 'name = "x"\nmodels = ["135m", "70b"]\nhardware = [{ memory_gib = 4.0 }]\n'
+    more = "budget_seconds = 90\nworkload = { preset = 'chat', scale = 0.1 }\n"
+    command = f"touch {flag} {{model}} {{port}} {{slots}} {{kv_tokens}} {{threads}}"
+    engine = with_engine(command=command).partition("backends = []\n")[2]
+    file.write_text(ours + more + engine)
+    asked = ["run", str(file), "--out", str(out)]
+    done = CliRunner().invoke(campaign, [*asked, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    for part in (
+        *("for 99 % of requests", "chat lengths x 0.1", "1 min 30 s of measuring"),
+        *("smollm2-135m-Q4_0-llama_cpp: at most ", "cores: engine", "skipped, "),
+        f"runs, only with --allow-commands: touch {flag} smollm2-135m '{{port}}' 16 32768 ",
+    ):
+        assert part in done.output, part
+    refused = CliRunner().invoke(campaign, asked)
+    assert isinstance(refused.exception, BadCampaign), refused.output
+    assert not flag.exists() and not out.exists()
+
+
+def test_resume_asks_again_for_a_command(tmp_path: Path) -> None:
+    """The command that would run is the one in the run folder, which may be a stranger's."""
+    from loadtests.campaign.run_state import manifest_of
+    from serving.hardware.machine_facts import hardware_facts
+
+    plan, folder = parse_campaign(with_engine()), tmp_path / "run"
+    RunFolder.create(folder, manifest_of(plan, "run", hardware_facts(), ())).close()
+    done = CliRunner().invoke(campaign, ["resume", str(folder)])
+    assert isinstance(done.exception, BadCampaign) and "--allow-commands" in str(done.exception)
 
 
 # Any file is a plan, or refused with a sentence.
@@ -332,9 +318,7 @@ SCALARS = st.one_of(
     st.booleans(),
     st.integers(-3, 4000),
     st.floats(),
-    st.sampled_from(
-        ["", "chat", "135m", "1b", "Q4_0", "fake", "llama_cpp", "poisson", "gamma", "x"]
-    ),
+    st.sampled_from(["", "chat", "135m", "1b", "Q4_0", "fake", "llama_cpp", "poisson", "gamma"]),
     st.text(max_size=5),
 )
 
@@ -357,24 +341,24 @@ def as_toml(value: Any) -> str:
         return "[" + ", ".join(as_toml(one) for one in value if one is not None) + "]"
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else f"{value}"
-    return toml_value(value)
+    return json.dumps(value)
 
 
 @settings(max_examples=200, deadline=None)
-@example(changes={"backends": []}, base="model")
+@example(changes={"backends": []}, base={"name": "x", "models": ["135m"]})
 @given(
     changes=st.dictionaries(st.sampled_from(CampaignFile.__struct_fields__), VALUES, max_size=4),
-    base=st.sampled_from(["model", "target", "nothing"]),
+    base=st.sampled_from(
+        [
+            {},
+            {"name": "x", "models": ["135m"]},
+            {"name": "x", "target": {"url": "http://127.0.0.1:9"}},
+        ]
+    ),
 )
-def test_any_file_is_a_plan_or_is_refused(changes: dict[str, Any], base: str) -> None:
-    starts: dict[str, dict[str, Any]] = {
-        "model": {"name": "x", "models": ["135m"]},
-        "target": {"name": "x", "target": {"url": "http://127.0.0.1:9"}},
-        "nothing": {},
-    }
-    asked = starts[base] | changes
-    text = "\n".join(f"{k} = {as_toml(v)}" for k, v in asked.items() if v is not None)
-    check_parse(text)
+def test_any_file_is_a_plan_or_is_refused(changes: dict[str, Any], base: dict[str, Any]) -> None:
+    asked = base | changes
+    check_parse("\n".join(f"{k} = {as_toml(v)}" for k, v in asked.items() if v is not None))
 
 
 @settings(max_examples=200, deadline=None)

@@ -20,7 +20,6 @@ from loadtests.errors import (
     EndpointRefuses,
     Incomplete,
     MachineBusy,
-    OverMemory,
     ServerFailed,
     ServerLost,
     TargetUnusable,
@@ -72,9 +71,7 @@ def test_an_interrupted_burst_costs_no_cell(tmp_path: Path) -> None:
     check_folder(world.run(campaign(), tmp_path))
 
 
-def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(
-    tmp_path: Path,
-) -> None:
+def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_path: Path) -> None:
     def fate(state: CellState, asked: LevelAsk) -> None:
         if "#2." in asked.name and state.key.startswith("smollm2-135m"):
             raise interrupted()
@@ -112,7 +109,6 @@ def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: 
     ("error", "cause"),
     [
         (ServerFailed("it did not start"), SkipCause.SERVER),
-        (OverMemory("2.1 GiB of 2 GiB"), SkipCause.MEMORY),
         (EndpointRefuses("400: context of 8 tokens"), SkipCause.ENDPOINT),
     ],
 )

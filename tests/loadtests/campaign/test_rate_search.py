@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.campaign.rate_search import NARROW, Tried, next_rate, sides
+from loadtests.campaign.cell_runner import NARROW, next_rate, sides
 
 
 @pytest.mark.parametrize("limit", [0.11, 0.9, 1.0, 3.7, 40.0])
 def test_it_ends_with_both_sides_of_the_limit_within_a_quarter(limit: float) -> None:
-    tried: list[Tried] = []
+    tried: list[tuple[float, bool]] = []
     while (rate := next_rate(tried, 1.0)) is not None:
-        tried.append(Tried(rate, rate <= limit))
+        tried.append((rate, rate <= limit))
     low, high = sides(tried)
     assert low is not None and high is not None and low <= limit < high <= low * NARROW * 1.001
     assert len(tried) <= 9
 
 
 def test_nothing_is_tried_where_requests_hardly_meet() -> None:
-    tried: list[Tried] = []
+    tried: list[tuple[float, bool]] = []
     while (rate := next_rate(tried, 1.0)) is not None:
-        tried.append(Tried(rate, False))
-    assert min(one.rate for one in tried) == pytest.approx(1 / 32)
+        tried.append((rate, False))
+    assert min(rate for rate, _ in tried) == pytest.approx(1 / 32)
 
 
 def test_a_level_that_held_above_one_that_failed_is_luck() -> None:
-    assert sides([Tried(1.0, True), Tried(2.0, False), Tried(2.5, True)]) == (1.0, 2.0)
+    assert sides([(1.0, True), (2.0, False), (2.5, True)]) == (1.0, 2.0)

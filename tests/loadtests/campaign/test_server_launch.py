@@ -1,134 +1,223 @@
-"""The server of a cell as a real child: what it says where it cannot be."""
+"""The server of a cell as a real child: ours and engines of others, that serve or fail somehow."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from loadtests.campaign.campaign_file import parse_campaign
+from loadtests.campaign import server_launch
+from loadtests.campaign.campaign_file import Cell, Plan, parse_campaign
 from loadtests.campaign.cell_selection import layout_of
-from loadtests.campaign.server_launch import Command, Local, serve_command
-from loadtests.errors import ServerFailed
+from loadtests.campaign.server_launch import Command, Local, holds_gpu, serve_command
+from loadtests.errors import ServerFailed, ServerLost
+from loadtests.host.cpu_pinning import Layout, divide_cores
+from loadtests.load_generator.openai_endpoint import probe
+from models.cache import cache_dir
+from models.synthetic.write import write_gguf
 from serving.hardware.machine_facts import allowed_cores
+from tests.shapes import TINY_LLAMA
 
-CAMPAIGN = """
+SCRIPT = Path(__file__).with_name("scripted_server.py")
+ENGINE = """
 name = "x"
-models = ["135m"]
-backends = ["fake"]
-{more}
+models = ["{model}"]
+backends = []
+workload = {{ prompt_tokens = 8, output_tokens = 4 }}
+[[engines]]
+name = "scripted"
+command = '{command}'
+{keys}
 [server]
-context_tokens = 4096
-{options}
-[workload]
-prompt_tokens = 8
-output_tokens = 4
+slots = 2
+context_tokens = 128
+ready_seconds = {ready}
 """
+SCRIPTED = f"{sys.executable} -I -S {SCRIPT} {{port}}"
+Start = Callable[..., Command]
 
 
-def start(folder: Path, more: str = "", options: str = "") -> Local:
-    plan = parse_campaign(CAMPAIGN.format(more=more, options=options))
+def placed(plan: Plan) -> tuple[Cell, Layout]:
     (cell,) = plan.cells
     layout = layout_of(cell, allowed_cores())
     assert layout is not None
-    return Local(cell, plan.campaign, layout, folder)
+    return cell, layout
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """`server = start("never-ready", ready=0.5)`: not started yet."""
+    made: list[Command] = []
+    monkeypatch.setattr(server_launch, "STOP_SECONDS", 0.3)
+
+    def begin(
+        *faults: str,
+        command: str = SCRIPTED,
+        model: str = "135m",
+        keys: str = 'weights = "none"',
+        ready: float = 20,
+    ) -> Command:
+        words = " ".join((command, *faults))
+        plan = parse_campaign(ENGINE.format(command=words, model=model, keys=keys, ready=ready))
+        cell, layout = placed(plan)
+        made.append(Command(cell, plan.campaign, layout, tmp_path))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.stop()
+
+
+def say(what: str, fraction: float | None) -> None:
+    pass
+
+
+def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m"]\nhardware = [{ threads = 3 }]\n'
+        "[server]\nslots = 4\nprefix_reuse = false\n[server.options]\nflash = true\nn_batch = 64"
+    )
+    command = serve_command(plan.cells[0], plan.campaign, divide_cores((0, 1)), tmp_path / "ready")
+    text = " ".join(command)
+    for part in (
+        *("serve --", "-- smollm2-135m", "--backend llama_cpp", "--format Q4_0", "--threads 3"),
+        *("--slots 4", "--cores 0-1", "--api-cores 0-1", "--no-prefix-reuse", "--port 0"),
+        *("--option flash=true", "--option n_batch=64"),
+    ):
+        assert part in text, part
+    strange = parse_campaign('name = "x"\nmodels = ["--otlp-endpoint=http://x/y"]')
+    command = serve_command(*(strange.cells[0], strange.campaign), divide_cores((0, 1)), tmp_path)
+    assert command[-2:] == ["--", "--otlp-endpoint=http://x/y"], "a model is no option"
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     """The fake backend told to fail: the reason is where the server said it."""
-    server = start(tmp_path, options='[server.options]\nfail_cause = "load_failed"')
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m"]\nbackends = ["fake"]\n'
+        '[server.options]\nfail_cause = "load_failed"'
+    )
+    cell, layout = placed(plan)
+    server = Local(cell, plan.campaign, layout, tmp_path)
     try:
         with pytest.raises(ServerFailed, match="did not start .*logs/smollm2-135m-fake.server.log"):
-            server.wait_ready(lambda what, fraction: None)
+            server.wait_ready(say)
     finally:
         server.stop()
 
 
-def test_a_model_is_no_option(tmp_path: Path) -> None:
-    text = CAMPAIGN.format(more="", options="").replace("135m", "--otlp-endpoint=http://x/y")
-    plan = parse_campaign(text)
-    (cell,) = plan.cells
-    layout = layout_of(cell, allowed_cores())
-    assert layout is not None
-    command = serve_command(cell, plan.campaign, layout, tmp_path / "ready")
-    assert command[-2:] == ["--", "--otlp-endpoint=http://x/y"]
+def test_an_engine_of_others_serves_says_what_it_is_and_ends(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINE", "visible")
+    server = start(keys='weights = "none"\nenvironment = { SET = "by the campaign" }')
+    server.wait_ready(say)
+    ready = server.ready("cell")
+    assert (ready.info.name, ready.info.device) == ("scripted", "cpu")
+    assert ready.info.details is not None and ready.load_seconds is not None
+    port = server.target.url.rpartition(":")[2]
+    assert ready.info.details["command"].endswith(f"scripted_server.py {port}")
+    assert ready.info.slots is None and ready.synthetic is None and ready.layout is not None
+    process = psutil.Process(server.pid)
+    seen = process.environ()
+    assert seen["MINE"] == "visible" and seen["SET"] == "by the campaign"
+    assert not {"PYTHONPATH", "PYTHONSAFEPATH"} & set(seen), "ours are not its"
+    assert process.cpu_affinity() == sorted(server.layout.engine)
+    assert server.trouble() is None
+    process.send_signal(signal.SIGKILL)
+    until = time.monotonic() + 10
+    while server.trouble() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "scripted ended (ended by SIGKILL: loading)" in (server.trouble() or "")
 
 
-ENGINE = """
-name = "x"
-models = ["135m"]
-backends = []
-{more}
-[[engines]]
-name = "scripted"
-command = "{python} -I -S {script} {{port}} {faults}"
-weights = "none"
-{keys}
-[server]
-ready_seconds = 20
-[workload]
-prompt_tokens = 8
-output_tokens = 4
-"""
-SCRIPT = Path(__file__).with_name("scripted_server.py")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"command": f"{SCRIPTED} never-ready", "ready": 0.6}, "within 0.6 s: .*/health answered"),
+        ({"command": f"{SCRIPTED} dies-at-start"}, r"not start \(exit status 1: no such model\)"),
+        ({"command": "no-such-program {port}"}, "no-such-program.*: No such file"),
+        ({"model": "no/such.gguf", "keys": 'weights = "gguf"'}, "no weights for scripted: "),
+    ],
+)
+def test_an_engine_that_does_not_start_says_why(
+    start: Start, given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ServerFailed, match=message):
+        start(**given).wait_ready(say)
 
 
-@contextlib.contextmanager
-def command(folder: Path, faults: str = "", more: str = "", keys: str = "") -> Iterator[Command]:
-    text = ENGINE.format(python=sys.executable, script=SCRIPT, faults=faults, more=more, keys=keys)
-    plan = parse_campaign(text)
-    (cell,) = plan.cells
-    layout = layout_of(cell, allowed_cores())
-    assert layout is not None
-    server = Command(cell, plan.campaign, layout, folder)
-    try:
-        yield server
-    finally:
-        server.stop()
+def test_an_engine_that_is_killed_while_it_starts_may_be_started_again(start: Start) -> None:
+    server = start("never-ready")
+
+    def kill(what: str, fraction: float | None) -> None:
+        os.kill(server.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(ServerLost, match="scripted was killed while it started .*SIGKILL"):
+        server.wait_ready(kill)
 
 
-def test_an_engine_of_others_says_what_it_is(tmp_path: Path) -> None:
-    with command(tmp_path) as server:
-        said: list[str] = []
-        server.wait_ready(lambda what, fraction: said.append(what))
-        ready = server.ready("cell")
-        assert ready.info.name == "scripted" and ready.info.device == "cpu"
-        assert ready.info.details is not None and ready.load_seconds is not None
-        assert ready.info.details["version"] == "0.0.7 (scripted)"
-        port = server.target.url.rpartition(":")[2]
-        assert ready.info.details["command"].endswith(f"scripted_server.py {port}")
-        assert ready.info.slots is None and ready.synthetic is None and ready.layout is not None
-        mark, (pid,) = server.mark(), server.engine_pids()
-        assert server.trouble() is None
-        os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + 10
-        while server.trouble() is None and time.monotonic() < until:
-            time.sleep(0.01)
-        assert "scripted ended (ended by SIGKILL: loading)" in (server.trouble() or "")
-        assert server.mark() != mark
+def test_what_is_deaf_to_sigterm_is_killed_with_its_child(start: Start) -> None:
+    server = start("deaf")
+    server.wait_ready(say)
+    family = [psutil.Process(server.pid), *psutil.Process(server.pid).children()]
+    began = time.monotonic()
+    server.stop()
+    gone, alive = psutil.wait_procs(family, timeout=5)
+    assert len(gone) == 2 and not alive and time.monotonic() - began < 15
 
 
-def test_an_engine_whose_variable_is_not_set_is_not_started(tmp_path: Path) -> None:
-    with (
-        command(tmp_path, keys='variables = ["NO_SUCH_KEY"]') as server,
-        pytest.raises(ServerFailed, match="scripted needs NO_SUCH_KEY, a variable that is not set"),
-    ):
-        server.wait_ready(lambda what, fraction: None)
+def test_a_runner_that_is_killed_leaves_no_engine_behind(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from tests.loadtests.campaign.test_server_launch import ENGINE, SCRIPTED, placed\n"
+        "from loadtests.campaign.campaign_file import parse_campaign\n"
+        "from loadtests.campaign.server_launch import Command\n"
+        "plan = parse_campaign(ENGINE.format(command=SCRIPTED, model='135m',\n"
+        "    keys='weights = \"none\"', ready=20))\n"
+        "cell, layout = placed(plan)\n"
+        "server = Command(cell, plan.campaign, layout, Path(sys.argv[1]))\n"
+        "server.wait_ready(lambda what, fraction: None)\n"
+        "print(server.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as runner:
+        assert runner.stdout is not None
+        pid = int(runner.stdout.readline())
+        runner.kill()
+    until = time.monotonic() + 10
+    while psutil.pid_exists(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not psutil.pid_exists(pid)
 
 
-def test_an_engine_whose_weights_cannot_be_had(tmp_path: Path) -> None:
-    """Where it reads files, and the model is no rung, no file and nothing that can be fetched."""
-    with command(tmp_path, more="", keys="") as server:
-        engine = server._engine
-        server._engine = type(engine)(name="x", command=engine.command, weights="gguf")
-        server._cell = type(server._cell)(
-            key="k", model="no/such.gguf", weight_format="Q4_0", backend="x", engine="x"
-        )
-        with pytest.raises(ServerFailed, match="no weights for x: "):
-            server.wait_ready(lambda what, fraction: None)
+def test_a_gpu_is_seen_by_the_files_that_it_holds_open(tmp_path: Path) -> None:
+    for pid, name in (("1", "/dev/nvidia0"), ("2", "/dev/null")):
+        (tmp_path / pid / "fd").mkdir(parents=True)
+        (tmp_path / pid / "fd" / "3").symlink_to(name)
+    assert holds_gpu(1, tmp_path) and not holds_gpu(2, tmp_path) and not holds_gpu(3, tmp_path)
+
+
+def test_llama_server_is_started_asked_and_ended(start: Start, tmp_path: Path) -> None:
+    """Where tests/bench/llama_server/build.sh has built it."""
+    program = next((cache_dir(None) / "peers").glob("llama-server-*/bin/llama-server"), None)
+    if program is None:
+        pytest.skip("llama-server is not built: tests/bench/llama_server/build.sh")
+    model = tmp_path / "tiny.gguf"
+    write_gguf(TINY_LLAMA, model, "F16", seed=3)
+    words = "-m {model} --host {host} --port {port} --no-webui -np {slots} -c {kv_tokens}"
+    keys = 'weights = "gguf"\nformat = "F16"'
+    server = start(command=f"{program} {words}", model=str(model), keys=keys)
+    server.wait_ready(say)
+    facts = probe(server.target)
+    assert facts.tokenizer == "llama.cpp" and facts.usage and facts.ignore_eos
+    server.stop()
+    assert server.trouble() is not None

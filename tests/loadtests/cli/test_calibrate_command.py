@@ -20,11 +20,7 @@ OPTIONS = CalibrateOptions(
 def measured(tmp_path: Path, step_seconds: float) -> Path:
     """A run of a server whose steps take so long, 2 ms more a row and 0.1 ms a prompt token."""
     plan = plan_of(OPTIONS)
-    options = {
-        "step_seconds": step_seconds,
-        "row_seconds": 0.002,
-        "prompt_token_seconds": 0.0001,
-    }
+    options = {"step_seconds": step_seconds, "row_seconds": 0.002, "prompt_token_seconds": 0.0001}
     server = msgspec.structs.replace(plan.campaign.server, options=options)
     search = msgspec.structs.replace(plan.campaign.search, single_stream_requests=3)
     workload = msgspec.structs.replace(plan.campaign.workload, max_output_tokens=32)

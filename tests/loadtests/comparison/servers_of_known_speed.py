@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from loadtests.comparison.run_metrics import CellValues, RunValues, Value, good_share
+from loadtests.comparison.compare_runs import CellValues, RunValues
 from loadtests.records.run_folder import RunManifest
-from loadtests.records.run_journal import FORMAT_VERSION, Capacity
+from loadtests.records.run_journal import FORMAT_VERSION
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import Poisson, due_times
@@ -41,14 +41,8 @@ CAMPAIGN: dict[str, Any] = {
     "arrivals": {"kind": "poisson"},
     "server": {"slots": 8, "context_tokens": 256},
 }
-CELL = {
-    "model": "smollm2-135m",
-    "format": "Q4_0",
-    "backend": "llama_cpp",
-    "hardware": "",
-    "url": "",
-    "workload": "",
-}
+CELL = dict.fromkeys(("model", "format", "backend", "hardware", "url", "workload"), "")
+CELL |= {"model": "smollm2-135m", "format": "Q4_0", "backend": "llama_cpp"}
 
 
 def manifest(
@@ -76,27 +70,21 @@ def manifest(
 
 
 @functools.cache
-def level(rate: float, slowness: int, seed: int) -> dict[str, Value]:
+def level(rate: float, slowness: int, seed: int) -> dict[str, float]:
     """The metrics of a level on a server that takes `slowness` x STEP of the law's times."""
     rng = np.random.default_rng(seed)
     pairs = np.column_stack([rng.integers(20, 300, REQUESTS), rng.integers(8, 40, REQUESTS)])
     due = due_times(Poisson(), rate, 2 * REQUESTS / rate, seed)[:REQUESTS]
-    law = LAW.slower(slowness * STEP)
     prompts, outputs = pairs.T
-    played = simulate(law, SchedulingPolicy(slots=8), due, prompts, outputs)
+    played = simulate(LAW.slower(slowness * STEP), SchedulingPolicy(slots=8), due, prompts, outputs)
     decoded = np.where(outputs > 1, played.tpot * (outputs - 1), 0.0)
     times = {"TTFT": played.ttft, "TPOT": played.tpot, "E2E": played.ttft + decoded}
-    found = {
-        f"{name} {percentile}": Value(float(np.nanquantile(values, q)))
-        for name, values in times.items()
-        for percentile, q in (("p50", 0.5), ("p95", 0.95))
-    }
-    good = played.good(1.0, 0.06)
     tokens = outputs.sum() / ((due + times["E2E"]).max() - due[0])
-    return found | {
-        "good": good_share(int(good.sum()), REQUESTS),
-        "output tokens/s": Value(float(tokens)),
-    }
+    return {
+        f"{name} p{percentile}": float(np.nanpercentile(values, percentile))
+        for name, values in times.items()
+        for percentile in (50, 95)
+    } | {"output tokens/s": float(tokens)}
 
 
 class Servers:
@@ -110,47 +98,14 @@ class Servers:
         self, name: str, runs: int, slower: float = 1.0, *, seeds: list[int] | None = None
     ) -> list[RunValues]:
         """Begun in turns with the other arm; `seeds` of the levels, none: drawn anew each run."""
-        return [
-            self._run(
-                f"{name}{i}", slower, 2 * i + (name > "a"), None if seeds is None else seeds[i]
-            )
-            for i in range(runs)
-        ]
-
-    def _run(self, name: str, slower: float, at: int, seed: int | None) -> RunValues:
-        rng = self._rng
-        scale = slower * math.exp(self._sd * rng.normal())
-        if seed is None:
-            seed = int(rng.integers(SEEDS))
-            unique = int(rng.integers(1 << 40))
-        else:
-            unique = seed
-        values: dict[float | None, dict[str, Value]] = {None: alone(scale, rng)}
-        values |= {rate: level(rate, round(scale / STEP), seed) for rate in (1.5, 2.2)}
-        seeds = {None: unique, 1.5: unique + 1, 2.2: unique + 1}
-        limit = 3.0 / scale * math.exp(0.03 * rng.normal())
-        capacity = Capacity(state="no_rate_confirmed", method="law", limit=limit)
-        return RunValues(
-            manifest(name, at=at),
-            [
-                CellValues(
-                    "c",
-                    CELL,
-                    values,
-                    {load: frozenset({one}) for load, one in seeds.items()},
-                    capacity=capacity,
-                )
-            ],
-        )
-
-
-def alone(scale: float, rng: np.random.Generator) -> dict[str, Value]:
-    """Five single-stream requests."""
-    prompts, outputs = rng.integers(20, 300, 5), rng.integers(8, 40, 5)
-    ttft = scale * (0.023 + 0.0005 * prompts)
-    return {
-        "TTFT mean": Value(float(ttft.mean())),
-        "TPOT mean": Value(scale * 0.023),
-        "E2E mean": Value(float((ttft + scale * 0.023 * outputs).mean())),
-        "good": good_share(5, 5),
-    }
+        found = []
+        for i in range(runs):
+            rng, scale = self._rng, slower * math.exp(self._sd * self._rng.normal())
+            seed = int(rng.integers(SEEDS)) if seeds is None else seeds[i]
+            unique = frozenset({int(rng.integers(1 << 40)) if seeds is None else seed})
+            values = {f"{rate}/s": level(rate, round(scale / STEP), seed) for rate in (1.5, 2.2)}
+            values["alone"] = {"TPOT mean": scale * 0.023, "TTFT mean": scale * 0.1}
+            values[""] = {"limit": 3.0 / scale * math.exp(0.03 * rng.normal())}
+            cell = CellValues("c", CELL, values, dict.fromkeys(values, unique))
+            found.append(RunValues(manifest(f"{name}{i}", at=2 * i + (name > "a")), [cell]))
+        return found
