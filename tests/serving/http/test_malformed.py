@@ -68,8 +68,12 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     (text(logprobs=21), 400, "logprobs"),
     (text(stop=["x"] * 17), 400, "stop"),
     (text(stop=""), 400, "stop"),
+    (text(echo=True), 400, "echo"),
+    (chat(top_logprobs=5), 400, "top_logprobs"),
     (text(stop_token_ids=[300]), 400, "stop_token_ids"),
     (text(logit_bias={"one": 1}), 400, "logit_bias"),
+    (text(logit_bias={"300": 1}), 400, "logit_bias"),
+    (text(logit_bias={"-1": 1}), 400, "logit_bias"),
     (text(logit_bias={"299": 101}), 400, "logit_bias"),
     (text(deadline_seconds=0), 400, "deadline_seconds"),
     (text(stream_options={"include_usage": True}), 400, "stream_options"),
@@ -80,7 +84,9 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     (text(prompt=[300]), 400, "prompt"),
     (text(prompt="x" * 1000), 400, "prompt"),
     (("/detokenize", {"tokens": [1] * 1000}), 400, "tokens"),
+    (("/detokenize", {"tokens": [300]}), 400, "tokens"),
     (("/tokenize", {}), 400, "prompt"),
+    (("/tokenize", {"prompt": "a", "messages": [TURN]}), 400, "prompt"),
     # schemas, grammars, tools, templates
     (text(grammar="x" * 65_537), 400, "grammar"),
     (text(grammar="root ::= x\n" * 501), 400, "grammar"),
@@ -98,7 +104,7 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     (chat(tool_choice="required"), 400, "tool_choice"),
     (chat(chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs.messages"),
     (chat(reasoning_effort="high"), 400, "reasoning_effort"),
-    (chat(continue_final_message=True), 400, "continue_final_message"),
+    (text(response_format={"type": "json_schema"}), 400, "response_format.json_schema"),
 ]
 HEADERS: list[tuple[dict[str, str], int, str]] = [
     ({"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
