@@ -57,6 +57,17 @@ def test_a_chat_is_streamed_in_openais_order(port: int, supervisor: FakeSupervis
     assert not supervisor.submitted[0].whole
 
 
+@pytest.mark.parametrize("words", [["usage", "id", "logprobs", "é\n\u2028"], ['"a"', "\\", "b"]])
+def test_any_text_comes_as_it_is(supervisor: FakeSupervisor, words: list[str]) -> None:
+    supervisor.words = words
+    with served(app_on(supervisor)) as port:
+        *chunks, _ = chat(port, stream=True).events
+        texts = [chunk["choices"][0]["text"] for chunk in complete(port, stream=True).events[:-1]]
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-1]] == words
+    assert texts == [*words, ""]
+    assert len({frozenset(chunk) for chunk in chunks}) == 1
+
+
 def test_usage_stands_in_each_chunk_or_in_none(port: int) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = chat(port, stream=True, stream_options=options).events[:-1]
