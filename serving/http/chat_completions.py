@@ -49,14 +49,15 @@ async def chat_completions(request: Request) -> None:
     calls = format_of(body, template)
     generation = validate(body, facts, limits, schema_of(body) if calls == "list" else None)
     model.supervisor.check_room()  # before a long prompt is tokenised
+    is_free = not generation.sampling.is_constrained
+    ids, opens_reasoning = await chat_prompt(request, model, body, facts.context_tokens, is_free)
+    reasoning: Reasoning | None = None
+    if is_free and THOUGHT in template:
+        reasoning = "open" if opens_reasoning else "maybe"
     answer = ChatAnswer(request, body, generation)
-    is_constrained = generation.sampling.is_constrained
-    most = facts.context_tokens
-    ids, opens_reasoning = await chat_prompt(request, model, body, most, is_constrained)
-    if not is_constrained and THOUGHT in template:
-        answer.reasoning = "open" if opens_reasoning else "maybe"
-    answer.calls = calls
-    answer.names = frozenset(tool.function.name for tool in offered(body))
+    if reasoning or calls:
+        names = frozenset(tool.function.name for tool in offered(body))
+        answer.form = (reasoning, calls, names)
     if calls == "list":
         answer.schema_key = "tools"
     await answer.send([(ids, token_limit(body, len(ids), facts))])
@@ -70,10 +71,10 @@ async def chat_prompt(
     model: ServedModel,
     body: ChatRequest | TokenizeRequest,
     most: int,
-    is_constrained: bool = False,
+    is_free: bool = True,
 ) -> tuple[list[int], bool]:
     """A chat as token ids, at most `most`, and whether the answer begins inside of the model's
-    reasoning. `is_constrained`: it is held to a form from its first token on.
+    reasoning. `is_free`: it is not held to a form from its first token on.
 
     Raises ApiError 400, ContextOverflow.
     """
@@ -82,7 +83,7 @@ async def chat_prompt(
     for name in sorted(_OURS & variables.keys()):
         key = f"chat_template_kwargs.{name}"
         raise invalid(f"{key}: the request has a key of its own for it", key)
-    if is_constrained and "enable_thinking" in template:
+    if not is_free and "enable_thinking" in template:
         variables.setdefault("enable_thinking", False)  # it could not think
     turns = turns_of(body.messages or [])
     turns, variables["tools"] = told_of_tools(turns, offered(body), template)
@@ -140,18 +141,14 @@ def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class ChatAnswer(Answer):
-    """`reasoning`, `calls`, `names`: what its splitters look for in the text."""
+    """`form`: what its splitters look for in the text; None: all of it is content."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     opening = (ROLE,)
-    reasoning: Reasoning | None = None
-    calls: Format | None = None
-    names: frozenset[str] = frozenset()
+    form: tuple[Reasoning | None, Format | None, frozenset[str]] | None = None
 
     def splitter(self) -> Splitter | None:
-        if self.reasoning is None and self.calls is None:
-            return None
-        return Splitter(self.reasoning, self.calls, self.names)
+        return None if self.form is None else Splitter(*self.form)
 
     def shown(self, choice: Choice, part: Part) -> ChatChoice:
         delta, finish = ChatDelta(), None

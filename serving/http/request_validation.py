@@ -109,22 +109,24 @@ def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> 
             key = "grammar" if body.grammar is not None else schema_key
             raise invalid(str(problem), key, "unsupported_parameter") from None
     drawn = temperature > 0  # greedy decoding is the same whatever the first five say
-    needs = (
-        ("temperature", "temperature", drawn),
-        ("top_p", "top_p", drawn and sampling.top_p < 1),
-        ("top_k", "top_k", drawn and sampling.top_k > 0),
-        ("min_p", "min_p", drawn and sampling.min_p > 0),
-        ("seed", "seed", drawn and body.seed is not None),
-        ("penalties", "presence_penalty", sampling.presence_penalty != 0),
-        ("penalties", "frequency_penalty", sampling.frequency_penalty != 0),
-        ("penalties", "repetition_penalty", sampling.repetition_penalty != 1),
-        ("logit_bias", "logit_bias", bool(sampling.logit_bias)),
-        ("grammar", "grammar", body.grammar is not None),
-        ("json_schema", schema_key, schema is not None),
-        ("logprobs", "logprobs", logprobs is not None),
-    )
-    for capability, param, asked in needs:
-        if asked and capability not in facts.capabilities:
+    asked = {
+        "temperature": drawn,
+        "top_p": drawn and sampling.top_p < 1,
+        "top_k": drawn and sampling.top_k > 0,
+        "min_p": drawn and sampling.min_p > 0,
+        "seed": drawn and body.seed is not None,
+        "presence_penalty": sampling.presence_penalty != 0,
+        "frequency_penalty": sampling.frequency_penalty != 0,
+        "repetition_penalty": sampling.repetition_penalty != 1,
+        "logit_bias": bool(sampling.logit_bias),
+        "grammar": body.grammar is not None,
+        schema_key: schema is not None,
+        "logprobs": logprobs is not None,
+    }
+    for param, is_asked in asked.items():
+        capability = "penalties" if param.endswith("penalty") else param
+        capability = "json_schema" if param == schema_key else capability
+        if is_asked and capability not in facts.capabilities:
             text = f"{param} is not supported by the {facts.backend} backend"
             raise invalid(text, param, "unsupported_parameter")
     return sampling

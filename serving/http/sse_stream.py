@@ -38,6 +38,7 @@ from serving.supervisor.inflight_requests import Stream
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
 ROLE, END = Part("role", ""), Part("end", "")
+MARK = "\u0001text\u0001"  # where a text goes
 _ODD = 0x9E3779B97F4A7C15  # golden ratio * 2^64: seeds of sibling answers far apart
 _SEED_MASK = (1 << 63) - 1
 _FINISHES: dict[FinishReason, Finish] = {
@@ -64,6 +65,7 @@ class Choice:
     finish: Finish | None = None  # None: it runs, or ended badly
     text: str = ""  # of an answer that is not streamed
     opened: bool = False
+    frame: tuple[bytes, bytes] | None = None  # of plain content: an event around its text
     written: int = 0  # characters, for text_offset
     details: list[TokenDetail] = field(default_factory=list)  # log-probabilities not written yet
     calls: int = 0  # of tools, written
@@ -89,6 +91,8 @@ class Answer(ABC):
         self.n = body.n or 1
         self.streamed = bool(body.stream)
         self.options = body.stream_options or StreamOptions()
+        has_counts = self.options.continuous_usage_stats
+        self.is_plain = generation.sampling.logprobs is None and not has_counts
         self.choices: list[Choice] = []
         self._turn = asyncio.Lock()  # of writing: one event after the other
 
@@ -170,11 +174,13 @@ class Answer(ABC):
             self._take(choice, delta)
             if request.gone:
                 raise ClientGone
-            if self.streamed:
+            if not self.streamed:
+                choice.text += delta.text
+            elif len(self.choices) == 1:
+                await request.write(self._events(choice, delta.text))
+            else:
                 async with self._turn:
                     await request.write(self._events(choice, delta.text))
-            else:
-                choice.text += delta.text
 
     def _take(self, choice: Choice, delta: Delta) -> None:
         """Account for one delta. Raises where the sequence did not end as it should."""
@@ -229,7 +235,12 @@ class Answer(ABC):
                 metrics.per_token.observe(decode_seconds / (choice.tokens - choice.first_tokens))
 
     def _events(self, choice: Choice, text: str) -> bytes:
-        """The events that a delta's text becomes; none where it is still held back."""
+        """The events that a delta's text becomes; none where it is still held back.
+
+        Only the text differs between the events of plain content: the rest is encoded once.
+        """
+        if text and choice.frame is not None and choice.finish is None:
+            return choice.frame[0] + encode(text) + choice.frame[1]
         parts = self._parts(choice, text)
         if not choice.opened:
             choice.opened = True
@@ -244,6 +255,10 @@ class Answer(ABC):
                 usage = usage_of(choice.prompt_tokens, tokens, choice.cached)
             data += self._event([self.shown(choice, part)], usage)
             choice.written += len(part.text)
+        if text and self.is_plain and choice.splitter is None and choice.finish is None:
+            marked = self._event([self.shown(choice, Part("content", MARK))], usage)
+            head, _, tail = marked.partition(encode(MARK))
+            choice.frame = head, tail
         return data
 
     def _parts(self, choice: Choice, text: str) -> list[Part]:

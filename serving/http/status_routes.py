@@ -17,12 +17,6 @@ from serving.http.request_validation import check_ids
 from serving.metrics import CONTENT_TYPE
 from serving.registry.loaded_model import ServedModel
 
-# Of an EngineConfig: no paths of the server's machine.
-_SHOWN = (
-    *("backend", "device", "weight_format", "quality_kl_nats", "slots", "context_tokens"),
-    *("kv_tokens", "kv_dtype", "threads", "cores", "nice"),
-    *("prefix_reuse", "prefill_tokens", "step_seconds_target"),
-)
 _OF_ENGINE = ("weight_format", "slots", "context_tokens", "kv_tokens")  # as the engine has them
 _COUNTS = ("restarts", "fallbacks", "returns")
 
@@ -116,34 +110,32 @@ async def placement(request: Request) -> None:
     for key in asked.keys() - {"model"}:
         raise invalid(f"unknown query parameter {key[:80]!r}; model is known", key[:80])
     model = request.look_at(asked.get("model", router.first.served_name))
-    served, explanation = model.supervisor, model.placement
+    served, explanation, now = model.supervisor, model.placement, time.time()
+    engine, loaded = msgspec.structs.asdict(served.config), served.ready
+    memory: dict[str, Any] | None = None
+    if loaded is not None:
+        info = loaded.info
+        engine |= {key: getattr(info, key) for key in _OF_ENGINE}
+        engine["kv_dtype"] = info.details.get("kv_dtype", engine["kv_dtype"])
+        engine["capabilities"] = sorted(info.capabilities)
+        memory = {"predicted": info.predicted, "measured": info.measured}
+        memory |= {"rss_bytes": loaded.rss_bytes, "peak_rss_bytes": loaded.peak_rss_bytes}
     found: dict[str, Any] = {
         "model": model.served_name,
         "state": served.state,
         "reason": served.reason or None,
-        "engine": {key: getattr(served.config, key) for key in _SHOWN},
-        "device_name": None,
-        "load_seconds": None,
-        "memory": None,
-        "details": {},
+        "engine": engine,
+        "device_name": None if loaded is None else loaded.info.device_name,
+        "load_seconds": None if loaded is None else loaded.load_seconds,
+        "memory": memory,
+        "details": {} if loaded is None else loaded.info.details,
         **{key: getattr(served, key) for key in _COUNTS},
         "events": [
-            {"seconds_ago": round(time.time() - event.unix_seconds, 3), "kind": event.kind}
-            | {"engine": event.engine, "message": event.message, "cause": event.cause}
+            {"seconds_ago": round(now - event.unix_seconds, 3)} | msgspec.structs.asdict(event)
             for event in served.events
         ],
         "explanation": explanation() if callable(explanation) else explanation,
     }
-    if served.ready is not None:
-        loaded, info = served.ready, served.ready.info
-        found["engine"] |= {key: getattr(info, key) for key in _OF_ENGINE}
-        if "kv_dtype" in info.details:
-            found["engine"]["kv_dtype"] = info.details["kv_dtype"]
-        found["engine"]["capabilities"] = sorted(info.capabilities)
-        found |= {"device_name": info.device_name, "load_seconds": loaded.load_seconds}
-        found["memory"] = {"predicted": info.predicted, "measured": info.measured}
-        found["memory"] |= {"rss_bytes": loaded.rss_bytes, "peak_rss_bytes": loaded.peak_rss_bytes}
-        found["details"] = info.details
     if len(router.models) > 1:
         found["models"] = router.states()
     await request.answer(_clean(msgspec.to_builtins(found)))

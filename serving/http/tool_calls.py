@@ -165,8 +165,7 @@ class Splitter:
         self._held = ""
         self._fresh = True  # nothing of this part has come yet
         said = "list" if calls == "list" else "content"
-        first = {"maybe": "start", "open": "reasoning", None: said}[reasoning]
-        self._kind = first
+        self._kind = {"maybe": "start", "open": "reasoning", None: said}[reasoning]
         # kind -> the mark that ends it, and the kind of what follows
         self._ends = {
             "start": ("", said),
@@ -200,14 +199,12 @@ class Splitter:
                 )
                 before, rest = before[: len(before) - keep], before[len(before) - keep :]
             self._held = rest
-            if self._kind == "reasoning" and before:
-                parts.append(Part("reasoning", before))
-            elif self._kind == "content" and before:
-                parts.append(Part("content", before))
-            elif self._kind == "list":
+            if self._kind == "list":
                 parts += self._calls(before, before)
             elif self._kind == "call":
                 parts += self._calls(before if found else "", f"{_CALL}{before}{found}")
+            elif before:
+                parts.append(Part("reasoning" if self._kind == "reasoning" else "content", before))
             if not found:
                 return parts
             self._kind, self._fresh = following, True

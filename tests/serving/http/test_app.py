@@ -20,68 +20,68 @@ from tests.serving.fakes import (
 
 
 def test_a_chat_is_answered_whole(port: int, supervisor: FakeSupervisor) -> None:
-    answer = chat(port)
-    assert answer.status == 200
-    body = answer.json
+    body = chat(port).json
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{24}", body["id"])
     assert body["object"] == "chat.completion" and body["model"] == "m"
-    choice = body["choices"][0]
+    (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": "Hello, world", "refusal": None}
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
-    prompt = bytes(token for token in supervisor.submitted[0].prompt if token < 256)
-    assert prompt == b"user\nhi\nassistant\n"
-    assert (
-        supervisor.submitted[0].prompt[0] == 257
-    )  # the template's mark is one token, not its letters
+    (submitted,) = supervisor.submitted
+    assert bytes(token for token in submitted.prompt if token < 256) == b"user\nhi\nassistant\n"
+    assert submitted.prompt[0] == 257  # the template's mark is one token, not its letters
+    assert submitted.whole  # so that it can begin again on another engine
     assert body["usage"] == {
-        "prompt_tokens": len(supervisor.submitted[0].prompt),
+        "prompt_tokens": len(submitted.prompt),
         "completion_tokens": 3,
-        "total_tokens": len(supervisor.submitted[0].prompt) + 3,
+        "total_tokens": len(submitted.prompt) + 3,
         "prompt_tokens_details": {"cached_tokens": 2},
     }
-    assert supervisor.submitted[0].whole  # so that it can begin again on another engine
 
 
 def test_a_chat_is_streamed_in_openais_order(port: int, supervisor: FakeSupervisor) -> None:
     answer = chat(port, stream=True, stream_options={"include_usage": True})
-    assert (
-        answer.status == 200
-        and answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    )
-    *chunks, done = answer.events
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *chunks, last, done = answer.events
     assert done == "[DONE]"
-    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
         {"role": "assistant", "content": ""},
         {"content": "Hello"},
         {"content": ", "},
         {"content": "world"},
         {},
     ]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * 4 + ["stop"]
-    assert all(chunk["usage"] is None for chunk in chunks[:-1])
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 3
-    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["stop"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
+    assert {chunk["id"] for chunk in chunks} == {last["id"]}
     assert not supervisor.submitted[0].whole
+
+
+@pytest.mark.parametrize("words", [["usage", "id", "logprobs", "é\n\u2028"], ['"a"', "\\", "b"]])
+def test_any_text_comes_as_it_is(supervisor: FakeSupervisor, words: list[str]) -> None:
+    supervisor.words = words
+    with served(app_on(supervisor)) as port:
+        *chunks, _ = chat(port, stream=True).events
+        texts = [chunk["choices"][0]["text"] for chunk in complete(port, stream=True).events[:-1]]
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-1]] == words
+    assert texts == [*words, ""]
+    assert len({frozenset(chunk) for chunk in chunks}) == 1
+
+
+def test_usage_stands_in_each_chunk_or_in_none(port: int) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chat(port, stream=True, stream_options=options).events[:-1]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3, 3, 3]
+    assert all("usage" not in chunk for chunk in complete(port, stream=True).events[:-1])
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/models", "/models/m", "/placement"])
 def test_routes_are_there_without_their_version_too(port: int, path: str) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else None
-    found = ask(port, "POST" if body else "GET", path, body)
-    assert found.status == 200
+    assert ask(port, "POST" if body else "GET", path, body).status == 200
     counted = scraped(ask(port, "GET", "/metrics").body)
     route = "/v1/models/{name}" if path == "/models/m" else f"/v1{path}"
     assert counted["http_responses_total", route, "200"] == 1
-
-
-def test_without_asking_there_is_no_usage_in_a_stream(port: int) -> None:
-    assert all("usage" not in chunk for chunk in complete(port, stream=True).events[:-1])
-
-
-def test_continuous_usage_counts_along(port: int) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = chat(port, stream=True, stream_options=options).events[:-1]
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3, 3, 3]
 
 
 def test_a_text_is_continued(port: int, supervisor: FakeSupervisor) -> None:
@@ -90,87 +90,52 @@ def test_a_text_is_continued(port: int, supervisor: FakeSupervisor) -> None:
     assert body["choices"] == [
         {"index": 0, "text": "Hello, ", "logprobs": None, "finish_reason": "length"}
     ]
-    assert supervisor.submitted[0].prompt == [*b"hi"]
     complete(port)
+    assert [one.prompt for one in supervisor.submitted] == [[*b"hi"]] * 2
     assert supervisor.submitted[1].max_tokens == 16
 
 
 def test_what_is_asked_reaches_the_engine(port: int, supervisor: FakeSupervisor) -> None:
-    complete(
-        port,
-        max_tokens=9,
-        min_tokens=3,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.05,
-        seed=11,
-        presence_penalty=0.1,
-        frequency_penalty=0.2,
-        repetition_penalty=1.1,
-        logit_bias={"5": -3.5},
-        stop=["END", "STOP"],
-        stop_token_ids=[7],
-        include_stop_str_in_output=True,
-        ignore_eos=True,
-        deadline_seconds=5,
-    )
-    submit = supervisor.submitted[0]
-    assert (submit.max_tokens, submit.min_tokens, submit.stop, submit.stop_token_ids) == (
-        9,
-        3,
-        ["END", "STOP"],
-        [7],
-    )
-    assert (submit.include_stop, submit.ignore_eos, submit.deadline_seconds) == (True, True, 5.0)
-    drawn = submit.sampling
-    assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.min_p, drawn.seed) == (
-        0.5,
-        0.9,
-        40,
-        0.05,
-        11,
-    )
-    assert (drawn.presence_penalty, drawn.frequency_penalty, drawn.repetition_penalty) == (
-        0.1,
-        0.2,
-        1.1,
-    )
-    assert drawn.logit_bias == {5: -3.5}
+    drawn = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "seed": 11,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+    }
+    rest: dict[str, Any] = {"max_tokens": 9, "min_tokens": 3, "stop": ["END", "STOP"]}
+    rest |= {"stop_token_ids": [7], "ignore_eos": True, "deadline_seconds": 5.0}
+    complete(port, logit_bias={"5": -3.5}, include_stop_str_in_output=True, **drawn, **rest)
+    (submit,) = supervisor.submitted
+    assert {key: getattr(submit, key) for key in rest} == rest and submit.include_stop
+    assert {key: getattr(submit.sampling, key) for key in drawn} == drawn
+    assert submit.sampling.logit_bias == {5: -3.5}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_several_prompts_and_answers_are_numbered_and_counted(
     port: int, supervisor: FakeSupervisor, streamed: bool
 ) -> None:
-    options: dict[str, Any] = (
-        {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
-    )
-    answer = complete(port, prompt=[[1, 2, 3], [4]], n=2, seed=5, echo=False, **options)
-    if streamed:
-        chunks = answer.events[:-1]
-        texts = ["", "", "", ""]
-        for chunk in chunks[:-1]:
-            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
-        usage = chunks[-1]["usage"]
-    else:
-        texts = [choice["text"] for choice in answer.json["choices"]]
-        assert [choice["index"] for choice in answer.json["choices"]] == [0, 1, 2, 3]
-        usage = answer.json["usage"]
+    more: Any = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+    answer = complete(port, prompt=[[1, 2, 3], [4]], n=2, seed=5, **more)
+    parts = answer.events[:-1] if streamed else [answer.json]
+    texts = ["", "", "", ""]
+    for choice in (choice for part in parts for choice in part["choices"]):
+        texts[choice["index"]] += choice["text"]
     assert texts == ["Hello, world"] * 4
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (
-        4,
-        12,
-    )  # a prompt counts once, whatever n is
+    usage = parts[-1]["usage"]  # a prompt counts once, whatever n is
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 12)
     assert [submit.prompt for submit in supervisor.submitted] == [[1, 2, 3], [1, 2, 3], [4], [4]]
     seeds = [submit.sampling.seed for submit in supervisor.submitted]
     assert seeds[0] == seeds[2] == 5 and seeds[1] == seeds[3] != 5
 
 
 def test_log_probabilities_in_both_shapes(port: int) -> None:
-    content = chat(port, seed=0, logprobs=True, top_logprobs=2).json["choices"][0]["logprobs"][
-        "content"
-    ]
+    choice = chat(port, seed=0, logprobs=True, top_logprobs=2).json["choices"][0]
+    content = choice["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["H", ",", "w"]
     assert content[0] == {
         "token": "H",
@@ -182,15 +147,16 @@ def test_log_probabilities_in_both_shapes(port: int) -> None:
         ],
     }
     found = complete(port, seed=0, logprobs=1).json["choices"][0]["logprobs"]
-    assert found["tokens"] == ["H", ",", "w"] and found["token_logprobs"] == [-0.5] * 3
-    assert found["top_logprobs"][0] == {"H": -0.5} and found["text_offset"] == [0, 1, 2]
+    assert found == {
+        "tokens": ["H", ",", "w"],
+        "token_logprobs": [-0.5] * 3,
+        "top_logprobs": [{"H": -0.5}, {",": -0.5}, {"w": -0.5}],
+        "text_offset": [0, 1, 2],
+    }
     streamed = complete(port, logprobs=1, stream=True).events[:-2]
-    assert [chunk["choices"][0]["logprobs"]["tokens"] for chunk in streamed] == [
-        ["H"],
-        [","],
-        ["w"],
-    ]
-    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in streamed] == [[0], [5], [7]]
+    shown = [chunk["choices"][0]["logprobs"] for chunk in streamed]
+    assert [each["tokens"] for each in shown] == [["H"], [","], ["w"]]
+    assert [each["text_offset"] for each in shown] == [[0], [5], [7]]
 
 
 def test_a_bos_goes_before_a_text_but_not_before_ids_or_a_chat() -> None:

@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 
 from serving.errors import Overloaded
 from serving.http.api_schemas import ChatRequest, CompletionRequest
-from serving.http.body_limits import Limits
 from tests.serving.fakes import (
-    INFO,
-    Answer,
     ByteTokenizer,
     FakeSupervisor,
     app_on,
@@ -66,18 +63,6 @@ def test_json_has_several_names(port: int, kind: str) -> None:
     assert complete(port, {"Content-Type": kind}).status == 200
 
 
-def test_an_error_names_the_field(port: int, supervisor: FakeSupervisor) -> None:
-    answer = chat(port, temperatur=1)
-    assert answer.status == 400
-    assert answer.error == {
-        "message": "unknown field 'temperatur'",
-        "type": "invalid_request_error",
-        "param": "temperatur",
-        "code": None,
-    }
-    assert not supervisor.submitted
-
-
 def test_a_template_that_refuses_is_a_400(supervisor: FakeSupervisor) -> None:
     complaint = "{{ raise_exception('begin with a system turn') }}"
     strict = "{% if messages[0]['role'] != 'system' %}" + complaint + "{% endif %}ok"
@@ -89,14 +74,13 @@ def test_a_template_that_refuses_is_a_400(supervisor: FakeSupervisor) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("kind", ["queue_requests", "queue_tokens", "queue_wait"])
 def test_a_full_queue_is_a_429_with_the_time_to_come_back(
-    port: int, supervisor: FakeSupervisor, streamed: bool, kind: str
+    port: int, supervisor: FakeSupervisor, streamed: bool
 ) -> None:
-    supervisor.refuse_after, supervisor.refusal = 0, Overloaded("the queue is full", 2.4, kind)
+    supervisor.refuse_after, supervisor.refusal = 0, Overloaded("full", 2.4, "queue_wait")
     answer = chat(port, stream=streamed)
     assert answer.status == 429
-    assert (answer.error["type"], answer.error["code"]) == ("rate_limit_error", kind)
+    assert (answer.error["type"], answer.error["code"]) == ("rate_limit_error", "queue_wait")
     assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("3", "2400")
 
 
@@ -138,70 +122,36 @@ def test_a_bug_is_a_500_that_tells_nothing(
 # --- headers, key, limits
 
 
-def every_kind(port: int) -> list[Answer]:
-    return [
-        chat(port),
-        chat(port, stream=True),
-        chat(port, bad=1),
-        ask(port, "GET", "/nothing"),
-        ask(port, "PUT", "/health"),
-    ]
-
-
 def test_every_answer_says_who_made_it_and_has_an_identity(port: int) -> None:
-    answers = every_kind(port)
+    bad = [chat(port, bad=1), ask(port, "GET", "/nothing"), ask(port, "PUT", "/health")]
+    answers = [chat(port), chat(port, stream=True), *bad]
     assert {answer.headers["x-crossover-backend"] for answer in answers} == {"fake/cpu"}
-    identities = [answer.headers["x-request-id"] for answer in answers]
-    assert len(set(identities)) == len(answers) and all(
-        re.fullmatch(r"req-[0-9a-f]{24}", identity) for identity in identities
-    )
+    identities = {answer.headers["x-request-id"] for answer in answers}
+    assert len(identities) == len(answers)
+    assert all(re.fullmatch(r"req-[0-9a-f]{24}", identity) for identity in identities)
 
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [
-        ("trace-1:a.b/c", True),
-        ("x" * 128, True),
-        ("x" * 129, False),
-        ("a b", False),
-        ("\x85", False),
-    ],
+    [("trace-1:a.b/c", True), ("x" * 129, False), ("a b", False), ("\x85", False)],
 )
 def test_a_clients_identity_is_kept_where_it_is_harmless(port: int, given: str, kept: bool) -> None:
-    assert (
-        ask(port, "GET", "/health", None, {"X-Request-Id": given}).headers["x-request-id"] == given
-    ) is kept
+    answer = ask(port, "GET", "/health", None, {"X-Request-Id": given})
+    assert (answer.headers["x-request-id"] == given) is kept
 
 
 def test_a_key_is_asked_for_everywhere_but_by_probes(supervisor: FakeSupervisor) -> None:
     with served(app_on(supervisor, api_key=SECRET)) as port:
-        for headers in (
-            {},
-            {"Authorization": "Bearer wrong"},
-            {"Authorization": f"Basic {SECRET}"},
-            {"Authorization": f"Bearer {SECRET}x"},
-        ):
-            answer = chat(port, headers)
+        for given in (None, "Bearer wrong", f"Basic {SECRET}", f"Bearer {SECRET}x"):
+            answer = chat(port, {"Authorization": given} if given else {})
             assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
-            assert (
-                answer.headers["www-authenticate"] == "Bearer"
-                and SECRET not in answer.body.decode()
-            )
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert SECRET not in answer.body.decode()
         for path in ("/metrics", "/v1/placement", "/openapi.json", "/v1/models", "/nothing"):
             assert ask(port, "GET", path).status == 401
         assert ask(port, "GET", "/health").status == ask(port, "GET", "/ready").status == 200
         assert chat(port, {"Authorization": f"Bearer {SECRET}"}).status == 200
         assert chat(port, {"Authorization": f"bearer {SECRET}"}).status == 200
-
-
-def test_large_bodies_and_heads_are_refused(supervisor: FakeSupervisor) -> None:
-    limits = Limits(body_bytes=1000)
-    with served(app_on(supervisor, limits=limits), limits) as port:
-        answer = complete(port, prompt="x" * 1000)
-        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
-        assert complete(port, prompt="x" * 100).status == 200
-        answer = ask(port, "GET", "/health", None, {"X-Long": "x" * 32760})
-        assert (answer.status, answer.error["code"]) == (431, "headers_too_large")
 
 
 def test_log_lines_are_json(port: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,37 +170,10 @@ def test_log_lines_are_json(port: int, caplog: pytest.LogCaptureFixture) -> None
     )
 
 
-def test_a_backend_that_cannot_is_a_400() -> None:
-    plain = FakeSupervisor(info=msgspec.structs.replace(INFO, capabilities=frozenset()))
-    with served(app_on(plain)) as port:
-        answer = chat(port, response_format={"type": "json_object"})
-        assert (answer.status, answer.error["param"], answer.error["code"]) == (
-            400,
-            "response_format",
-            "unsupported_parameter",
-        )
-        assert chat(port).status == 200
-
-
-NUMBERS = st.sampled_from(
-    [0, 1, -1, 2, 16, 128, 129, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.5, 1e-300, 1e300]
-)
-VALUES = NUMBERS | st.sampled_from(
+VALUES = st.sampled_from(
     [
-        None,
-        True,
-        False,
-        "",
-        "x",
-        "\x00",
-        "é" * 9,
-        [],
-        [1],
-        ["x"],
-        [[1]],
-        [300],
-        {},
-        {"1": 1},
+        *(0, 1, -1, 2, 16, 128, 129, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.5, 1e-300, 1e300),
+        *(None, True, False, "", "x", "\x00", "é" * 9, [], [1], ["x"], [[1]], [300], {}, {"1": 1}),
         {"type": "text"},
     ]
 )
@@ -285,15 +208,9 @@ def test_no_body_makes_a_5xx(path: str, fields: dict[str, Any]) -> None:
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-        }
-        await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+        scope |= {"query_string": b"", "headers": [(b"content-type", b"application/json")]}
+        await app(scope, receive, send)
 
     asyncio.run(call())
     status, answer = sent[0]["status"], msgspec.json.decode(sent[1]["body"])

@@ -1,6 +1,4 @@
-"""The wire's types: what is refused and in which words, what is shown to strangers, how events are
-put together.
-"""
+"""The wire's words: what known clients send is taken, and what is told to strangers."""
 
 from __future__ import annotations
 
@@ -9,65 +7,66 @@ from typing import Any
 
 import pytest
 
-from serving.http.api_schemas import (
-    CHAT,
-    COMPLETION,
-    ChatRequest,
-    decode,
-)
+from serving.http.api_schemas import CHAT, COMPLETION, decode
 from serving.http.errors import scrubbed, try_again
 
 TURN = {"role": "user", "content": "hi"}
-
-
-def test_fields_that_change_nothing_are_taken() -> None:
-    fields = {
-        "user": "u",
+SAID = {
+    "role": "assistant",
+    "content": "Hi",
+    "refusal": None,
+    "annotations": [],
+    "audio": None,
+    "tool_calls": None,
+    "function_call": None,
+    "provider_specific_fields": {"refusal": None},
+}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+EACH = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+# What known clients send, as read in their sources: nothing of it may be refused.
+CHATS: dict[str, dict[str, Any]] = {
+    "vllm bench serve": {"messages": PARTS, "max_completion_tokens": 8, **USAGE},
+    "aiperf": {"messages": [TURN | {"name": ""}], "min_tokens": 8, "stream": True},
+    "langchain": {"n": 1, "stream": False, "temperature": 0.7, "max_completion_tokens": 8},
+    "open-webui": {"user": "u", **USAGE},
+    "litellm, an answer sent back": {"messages": [TURN, SAID, TURN]},
+    "openai, without effect": {
         "metadata": {"a": "b"},
         "store": True,
         "service_tier": "auto",
         "safety_identifier": "s",
         "prompt_cache_key": "k",
-    }
-    empty = {
-        "tools": [],
-        "tool_choice": "none",
-        "parallel_tool_calls": True,
         "modalities": ["text"],
-    }
-    request = decode(CHAT, json.dumps({"messages": [TURN], **fields, **empty}).encode())
-    assert isinstance(request, ChatRequest)
+    },
+    "openai, no tools": {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+}
+TEXTS: dict[str, dict[str, Any]] = {
+    "vllm bench serve": {"repetition_penalty": 1.0, "logprobs": None, "ignore_eos": True, **USAGE},
+    "guidellm": {"stop": None, "max_tokens": 8, "max_completion_tokens": 8, **EACH},
+    "sglang bench": {"temperature": 0.0, "best_of": 1, "max_tokens": 8, "ignore_eos": True},
+}
 
 
-def test_an_assistant_turn_is_taken_as_clients_send_it_back() -> None:
-    said: dict[str, Any] = {
-        "role": "assistant",
-        "content": "Hi",
-        "refusal": None,
-        "annotations": [],
-        "audio": None,
-        "tool_calls": None,
-        "function_call": None,
-        "provider_specific_fields": {"refusal": None},
-    }
-    assert decode(CHAT, json.dumps({"messages": [TURN, said]}).encode()).messages[1].content == "Hi"
+@pytest.mark.parametrize("client", CHATS)
+def test_what_known_clients_send_to_a_chat_is_taken(client: str) -> None:
+    decode(CHAT, json.dumps({"model": "m", "messages": [TURN], **CHATS[client]}).encode())
+
+
+@pytest.mark.parametrize("client", TEXTS)
+def test_what_known_clients_send_to_completions_is_taken(client: str) -> None:
+    decode(COMPLETION, json.dumps({"model": "m", "prompt": "x", **TEXTS[client]}).encode())
 
 
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
-        (
-            "cannot open /home/me/models/secret.gguf: no such file",
-            "cannot open <path>: no such file",
-        ),
+        ("cannot open /home/me/secret.gguf: no such file", "cannot open <path>: no such file"),
         ("failed to load '/opt/x/y.so'", "failed to load '<path>'"),
         ("segfault at 0x7f00deadbeef in run", "segfault at <address> in run"),
         ("connect to 10.1.2.3:8000 refused", "connect to <address> refused"),
         (r"file C:\Users\me\model.gguf is broken", "file <path> is broken"),
-        (
-            "llama_cpp/cpu falls back: 3/4 of 1.5 GiB, see /v1/placement",
-            "llama_cpp/cpu falls back: 3/4 of 1.5 GiB, see /v1/placement",
-        ),
+        ("3/4 of 1.5 GiB, see /v1/placement", "3/4 of 1.5 GiB, see /v1/placement"),
     ],
 )
 def test_paths_and_addresses_are_not_shown(message: str, shown: str) -> None:
@@ -75,98 +74,6 @@ def test_paths_and_addresses_are_not_shown(message: str, shown: str) -> None:
 
 
 def test_retry_after_is_whole_seconds_and_milliseconds() -> None:
-    assert try_again(429, "full", "x", 2.4).headers == {
-        "Retry-After": "3",
-        "Retry-After-Ms": "2400",
-    }
+    headers = try_again(429, "full", "x", 2.4).headers
+    assert headers == {"Retry-After": "3", "Retry-After-Ms": "2400"}
     assert try_again(503, "gone", "x", 0.0).headers["Retry-After"] == "1"
-
-
-# What known clients send, as read in their sources: nothing of it may be refused.
-CLIENTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "vllm bench serve, completions": (
-        COMPLETION,
-        {
-            "model": "m",
-            "prompt": "x",
-            "repetition_penalty": 1.0,
-            "max_tokens": 8,
-            "logprobs": None,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-            "temperature": 0.0,
-        },
-    ),
-    "vllm bench serve, chat": (
-        CHAT,
-        {
-            "model": "m",
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-            "max_completion_tokens": 8,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        },
-    ),
-    "guidellm": (
-        COMPLETION,
-        {
-            "prompt": "x",
-            "model": "m",
-            "stream": True,
-            "stop": None,
-            "ignore_eos": True,
-            "max_tokens": 8,
-            "max_completion_tokens": 8,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        },
-    ),
-    "aiperf": (
-        CHAT,
-        {
-            "messages": [{"role": "user", "name": "", "content": "x"}],
-            "model": "m",
-            "stream": True,
-            "max_completion_tokens": 8,
-            "min_tokens": 8,
-        },
-    ),
-    "sglang bench": (
-        COMPLETION,
-        {
-            "model": "m",
-            "prompt": "x",
-            "temperature": 0.0,
-            "best_of": 1,
-            "max_tokens": 8,
-            "ignore_eos": True,
-        },
-    ),
-    "langchain": (
-        CHAT,
-        {
-            "messages": [TURN],
-            "model": "m",
-            "n": 1,
-            "stream": False,
-            "temperature": 0.7,
-            "max_completion_tokens": 8,
-        },
-    ),
-    "open-webui": (
-        CHAT,
-        {
-            "messages": [TURN],
-            "model": "m",
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "user": "u",
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_what_known_clients_send_is_taken(client: str) -> None:
-    decoder, body = CLIENTS[client]
-    decode(decoder, json.dumps(body).encode())

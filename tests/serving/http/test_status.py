@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import msgspec
 import pytest
 
+from serving.errors import Cause
 from serving.http.openapi import document
 from serving.http.routes import ROUTES
-from serving.supervisor.supervisor import Event
+from serving.supervisor.supervisor import Event, EventKind
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, served
 
 
@@ -18,33 +18,23 @@ def test_models_lists_the_one_that_is_served(port: int) -> None:
     listed = ask(port, "GET", "/v1/models").json
     assert listed["object"] == "list" and len(listed["data"]) == 1
     card = listed["data"][0]
-    assert (card["id"], card["object"], card["owned_by"], card["max_model_len"]) == (
-        "m",
-        "model",
-        "crossover",
-        256,
-    )
+    assert (card["id"], card["object"], card["max_model_len"]) == ("m", "model", 256)
     assert ask(port, "GET", "/v1/models/m").json == card
     assert ask(port, "GET", "/v1/models/other/one").error["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+    ("path", "key"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/completions", "prompt"),
+        ("/tokenize", "prompt"),
+        ("/detokenize", "tokens"),
+    ],
 )
-def test_another_model_is_a_404(port: int, path: str) -> None:
-    body = {
-        "model": "gpt-4",
-        "prompt": "x",
-        "messages": [{"role": "user", "content": "x"}],
-        "tokens": [1],
-    }
-    wanted = {
-        "/v1/chat/completions": "messages",
-        "/v1/completions": "prompt",
-        "/tokenize": "prompt",
-        "/detokenize": "tokens",
-    }[path]
-    answer = ask(port, "POST", path, {key: body[key] for key in ("model", wanted)})
+def test_another_model_is_a_404(port: int, path: str, key: str) -> None:
+    values = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "tokens": [1]}
+    answer = ask(port, "POST", path, {"model": "gpt-4", key: values[key]})
     assert answer.status == 404
     assert (answer.error["code"], answer.error["param"]) == ("model_not_found", "model")
 
@@ -56,14 +46,8 @@ def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
     marked = {"tokens": [257, 104, 256], "skip_special_tokens": False}
     assert ask(port, "POST", "/detokenize", marked).json == {"prompt": "<|im_start|>h<|end|>"}
     messages = [{"role": "user", "content": "hi"}]
-    assert (
-        ask(port, "POST", "/tokenize", {"messages": messages}).json["count"]
-        == chat(port).json["usage"]["prompt_tokens"]
-    )
-    bare = ask(
-        port, "POST", "/tokenize", {"messages": messages, "add_generation_prompt": False}
-    ).json
-    assert bytes(token for token in bare["tokens"] if token < 256) == b"user\nhi\n"
+    counted = ask(port, "POST", "/tokenize", {"messages": messages}).json["count"]
+    assert counted == chat(port).json["usage"]["prompt_tokens"]
 
 
 def test_many_tokens_are_told_as_few_are(port: int) -> None:
@@ -72,29 +56,13 @@ def test_many_tokens_are_told_as_few_are(port: int) -> None:
         assert found == {"tokens": [97] * size, "count": size, "max_model_len": 256}
 
 
-@pytest.mark.parametrize(
-    "body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}]
-)
-def test_tokenize_wants_one_of_two(port: int, body: dict[str, Any]) -> None:
-    assert ask(port, "POST", "/tokenize", body).status == 400
-
-
-def test_detokenize_refuses_ids_that_are_not_there(port: int) -> None:
-    assert ask(port, "POST", "/detokenize", {"tokens": [300]}).error["param"] == "tokens"
-
-
 def test_health_and_ready(port: int, supervisor: FakeSupervisor) -> None:
     assert ask(port, "GET", "/health").json == {"status": "ok"}
     ready = ask(port, "GET", "/ready")
-    assert (
-        ready.status == 200
-        and ready.json["state"] == "ready"
-        and ready.json["backend"] == "fake/cpu"
-    )
-    supervisor.state, supervisor.reason = (
-        "restarting",
-        "engine_died: killed while reading /srv/models/x.gguf",
-    )
+    assert ready.status == 200
+    assert (ready.json["state"], ready.json["backend"]) == ("ready", "fake/cpu")
+    supervisor.state = "restarting"
+    supervisor.reason = "engine_died: killed while reading /srv/models/x.gguf"
     answer = ask(port, "GET", "/ready")
     assert answer.status == 503 and answer.json["state"] == "restarting"
     assert answer.json["reason"] == "engine_died: killed while reading <path>"
@@ -103,24 +71,17 @@ def test_health_and_ready(port: int, supervisor: FakeSupervisor) -> None:
 
 
 def test_placement_says_what_runs_where_and_shows_no_path(supervisor: FakeSupervisor) -> None:
-    supervisor.events = [
-        Event(0.0, "fell_back", "fake/cpu", "cannot map /dev/nvidia0/x", "load_oom")
-    ]  # type: ignore[attr-defined]
-    with served(
-        app_on(supervisor, placement={"reasons": ["no GPU", "see /etc/crossover/plan.toml"]})
-    ) as port:
+    text, cause = "cannot map /dev/nvidia0/x", Cause.load_oom
+    supervisor.events = [Event(0.0, EventKind.fell_back, "fake/cpu", text, cause)]
+    placed = {"reasons": ["no GPU", "see /etc/crossover/plan.toml"]}
+    with served(app_on(supervisor, placement=placed)) as port:
         answer = ask(port, "GET", "/v1/placement")
     found = answer.json
     assert found["explanation"] == {"reasons": ["no GPU", "see <path>"]}
-    assert (
-        found["engine"]["backend"] == "fake"
-        and found["engine"]["device"] == "cpu"
-        and "logprobs" in found["engine"]["capabilities"]
-    )
-    assert (
-        found["memory"]["predicted"]["weight_bytes"] == 1000
-        and found["memory"]["measured"]["weight_bytes"] == 1100
-    )
+    assert (found["engine"]["backend"], found["engine"]["device"]) == ("fake", "cpu")
+    assert "logprobs" in found["engine"]["capabilities"]
+    assert found["memory"]["predicted"]["weight_bytes"] == 1000
+    assert found["memory"]["measured"]["weight_bytes"] == 1100
     assert (found["events"][0]["kind"], found["events"][0]["cause"]) == ("fell_back", "load_oom")
     assert b"secret" not in answer.body and b"nvidia0" not in answer.body
 
@@ -142,9 +103,8 @@ def test_the_document_describes_every_route_and_resolves(port: int) -> None:
     assert found["openapi"] == "3.1.0"
     for path, operations in found["paths"].items():
         for method in ("get", "post"):
-            status = ask(
-                port, method.upper(), path.replace("{name}", "m"), {} if method == "post" else None
-            ).status
+            body = {} if method == "post" else None
+            status = ask(port, method.upper(), path.replace("{name}", "m"), body).status
             assert (status != 405) == (method in operations), (method, path)
     references = set(re.findall(rb'"\$ref":"#/components/schemas/(\w+)"', answer.body))
     assert {name.decode() for name in references} <= set(found["components"]["schemas"])

@@ -25,21 +25,14 @@ BYTES = Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}
     ("text", "words"),
     [
         ("", "No 'root' rule found"),
-        ('start ::= "a"', "No 'root' rule found"),
         ("root ::= other", "Rule 'other' not found"),
         ('root ::= "a\n', "Unexpected end of input"),
         ('root ::= "a"\nroot2 := "b"', "Expected ::= at line 2"),
-        ('root ::= ("a"', "Expected ')'"),
-        ('root ::= "a")', "Expected name at line 1"),
-        ("root ::= *", "Expected name"),
         ('root ::= "a"{3,1}', "used: range end must be >= start, got (3, 1)"),
         ("root ::= " + "(" * 1500 + '"a"' + ")" * 1500, "nests too deep"),
         ('root ::= "' + "a" * 70_000 + '"', "it has 70011 characters"),
         ('root ::= "a"\n' + 'x ::= "a"\n' * 600, "it has 601 rules"),
-        ('root ::= "a"\0', "Expected name"),
         ('root ::= root "a"', "nothing matches it"),
-        ('root ::= b\nb ::= c "x"\nc ::= b', "nothing matches it"),
-        ("root ::= root", "nothing matches it"),
     ],
 )
 def test_bad_grammars_are_refused_with_a_reason(text: str, words: str) -> None:
@@ -55,18 +48,10 @@ def test_bad_grammars_are_refused_with_a_reason(text: str, words: str) -> None:
         ("[]", "schema must be an object"),
         ("{", "not JSON"),
         ("[" * 3_000, "nests too deep"),
-        ('{"type":"string","minLength":-1}', "minLength"),
-        (
-            '{"$ref":"https://example.org/x.json"}',
-            "https://example.org/x.json",
-        ),
-        ('{"$ref":"x.json"}', "x.json"),
+        ('{"$ref":"https://example.org/x.json"}', "https://example.org/x.json"),
         ('{"oneOf":[{"type":"string"},{"type":"string"}]}', "oneOf"),
         ('{"type":"string","pattern":"("}', "unclosed group"),
-        ('{"type":"object","properties":{"x":{"not":{}}}}', '"not"'),
         ('{"uniqueItems":true,"type":"array"}', "uniqueItems"),
-        ('{"type":"object","properties":[1]}', "properties must be an object"),
-        ('{"type":"string","pattern":"^(a*)\\\\1$"}', "backreferences"),
         ('{"$ref":"#"}', "nothing matches it"),
         (
             json.dumps({"items": [{"patternProperties": {f"^x{n}_": {} for n in range(65)}}]}),
@@ -105,21 +90,18 @@ ENDS = [0, 2]
 
 
 @pytest.fixture(scope="module")
-def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    for name, content in shipped_files(TINY_LLAMA.vocabulary, 256).items():
-        (folder / name).write_text(json.dumps(content))
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.eos_ids == set(ENDS)
-    return Grammars(tokenizer.token_bytes(), tokenizer.eos_ids)
-
-
-@pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     folder = tmp_path_factory.mktemp("table")
     for name, content in shipped_files(TINY_LLAMA.vocabulary, 256).items():
         (folder / name).write_text(json.dumps(content))
-    return load_tokenizer(folder).token_bytes()
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_ids == set(ENDS)
+    return tokenizer.token_bytes()
+
+
+@pytest.fixture(scope="module")
+def grammars(table: list[bytes]) -> Grammars:
+    return Grammars(table, frozenset(ENDS))
 
 
 def allowed(matcher: Matcher) -> list[int]:
