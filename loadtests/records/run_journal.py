@@ -73,9 +73,9 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What was taken from the engine during a level, in seconds of one core.
+    """What was taken from the engine during a level, in seconds of one core; None: not known.
 
-    loadtests.analysis.disturbance makes it and says how. None: cannot be read here.
+    loadtests.analysis.disturbance makes it and says how.
     """
 
     total: CoresSample  # the readings of the level, summed
@@ -94,15 +94,11 @@ class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
 
 class EngineTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine's time went while it had work: seconds by its own clock, since it started.
-
-    `device_seconds` are the backend's, with the calls that start its kernels; `host_seconds` are
-    all others between the first and the last step of a busy stretch: scheduling, sampling outside
-    the backend, text, messages.
-    """
+    """Where an engine's time went while it had work: seconds by its own clock, since it started."""
 
     steps: int
-    device_seconds: float
+    device_seconds: float  # the backend's, with the calls that start its kernels
+    # all others of a busy stretch: scheduling, sampling outside the backend, text, messages
     host_seconds: float
 
     @property

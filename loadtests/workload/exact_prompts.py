@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from importlib import resources
 
 from loadtests.errors import LoadError
 from loadtests.workload.request_lengths import Ask
@@ -26,29 +27,8 @@ CALIBRATION_CALLS = 120
 LEAST_WORDS = 16  # of one token each
 
 # Common, short, of plain letters: one token each (with its space) in nearly every tokenizer.
-WORDS: tuple[str, ...] = tuple(
-    """
-    the and that have for not with you this but his from they say her she will one all would
-    there their what out about who get which when make can like time just him know take people
-    into year your good some could them see other than then now look only come its over think
-    also back after use two how our work first well way even new want because any these give day
-    most us great between need large often hand high place hold turn here why ask went men read
-    land different home move try kind picture again change off play spell air away animal house
-    point page letter mother answer found study still learn should world below country plant
-    last school father keep tree never start city earth eye light thought head under story saw
-    left few while along might close something seem next hard open example begin life always
-    those both paper together got group run important until children side feet car mile night
-    walk white sea began grow took river four carry state once book hear stop without second
-    later miss idea enough eat face watch far really almost let above girl sometimes mountain
-    cut young talk soon list song being leave family body music color stand sun question fish
-    area mark dog horse birds problem complete room knew since ever piece told usually friends
-    easy heard order red door sure become top ship across today during short better best however
-    low hours black products happened whole measure remember early waves reached listen wind
-    rock space covered fast several himself toward five step morning passed true hundred against
-    pattern table north slowly money map farm pulled draw voice seen cold cried plan notice
-    south sing war ground fall king town unit figure certain field travel wood fire upon done
-    English road half ten fly gave box finally """.split()
-)
+_FILE = resources.files("loadtests.workload").joinpath("data", "words.txt")
+WORDS: tuple[str, ...] = tuple(_FILE.read_text(encoding="utf-8").split())
 
 
 class PromptMaker:

@@ -232,13 +232,15 @@ def _drawn(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
         sample = lambda count: np.tile(both, (count, 1))  # noqa: E731
 
     def scaled(pairs: Pairs) -> Pairs:
-        return np.maximum(1, np.rint(pairs * workload.scale)).astype(np.int64)
+        found: Pairs = np.maximum(1, np.rint(pairs * workload.scale)).astype(np.int64)
+        return found
 
     def fitting(pairs: Pairs) -> Pairs:
         if workload.cap == "truncate":
-            return np.minimum(pairs, workload.limits).astype(np.int64)
-        kept: Pairs = pairs[np.all(pairs <= workload.limits, axis=1)]
-        return kept
+            fits: Pairs = np.minimum(pairs, workload.limits).astype(np.int64)
+        else:
+            fits = pairs[np.all(pairs <= workload.limits, axis=1)]
+        return fits
 
     if workload.replay is not None:
         kept = fitting(scaled(rows))
