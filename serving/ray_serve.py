@@ -38,7 +38,7 @@ LOOPBACK = "127.0.0.1"
 REFUSED = (
     *("models_file", "memory_limit", "max_loaded_models", "idle_unload_seconds"),
     *("admin_key_env", "admin_key_file", "cores", "api_cores"),
-    *("allowed_origins", "tls_certificate", "tls_key"),
+    "allowed_origins",
 )
 
 
@@ -167,19 +167,19 @@ class Ingress:
 
         narrator = Narrator(sys.stderr)  # the replica's log, which Ray keeps
         _registry = await asyncio.to_thread(make_registry, self._options, narrator)
-        self._app = App(_registry.router, limits_of(self._options), self._api_key)
+        self._app = App(_registry, limits_of(self._options), self._api_key)
         await _registry.start()
-        (tenant,) = _registry.tenants.values()
-        await tenant.supervisor.wait_ready()
+        (model,) = _registry.models.values()
+        await model.supervisor.wait_ready()
 
 
 class Replica:
     """Ray Serve makes it in an actor, and replaces it where `check_health` raises."""
 
     def check_health(self) -> None:
-        for tenant in () if _registry is None else _registry.tenants.values():
-            if tenant.given_up:
-                raise EngineFailed(tenant.supervisor.reason or "the engine failed")
+        for model in () if _registry is None else _registry.models.values():
+            if model.given_up:
+                raise EngineFailed(model.supervisor.reason or "the engine failed")
 
 
 # --- the cluster

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_origin
 import msgspec
 import typer
 
-from serving.bounds import about, converted, flags_of, spans, unbounded
+from serving.bounds import about, converted, flags_of, span, unbounded
 from serving.errors import ServingError
 
 
@@ -40,7 +40,7 @@ def parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Paramet
     """The command-line parameter of one option."""
     said, kind = about(field), unbounded(field.type)
     # Bounds are for `converted` to check: its messages name the option and the value.
-    metavar = said.metavar or next(spans(field.type), None)
+    metavar = said.metavar or span(field.type)
     text = re.sub(r"\[(?=[a-z#/@])", r"\\[", said.text)  # what rich would take as a tag
     shown: dict[str, Any] = {"help": text, "metavar": metavar}
     is_required = field.default is msgspec.NODEFAULT

@@ -30,7 +30,7 @@ from serving.http.errors import ApiError, as_answer, invalid, scrubbed, try_agai
 from serving.http.http_request import Request
 from serving.placement.placement_policy import NoPlacement
 from serving.registry.engine_config import prepare
-from serving.registry.loaded_model import Tenant, read_vocabulary
+from serving.registry.loaded_model import ServedModel, read_vocabulary
 from serving.registry.model_registry import Registry
 from serving.server_options import ModelOptions, model_options
 from serving.supervisor.supervisor import Background
@@ -92,14 +92,14 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     engine_pid: int | None
 
     @classmethod
-    def of(cls, tenant: Tenant) -> ModelState:
+    def of(cls, tenant: ServedModel) -> ModelState:
         supervisor, model = tenant.supervisor, tenant.prepared.model
-        metrics, progress = tenant.served_model.metrics, tenant.progress()
+        metrics, progress = tenant.metrics, tenant.progress()
         loaded = bool(supervisor.pids)
         predicted = sum(attempt.need_bytes for attempt in tenant.attempts())
         idle = None if tenant.used_unix is None else round(time.monotonic() - tenant.used_at, 3)
         return cls(
-            name=tenant.name,
+            name=tenant.served_name,
             source=model.source,
             state=tenant.state,
             reason=scrubbed(supervisor.reason) if supervisor.reason else None,
@@ -145,7 +145,7 @@ UNLOAD = msgspec.json.Decoder(UnloadRequest)
 
 async def list_models(request: Request) -> None:
     registry = _registry(request)
-    states = [ModelState.of(tenant) for tenant in registry.tenants.values()]
+    states = [ModelState.of(tenant) for tenant in registry.models.values()]
     memories = [one.memory for one in states if one.memory.loaded]
     loaded = sum(one.measured_bytes or one.predicted_bytes for one in memories)
     limits = registry.limits
@@ -160,7 +160,7 @@ async def load_model(request: Request) -> None:
     name = given.get("name")
     if not isinstance(name, str):
         raise invalid("name: a text is needed", "name")
-    if name in registry.tenants:
+    if name in registry.models:
         more = sorted(given.keys() - {"name"})
         if more:
             text = f"{name} is served already, so {more[0]} cannot be given"
@@ -177,7 +177,7 @@ async def load_model(request: Request) -> None:
     async def add_and_load() -> None:
         prepared = await asyncio.to_thread(prepare, model, registry.machine)
         vocabulary = await asyncio.to_thread(read_vocabulary, prepared.tokenizer_path)
-        registry.add(prepared, vocabulary)
+        registry.serve(prepared, vocabulary)
         await registry.load(prepared.name)
 
     await _do(request, name, add_and_load())
@@ -185,7 +185,7 @@ async def load_model(request: Request) -> None:
 
 async def unload_model(request: Request) -> None:
     registry, body = _registry(request), await request.read(UNLOAD)
-    if body.name not in registry.tenants:
+    if body.name not in registry.models:
         raise _no_model(body.name, "/admin/models lists what there is")
     await _do(request, body.name, registry.unload(body.name, body.drain))
 
@@ -196,7 +196,7 @@ async def _do(request: Request, name: str, work: Coroutine[Any, Any, Any]) -> No
         await asyncio.shield(_background.keep(work))
     except (ServingError, ModelError) as problem:
         raise _as_answer(problem) from problem
-    await request.answer(ModelState.of(_registry(request).tenants[name]))
+    await request.answer(ModelState.of(_registry(request).models[name]))
 
 
 def _as_answer(problem: ServingError | ModelError) -> ApiError:
@@ -221,9 +221,9 @@ def _no_model(name: str, advice: str) -> ApiError:
 
 
 def _registry(request: Request) -> Registry:
-    keeper = request.endpoint.router.keeper
-    assert isinstance(keeper, Registry), "admin routes are those of a registry"
-    return keeper
+    router = request.endpoint.router
+    assert isinstance(router, Registry), "admin routes are those of a registry"
+    return router
 
 
 BODY = ModelOptions  # of /admin/load, where it adds a model; else its name alone

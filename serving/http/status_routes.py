@@ -186,7 +186,7 @@ async def placement(request: Request) -> None:
 def view(model: ServedModel) -> PlacementView:
     """The supervisor's state as a value to encode, without paths and addresses."""
     served = model.supervisor
-    ready, explanation, now = served.ready, model.placement, time.time()
+    ready, now = served.ready, time.time()
     engine = {key: getattr(served.config, key) for key in _SHOWN}
     memory: Memory | None = None
     if ready is not None:
@@ -200,7 +200,6 @@ def view(model: ServedModel) -> PlacementView:
         Happening(round(now - e.unix_seconds, 3), e.kind, e.engine, scrubbed(e.message), e.cause)
         for e in served.events
     ]
-    said = msgspec.to_builtins(explanation() if callable(explanation) else explanation)
     return PlacementView(
         model=model.served_name,
         state=served.state,
@@ -213,7 +212,7 @@ def view(model: ServedModel) -> PlacementView:
         fallbacks=served.fallbacks,
         returns=served.returns,
         events=events,
-        explanation=_clean(said),
+        explanation=_clean(model.about()),
         details=_clean(ready.info.details) if ready else {},
     )
 
