@@ -34,7 +34,6 @@ from serving.logs import Narrator
 from serving.metrics import ServerMetrics
 from serving.placement.placement_policy import explain
 from serving.registry.engine_config import Machine, Prepared, prepare
-from serving.registry.loaded_model import ServedModel
 from serving.registry.model_registry import Registry, RegistryLimits
 from serving.server_options import ServeOptions, models_of, shared_of
 from serving.supervisor.admission import QueueBounds
@@ -203,51 +202,32 @@ async def _announce(
                 continue
             told[model.served_name] = pid
             narrator.end_progress()
-            with contextlib.suppress(OSError):  # nobody reads our standard output
-                print(_ready_line(model, url, narrator.name_models), flush=True)
-            if ready_file:
-                try:
-                    write_atomically(Path(ready_file), _ready_content(models, url))
-                except OSError as problem:  # a full disk ends no server
-                    narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
-        if not told and all(model.given_up for model in models):
-            reasons = (
-                f"{one.served_name}: " * narrator.name_models + (one.supervisor.reason or "")
-                for one in models
+            attempts, device = model.placement.attempts, supervisor.config.device
+            here = next((one for one in attempts if one.device == device), attempts[0])
+            memory = (
+                f"memory {formatting.size(here.need_bytes)} predicted, "
+                f"{formatting.size(resident_bytes(pid))} measured"
             )
-            return "; ".join(reasons) or "the engine failed"
+            loaded = f"{supervisor.label}, loaded in {supervisor.ready.load_seconds:.1f} s"
+            with contextlib.suppress(OSError):  # nobody reads our standard output
+                print(f"ready: {url} ({name}{loaded}, {memory})", flush=True)
+            about = {"url": url, "pid": os.getpid(), "model": model.served_name}
+            about |= {"engine_pid": pid, "backend": supervisor.label}
+            try:
+                if ready_file:
+                    write_atomically(Path(ready_file), json.dumps(about).encode())
+            except OSError as problem:  # a full disk ends no server
+                narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
+        if not told and all(model.given_up for model in models):
+            reasons = {one.served_name: one.supervisor.reason or "" for one in models}
+            if len(reasons) > 1:
+                return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            return "".join(reasons.values()) or "the engine failed"
         try:
             await asyncio.wait(changes, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for change in changes:
                 change.cancel()
-
-
-def _ready_line(model: ServedModel, url: str, name_model: bool) -> str:
-    supervisor, attempts = model.supervisor, model.placement.attempts
-    assert supervisor.ready is not None
-    measured = formatting.size(resident_bytes(supervisor.engine_pid))
-    here = (one for one in attempts if one.device == supervisor.config.device)
-    predicted = formatting.size(next(here, attempts[0]).need_bytes)
-    return (
-        f"ready: {url} ({f'{model.served_name}, ' * name_model}{supervisor.label}, "
-        f"loaded in {supervisor.ready.load_seconds:.1f} s, "
-        f"memory {predicted} predicted, {measured} measured)"
-    )
-
-
-def _ready_content(models: list[ServedModel], url: str) -> bytes:
-    """Of the ready file: the first model that serves, and all of them by name."""
-    serving = {
-        one.served_name: {
-            "engine_pid": one.supervisor.engine_pid,
-            "backend": one.supervisor.label,
-        }
-        for one in models
-        if one.supervisor.engine_pid is not None and one.supervisor.ready is not None
-    }
-    first = next(iter(serving.values()))
-    return json.dumps({"url": url, "pid": os.getpid(), **first, "models": serving}).encode()
 
 
 def keys_of(options: ServeOptions) -> tuple[str | None, str | None]:

@@ -233,19 +233,11 @@ def test_an_engine_that_is_killed_is_replaced_and_the_ready_file_follows(tmp_pat
 
 
 def test_an_engine_that_cannot_load_ends_the_server_with_the_reason(tmp_path: Path) -> None:
-    with server(tmp_path, "--option", "fail_cause=load_oom", "--log-format", "json") as one:
+    with server(tmp_path, "--option", "fail_cause=load_oom") as one:
         assert one.process.wait(30) == 1
-        lines = [
-            json.loads(line) for line in one.log.read_text().splitlines() if line.startswith("{")
-        ]
-        assert any(
-            "giving up" in line["message"] and "load_oom" in line["message"] for line in lines
-        )
-        assert [line["cause"] for line in lines if line["event"] == "died"] == [
-            "load_oom",
-            "load_oom",
-        ]
-        assert not one.ready_file.exists()
+        log = one.log.read_text()
+    assert log.count("died [load_oom]") == 2 and re.search(r"giving up: .*load_oom", log)
+    assert not one.ready_file.exists()
 
 
 def test_an_engine_inherits_no_secrets(tmp_path: Path) -> None:
@@ -313,7 +305,6 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is no size"),
         (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
         (["fake", "--api-key-file", "/no/such/file"], "/no/such/file"),
-        (["fake", "--tls-key", "x.pem"], "belong together"),
         (["fake", "--ready-file", "/no/such/folder/ready.json"], "--ready-file"),
         (["fake", "--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
     ],
@@ -329,16 +320,11 @@ def test_bad_input_is_one_sentence_and_status_2(
 
 
 def test_an_unknown_backend_option_ends_the_server_at_once_with_its_name(tmp_path: Path) -> None:
-    with server(tmp_path, "--option", "steps_second=1", "--log-format", "json") as one:
+    with server(tmp_path, "--option", "steps_second=1") as one:
         assert one.process.wait(30) == 1
-        lines = [
-            json.loads(line) for line in one.log.read_text().splitlines() if line.startswith("{")
-        ]
-    events = [line["event"] for line in lines if "event" in line]
-    assert (events.count("started"), events.count("restarting")) == (1, 0)
-    assert "no option 'steps_second'; it has" in next(
-        line["message"] for line in lines if "giving up" in line["message"]
-    )
+        log = one.log.read_text()
+    assert "restarting" not in log
+    assert re.search(r"giving up: .*no option 'steps_second'; it has", log)
 
 
 def test_the_console_command_is_the_same_thing_and_teaches() -> None:
@@ -359,13 +345,11 @@ def test_help_is_quick_since_nothing_heavy_is_imported() -> None:
     assert run("-c", code).stdout.strip() == "[]"
 
 
-def test_doctor_tells_the_same_to_people_and_to_programs(tmp_path: Path) -> None:
+def test_doctor_looks_at_this_machine_and_makes_no_folder(tmp_path: Path) -> None:
     done = run("crossover.py", "doctor", "--json", "--cache", str(tmp_path / "not-there-yet"))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["facts"]["logical_cores"] == os.cpu_count() and report["cache"].endswith(
-        "not-there-yet"
-    )
+    assert report["facts"]["logical_cores"] == os.cpu_count()
     assert {one["probe"]["backend"] for one in report["backends"]} == {"llama_cpp", "onnx", "torch"}
     assert report["cache_free_bytes"] > 0 and not (tmp_path / "not-there-yet").exists()
 
