@@ -203,7 +203,7 @@ def machine_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         f"may use {cores_text(allowed)}{quota}",
     )
     yield "a server", split_cores(allowed, siblings=physical_of(allowed)).note
-    yield "caches", f"L2 {size(facts.l2_bytes)} a core, L3 {size(facts.l3_bytes)}"
+    yield "L3 cache", size(facts.l3_bytes)
     yield "NUMA nodes", str(facts.numa_nodes or "not known")
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} usable now, {size(facts.swap_used_bytes)} of swap used"

@@ -143,7 +143,8 @@ def make(
     narrator = Narrator(sys.stderr)
     for name in names:
         resolve = partial(
-            *(hub.resolve, name),
+            hub.resolve,
+            name,
             kind=kind,
             weight_format=weight_format,
             cache=root,

@@ -1,4 +1,4 @@
-"""`crossover models` as a user types it, and a plan that agrees with what `crossover serve` does."""
+"""`crossover models` as a user types it, and a plan that agrees with what `serve` says."""
 
 from __future__ import annotations
 
