@@ -32,14 +32,11 @@ from serving.errors import EngineFailed, ServingError
 from serving.hardware.machine_facts import allowed_cores
 from serving.server_options import Policy, ServeOptions
 
-ADDRESS = "RAY_ADDRESS"
 APPLICATION = "crossover"
-LOOPBACK = "127.0.0.1"
 # Options that one process on one machine can honour, and replicas behind Ray's proxy cannot.
 REFUSED = (
     *("models_file", "memory_limit", "max_loaded_models", "idle_unload_seconds"),
     *("admin_key_env", "admin_key_file", "cores", "api_cores"),
-    "allowed_origins",
 )
 
 
@@ -98,9 +95,7 @@ def check_options(options: ServeOptions) -> None:
     for field in msgspec.structs.fields(ServeOptions):
         if field.name in REFUSED and getattr(options, field.name) != field.default:
             flag = flags_of(ServeOptions)[field.name]
-            raise ServingError(
-                f"{flag} cannot be honoured with --on ray: there are several engines"
-            )
+            raise ServingError(f"{flag} cannot be honoured with --on ray, with several engines")
     if len(options.models) != 1:
         raise ServingError(f"--on ray serves one model, and {len(options.models)} are named")
     if importlib.util.find_spec("ray") is None:
@@ -110,7 +105,7 @@ def check_options(options: ServeOptions) -> None:
 def connect() -> list[dict[str, Any]]:
     """Join the cluster of RAY_ADDRESS, or start one here that asks for a token which only its own
     processes have. Its living nodes, as Ray describes them. Raises ServingError."""
-    address = os.environ.get(ADDRESS)
+    address = os.environ.get("RAY_ADDRESS")
     settings: dict[str, Any] = {}
     # What Ray reads once, when it is imported: no telemetry,
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -120,8 +115,7 @@ def connect() -> list[dict[str, Any]]:
         os.environ.update(python_variables())  # no code of the folder one stands in,
         os.environ["RAY_AUTH_MODE"] = "token"  # and a key.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        count = len(allowed_cores())
-        settings = {"include_dashboard": False, "num_cpus": count, "_node_ip_address": LOOPBACK}
+        settings = {"num_cpus": len(allowed_cores()), "_node_ip_address": "127.0.0.1"}
     import ray
 
     try:
@@ -131,6 +125,7 @@ def connect() -> list[dict[str, Any]]:
                 namespace=APPLICATION,
                 log_to_driver=False,
                 configure_logging=False,
+                include_dashboard=False if address is None else None,
                 **settings,
             )
     except (ConnectionError, RuntimeError, ValueError) as problem:
@@ -152,9 +147,7 @@ def share_of(nodes: list[dict[str, Any]], options: ServeOptions) -> tuple[int, i
         raise ServingError(f"--replicas {count}, {each} each, do not fit: nodes have {cores} cores")
     takes_gpu = options.policy is not Policy.cpu_only and sum(gpus) >= count
     if options.policy is Policy.gpu_only and not takes_gpu:
-        raise ServingError(
-            f"--policy gpu-only: {count} replicas need {count} GPUs, not {sum(gpus)}"
-        )
+        raise ServingError(f"gpu-only: {count} replicas need {count} GPUs, not {sum(gpus)}")
     return cpus, int(takes_gpu)
 
 

@@ -165,10 +165,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     served_name: Annotated[
         str | None, option(HTTP, "The model's name in requests. Default: its own.")
     ] = None
-    allowed_origins: Annotated[
-        str | None,
-        option(HTTP, "Web pages that may read answers (CORS): origins, or *.", "", "ORIGIN,..."),
-    ] = None
     api_key_env: Annotated[
         str | None, option(HTTP, "Environment variable that holds the API key.", "", "NAME")
     ] = None

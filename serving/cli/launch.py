@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from starlette.middleware.cors import CORSMiddleware
 
 from models import formatting
 from models.manifest import write_atomically
@@ -41,7 +40,6 @@ from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 
 LOOK_SECONDS = 0.5  # between two looks at how far a load is
-EXPOSED = ("X-Request-Id", "X-Crossover-Backend", "Retry-After", "Retry-After-Ms")  # to web pages
 
 
 def launch(options: ServeOptions) -> int:
@@ -63,21 +61,8 @@ def launch(options: ServeOptions) -> int:
                 f"WARNING: --host {options.host} opens this server to everybody who can reach this "
                 "machine, since it has no key; --api-key-env or --api-key-file gives it one"
             )
-        if not is_local and os.geteuid() == 0:
-            narrator.say("WARNING: it runs as root; a user of its own could lose less")
-        for file in (options.api_key_file, options.admin_key_file):
-            if file and os.stat(file).st_mode & 0o77:
-                narrator.say(f"WARNING: the key in {file} can be read by other users: chmod 600")
         registry = make_registry(options, narrator)
-        app: Any = App(registry, limits, api_key, admin_key, is_local and api_key is None)
-        if options.allowed_origins is not None:
-            app = CORSMiddleware(
-                app,
-                [origin.strip() for origin in options.allowed_origins.split(",")],
-                allow_methods=("GET", "POST"),
-                allow_headers=("*",),
-                expose_headers=EXPOSED,
-            )
+        app = App(registry, limits, api_key, admin_key, is_local and api_key is None)
         run = _run(options, registry, HttpServer(app, limits), listener, narrator)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run)

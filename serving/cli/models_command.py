@@ -189,29 +189,34 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     as_json: Annotated[bool, option("", "Print JSON: sizes in bytes.", "json")] = False
 
 
-class ModelPlan(msgspec.Struct, frozen=True):
-    """One model in each format on each device, and what `crossover serve` would do, or why not."""
-
-    spec: ModelSpec
-    formats: tuple[Attempt, ...]
-    decision: Placement | None
-    refusal: str | None
-
-
 def plan_models(options: PlanOptions) -> None:
     """What a model takes in memory, per format and device, and what `crossover serve` would do."""
     plans = list(planned(options))
-    if options.as_json:
-        typer.echo(json.dumps([_as_json(one) for one in plans], indent=2))
-    else:
-        typer.echo("\n".join(line for one in plans for line in _lines(one, options)))
+    if not options.as_json:
+        typer.echo("\n".join(line for one in plans for line in _lines(*one, options)))
+        return
+    found = [
+        {
+            "model": spec.name,
+            "formats": [
+                {**msgspec.to_builtins(one), "need_bytes": one.need_bytes, "fits": one.fits}
+                for one in attempts
+            ],
+            "decision": None if isinstance(decision, str) else msgspec.to_builtins(decision),
+            "refusal": decision if isinstance(decision, str) else None,
+        }
+        for spec, attempts, decision in plans
+    ]
+    typer.echo(json.dumps(found, indent=2))
 
 
 app.command("plan")(command_of(PlanOptions, plan_models))
 
 
-def planned(options: PlanOptions) -> Iterator[ModelPlan]:
-    """The plan of each model. Raises ModelError for names, formats or sizes that cannot be."""
+def planned(options: PlanOptions) -> Iterator[tuple[ModelSpec, list[Attempt], Placement | str]]:
+    """Each model in each format on each device, and what `crossover serve` would do, or why not.
+
+    Raises ModelError for names, formats or sizes that cannot be."""
     memory = parse_bytes(options.memory, "--memory") if options.memory else None
     vram = parse_bytes(options.vram, "--vram") if options.vram else None
     facts = machine_of(memory, vram)
@@ -244,9 +249,9 @@ def planned(options: PlanOptions) -> Iterator[ModelPlan]:
             with contextlib.suppress(NoPlacement):  # the decision says why
                 attempts += plan(one, facts, obstacles).attempts
         try:
-            yield ModelPlan(spec, tuple(attempts), plan(request, facts, obstacles), None)
+            yield spec, attempts, plan(request, facts, obstacles)
         except NoPlacement as problem:
-            yield ModelPlan(spec, tuple(attempts), None, str(problem))
+            yield spec, attempts, str(problem)
 
 
 def machine_of(ram_bytes: int | None, vram_bytes: int | None) -> HardwareFacts:
@@ -266,11 +271,12 @@ def machine_of(ram_bytes: int | None, vram_bytes: int | None) -> HardwareFacts:
     return facts
 
 
-def _lines(one: ModelPlan, options: PlanOptions) -> Iterator[str]:
+def _lines(
+    spec: ModelSpec, attempts: list[Attempt], decision: Placement | str, options: PlanOptions
+) -> Iterator[str]:
     """The KV formula with this model's numbers, a line for each format and device, the verdict."""
-    size, spec = formatting.size, one.spec
-    slots, context = options.slots, options.context_tokens
-    kv_dtype = one.decision.kv_dtype if one.decision is not None else options.kv_dtype
+    size, slots, context = formatting.size, options.slots, options.context_tokens
+    kv_dtype = options.kv_dtype if isinstance(decision, str) else decision.kv_dtype
     kv_dtype = "fp16" if kv_dtype == AUTO else kv_dtype
     per_token = spec.kv_bytes_per_token(kv_dtype)
     yield (
@@ -279,7 +285,7 @@ def _lines(one: ModelPlan, options: PlanOptions) -> Iterator[str]:
         f"{spec.kv_heads} heads x {spec.head_dim} x {KV_ELEMENT_BYTES[kv_dtype]:g} bytes) "
         f"= {size(slots * context * per_token)}"
     )
-    for each in one.formats:
+    for each in attempts:
         room = "nobody knows what is free"
         if each.free_bytes is not None:
             room = f"{size(each.free_bytes)} may be used"
@@ -289,26 +295,13 @@ def _lines(one: ModelPlan, options: PlanOptions) -> Iterator[str]:
             f"overhead {size(each.overhead_bytes)} = {size(each.need_bytes)}: "
             f"{'fits' if each.fits else 'does not fit'}, {room}"
         )
-    if one.decision is None:
-        yield f"  crossover serve would refuse: {one.refusal}"
+    if isinstance(decision, str):
+        yield f"  crossover serve would refuse: {decision}"
         return
-    first, *rest = explain(one.decision)
+    first, *rest = explain(decision)
     # Without --context as much as memory allows.
-    yield f"  crossover serve --context {one.decision.context_tokens} would run {first}"
+    yield f"  crossover serve --context {decision.context_tokens} would run {first}"
     yield from (f"  {line}" for line in rest if " + KV " not in line)
-
-
-def _as_json(one: ModelPlan) -> dict[str, Any]:
-    formats = [
-        {**msgspec.to_builtins(each), "need_bytes": each.need_bytes, "fits": each.fits}
-        for each in one.formats
-    ]
-    return {
-        "model": one.spec.name,
-        "formats": formats,
-        "decision": msgspec.to_builtins(one.decision),
-        "refusal": one.refusal,
-    }
 
 
 def _shape(name: str) -> tuple[ModelSpec, int | None]:

@@ -42,9 +42,7 @@ LONGEST_TEXT = 1 << 20  # bytes of UTF-8; more where the context is longer than 
 CONTEXT_BYTES = 16  # of a text, for each token of the context
 _LONGEST_SPECIAL = 64  # bytes of text of a control token; the table of bytes does not say
 _NAMES_SHOWN = 8
-RETRY_FIRST_SECONDS = 5.0  # between loads of a model that does not load or keeps dying
-RETRY_LONGEST_SECONDS = 300.0
-RETRY_FORGET_SECONDS = 600.0  # of life after which the pause begins with the shortest again
+RETRY_SECONDS = 30.0  # between loads of a model that does not load or keeps dying
 
 
 class TextWork:
@@ -120,11 +118,10 @@ class ServedModel:
         self.holders = 0  # requests that are being answered
         self.used_at = time.monotonic()
         self.used_unix: float | None = None
-        self.loaded_at: float | None = None
+        self.was_loaded = False
         self.on_demand = True  # a request may load it
         self.doing: str | None = None  # what a load is at, where no engine says it
         self.load: asyncio.Task[None] | None = None
-        self.failures = 0
         self.retry_at = 0.0  # of a model that failed; 0.0: it has not
         self.problem: str | None = None  # why the last load failed
 
@@ -255,20 +252,14 @@ class ServedModel:
 
     def loaded(self) -> None:
         """A load has succeeded."""
-        self.retry_at = 0.0
-        self.problem = None
-        self.used_at = self.loaded_at = time.monotonic()
+        self.retry_at, self.problem = 0.0, None
+        self.was_loaded = True
+        self.used_at = time.monotonic()
         self.metrics.loads["ready"] += 1
 
     def failed(self, problem: str) -> None:
-        """A load has failed, or its engines kept dying: the pause before the next load doubles."""
-        now = time.monotonic()
-        if self.loaded_at is not None and now - self.loaded_at > RETRY_FORGET_SECONDS:
-            self.failures = 0
-        pause = min(RETRY_LONGEST_SECONDS, RETRY_FIRST_SECONDS * 2.0**self.failures)
-        self.failures += 1
-        self.retry_at = now + pause
-        self.problem = problem
+        """A load has failed, or its engines kept dying: there is a pause before the next load."""
+        self.retry_at, self.problem = time.monotonic() + RETRY_SECONDS, problem
 
     def give_up_waiting(self) -> None:
         """End a load that has not begun; one whose engine runs ends with the engine."""

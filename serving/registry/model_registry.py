@@ -285,7 +285,7 @@ class Registry(ModelRouter):
             limits = [one.prepared.model.idle_unload_seconds for one in models]
             await asyncio.sleep(min([1.0, *(one / 5 for one in limits if one is not None)]))
             for model, limit in zip(models, limits, strict=True):
-                if model.given_up and model.loaded_at is not None:
+                if model.given_up and model.was_loaded:
                     if not model.retry_at:
                         model.failed(model.supervisor.reason or "no reason given")
                     elif time.monotonic() >= model.retry_at:
