@@ -48,39 +48,26 @@ LOAD_OUTCOMES = ("ready", "failed")
 UNLOAD_REASONS = ("idle", "evicted", "asked")
 
 
-def _bounds(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split()))
+# Buckets: vLLM's together, with finer ones below for small models and coarser ones above for CPUs.
+SECONDS = (
+    "0.0005 0.001 0.0025 0.005 0.01 0.02 0.03 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 1.5 2 2.5"
+    " 5 7.5 10 20 30 40 60 80 160 640 2560"
+)
+TOKENS = "1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000"
 
-
-# vLLM's buckets, with finer ones below for small models and coarser ones above for CPUs.
-_TTFT = _bounds(
-    "0.001 0.0025 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160"
-    " 640 2560"
-)
-_TOKEN = _bounds(
-    "0.001 0.0025 0.005 0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
-)
-_REQUEST = _bounds(
-    "0.01 0.05 0.1 0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
-)
-_STEP = _bounds(
-    "0.0005 0.001 0.0025 0.005 0.01 0.02 0.03 0.05 0.075 0.1 0.15 0.2 0.3 0.5 0.75 1 2 5 10 30"
-)
-_COUNTS = _bounds("1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000")
-
-HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
-    "time_to_first_token_seconds": (_TTFT, "From the request's arrival to its first token"),
-    "inter_token_latency_seconds": (_TOKEN, "Gap between two deltas of one sequence"),
-    "request_time_per_output_token_seconds": (_TOKEN, "Mean time per output token of a sequence"),
-    "e2e_request_latency_seconds": (_REQUEST, "From the request's arrival to its last token"),
-    "request_queue_time_seconds": (_REQUEST, "From arrival in the engine to the first step"),
-    "request_prefill_time_seconds": (_REQUEST, "From the first step to the first token"),
-    "request_decode_time_seconds": (_REQUEST, "From the first token to the last"),
-    "request_prompt_tokens": (_COUNTS, "Prompt tokens of one sequence"),
-    "request_generation_tokens": (_COUNTS, "Output tokens of one sequence"),
-    "step_seconds": (_STEP, "One scheduler step of the engine"),
-    "step_backend_seconds": (_STEP, "The backend's share of one step"),
-    "engine_loop_hold_seconds": (_STEP, "Between two steps, and of a step beside the backend's"),
+HISTOGRAMS: dict[str, tuple[str, str]] = {
+    "time_to_first_token_seconds": (SECONDS, "From the request's arrival to its first token"),
+    "inter_token_latency_seconds": (SECONDS, "Gap between two deltas of one sequence"),
+    "request_time_per_output_token_seconds": (SECONDS, "Mean time per output token of a sequence"),
+    "e2e_request_latency_seconds": (SECONDS, "From the request's arrival to its last token"),
+    "request_queue_time_seconds": (SECONDS, "From arrival in the engine to the first step"),
+    "request_prefill_time_seconds": (SECONDS, "From the first step to the first token"),
+    "request_decode_time_seconds": (SECONDS, "From the first token to the last"),
+    "request_prompt_tokens": (TOKENS, "Prompt tokens of one sequence"),
+    "request_generation_tokens": (TOKENS, "Output tokens of one sequence"),
+    "step_seconds": (SECONDS, "One scheduler step of the engine"),
+    "step_backend_seconds": (SECONDS, "The backend's share of one step"),
+    "engine_loop_hold_seconds": (SECONDS, "Between two steps, and of a step beside the backend's"),
 }
 COUNTERS: dict[str, str] = {
     "prompt_tokens": "Prompt tokens of sequences that got a token",
@@ -169,7 +156,7 @@ class ServerMetrics(Collector):
         self.registry = CollectorRegistry(auto_describe=False)
         into: dict[str, Any] = {"registry": self.registry}
         self.families: dict[str, Any] = {  # with the label of a model
-            name: Histogram(PREFIX + name, text, ["model_name"], buckets=bounds, **into)
+            name: Histogram(PREFIX + name, text, ["model_name"], buckets=bounds.split(), **into)
             for name, (bounds, text) in HISTOGRAMS.items()
         }
         for name, text in COUNTERS.items():
@@ -184,7 +171,9 @@ class ServerMetrics(Collector):
         text, labels = "Answers by route and status", ["route", "status"]
         self.responses = Counter(PREFIX + "http_responses", text, labels, **into)
         text = "Time that the HTTP side did nothing else"
-        self.loop_holds = Histogram(PREFIX + "event_loop_hold_seconds", text, buckets=_STEP, **into)
+        self.loop_holds = Histogram(
+            PREFIX + "event_loop_hold_seconds", text, buckets=SECONDS.split(), **into
+        )
         text = "Requests that are being answered"
         self.open_requests = Gauge(PREFIX + "http_requests_open", text, **into)
         text = "Tasks of the HTTP side's event loop"

@@ -46,7 +46,9 @@ def test_a_server_whose_log_nobody_takes_stays_true(tmp_path: Path, kind: str) -
 
 def test_a_full_disk_and_a_terminal_that_went_away_raise_nothing() -> None:
     with open("/dev/full", "wb", buffering=0) as full:
-        Narrator(io.TextIOWrapper(full, write_through=True)).say("one", "two")
+        out = io.TextIOWrapper(full, write_through=True)
+        Narrator(out).say("one", "two")
+        out.detach()
     master, slave = os.openpty()
     with io.TextIOWrapper(os.fdopen(slave, "wb", buffering=0), write_through=True) as out:
         narrator = Narrator(out)
