@@ -7,6 +7,7 @@ prepared.placement, prepared.configs, prepared.tokenizer_path
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import cache as once
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import (
     BACKENDS,
     DEFAULTS,
-    BackendProbe,
     backend_for,
     missing_backends,
     probe_backend,
@@ -127,7 +127,7 @@ class Machine:
         self.is_serving = False  # measuring engines would then disturb requests, and be disturbed
         self._api_cores = api_cores
         self._allowed = allowed_cores()
-        self._probes: dict[str, BackendProbe] = {}
+        self._probed = once(probe_backend)  # it takes seconds
         self.vendors: dict[str, str] = {}  # of the GPUs that a backend's build drives
 
     def facts(self) -> HardwareFacts:
@@ -173,12 +173,6 @@ class Machine:
                 troubles[name] = cause, why
         return troubles
 
-    def _probed(self, name: str) -> BackendProbe:
-        """What the backend's library says, asked once: it takes seconds."""
-        if name not in self._probes:
-            self._probes[name] = probe_backend(name)
-        return self._probes[name]
-
 
 def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None = None) -> Prepared:
     """Find the model, decide where it runs, get its weights for every engine. May take minutes.
@@ -207,8 +201,8 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         request=request,
         placement=placement,
         split=split,
+        options=options_by_backend(model.options, backends),  # before weights are made
         files={one.backend: _files_of(model, one, machine) for one in placement.attempts},
-        options=options_by_backend(model.options, backends),
     )
     for backend, files in prepared.files.items():
         if not files.path:
