@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
@@ -49,8 +49,7 @@ def option(
 
 def about(field: msgspec.structs.FieldInfo) -> About:
     """What `option` said of this field."""
-    metas = (meta for meta in field.type.__metadata__ if meta.extra is not None)
-    said: About = next(metas).extra["about"]
+    said: About = next(meta.extra["about"] for meta in field.type.__metadata__ if meta.extra)
     return said
 
 
@@ -108,20 +107,15 @@ def unbounded(kind: Any) -> Any:
     return kind
 
 
-def spans(kind: Any) -> Iterator[str]:
+def span(kind: Any) -> str | None:
     """The bounds within a type as help: `Annotated[int, Meta(ge=1)] | None` -> "<int >= 1>"."""
     parts = get_args(kind)
-    for part in parts:
-        if isinstance(part, Meta) and (said := _span(part)):
-            yield f"<{parts[0].__name__} {said}>"
-        yield from spans(part)
-
-
-def _span(meta: Meta) -> str:
-    if meta.ge is not None and meta.le is not None:
-        return f"{meta.ge:g}-{meta.le:g}"
-    limits = {">=": meta.ge, ">": meta.gt, "<=": meta.le, "<": meta.lt}
-    return ", ".join(f"{sign} {limit:g}" for sign, limit in limits.items() if limit is not None)
+    for meta in parts:
+        if isinstance(meta, Meta) and not meta.extra:
+            limits = {">=": meta.ge, ">": meta.gt, "<=": meta.le, "<": meta.lt}
+            told = [f"{sign} {limit:g}" for sign, limit in limits.items() if limit is not None]
+            return f"<{parts[0].__name__} {', '.join(told)}>"
+    return next(filter(None, map(span, parts)), None)
 
 
 def parse_bytes(text: str, option: str, least_bytes: int = 1 << 20) -> int:

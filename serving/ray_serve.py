@@ -29,16 +29,14 @@ from models.ladder import is_rung
 from models.manifest import write_atomically
 from serving.bounds import flags_of
 from serving.errors import EngineFailed, ServingError
+from serving.hardware.machine_facts import allowed_cores
 from serving.server_options import Policy, ServeOptions
 
-ADDRESS = "RAY_ADDRESS"
 APPLICATION = "crossover"
-LOOPBACK = "127.0.0.1"
 # Options that one process on one machine can honour, and replicas behind Ray's proxy cannot.
 REFUSED = (
     *("models_file", "memory_limit", "max_loaded_models", "idle_unload_seconds"),
     *("admin_key_env", "admin_key_file", "cores", "api_cores"),
-    *("allowed_origins", "tls_certificate", "tls_key"),
 )
 
 
@@ -48,15 +46,14 @@ def launch_on_ray(options: ServeOptions) -> int:
     (source,) = options.models
     if os.path.exists(source) and not is_rung(source):  # a replica stands in another folder
         options = msgspec.structs.replace(options, models=(os.path.abspath(source),))
-    prepare_environment()
     from serving.cli.launch import keys_of
-    from serving.http.http_server import listen
+    from serving.http.http_server import listen, url_of
 
-    api_key, _ = keys_of(options)
-    listener = listen(options.host, options.port)
-    port = listener.getsockname()[1]
-    listener.close()  # Ray's proxy takes it
+    api_key, _ = keys_of(options)  # before Ray's processes inherit the environment
+    with listen(options.host, options.port) as listener:  # Ray's proxy takes the port
+        url, port = url_of(listener), listener.getsockname()[1]
     nodes = connect()
+    import ray
     from ray import serve
 
     try:
@@ -73,15 +70,13 @@ def launch_on_ray(options: ServeOptions) -> int:
         )
         try:
             serve.run(replica.bind(), name=APPLICATION, route_prefix="/")
-        except RuntimeError as problem:
-            raise ServingError(f"no replica could be started: {last_line(str(problem))}") from None
-        is_everywhere = options.host == "0.0.0.0"  # nosec B104: no address is bound here
-        url = f"http://{LOOPBACK if is_everywhere else options.host}:{port}"
+        except RuntimeError as problem:  # the last line of the traceback that Ray quotes
+            why = str(problem).strip().splitlines() or ["Ray does not say why"]
+            raise ServingError(f"no replica could be started: {why[-1].strip()}") from None
         print(f"ready: {url} ({options.replicas} replicas, {cpus} cores each)", flush=True)
         if options.ready_file:
-            write_atomically(
-                Path(options.ready_file), json.dumps({"url": url, "pid": os.getpid()}).encode()
-            )
+            about = json.dumps({"url": url, "pid": os.getpid()})
+            write_atomically(Path(options.ready_file), about.encode())
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
@@ -89,7 +84,7 @@ def launch_on_ray(options: ServeOptions) -> int:
         serve.delete(APPLICATION)  # each replica finishes what it has
         serve.shutdown()
     finally:
-        disconnect()
+        ray.shutdown()
         if options.ready_file:
             Path(options.ready_file).unlink(missing_ok=True)
     return 0
@@ -100,14 +95,43 @@ def check_options(options: ServeOptions) -> None:
     for field in msgspec.structs.fields(ServeOptions):
         if field.name in REFUSED and getattr(options, field.name) != field.default:
             flag = flags_of(ServeOptions)[field.name]
-            raise ServingError(
-                f"{flag} cannot be honoured with --on ray: there are several engines"
-            )
+            raise ServingError(f"{flag} cannot be honoured with --on ray, with several engines")
     if len(options.models) != 1:
-        count = len(options.models)
-        raise ServingError(f"--on ray serves one model, and {count} are named")
-    if not is_installed():
+        raise ServingError(f"--on ray serves one model, and {len(options.models)} are named")
+    if importlib.util.find_spec("ray") is None:
         raise ServingError("--on ray needs Ray: pip install 'llm-crossover[scale]'")
+
+
+def connect() -> list[dict[str, Any]]:
+    """Join the cluster of RAY_ADDRESS, or start one here that asks for a token which only its own
+    processes have. Its living nodes, as Ray describes them. Raises ServingError."""
+    address = os.environ.get("RAY_ADDRESS")
+    settings: dict[str, Any] = {}
+    # What Ray reads once, when it is imported: no telemetry,
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if address is None:
+        # 127.0.0.1 where it is named, not the machine's own address,
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ.update(python_variables())  # no code of the folder one stands in,
+        os.environ["RAY_AUTH_MODE"] = "token"  # and a key.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        settings = {"num_cpus": len(allowed_cores()), "_node_ip_address": "127.0.0.1"}
+    import ray
+
+    try:
+        with contextlib.chdir("/"):  # Ray's workers import from the folder that we stand in
+            ray.init(
+                address=address or "local",
+                namespace=APPLICATION,
+                log_to_driver=False,
+                configure_logging=False,
+                include_dashboard=False if address is None else None,
+                **settings,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as problem:
+        where = f"the Ray cluster of RAY_ADDRESS={address}" if address else "a Ray cluster here"
+        raise ServingError(f"{where} cannot be used: {problem}") from problem
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def share_of(nodes: list[dict[str, Any]], options: ServeOptions) -> tuple[int, int]:
@@ -123,13 +147,9 @@ def share_of(nodes: list[dict[str, Any]], options: ServeOptions) -> tuple[int, i
         raise ServingError(f"--replicas {count}, {each} each, do not fit: nodes have {cores} cores")
     takes_gpu = options.policy is not Policy.cpu_only and sum(gpus) >= count
     if options.policy is Policy.gpu_only and not takes_gpu:
-        raise ServingError(
-            f"--policy gpu-only: {count} replicas need {count} GPUs, not {sum(gpus)}"
-        )
+        raise ServingError(f"gpu-only: {count} replicas need {count} GPUs, not {sum(gpus)}")
     return cpus, int(takes_gpu)
 
-
-# --- in a replica
 
 _registry: Any = None  # of this process: one replica
 
@@ -167,82 +187,16 @@ class Ingress:
 
         narrator = Narrator(sys.stderr)  # the replica's log, which Ray keeps
         _registry = await asyncio.to_thread(make_registry, self._options, narrator)
-        self._app = App(_registry.router, limits_of(self._options), self._api_key)
+        self._app = App(_registry, limits_of(self._options), self._api_key)
         await _registry.start()
-        (tenant,) = _registry.tenants.values()
-        await tenant.supervisor.wait_ready()
+        (model,) = _registry.models.values()
+        await model.supervisor.wait_ready()
 
 
 class Replica:
     """Ray Serve makes it in an actor, and replaces it where `check_health` raises."""
 
     def check_health(self) -> None:
-        for tenant in () if _registry is None else _registry.tenants.values():
-            if tenant.given_up:
-                raise EngineFailed(tenant.supervisor.reason or "the engine failed")
-
-
-# --- the cluster
-
-
-def is_installed() -> bool:
-    """Whether the extra `scale` is there. Imports nothing."""
-    return importlib.util.find_spec("ray") is not None
-
-
-def prepare_environment() -> None:
-    """What Ray reads once, when it is imported: no telemetry; a cluster that is started here asks
-    for a token that only its own processes have, and runs no code of the folder one stands in."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if os.environ.get(ADDRESS) is None:
-        # Without it Ray takes the machine's own address wherever 127.0.0.1 is named.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        os.environ.update(python_variables())
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-def connect() -> list[dict[str, Any]]:
-    """Join the cluster of RAY_ADDRESS, or start one here. Its living nodes, as Ray describes
-    them. Raises ServingError."""
-    import ray
-
-    from serving.hardware.machine_facts import allowed_cores
-
-    address = os.environ.get(ADDRESS)
-    settings: dict[str, Any] = {}
-    if address is None:
-        count = len(allowed_cores())
-        settings = {"include_dashboard": False, "num_cpus": count, "_node_ip_address": LOOPBACK}
-    try:
-        with contextlib.chdir("/"):  # Ray's workers import from the folder that we stand in
-            ray.init(
-                address=address or "local",
-                namespace=APPLICATION,
-                log_to_driver=False,
-                configure_logging=False,
-                **settings,
-            )
-    except (ConnectionError, RuntimeError, ValueError) as problem:
-        where = f"the Ray cluster of RAY_ADDRESS={address}" if address else "a Ray cluster here"
-        raise ServingError(f"{where} cannot be used: {problem}") from problem
-    return living_nodes()
-
-
-def living_nodes() -> list[dict[str, Any]]:
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
-def disconnect() -> None:
-    """Leave the cluster; one that was started here ends."""
-    import ray
-
-    ray.shutdown()
-
-
-def last_line(message: str) -> str:
-    """What a task or a replica raised: the last line of the traceback that Ray quotes."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[-1] if lines else "Ray does not say why"
+        for model in () if _registry is None else _registry.models.values():
+            if model.given_up:
+                raise EngineFailed(model.supervisor.reason or "the engine failed")

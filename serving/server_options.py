@@ -29,15 +29,11 @@ from serving.bounds import Count, Port, PositiveSeconds, Seconds, converted, fla
 from serving.errors import ServingError
 
 # Panels of the help page.
-ENGINE = "Engine"
-QUEUE = "Queue and faults"
-HTTP = "HTTP"
-MACHINE = "Machine"
-SEVERAL = "Several models"
+ENGINE, QUEUE, HTTP = "Engine", "Queue and faults", "HTTP"
+MACHINE, SEVERAL = "Machine", "Several models"
 
 AUTO = "auto"  # of --kv-dtype: the type that the backend holds by itself
 Standby = Literal["cold", "warm"]
-LogFormat = Literal["text", "json"]
 On = Literal["ray"]
 
 
@@ -53,22 +49,13 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How a model runs: the command line speaks for all models, a models file for one."""
 
     backend: Annotated[
-        str | None,
-        option(ENGINE, "llama_cpp, onnx, torch or package.module:Class. Default: by device."),
+        str | None, option(ENGINE, "llama_cpp, onnx, torch, module:Class. Default: by device.")
     ] = None
     weight_format: Annotated[
-        str | None,
-        option(
-            ENGINE, "Weight format, e.g. Q4_0, Q8_0, int4, bf16. Default: by backend.", "format"
-        ),
+        str | None, option(ENGINE, "Q4_0, Q8_0, int4, bf16, ... Default: by backend.", "format")
     ] = None
     calibration: Annotated[
-        bool,
-        option(
-            ENGINE,
-            "Without --backend, where several have weights for the CPU: measure them for seconds, "
-            "once a machine, and take the quickest.",
-        ),
+        bool, option(ENGINE, "Without --backend: the CPU's quickest, measured once in seconds.")
     ] = True
     policy: Annotated[
         Policy, option(MACHINE, "auto: the GPU where the model fits, else the CPU.")
@@ -101,12 +88,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 256
     step_seconds_target: Annotated[
         PositiveSeconds,
-        option(
-            ENGINE,
-            "Target time of a step with prompt tokens while others decode: "
-            "less for smooth text, more for throughput.",
-            "step-seconds",
-        ),
+        option(ENGINE, "Longest step with a prompt in it while others decode.", "step-seconds"),
     ] = 0.3
     prefix_reuse: Annotated[
         bool, option(ENGINE, "Keep the KV of finished sequences for prompts that begin alike.")
@@ -151,13 +133,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
     models: Annotated[
         tuple[str, ...],
-        option(
-            "",
-            "A rung (135m, 360m, 1b, 3b, ...: random weights), a GGUF file, a model folder, or a "
-            "hub id. Several: all in one server.",
-            metavar="MODEL...",
-            is_argument=True,
-        ),
+        option("", "Rungs (135m, 1b, ...), GGUF files, folders, hub ids.", "", "MODEL...", True),
     ] = ()
     models_file: Annotated[
         str | None,
@@ -176,9 +152,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     max_loaded_models: Annotated[
         Count | None, option(SEVERAL, "Models loaded at the same time.")
     ] = None
-    load_wait_seconds: Annotated[
-        Seconds, option(SEVERAL, "Seconds that a request waits while its model loads.", "load-wait")
-    ] = 60.0
     admin_key_env: Annotated[
         str | None, option(SEVERAL, "Variable with the key of the /admin/ routes.", "", "NAME")
     ] = None
@@ -192,41 +165,24 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     served_name: Annotated[
         str | None, option(HTTP, "The model's name in requests. Default: its own.")
     ] = None
-    allowed_origins: Annotated[
-        str | None,
-        option(HTTP, "Web pages that may read answers (CORS): origins, or *.", "", "ORIGIN,..."),
-    ] = None
     api_key_env: Annotated[
         str | None, option(HTTP, "Environment variable that holds the API key.", "", "NAME")
     ] = None
     api_key_file: Annotated[
         str | None, option(HTTP, "File that holds the API key.", "", "FILE")
     ] = None
-    tls_certificate: Annotated[
-        str | None, option(HTTP, "Serve HTTPS with this certificate (PEM).", "", "FILE")
-    ] = None
-    tls_key: Annotated[
-        str | None, option(HTTP, "The certificate's private key (PEM).", "", "FILE")
-    ] = None
     ready_file: Annotated[
         str | None,
-        option(
-            HTTP, "Written (JSON: url, pid, engine_pid) each time an engine is ready.", "", "FILE"
-        ),
+        option(HTTP, "Written (JSON: url, pid, ...) when an engine is ready.", "", "FILE"),
     ] = None
     log_requests: Annotated[bool, option(HTTP, "Log every request as one JSON object a line.")] = (
         False
     )
-    log_format: Annotated[LogFormat, option(HTTP, "json: one object a line.")] = "text"
     api_cores: Annotated[
-        str,
-        option(
-            MACHINE, "Cores of the HTTP process. Default: those left; without any, the engine's."
-        ),
+        str, option(MACHINE, "Cores of HTTP. Default: those left; without any, the engine's.")
     ] = ""
     cache: Annotated[
-        str | None,
-        option(MACHINE, "Where weights are kept. Default: $CROSSOVER_CACHE or ~/.cache/crossover."),
+        str | None, option(MACHINE, "Weights. Default: $CROSSOVER_CACHE or ~/.cache/crossover.")
     ] = None
     max_waiting: Annotated[
         Count, option(QUEUE, "Requests that may wait for a slot; more get 429.")
@@ -240,33 +196,18 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     health_timeout_seconds: Annotated[
         Annotated[float, Meta(ge=1)],
-        option(
-            QUEUE,
-            "Seconds without a step until an engine that uses no CPU counts as hung.",
-            "health-timeout",
-        ),
+        option(QUEUE, "Seconds without step or CPU time until it hangs.", "health-timeout"),
     ] = 30.0
     deadline_seconds: Annotated[
         PositiveSeconds | None,
-        option(
-            QUEUE,
-            "Most seconds of a request; it may ask for less. Default: no limit.",
-            "deadline",
-        ),
+        option(QUEUE, "Most seconds of a request; it may ask for less.", "deadline"),
     ] = None
     max_body: Annotated[
-        str | None,
-        option(
-            HTTP,
-            "Largest body of a request, e.g. 8MiB. Default: 64 KiB and 32 bytes for each token of "
-            "all slots, at most 4 MiB.",
-            "",
-            "SIZE",
-        ),
+        str | None, option(HTTP, "Largest body of a request. Default: by slots.", "", "SIZE")
     ] = None
     drain_seconds: Annotated[
         Seconds,
-        option(QUEUE, "Seconds that requests get to finish after SIGTERM.", "drain-timeout"),
+        option(QUEUE, "Seconds that requests get to end in after SIGTERM.", "drain-timeout"),
     ] = 60.0
 
 
@@ -295,10 +236,8 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
     found = [model_options({"source": source}, shared, "MODEL") for source in options.models]
     if options.models_file is not None:
         where = f"--models-file {options.models_file}"
-        found += [
-            model_options(entry, shared, f"{where}, model {number}")
-            for number, entry in enumerate(entries(options.models_file, where), 1)
-        ]
+        for number, entry in enumerate(_entries(options.models_file, where), 1):
+            found.append(model_options(entry, shared, f"{where}, model {number}"))
     if not found:
         raise ServingError(
             "no model to serve; name one (135m, ./model.gguf, ...) or give --models-file"
@@ -313,7 +252,7 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
     return tuple(found)
 
 
-def entries(file: str, where: str) -> list[dict[str, Any]]:
+def _entries(file: str, where: str) -> list[dict[str, Any]]:
     """The [[model]] tables of a models file. Raises ServingError."""
     try:
         content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
@@ -321,15 +260,13 @@ def entries(file: str, where: str) -> list[dict[str, Any]]:
         raise ServingError(f"{where}: {problem.strerror}") from problem
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise ServingError(f"{where} is no TOML: {problem}") from problem
-    found = content.pop("model", [])
-    if content:
-        raise ServingError(
-            f"{where}: unknown key {next(iter(content))!r}; [[model]] sections are known"
-        )
-    is_list = isinstance(found, list) and all(isinstance(entry, dict) for entry in found)
-    if not is_list or not found:
-        raise ServingError(f"{where} has no [[model]] section")
-    return list(found)
+    for key in content.keys() - {"model"}:
+        raise ServingError(f"{where}: unknown key {key!r}; [[model]] sections are known")
+    return converted(content, _ModelsFile, f"{where}: ").model
+
+
+class _ModelsFile(msgspec.Struct):
+    model: Annotated[list[dict[str, Any]], Meta(min_length=1)]
 
 
 def shared_of(options: ServeOptions) -> dict[str, Any]:

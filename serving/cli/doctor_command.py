@@ -2,14 +2,10 @@
 
 crossover doctor --bandwidth
 crossover doctor --json
-
-    report = examine(bandwidth=True)      # facts, a probe of each backend in a subprocess, warnings
-    show(report)                          # for people
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,15 +13,11 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from models import formatting
 from models.machine import disk_free_bytes
 from models.resolve import cache_dir
 from serving.backends.backend_table import (
-    BACKENDS,
     BackendProbe,
     missing_backends,
     probe_backend,
@@ -78,61 +70,53 @@ def doctor(
     ] = None,
 ) -> None:
     """What this machine is, which backends work on it, and why the others do not."""
-    report = examine(bandwidth=bandwidth, cache=cache)
+    report = examine(bandwidth, cache)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        show(report)
+        typer.echo("\n".join(page(report)))
 
 
-def examine(*, bandwidth: bool = False, cache: str | None = None) -> Diagnosis:
+def examine(bandwidth: bool, cache: str | None) -> Diagnosis:
     """Look at everything. Backends are imported in subprocesses: a broken one breaks nothing."""
     facts = hardware_facts(bandwidth=bandwidth)
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    missing = missing_backends()
+
+    def ask(name: str) -> BackendProbe:
+        if name in missing:
+            problem = f"the package {spec_of(name).package} is not installed"
+            return BackendProbe(name, False, problem=problem)
+        return probe_backend(name)
+
     with ThreadPoolExecutor(max_workers=max(1, min(3, int(facts.usable_cores)))) as pool:
-        probes = list(pool.map(_probe, probed()))
+        probes = list(pool.map(ask, probed()))
     folder = cache_dir(cache)
-    free = disk_free_bytes(folder)
-    has_nodes = bool(render_nodes())
+    free_bytes = disk_free_bytes(folder)
+    has_gpu = bool(facts.gpus or render_nodes())
     return Diagnosis(
-        facts=facts,
-        backends=tuple(
-            BackendReport(probe, advice(probe, facts, compiler, has_nodes)) for probe in probes
-        ),
-        compiler=compiler,
-        cache=str(folder),
-        cache_free_bytes=free,
-        warnings=tuple(warnings_of(facts, probes, free)),
+        facts,
+        tuple(BackendReport(one, advice(one, facts, compiler, has_gpu)) for one in probes),
+        compiler,
+        str(folder),
+        free_bytes,
+        tuple(warnings_of(facts, probes, free_bytes)),
     )
 
 
-def _probe(name: str) -> BackendProbe:
-    if name in missing_backends():
-        return BackendProbe(
-            name, False, problem=f"the package {spec_of(name).package} is not installed"
-        )
-    return probe_backend(name)
-
-
 def advice(
-    probe: BackendProbe, facts: HardwareFacts, compiler: str | None, has_nodes: bool = False
+    probe: BackendProbe, facts: HardwareFacts, compiler: str | None, has_gpu: bool = False
 ) -> str | None:
     """What to do about a backend that does not work or does not use the GPU; None: nothing.
 
-    `has_nodes`: the kernel shows a GPU (a render node), be its driver known here or not."""
+    `has_gpu`: the kernel shows one, be its driver known here or not."""
     spec = spec_of(probe.backend)
     if not probe.works:
         if spec.is_compiled and compiler is None:
-            return (
-                "it is compiled when it is installed, and there is no C++ compiler: install g++ "
-                f"(apt-get install g++ cmake); then {spec.install}"
-            )
-        if "not installed" in (probe.problem or ""):
-            return spec.install
-        return f"reinstall it: {spec.reinstall}"
-    if probe.gpu or probe.gpu_cause not in (None, Cause.backend_missing):
-        return None
-    if not (facts.gpus or has_nodes):
+            return f"apt-get install g++ cmake, since it is compiled; then {spec.install}"
+        is_missing = "not installed" in (probe.problem or "")
+        return spec.install if is_missing else f"reinstall it: {spec.reinstall}"
+    if probe.gpu or probe.gpu_cause not in (None, Cause.backend_missing) or not has_gpu:
         return None
     ways = [
         f"{needed}, then CMAKE_ARGS={flag} {spec.reinstall}" if flag else needed
@@ -144,168 +128,95 @@ def advice(
 
 def warnings_of(
     facts: HardwareFacts, probes: list[BackendProbe], cache_free_bytes: int
-) -> list[RunWarning]:
+) -> Iterator[RunWarning]:
     """Warnings that follow from the facts; a pure function."""
-    found = [*_about_cores(facts), *_about_memory(facts)]
-    if facts.architecture == "x86_64" and "avx2" not in facts.isa:
-        text = "the CPU shows no AVX2: the engines' kernels fall back to much slower ones"
-        advice = "in a virtual machine, pass the host's CPU through"
-        found.append(RunWarning("no_avx2", text, advice))
-    if cache_free_bytes < LOW_DISK_BYTES:
-        text = f"only {formatting.size(cache_free_bytes)} free where weights are kept"
-        found.append(RunWarning("little_disk", text, "set --cache or CROSSOVER_CACHE"))
-    if not any(probe.works for probe in probes):
-        text = "no backend works: nothing can be served"
-        found.append(RunWarning("no_backend", text, "see the advice beside each backend"))
-    return found
-
-
-def _about_cores(facts: HardwareFacts) -> Iterator[RunWarning]:
+    size = formatting.size
     if facts.usable_cores < 2:
-        text = (
-            f"only {facts.usable_cores:g} core may be used: "
-            "the engine, HTTP and the load generator get in each other's way"
-        )
-        advice = "give the machine or the container two cores or more"
-        yield RunWarning("one_core", text, advice)
+        text = "one core for the engine, HTTP and the load generator: they get in each other's way"
+        yield RunWarning("one_core", text, "give the machine or the container two cores or more")
     quota, cores = facts.cgroup_cores, len(facts.allowed_cores)
     if quota is not None and quota < cores:
-        text = (
-            f"the control group allows {quota:g} cores' time on {cores} cores: "
-            "threads get throttled"
-        )
-        advice = "pin cores (a cpuset) instead of a quota, or set --threads to the quota"
-        yield RunWarning("cpu_quota", text, advice)
+        text = f"the control group allows {quota:g} cores' time on {cores}: threads get throttled"
+        yield RunWarning("cpu_quota", text, "pin cores (a cpuset), or set --threads to the quota")
     if facts.governor not in (None, "performance", "schedutil"):
         text = f"the CPU's frequency governor is {facts.governor}: times depend on what ran before"
         yield RunWarning("governor", text, "cpupower frequency-set -g performance")
-    nodes = facts.numa_nodes
-    if nodes is not None and nodes > 1:
-        text = f"{nodes} NUMA nodes: an engine whose threads span them reads remote memory"
+    if (facts.numa_nodes or 1) > 1:
+        text = f"{facts.numa_nodes} NUMA nodes: an engine that spans them reads remote memory"
         yield RunWarning("numa", text, "give --cores of one node")
-
-
-def _about_memory(facts: HardwareFacts) -> Iterator[RunWarning]:
-    size = formatting.size
+    if facts.architecture == "x86_64" and "avx2" not in facts.isa:
+        text = "the CPU shows no AVX2: the engines' kernels fall back to much slower ones"
+        yield RunWarning("no_avx2", text, "in a virtual machine, pass the host's CPU through")
     if facts.swap_used_bytes > 64 << 20:
-        used = size(facts.swap_used_bytes)
-        text = f"{used} of swap are in use: weights that swap make a step take seconds"
+        text = f"{size(facts.swap_used_bytes)} of swap are in use: steps may take seconds"
         yield RunWarning("swap_used", text, "stop what fills the memory, or swapoff -a")
     limit, free = facts.cgroup_memory_bytes, facts.memory_available_bytes
     if limit is not None and limit < free:
         text = f"the control group leaves {size(limit)} of memory of the {size(free)} that are free"
-        advice = "raise the container's memory limit for bigger models"
-        yield RunWarning("memory_limit", text, advice)
+        yield RunWarning("memory_limit", text, "raise the container's limit for bigger models")
     if facts.usable_memory_bytes < LOW_MEMORY_BYTES:
         text = f"only {size(facts.usable_memory_bytes)} of memory are free"
         yield RunWarning("little_memory", text, "stop other programs")
+    if cache_free_bytes < LOW_DISK_BYTES:
+        text = f"only {size(cache_free_bytes)} free where weights are kept"
+        yield RunWarning("little_disk", text, "set --cache or CROSSOVER_CACHE")
+    if not any(probe.works for probe in probes):
+        text = "no backend works: nothing can be served"
+        yield RunWarning("no_backend", text, "see the advice beside each backend")
 
 
-def show(diagnosis: Diagnosis) -> None:
-    """The diagnosis for people, on standard output."""
-    console = Console(width=None if os.isatty(1) else 120, highlight=False)
-    machine = Table(
-        title="This machine",
-        title_justify="left",
-        show_header=False,
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
+def page(diagnosis: Diagnosis) -> Iterator[str]:
+    """The diagnosis for people, as lines."""
+    yield "This machine"
     for name, value in machine_rows(diagnosis):
-        machine.add_row(f"[bold]{name}[/]", escape(value))
-    console.print(machine)
-    table = Table(title="\nBackends", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("name", "CPU", "GPU", "version", "what it says"):
-        table.add_column(column)
+        yield f"  {name:16}{value}"
+    yield "\nBackends"
     for report in diagnosis.backends:
-        probe = report.probe
-        said = (
-            "; ".join(f"{key} {value}" for key, value in probe.details.items())
-            if probe.works
-            else (probe.problem or "")
-        )
-        if probe.works and not probe.gpu and probe.gpu_note:
-            said = f"{probe.gpu_note}; {said}" if said else probe.gpu_note
+        probe, works = report.probe, ("no", "yes")
+        version = f", {probe.version}" if probe.version else ""
+        yield f"  {probe.backend:16}CPU {works[probe.works]}, GPU {works[probe.gpu]}{version}"
+        details = "; ".join(f"{key} {value}" for key, value in probe.details.items())
+        yield from (f"{'':18}{line}" for line in (probe.problem, probe.gpu_note, details) if line)
         if report.advice:
-            said += f"\n-> {report.advice}"
-        table.add_row(
-            probe.backend, _mark(probe.works), _mark(probe.gpu), probe.version or "-", escape(said)
-        )
-    for name, spec in BACKENDS.items():
-        if spec.probe is None:
-            table.add_row(name, _mark(True), _mark(False), "-", "")
-    console.print(table)
-    console.print()
-    if not diagnosis.warnings:
-        console.print("[green]No warnings.[/]")
+            yield f"{'':18}-> {report.advice}"
+    yield "\nWarnings" if diagnosis.warnings else "\nNo warnings."
     for warning in diagnosis.warnings:
-        console.print(
-            f"[yellow]{warning.name}[/]: {escape(warning.text)}\n  -> {escape(warning.advice)}"
-        )
+        yield f"  {warning.name:16}{warning.text}\n{'':18}-> {warning.advice}"
 
 
-def machine_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+def machine_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """Name and value of each line about the machine; a pure function."""
-    facts = diagnosis.facts
-    cores = (
+    facts, size = diagnosis.facts, formatting.size
+    quota = "" if facts.cgroup_cores is None else f", {facts.cgroup_cores:g} cores' time by quota"
+    bandwidth, arithmetic = "not measured (--bandwidth measures it)", ""
+    if facts.bandwidth_bytes_per_second is not None:
+        bandwidth = f"{formatting.bandwidth(facts.bandwidth_bytes_per_second, 3)} read"
+    if facts.gemm_flops_per_second is not None:
+        rate = formatting.operations(facts.gemm_flops_per_second, 3)
+        arithmetic = f", {rate} in float32 products"
+    allowed = facts.allowed_cores
+    yield "CPU", f"{facts.cpu_model} ({facts.architecture})"
+    yield "instructions", " ".join(facts.isa) or "none of those that matter"
+    yield (
+        "cores",
         f"{facts.physical_cores or '?'} physical, {facts.logical_cores} logical, "
-        f"may use {cores_text(facts.allowed_cores)}"
+        f"may use {cores_text(allowed)}{quota}",
     )
-    size = formatting.size
-    if facts.cgroup_cores is not None:
-        cores += f", {facts.cgroup_cores:g} cores' time by its control group"
-    split = split_cores(facts.allowed_cores, siblings=physical_of(facts.allowed_cores))
-    bandwidth = facts.bandwidth_bytes_per_second
-    rows = [
-        ("CPU", f"{facts.cpu_model} ({facts.architecture})"),
-        ("instructions", " ".join(facts.isa) or "none of those that matter"),
-        ("cores", cores),
-        ("a server", split.note),
-        ("caches", f"L2 {_size(facts.l2_bytes)} a core, L3 {_size(facts.l3_bytes)}"),
-        ("NUMA nodes", str(facts.numa_nodes or "not known")),
-        (
-            "memory",
-            f"{size(facts.memory_total_bytes)}, {size(facts.usable_memory_bytes)} usable now",
-        ),
-        (
-            "bandwidth",
-            f"{formatting.bandwidth(bandwidth, 3)} read"
-            if bandwidth
-            else "not measured (--bandwidth measures it)",
-        ),
-        (
-            "arithmetic",
-            f"{formatting.operations(facts.gemm_flops_per_second, 3)} in float32 products"
-            if facts.gemm_flops_per_second
-            else "not measured (--bandwidth measures it)",
-        ),
-        (
-            "swap",
-            f"{size(facts.swap_total_bytes)}, {size(facts.swap_used_bytes)} used"
-            if facts.swap_total_bytes
-            else "none",
-        ),
-    ]
+    yield "a server", split_cores(allowed, siblings=physical_of(allowed)).note
+    yield "L3 cache", size(facts.l3_bytes)
+    yield "NUMA nodes", str(facts.numa_nodes or "not known")
+    total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
+    yield "memory", f"{total}, {usable} usable now, {size(facts.swap_used_bytes)} of swap used"
+    yield "measured", bandwidth + arithmetic
     for gpu in facts.gpus:
-        parts = [f"{_size(gpu.total_bytes)}, {_size(gpu.free_bytes)} free"]
-        parts += [f"driver {gpu.driver}"] if gpu.driver else []
-        parts += [f"compute capability {gpu.compute_capability}"] if gpu.compute_capability else []
-        rows.append((f"GPU {gpu.index}", f"{gpu.name}, {', '.join(parts)}"))
+        driver = f", driver {gpu.driver}" if gpu.driver else ""
+        capability = f", capability {gpu.compute_capability}" if gpu.compute_capability else ""
+        memory = f"{size(gpu.total_bytes)}, {size(gpu.free_bytes)} free"
+        yield f"GPU {gpu.index}", f"{gpu.name}, {memory}{driver}{capability}"
     if not facts.gpus:
-        rows.append(("GPU", facts.gpu_note or "none"))
-    rows += [
-        ("system", f"{facts.system}, Linux {facts.kernel}, Python {facts.python}"),
-        ("virtualisation", facts.virtualisation or "none seen"),
-        ("governor", facts.governor or "not readable"),
-        ("C++ compiler", diagnosis.compiler or "none: apt-get install g++ cmake"),
-        ("cache", f"{diagnosis.cache} ({formatting.size(diagnosis.cache_free_bytes)} free)"),
-    ]
-    return rows
-
-
-def _size(size_bytes: int | None) -> str:
-    return "not known" if size_bytes is None else formatting.size(size_bytes)
-
-
-def _mark(works: bool) -> str:
-    return "[green]yes[/]" if works else "[red]no[/]"
+        yield "GPU", facts.gpu_note or "none"
+    yield "system", f"{facts.system}, Linux {facts.kernel}, Python {facts.python}"
+    yield "virtualisation", facts.virtualisation or "none seen"
+    yield "governor", facts.governor or "not readable"
+    yield "C++ compiler", diagnosis.compiler or "none: apt-get install g++ cmake"
+    yield "cache", f"{diagnosis.cache} ({size(diagnosis.cache_free_bytes)} free)"

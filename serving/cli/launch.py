@@ -14,13 +14,12 @@ import contextlib
 import json
 import os
 import socket
-import ssl
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from starlette.middleware.cors import CORSMiddleware
 
 from models import formatting
 from models.manifest import write_atomically
@@ -33,40 +32,38 @@ from serving.http.routes import App
 from serving.logs import Narrator
 from serving.metrics import ServerMetrics
 from serving.placement.placement_policy import explain
-from serving.registry.engine_config import Machine, prepare
-from serving.registry.eviction import RegistryLimits
-from serving.registry.loaded_model import ModelRouter, Tenant
-from serving.registry.model_registry import Registry, supervisor_of
+from serving.registry.engine_config import Machine, Prepared, prepare
+from serving.registry.model_registry import Registry, RegistryLimits
 from serving.server_options import ServeOptions, models_of, shared_of
+from serving.supervisor.admission import QueueBounds
+from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.supervisor import Supervisor
 
 LOOK_SECONDS = 0.5  # between two looks at how far a load is
-EXPOSED = ("X-Request-Id", "X-Crossover-Backend", "Retry-After", "Retry-After-Ms")  # to web pages
 
 
 def launch(options: ServeOptions) -> int:
     """Serve until a signal comes. Exit status: 0 after a drain, 1 when nothing could be served or
     requests were cut off."""
-    narrator = Narrator(sys.stderr or open(os.devnull, "w"), options.log_format == "json")
+    narrator = Narrator(sys.stderr or open(os.devnull, "w"))
     narrator.take_logging(options.log_requests)
-    _check_files(options)
+    if options.ready_file and not os.access(Path(options.ready_file).absolute().parent, os.W_OK):
+        raise ServingError(
+            f"--ready-file {options.ready_file}: its folder does not exist or cannot be written to"
+        )
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
     api_key, admin_key = keys_of(options)
     limits = limits_of(options)
-    with _listening(options, api_key, narrator) as listener:
-        registry = make_registry(options, narrator)
-        local = api_key is None and is_loopback(listener)
-        app: Any = App(registry.router, limits, api_key, admin_key, local)
-        if options.allowed_origins is not None:
-            app = CORSMiddleware(
-                app,
-                [origin.strip() for origin in options.allowed_origins.split(",")],
-                allow_methods=("GET", "POST"),
-                allow_headers=("*",),
-                expose_headers=EXPOSED,
+    with listen(options.host, options.port) as listener:
+        is_local = is_loopback(listener)
+        if not is_local and api_key is None:
+            narrator.say(
+                f"WARNING: --host {options.host} opens this server to everybody who can reach this "
+                "machine, since it has no key; --api-key-env or --api-key-file gives it one"
             )
-        server = HttpServer(app, limits, (options.tls_certificate, options.tls_key))
-        url = url_of(listener, tls=options.tls_certificate is not None)
-        run = _run(options, registry, server, listener, url, narrator)
+        registry = make_registry(options, narrator)
+        app = App(registry, limits, api_key, admin_key, is_local and api_key is None)
+        run = _run(options, registry, HttpServer(app, limits), listener, narrator)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run)
 
@@ -84,28 +81,36 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
     facts = machine.facts()
     prepared = [prepare(model, machine, facts) for model in models]
     for one in prepared:
-        narrator.say(*explain(one.placement), one.note)
-        if one.model.standby == "warm" and len(one.configs) < 2:
+        narrator.say(*explain(one.placement), one.split.note)
+        if one.model.standby == "warm" and len(one.placement.attempts) < 2:
             narrator.say(
                 f"--standby warm: {one.name} has no engine to fall back to, so none stands by"
             )
     narrator.name_models = len(prepared) > 1
     machine.is_serving = True
     os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
-    registry = Registry(
-        ModelRouter(ServerMetrics()),
-        machine,
-        lambda one, placed: supervisor_of(options, one, placed, narrator.event, narrator.output),
-        RegistryLimits(
-            memory_limit,
-            options.max_loaded_models,
-            options.load_wait_seconds,
-            options.drain_seconds,
-        ),
-        shared_of(options),
+
+    def supervisor_of(one: Prepared, preferred_usable: Callable[[], Awaitable[bool]]) -> Supervisor:
+        return Supervisor(
+            one.configs,
+            bounds=QueueBounds(
+                waiting_requests=options.max_waiting,
+                wait_seconds=options.max_wait_seconds,
+                ttft_seconds=options.ttft_slo_seconds,
+            ),
+            limits=RecoveryLimits(health_timeout_seconds=options.health_timeout_seconds),
+            standby=one.model.standby == "warm",
+            preferred_usable=preferred_usable,
+            on_event=narrator.event,
+            on_output=narrator.output,
+        )
+
+    limits = RegistryLimits(
+        memory_limit, options.max_loaded_models, drain_seconds=options.drain_seconds
     )
+    registry = Registry(ServerMetrics(), machine, supervisor_of, limits, shared_of(options))
     for one in prepared:
-        registry.add(one)
+        registry.serve(one)
     return registry
 
 
@@ -127,17 +132,23 @@ async def _run(
     registry: Registry,
     server: HttpServer,
     listener: socket.socket,
-    url: str,
     narrator: Narrator,
 ) -> int:
     """Serve until a signal comes, or until there can be nothing to serve. The exit status."""
-    count = len(registry.tenants)
+
+    def signalled() -> None:
+        if server.signals == 1:
+            narrator.say(f"draining {registry.in_flight} requests; a second signal aborts them")
+        else:
+            server.aborting = asyncio.ensure_future(registry.stop(False, 0.0))
+            narrator.say("aborting")
+
+    url, count = url_of(listener), len(registry.models)
     await registry.start()
     narrator.say(f"listening on {url}, loading {'the model' if count == 1 else f'{count} models'}")
     announcing = asyncio.create_task(_announce(registry, url, options.ready_file, narrator))
     status = 0
-    holds = registry.router.metrics.loop_holds
-    async with server.serving(listener, holds, lambda: _signalled(server, registry, narrator)):
+    async with server.serving(listener, registry.metrics.loop_holds, signalled):
         either: tuple[asyncio.Future[Any], ...] = (announcing, server.ended)
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if announcing.done():
@@ -155,17 +166,6 @@ async def _run(
     return 1 if cut_off else status
 
 
-def _signalled(server: HttpServer, registry: Registry, narrator: Narrator) -> None:
-    if server.signals == 1:
-        narrator.say(f"draining {registry.in_flight} requests; a second signal aborts them")
-    else:
-        server.aborting = asyncio.ensure_future(registry.stop(False, 0.0))
-        narrator.say("aborting")
-
-
-# --- what it says
-
-
 async def _announce(
     registry: Registry, url: str, ready_file: str | None, narrator: Narrator
 ) -> str:
@@ -175,112 +175,44 @@ async def _announce(
     """
     told: dict[str, int] = {}  # model -> pid of the engine that was announced
     while True:
-        changes = [asyncio.ensure_future(one.supervisor.wait_change()) for one in registry.all()]
-        for tenant in list(registry.tenants.values()):
-            supervisor, name = tenant.supervisor, f"{tenant.name}: " * narrator.name_models
+        models = list(registry.models.values())
+        changes = [asyncio.ensure_future(one.supervisor.wait_change()) for one in models]
+        for model in models:
+            supervisor, name = model.supervisor, f"{model.served_name}: " * narrator.name_models
             is_loading = supervisor.state in (EngineState.loading, EngineState.restarting)
             if is_loading and supervisor.loading is not None:
-                loading = supervisor.loading
-                narrator.progress(name + loading.what, loading.fraction)
+                narrator.progress(name + supervisor.loading.what, supervisor.loading.fraction)
             pid = supervisor.engine_pid
-            if supervisor.ready is None or pid is None or pid == told.get(tenant.name):
+            if supervisor.ready is None or pid is None or pid == told.get(model.served_name):
                 continue
-            told[tenant.name] = pid
+            told[model.served_name] = pid
+            narrator.end_progress()
+            attempts, device = model.placement.attempts, supervisor.config.device
+            here = next((one for one in attempts if one.device == device), attempts[0])
+            memory = (
+                f"memory {formatting.size(here.need_bytes)} predicted, "
+                f"{formatting.size(resident_bytes(pid))} measured"
+            )
+            loaded = f"{supervisor.label}, loaded in {supervisor.ready.load_seconds:.1f} s"
             with contextlib.suppress(OSError):  # nobody reads our standard output
-                narrator.end_progress()
-                print(_ready_line(tenant, url, narrator.name_models), flush=True)
-            if ready_file:
-                content = json.dumps(_ready_content(registry, url)).encode()
-                try:
-                    write_atomically(Path(ready_file), content)
-                except OSError as problem:  # a full disk ends no server
-                    narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
-        tenants = registry.tenants.values()
-        if not told and all(tenant.given_up for tenant in tenants):
-            reasons = ((f"{one.name}: " * narrator.name_models, one) for one in tenants)
-            said = "; ".join(name + (one.supervisor.reason or "") for name, one in reasons)
-            return said or "the engine failed"
+                print(f"ready: {url} ({name}{loaded}, {memory})", flush=True)
+            about = {"url": url, "pid": os.getpid(), "model": model.served_name}
+            about |= {"engine_pid": pid, "backend": supervisor.label}
+            try:
+                if ready_file:
+                    write_atomically(Path(ready_file), json.dumps(about).encode())
+            except OSError as problem:  # a full disk ends no server
+                narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
+        if not told and all(model.given_up for model in models):
+            reasons = {one.served_name: one.supervisor.reason or "" for one in models}
+            if len(reasons) > 1:
+                return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            return "".join(reasons.values()) or "the engine failed"
         try:
             await asyncio.wait(changes, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for change in changes:
                 change.cancel()
-
-
-def _ready_line(tenant: Tenant, url: str, name_model: bool) -> str:
-    supervisor, attempts = tenant.supervisor, tenant.placement.attempts
-    assert supervisor.ready is not None and supervisor.engine_pid is not None
-    measured = formatting.size(resident_bytes(supervisor.engine_pid))
-    here = (one for one in attempts if one.device == supervisor.config.device)
-    predicted = formatting.size(next(here, attempts[0]).need_bytes)
-    name = f"{tenant.name}, " if name_model else ""
-    return (
-        f"ready: {url} ({name}{supervisor.label}, "
-        f"loaded in {supervisor.ready.load_seconds:.1f} s, "
-        f"memory {predicted} predicted, {measured} measured)"
-    )
-
-
-def _ready_content(registry: Registry, url: str) -> dict[str, Any]:
-    """Of the ready file: the first model that serves, and all of them by name."""
-    models = {
-        tenant.name: {
-            "engine_pid": tenant.supervisor.engine_pid,
-            "backend": tenant.supervisor.label,
-        }
-        for tenant in registry.tenants.values()
-        if tenant.supervisor.engine_pid is not None and tenant.supervisor.ready is not None
-    }
-    return {"url": url, "pid": os.getpid(), **next(iter(models.values())), "models": models}
-
-
-# --- what the options name
-
-
-def _listening(options: ServeOptions, api_key: str | None, narrator: Narrator) -> socket.socket:
-    """The bound port, and warnings where it is open to more than it should be."""
-    listener = listen(options.host, options.port)
-    if api_key is None and not is_loopback(listener):
-        narrator.say(
-            f"WARNING: --host {options.host} opens this server to everybody who can reach this "
-            "machine, since it has no key; --api-key-env or --api-key-file gives it one"
-        )
-    if os.geteuid() == 0 and not is_loopback(listener):
-        narrator.say("WARNING: it runs as root; a user of its own could lose less")
-    files = {
-        "--api-key-file": options.api_key_file,
-        "--admin-key-file": options.admin_key_file,
-        "--tls-key": options.tls_key,
-    }
-    for name, file in files.items():
-        if file and os.stat(file).st_mode & 0o77:
-            narrator.say(f"WARNING: {name} {file} can be read by other users: chmod 600")
-    return listener
-
-
-def _check_files(options: ServeOptions) -> None:
-    """Fail before the load for a file that cannot be read or written. Raises ServingError."""
-    certificate, key = options.tls_certificate, options.tls_key
-    if (certificate is None) != (key is None):
-        raise ServingError(
-            "--tls-certificate and --tls-key belong together; one of them is missing"
-        )
-    if certificate is not None:
-        try:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(certificate, key, password="")
-        except (OSError, ValueError) as problem:
-            raise ServingError(
-                f"--tls-certificate {certificate}, --tls-key {key}: "
-                f"not a certificate and its unencrypted key in PEM form: {problem}"
-            ) from problem
-    if options.ready_file is not None:
-        folder = Path(options.ready_file).absolute().parent
-        if not os.access(folder, os.W_OK):
-            raise ServingError(
-                f"--ready-file {options.ready_file}: "
-                "its folder does not exist or cannot be written to"
-            )
 
 
 def keys_of(options: ServeOptions) -> tuple[str | None, str | None]:
@@ -302,19 +234,15 @@ def keys_of(options: ServeOptions) -> tuple[str | None, str | None]:
 
 def _read_key(variable: str | None, file: str | None, option: str) -> str | None:
     """A key from a variable or a file; the command line could be read by every process."""
+    if not variable and not file:
+        return None
     if variable and file:
         raise ServingError(f"{option}-env and {option}-file exclude each other")
-    key: str | None = None
-    if variable:
-        key = os.environ.get(variable, "").strip()
-        if not key:
-            raise ServingError(f"{option}-env names {variable}, which is not set or empty")
-    elif file:
-        try:
-            key = Path(file).read_text().strip()
-        except (OSError, UnicodeDecodeError) as problem:
-            reason = getattr(problem, "strerror", None) or problem
-            raise ServingError(f"{option}-file {file}: {reason}") from problem
-        if not key:
-            raise ServingError(f"{option}-file {file} is empty")
-    return key
+    where = f"{option}-env {variable}" if variable else f"{option}-file {file}"
+    try:
+        key = os.environ.get(variable, "") if variable else Path(file or "").read_text()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ServingError(f"{where}: {getattr(problem, 'strerror', problem)}") from problem
+    if not key.strip():
+        raise ServingError(f"{where} is not set or empty")
+    return key.strip()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_origin
 import msgspec
 import typer
 
-from serving.bounds import about, converted, flags_of, spans, unbounded
+from serving.bounds import about, converted, flags_of, span, unbounded
 from serving.errors import ServingError
 
 
@@ -26,11 +26,11 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
 
     def command(**given: Any) -> None:
         for name in pairs:
-            given[name] = parse_options(tuple(given[name] or ()))
+            given[name] = parse_options(given[name] or ())
         known = {name: value for name, value in given.items() if value is not None}
         raise typer.Exit(run(converted(known, kind, "", flags.__getitem__)) or 0)
 
-    parameters = [parameter_of(field, flags[field.name]) for field in fields]
+    parameters = [_parameter_of(field, flags[field.name]) for field in fields]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     # A paragraph is one line, which the terminal breaks; one that begins with \b stays as it is.
     said = inspect.cleandoc(run.__doc__ or "").split("\n\n")
@@ -38,18 +38,17 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
     return command
 
 
-def parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parameter:
-    """The command-line parameter of one option."""
+def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parameter:
     said, kind = about(field), unbounded(field.type)
-    # Bounds are for `converted` to check: its messages name the option and the value.
-    metavar = said.metavar or next(spans(field.type), None)
-    text = re.sub(r"\[(?=[a-z#/@])", r"\\[", said.text)  # what rich would take as a tag
-    shown: dict[str, Any] = {"help": text, "metavar": metavar}
     is_required = field.default is msgspec.NODEFAULT
     default: Any = inspect.Parameter.empty if is_required else field.default
     if get_origin(kind) in (dict, tuple):
-        kind = list[str] | None
-        default = None
+        kind, default = list[str] | None, None
+    shown: dict[str, Any] = {
+        "help": re.sub(r"\[(?=[a-z#/@])", r"\\[", said.text),  # what rich would take as a tag
+        # Bounds are for `converted` to check: its messages name the option and the value.
+        "metavar": said.metavar or span(field.type),
+    }
     if said.is_argument:
         info: Any = typer.Argument(**shown)
     else:
@@ -61,7 +60,7 @@ def parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Paramet
     )
 
 
-def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:
+def parse_options(pairs: list[str] | tuple[str, ...]) -> dict[str, Any]:
     """("step_seconds=0.01", "mlock=true") -> {"step_seconds": 0.01, "mlock": True}.
 
     A value is JSON where it can be, else text. Raises ServingError.

@@ -11,23 +11,24 @@ from serving.cli.parameters import command_of
 from serving.server_options import ServeOptions
 
 # An empty line between two lines keeps them apart in the help page.
-EPILOG = "\n\n".join(
-    (
-        "Examples:",
-        "crossover serve smollm2-135m  (a rung of the ladder, made with random weights if need be)",
-        "crossover serve ./model.gguf --slots 8  (a file of yours)",
-        "crossover serve 1b --backend onnx --format int4  (another engine, another format)",
-        "crossover serve 3b --policy gpu-only  (an error rather than the CPU)",
-        "crossover serve 135m 360m --idle-unload 600  (two models)",
-        "crossover serve 135m --cores 0-5 --api-cores 6  (who runs where)",
-        "crossover serve 1b --replicas 2 --on ray  (two engines, on the nodes of a Ray cluster)",
-        "crossover serve 135m --port 0 --ready-file ready.json  (for scripts)",
-        "Then:",
-        "curl localhost:8000/v1/completions -H 'content-type: application/json' "
-        '-d \'{"prompt": "Once", "max_tokens": 16}\'',
-        "curl localhost:8000/v1/placement  (what runs where, and why)",
-    )
-)
+EPILOG = """Examples:
+
+crossover serve smollm2-135m  (a rung of the ladder, made with random weights if need be)
+
+crossover serve ./model.gguf --slots 8  (a file of yours)
+
+crossover serve 1b --backend onnx --format int4  (another engine, another format)
+
+crossover serve 135m 360m --idle-unload 600  (two models)
+
+crossover serve 1b --replicas 2 --on ray  (two engines, on the nodes of a Ray cluster)
+
+Then:
+
+curl localhost:8000/v1/completions -H 'content-type: application/json'
+-d '{"prompt": "Once", "max_tokens": 16}'
+
+curl localhost:8000/v1/placement  (what runs where, and why)"""
 
 serve = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

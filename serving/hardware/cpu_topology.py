@@ -53,9 +53,24 @@ def split_cores(
                 f"{name} names core {outside[0]}, which this process may not use; "
                 f"allowed: {cores_text(allowed)}"
             )
-    engine, api, why = _divided(allowed, engine, api)
-    physical = len({(siblings or {}).get(core, core) for core in engine})
-    count = threads if threads is not None else physical
+    rest = tuple(core for core in allowed if core not in (engine or api))
+    change = "--cores and --api-cores change that"
+    if engine and api:
+        why = "as asked"
+    elif engine:
+        api, why = rest or allowed, "the rest for HTTP" if rest else "HTTP shares them"
+    elif api:
+        engine, why = rest or allowed, "the rest for the engine" if rest else "shared by both"
+    elif len(allowed) > SHARED_CORES:
+        engine, api, why = allowed[:-1], allowed[-1:], f"one core kept for HTTP; {change}"
+    else:
+        engine = api = allowed
+        why = f"shared, HTTP goes first; {change}"
+        if len(allowed) == 1:
+            why = "one core for everything: times will be worse than the engine's own"
+    count = threads
+    if count is None:
+        count = len({(siblings or {}).get(core, core) for core in engine})
     if count < 1:
         raise ServingError(f"--threads must be at least 1, got {count}")
     nice = SHARED_NICE if set(engine) & set(api) else 0
@@ -64,25 +79,6 @@ def split_cores(
         f"{f' at nice {nice}' if nice else ''}, HTTP on {_many(api)} ({why})"
     )
     return CoreSplit(engine, api, count, nice, note)
-
-
-def _divided(
-    allowed: tuple[int, ...], engine: tuple[int, ...], api: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    rest = tuple(core for core in allowed if core not in (engine or api))
-    if engine and api:
-        return engine, api, "as asked"
-    if engine:
-        return engine, rest or allowed, "the rest for HTTP" if rest else "HTTP shares them"
-    if api:
-        shared = "shared by both: no core is left over"
-        return rest or allowed, api, "the rest for the engine" if rest else shared
-    change = "--cores and --api-cores change that"
-    if len(allowed) > SHARED_CORES:
-        return allowed[:-1], allowed[-1:], f"one core kept for HTTP; {change}"
-    if len(allowed) > 1:
-        return allowed, allowed, f"shared, HTTP goes first; {change}"
-    return allowed, allowed, "one core for everything: times will be worse than the engine's own"
 
 
 def parse_cores(text: str, option: str = "") -> tuple[int, ...]:

@@ -16,11 +16,10 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -43,13 +42,6 @@ class GpuFacts(msgspec.Struct, frozen=True):
     compute_capability: str | None = None  # "9.0"; NVIDIA only
     index: int = 0  # in the driver's order, which is not that of CUDA
     uuid: str | None = None  # by which an engine is given this one and no other
-    power_limit_watts: float | None = None
-    core_hertz: float | None = None  # at most
-    memory_hertz: float | None = None  # at most
-    pcie_generation: int | None = None
-    pcie_lanes: int | None = None
-    has_ecc: bool | None = None
-    is_part: bool = False  # of a GPU that is divided (MIG)
 
     @property
     def used_bytes(self) -> int | None:
@@ -73,51 +65,34 @@ class NvmlChild:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] | None = None
 
     def ask(self, timeout_seconds: float) -> FoundGpus:
         """What NVML lists now. Never raises, never takes longer than the limit and a start."""
         with self._lock:
-            try:
-                return self._ask(timeout_seconds)
-            except OSError as problem:  # it has died between two questions
+            if self._process is None or self._process.poll() is not None:
+                self._process = start_python(
+                    *("-m", "serving.hardware.gpus", "serving.hardware.gpus:list_gpus", "each"),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            process = self._process
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+            if not select.select([process.stdout], [], [], timeout_seconds)[0]:
                 self.close()
-                return FoundGpus((), Cause.driver_mismatch, f"asking the driver failed: {problem}")
-
-    def _ask(self, timeout_seconds: float) -> FoundGpus:
-        process = self._process
-        if process is None or process.poll() is not None:
-            self.close()
-            self._errors = tempfile.TemporaryFile()
-            self._process = process = start_python(
-                *("-m", "serving.hardware.gpus", "serving.hardware.gpus:list_gpus", "each"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-            )
-        assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], timeout_seconds)
-        if not ready:
-            self.close()
-            note = f"the NVIDIA driver did not answer within {timeout_seconds:g} s"
-            return FoundGpus((), Cause.health_timeout, note)
-        line = process.stdout.readline()
-        try:
-            return msgspec.json.decode(line, type=FoundGpus)
-        except msgspec.DecodeError:
-            note = f"asking the NVIDIA driver failed: {self._last_words(process)}"
-            self.close()
-            return FoundGpus((), Cause.driver_mismatch, note)
-
-    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
-        assert self._errors is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)
-        self._errors.seek(0)
-        return Ran(process.returncode, b"", self._errors.read().decode(errors="replace")).reason
+                note = f"the NVIDIA driver did not answer within {timeout_seconds:g} s"
+                return FoundGpus((), Cause.health_timeout, note)
+            try:
+                return msgspec.json.decode(process.stdout.readline(), type=FoundGpus)
+            except msgspec.DecodeError:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1.0)
+                self.close()
+                note = f"asking the NVIDIA driver failed: {Ran(process.returncode, b'', '').reason}"
+                return FoundGpus((), Cause.driver_mismatch, note)
 
     def close(self) -> None:
         """End the child; one that is stuck in the driver is left behind."""
@@ -127,10 +102,10 @@ class NvmlChild:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
-        for pipe in (process.stdin, process.stdout, self._errors):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 _CHILD = NvmlChild()
@@ -145,7 +120,10 @@ def find_gpus(
             note = "an NVIDIA card is there, but its driver is not loaded"
             return FoundGpus((), Cause.no_driver, note)
         return FoundGpus((), Cause.no_device, "this machine has no NVIDIA GPU")
-    found = child.ask(timeout_seconds)
+    try:
+        found = child.ask(timeout_seconds)
+    except OSError as problem:
+        return FoundGpus((), Cause.driver_mismatch, f"asking the driver failed: {problem}")
     shown = visible(found.gpus, os.environ)
     if found.gpus and not shown:
         hidden = "CUDA_VISIBLE_DEVICES hides every NVIDIA GPU"
@@ -170,12 +148,8 @@ def visible(gpus: tuple[GpuFacts, ...], environment: Mapping[str, str]) -> tuple
         return gpus
     found: list[GpuFacts] = []
     for entry in map(str.strip, told.split(",")):
-        named = [
-            gpu
-            for gpu in gpus
-            if (entry.isdigit() and gpu.index == int(entry))
-            or (entry and (gpu.uuid or "").startswith(entry))
-        ]
+        named = [one for one in gpus if entry and (one.uuid or "").startswith(entry)]
+        named += [one for one in gpus if entry == str(one.index)]
         if not named:
             break
         found += named
@@ -200,25 +174,13 @@ def _has_nvidia_card(root: Path) -> bool:
 # NVML, in whatever process may be lost to it.
 
 
-def tell(ask: Callable[..., Any], *what: Any) -> Any:
+def tell(ask: Callable[..., Any], *what: Any, **more: Any) -> Any:
     """What the driver says; None where it does not, whatever it raises: NVMLError, or an error of
     nvidia-ml-py's own where the driver is older than the package."""
     try:
-        return ask(*what)
+        return ask(*what, **more)
     except Exception:
         return None
-
-
-def memory_of(nvml: Any, handle: Any) -> Any:
-    """total, used, free and, of newer drivers, reserved, which is then not in used."""
-    found = tell(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
-    return found if found is not None else nvml.nvmlDeviceGetMemoryInfo(handle)
-
-
-def uuid_of(nvml: Any, handle: Any) -> str | None:
-    """What CUDA_VISIBLE_DEVICES takes: "GPU-..." or, of a part of one, "MIG-..."."""
-    found = tell(lambda: nvml.nvmlDeviceGetUUID(handle))
-    return None if found is None else str(found)
 
 
 def list_gpus() -> FoundGpus:
@@ -232,13 +194,11 @@ def list_gpus() -> FoundGpus:
         pynvml.nvmlInit()
     except pynvml.NVMLError as problem:
         return FoundGpus((), cause_of(str(problem)), f"NVML: {problem}")
-    driver = tell(pynvml.nvmlSystemGetDriverVersion)
     gpus: list[GpuFacts] = []
     trouble: list[str] = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            gpus += _parts(pynvml, handle, index, None if driver is None else str(driver))
+            gpus += _parts(pynvml, index)
         except Exception as problem:
             trouble.append(f"GPU {index} cannot be read: {problem}")
     tell(pynvml.nvmlShutdown)
@@ -249,50 +209,32 @@ def list_gpus() -> FoundGpus:
     return FoundGpus(tuple(gpus), None, told or None)
 
 
-def _parts(nvml: Any, handle: Any, index: int, driver: str | None) -> Iterator[GpuFacts]:
+def _parts(nvml: Any, index: int) -> Iterator[GpuFacts]:
     """The GPU, or its parts where it is divided (MIG): CUDA cannot use such a GPU as a whole."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    name, driver = nvml.nvmlDeviceGetName(handle), tell(nvml.nvmlSystemGetDriverVersion)
     capability = tell(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
-    whole = GpuFacts(
-        name=str(nvml.nvmlDeviceGetName(handle)),
-        vendor="nvidia",
-        driver=driver,
-        compute_capability=None if capability is None else "{}.{}".format(*capability),
-        index=index,
-        power_limit_watts=_scaled(tell(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle)), 1e-3),
-        memory_hertz=_clock(nvml, handle, "NVML_CLOCK_MEM"),
-        core_hertz=_clock(nvml, handle, "NVML_CLOCK_SM"),
-        pcie_generation=tell(lambda: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))),
-        pcie_lanes=tell(lambda: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))),
-        has_ecc=tell(lambda: bool(nvml.nvmlDeviceGetEccMode(handle)[0])),
-    )
-    is_divided = tell(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0]))
-    parts = tell(lambda: int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))) if is_divided else 0
     handles = [handle]
-    if is_divided:
-        found = (
-            tell(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, part)
-            for part in range(parts or 0)
-        )
-        handles = [one for one in found if one is not None]
+    if tell(lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):
+        count = tell(lambda: int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))) or 0
+        parts = [tell(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, n) for n in range(count)]
+        handles = [one for one in parts if one is not None]
     for one in handles:
-        memory = memory_of(nvml, one)
-        yield msgspec.structs.replace(
-            whole,
-            name=str(tell(nvml.nvmlDeviceGetName, one) or whole.name),
-            uuid=uuid_of(nvml, one),
+        # total, used, free and, of newer drivers, reserved, which is then not in used
+        newer = {"version": getattr(nvml, "nvmlMemory_v2", None)}
+        memory = tell(nvml.nvmlDeviceGetMemoryInfo, one, **newer)
+        memory = memory or nvml.nvmlDeviceGetMemoryInfo(one)
+        uuid = tell(lambda part: nvml.nvmlDeviceGetUUID(part), one)  # "GPU-..." or "MIG-..."
+        yield GpuFacts(
+            name=str(tell(nvml.nvmlDeviceGetName, one) or name),
+            vendor="nvidia",
             total_bytes=int(memory.total),
             free_bytes=int(memory.free),
-            is_part=bool(is_divided),
+            driver=None if driver is None else str(driver),
+            compute_capability=None if capability is None else "{}.{}".format(*capability),
+            index=index,
+            uuid=None if uuid is None else str(uuid),
         )
-
-
-def _clock(nvml: Any, handle: Any, kind: str) -> float | None:
-    megahertz = tell(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, getattr(nvml, kind)))
-    return _scaled(megahertz, 1e6)
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
 
 
 def cause_of(text: str) -> Cause:

@@ -14,6 +14,8 @@ import re
 import resource
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,55 +76,50 @@ SIDE = 1024  # rows and columns: 4 MiB a matrix, far more arithmetic than memory
 def gemm_rate(seconds: float = 0.4) -> float:
     """Float32 operations per second of square matrix products, by all cores of this process.
 
-    2 n^3 operations a product (numpy's BLAS). The mean of the quicker half of the products counts,
-    since neighbours only slow one down. Kernels that multiply 8-bit integers may be quicker.
+    2 n^3 operations a product (numpy's BLAS). Kernels that multiply 8-bit integers may be quicker.
     """
     import numpy as np  # takes 100 ms, and only this needs it
 
     one = np.ones((SIDE, SIDE), dtype=np.float32)
     out = np.empty_like(one)
     np.matmul(one, one, out=out)  # starts BLAS's threads
-    took: list[float] = []
-    until = time.perf_counter() + seconds
-    while not took or time.perf_counter() < until:
-        started = time.perf_counter()
-        np.matmul(one, one, out=out)
-        took.append(time.perf_counter() - started)
-    quickest = sorted(took)[: max(1, len(took) // 2)]
-    return 2.0 * SIDE**3 * len(quickest) / sum(quickest)
+    return 2.0 * SIDE**3 / _quick_seconds(_timed(lambda: np.matmul(one, one, out=out), seconds))
 
 
 def read_bandwidth(threads: int, seconds: float = 0.6, array_bytes: int = 64 << 20) -> float:
-    """Bytes per second that `threads` threads together read from memory.
+    """Bytes per second that `threads` threads, with an array each, together read from memory.
 
-    A decode step reads the weights once and writes next to nothing. Each thread has an array;
-    the mean of the quicker half of the passes counts, since neighbours only slow a pass down.
+    A decode step reads the weights once and writes next to nothing.
     """
     import numpy as np  # takes 100 ms, and only this needs it
 
     arrays = [np.ones(array_bytes // 8, dtype=np.int64) for _ in range(threads)]
-    passes: list[float] = []
     gate = threading.Barrier(threads)
 
-    def read(array: Any) -> None:
+    def passes(array: Any) -> list[float]:
         gate.wait()
-        until = time.perf_counter() + seconds
-        while (started := time.perf_counter()) < until:
-            np.bitwise_or.reduce(array)
-            passes.append(time.perf_counter() - started)
+        return _timed(lambda: np.bitwise_or.reduce(array), seconds)
 
-    workers = [threading.Thread(target=read, args=(array,)) for array in arrays]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    quickest = sorted(passes)[: max(1, len(passes) // 2)]
-    return threads * array_bytes * len(quickest) / sum(quickest)
+    with ThreadPoolExecutor(threads) as pool:
+        took = sum(pool.map(passes, arrays), [])
+    return threads * array_bytes / _quick_seconds(took)
 
 
-def array_bytes(l3_bytes: int | None, threads: int) -> int:
-    """Bytes of each thread's array: together four times the last-level cache, at most 1 GiB."""
-    return min(1 << 30, max(64 << 20, 4 * (l3_bytes or 0) // threads))
+def _timed(work: Callable[[], Any], seconds: float) -> list[float]:
+    """Seconds of each call, for so long."""
+    took: list[float] = []
+    until = time.perf_counter() + seconds
+    while not took or time.perf_counter() < until:
+        started = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - started)
+    return took
+
+
+def _quick_seconds(took: list[float]) -> float:
+    """The mean of the quicker half: neighbours only slow one down."""
+    quickest = sorted(took)[: max(1, len(took) // 2)]
+    return sum(quickest) / len(quickest)
 
 
 AUTOGROUP = Path("/proc/self/autogroup")
@@ -142,12 +139,9 @@ def lower_priority(nice: int, autogroup: Path = AUTOGROUP) -> str | None:
             return None
         except FileNotFoundError:  # this kernel has no such groups
             return None
-        except BlockingIOError as error:
-            problem = str(error)
-            time.sleep(_WAIT_SECONDS)
         except OSError as error:
             problem = str(error)
-            break
+            time.sleep(_WAIT_SECONDS)
     return f"the priority of the engine's session cannot be lowered: {problem}"
 
 
@@ -170,9 +164,7 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
     allowed_cores: tuple[int, ...]  # by this process's affinity
     cgroup_cores: float | None = None  # CPU quota of its control group
     numa_nodes: int | None = None
-    l2_bytes: int | None = None  # of one core
     l3_bytes: int | None = None  # of one socket
-    max_hertz: float | None = None
     governor: str | None = None
     memory_total_bytes: int
     memory_available_bytes: int
@@ -209,6 +201,7 @@ def hardware_facts(*, bandwidth: bool = False, root: Path = ROOT) -> HardwareFac
     memory = sizes(read_text(root / "proc/meminfo"))
     flags = cpu_flags(root)
     found = find_gpus(root=root)
+    cpu0 = root / "sys/devices/system/cpu/cpu0"
     facts = HardwareFacts(
         cpu_model=cpu_name(root) or platform.processor() or platform.machine(),
         architecture=platform.machine(),
@@ -218,10 +211,8 @@ def hardware_facts(*, bandwidth: bool = False, root: Path = ROOT) -> HardwareFac
         allowed_cores=allowed_cores(),
         cgroup_cores=cgroup_cores(root),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None,
-        l2_bytes=_cache_bytes(root, 2),
-        l3_bytes=_cache_bytes(root, 3),
-        max_hertz=_max_hertz(root),
-        governor=_cpufreq(root, "scaling_governor"),
+        l3_bytes=_l3_bytes(root),
+        governor=read_text(cpu0 / "cpufreq/scaling_governor").strip() or None,
         memory_total_bytes=memory.get("MemTotal", 0),
         memory_available_bytes=memory.get("MemAvailable", memory.get("MemFree", 0)),
         cgroup_memory_bytes=cgroup_memory_left(root),
@@ -236,22 +227,21 @@ def hardware_facts(*, bandwidth: bool = False, root: Path = ROOT) -> HardwareFac
         virtualisation=_virtualisation(root, flags),
         hostname=platform.node(),
     )
-    return _with_peaks(facts) if bandwidth else facts
-
-
-def _with_peaks(facts: HardwareFacts) -> HardwareFacts:
+    if not bandwidth:
+        return facts
     threads = max(1, int(facts.usable_cores))
-    measured = read_bandwidth(threads, array_bytes=array_bytes(facts.l3_bytes, threads))
+    # Together four times the last-level cache, at most 1 GiB each.
+    array_bytes = min(1 << 30, max(64 << 20, 4 * (facts.l3_bytes or 0) // threads))
     return msgspec.structs.replace(
-        facts, bandwidth_bytes_per_second=measured, gemm_flops_per_second=gemm_rate()
+        facts,
+        bandwidth_bytes_per_second=read_bandwidth(threads, array_bytes=array_bytes),
+        gemm_flops_per_second=gemm_rate(),
     )
 
 
 def allowed_cores() -> tuple[int, ...]:
     """The cores this process may run on, ascending."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def _physical_cores(cpuinfo: str) -> int | None:
@@ -264,21 +254,12 @@ def _physical_cores(cpuinfo: str) -> int | None:
     return len(pairs) or None
 
 
-def _cache_bytes(root: Path, level: int) -> int | None:
+def _l3_bytes(root: Path) -> int | None:
     for index in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
         size = re.match(r"(\d+)([KM]?)", read_text(index / "size"))
-        if size and read_text(index / "level").strip() == str(level):
+        if size and read_text(index / "level").strip() == "3":
             return int(size[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[size[2]]
     return None
-
-
-def _cpufreq(root: Path, name: str) -> str | None:
-    return read_text(root / "sys/devices/system/cpu/cpu0/cpufreq" / name).strip() or None
-
-
-def _max_hertz(root: Path) -> float | None:
-    kilohertz = _cpufreq(root, "cpuinfo_max_freq") or ""
-    return float(kilohertz) * 1000 if kilohertz.isdigit() else None
 
 
 def _system(root: Path) -> str:

@@ -27,7 +27,7 @@ from serving.http.errors import ApiError, as_answer, invalid, scrubbed, try_agai
 from serving.http.http_request import Request
 from serving.placement.placement_policy import NoPlacement
 from serving.registry.engine_config import prepare
-from serving.registry.loaded_model import Tenant, read_vocabulary
+from serving.registry.loaded_model import ServedModel, read_vocabulary
 from serving.registry.model_registry import Registry
 from serving.server_options import model_options
 from serving.supervisor.supervisor import Background
@@ -50,7 +50,7 @@ UNLOAD = msgspec.json.Decoder(UnloadRequest)
 async def list_models(request: Request) -> None:
     """All models, and the memory they share; a limit that is null does not hold."""
     registry = _registry(request)
-    states = [_state(tenant) for tenant in registry.tenants.values()]
+    states = [_state(tenant) for tenant in registry.models.values()]
     memories = [one["memory"] for one in states if one["memory"]["loaded"]]
     loaded = sum(one["measured_bytes"] or one["predicted_bytes"] for one in memories)
     shared = {
@@ -62,15 +62,15 @@ async def list_models(request: Request) -> None:
     await request.answer({"models": states} | shared)
 
 
-def _state(tenant: Tenant) -> dict[str, Any]:
+def _state(tenant: ServedModel) -> dict[str, Any]:
     """One model, and what its engines' processes take (RSS); what is not known is null."""
     supervisor, model = tenant.supervisor, tenant.prepared.model
-    metrics, progress = tenant.served_model.metrics, tenant.progress()
+    metrics, progress = tenant.metrics, tenant.progress()
     is_loaded = bool(supervisor.pids)
     predicted = sum(attempt.need_bytes for attempt in tenant.attempts())
     idle = None if tenant.used_unix is None else round(time.monotonic() - tenant.used_at, 3)
     return {
-        "name": tenant.name,
+        "name": tenant.served_name,
         "source": model.source,
         "state": tenant.state,
         "reason": scrubbed(supervisor.reason or "") or None,
@@ -100,7 +100,7 @@ async def load_model(request: Request) -> None:
     name = given.get("name")
     if not isinstance(name, str):
         raise invalid("name: a text is needed", "name")
-    if name in registry.tenants:
+    if name in registry.models:
         more = sorted(given.keys() - {"name"})
         if more:
             text = f"{name} is served already, so {more[0]} cannot be given"
@@ -117,7 +117,7 @@ async def load_model(request: Request) -> None:
     async def add_and_load() -> None:
         prepared = await asyncio.to_thread(prepare, model, registry.machine)
         vocabulary = await asyncio.to_thread(read_vocabulary, prepared.tokenizer_path)
-        registry.add(prepared, vocabulary)
+        registry.serve(prepared, vocabulary)
         await registry.load(prepared.name)
 
     await _do(request, name, add_and_load())
@@ -125,7 +125,7 @@ async def load_model(request: Request) -> None:
 
 async def unload_model(request: Request) -> None:
     registry, body = _registry(request), await request.read(UNLOAD)
-    if body.name not in registry.tenants:
+    if body.name not in registry.models:
         raise _no_model(body.name, "/admin/models lists what there is")
     await _do(request, body.name, registry.unload(body.name, body.drain))
 
@@ -145,7 +145,7 @@ async def _do(request: Request, name: str, work: Coroutine[Any, Any, Any]) -> No
             case LoadFailed():
                 answer = ApiError(500, text, "load_failed")
         raise answer or invalid(text, code="wrong_model") from problem
-    await request.answer(_state(_registry(request).tenants[name]))
+    await request.answer(_state(_registry(request).models[name]))
 
 
 def _no_model(name: str, advice: str) -> ApiError:
@@ -153,6 +153,6 @@ def _no_model(name: str, advice: str) -> ApiError:
 
 
 def _registry(request: Request) -> Registry:
-    keeper = request.endpoint.router.keeper
-    assert isinstance(keeper, Registry), "admin routes are those of a registry"
-    return keeper
+    router = request.endpoint.router
+    assert isinstance(router, Registry), "admin routes are those of a registry"
+    return router

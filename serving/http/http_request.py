@@ -89,13 +89,13 @@ class Request:
         """
         endpoint, model = self.endpoint, self.look_at(name)
         if model.supervisor.state == EngineState.ready:
-            self.model, self.release = await endpoint.router.acquire(model.served_name)
-            return self.model
+            self.release = await endpoint.router.hold(model.served_name)
+            return model
         if endpoint.waiting_for_load >= endpoint.limits.waiting_for_load:
             text = f"{endpoint.waiting_for_load} requests wait for models that are being loaded"
             raise Overloaded(text, 5.0)
         endpoint.waiting_for_load += 1
-        holding = asyncio.ensure_future(endpoint.router.acquire(model.served_name))
+        holding = asyncio.ensure_future(endpoint.router.hold(model.served_name))
         watching = asyncio.ensure_future(self.until_gone())
         try:
             await asyncio.wait({holding, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -106,8 +106,8 @@ class Request:
                 holding.cancel()
         if not holding.done():
             raise ClientGone
-        self.model, self.release = holding.result()
-        return self.model
+        self.release = holding.result()
+        return model
 
     async def until_gone(self) -> None:
         """Returns when the client has closed the connection (or the answer is complete)."""

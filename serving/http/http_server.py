@@ -88,25 +88,19 @@ def is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
-def url_of(listener: socket.socket, tls: bool = False) -> str:
+def url_of(listener: socket.socket) -> str:
     """The URL under which this machine reaches the socket; a wildcard address is its loopback."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class HttpServer:
     """`ended` is done once a signal came, or the server ended by itself. `signals`: how many."""
 
-    def __init__(
-        self, app: Any, limits: Limits, tls: tuple[str | None, str | None] = (None, None)
-    ) -> None:
-        """`tls`: files of the certificate and its key."""
-        certificate, key = tls
-        options = server_options(limits)
-        config = uvicorn.Config(app, ssl_certfile=certificate, ssl_keyfile=key, **options)
-        self._server = uvicorn.Server(config)
+    def __init__(self, app: Any, limits: Limits) -> None:
+        self._server = uvicorn.Server(uvicorn.Config(app, **server_options(limits)))
         # Signals are ours: drain, then close.
         setattr(self._server, "capture_signals", contextlib.nullcontext)  # noqa: B010
         self.signals = 0

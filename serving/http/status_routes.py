@@ -110,7 +110,7 @@ async def placement(request: Request) -> None:
     for key in asked.keys() - {"model"}:
         raise invalid(f"unknown query parameter {key[:80]!r}; model is known", key[:80])
     model = request.look_at(asked.get("model", router.first.served_name))
-    served, explanation, now = model.supervisor, model.placement, time.time()
+    served, now = model.supervisor, time.time()
     engine, loaded = msgspec.structs.asdict(served.config), served.ready
     memory: dict[str, Any] | None = None
     if loaded is not None:
@@ -134,7 +134,7 @@ async def placement(request: Request) -> None:
             {"seconds_ago": round(now - event.unix_seconds, 3)} | msgspec.structs.asdict(event)
             for event in served.events
         ],
-        "explanation": explanation() if callable(explanation) else explanation,
+        "explanation": model.about(),
     }
     if len(router.models) > 1:
         found["models"] = router.states()

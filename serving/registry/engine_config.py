@@ -7,6 +7,7 @@ prepared.placement, prepared.configs, prepared.tokenizer_path
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import cache as once
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,11 @@ from models.isolated import run_aside
 from models.ladder import is_rung, rung
 from models.manifest import Progress, read_manifest
 from models.onnx_files import graphs
-from models.resolve import resolve
-from models.spec import ModelSpec
+from models.resolve import ResolvedModel, resolve
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import (
     BACKENDS,
     DEFAULTS,
-    BackendProbe,
     backend_for,
     missing_backends,
     probe_backend,
@@ -42,6 +41,7 @@ from serving.placement.fastest_backend import (
     fastest_backend,
 )
 from serving.placement.placement_policy import (
+    Attempt,
     NoPlacement,
     Obstacles,
     Placement,
@@ -54,53 +54,59 @@ from serving.server_options import ModelOptions, Policy
 
 # Nobody says what a server will be asked: the mean lengths of the workload chat, all slots busy.
 USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS = 1166.0, 214.0
-# Options that an engine's configuration takes as they are.
-_OF_AN_ENGINE = (
+# Options that a placement and an engine's configuration take as they are.
+_PLACED = ("policy", "slots", "context_tokens", "kv_tokens", "kv_dtype", "check_memory")
+_CONFIGURED = (
     *("kv_tokens", "kv_dtype", "prefill_tokens", "step_seconds_target", "prefix_reuse"),
     "check_memory",
 )
 
 
-class FoundModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that exists: options with backend and format decided, shape, and file size in bytes.
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that can be loaded: the files of every engine that may run it are there.
 
-    `size_bytes` is None where the weights are not one file yet.
+    `request`: with backend, format and context decided, so that it is placed again as it was.
     """
 
-    model: ModelOptions
-    spec: ModelSpec
-    size_bytes: int | None
-    file: str = ""  # the GGUF file, where it is one
-
-    def with_engine(self, backend: str, weight_format: str) -> FoundModel:
-        """The model with its engine decided."""
-        model = msgspec.structs.replace(self.model, backend=backend, weight_format=weight_format)
-        return msgspec.structs.replace(self, model=model)
-
-
-class Prepared(FoundModel, frozen=True, kw_only=True):
-    """A model that can be loaded: its files are there. `configs`: one for each attempt."""
-
     name: str
+    model: ModelOptions
+    request: PlacementRequest
     placement: Placement
-    configs: tuple[EngineConfig, ...]
-    tokenizer_path: str
-    note: str
+    split: CoreSplit
+    files: dict[str, ResolvedModel]  # by backend
+    options: dict[str, dict[str, Any]]  # by backend
+
+    @property
+    def tokenizer_path(self) -> str:
+        return next((one.tokenizer_path for one in self.files.values() if one.tokenizer_path), "")
+
+    @property
+    def configs(self) -> tuple[EngineConfig, ...]:
+        """One for each attempt of its placement."""
+        return self.configs_of(self.placement)
 
     def configs_of(self, placement: Placement) -> tuple[EngineConfig, ...]:
-        """The configurations of a later placement, whose GPU may be another one; attempts that had
-        none are left out."""
-        known = {(config.backend, config.device): config for config in self.configs}
-        found = ((known.get((one.backend, one.device)), one) for one in placement.attempts)
+        """The engines of a placement of its backends, perhaps a later one on another GPU."""
         return tuple(
-            msgspec.structs.replace(
-                config,
-                device_id=attempt.device_id,
-                device_vendor=attempt.vendor,
-                slots=attempt.slots or self.model.slots,
+            EngineConfig(
+                backend=one.backend,
+                model_path=self.files[one.backend].path,
+                model_name=self.name,
+                weight_format=self.files[one.backend].weight_format,
+                tokenizer_path=self.files[one.backend].tokenizer_path,
+                device=one.device,
+                device_id=one.device_id,
+                device_vendor=one.vendor,
+                slots=one.slots or self.model.slots,
+                context_tokens=placement.context_tokens,
+                threads=self.split.threads,
+                cores=self.split.engine,
+                nice=self.split.nice if one.device == "cpu" else 0,  # a GPU waits for its host
+                quality_kl_nats=self.files[one.backend].quality_kl_nats,
+                options=self.options[one.backend],
+                **{name: getattr(self.model, name) for name in _CONFIGURED},
             )
-            for config, attempt in found
-            if config is not None
+            for one in placement.attempts
         )
 
 
@@ -120,7 +126,7 @@ class Machine:
         self.is_serving = False  # measuring engines would then disturb requests, and be disturbed
         self._api_cores = api_cores
         self._allowed = allowed_cores()
-        self._probes: dict[str, BackendProbe] = {}
+        self._probed = once(probe_backend)  # it takes seconds
         self.vendors: dict[str, str] = {}  # of the GPUs that a backend's build drives
 
     def facts(self) -> HardwareFacts:
@@ -151,9 +157,9 @@ class Machine:
         self, facts: HardwareFacts, policy: Policy, backend: str | None
     ) -> dict[str, tuple[Cause, str]]:
         """Backends that may be asked to use the GPU and cannot, by their probes in subprocesses."""
-        if not facts.gpus or policy is Policy.cpu_only:
-            return {}
         troubles: dict[str, tuple[Cause, str]] = {}
+        if not facts.gpus or policy is Policy.cpu_only:
+            return troubles
         for name in DEFAULTS["gpu"] if backend is None else (backend,):
             if spec_of(name).probe is None:
                 continue
@@ -166,12 +172,6 @@ class Machine:
                 troubles[name] = cause, why
         return troubles
 
-    def _probed(self, name: str) -> BackendProbe:
-        """What the backend's library says, asked once: it takes seconds."""
-        if name not in self._probes:
-            self._probes[name] = probe_backend(name)
-        return self._probes[name]
-
 
 def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None = None) -> Prepared:
     """Find the model, decide where it runs, get its weights for every engine. May take minutes.
@@ -179,53 +179,123 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     Raises ModelError for a model that cannot be had, NoPlacement where it can run nowhere,
     ServingError for options that cannot be.
     """
-    found = find_model(model, machine)
-    spec = found.spec
+    request = find_model(model, machine)
     facts = facts or machine.facts()
-    placement = place(found, machine, facts)
-    # Placed again, it keeps the context that it has now.
-    model = msgspec.structs.replace(found.model, context_tokens=placement.context_tokens)
-    found = msgspec.structs.replace(found, model=model)
+    placement = place(request, machine, facts)
+    request = msgspec.structs.replace(request, context_tokens=placement.context_tokens)
     split = machine.split(model.cores, model.threads)
-    choice = best_for(found, placement, split, machine, facts)
-    if choice is not None:
-        found = found.with_engine(choice.backend, choice.weight_format)
-        reason = Reason(None, "; ".join(line.strip() for line in choice_lines(choice)))
-        placement = place(found, machine, facts)
-        placement = narrowed(placement, placement.attempts, reason)
-    configs = _configs(found, placement, split, machine)
-    tokenizer_path = next((one.tokenizer_path for one in configs if one.tokenizer_path), "")
-    if spec.name != "fake" and not _made_here(Path(tokenizer_path)):
-        # A stranger's tokenizer is tried in another process before it is loaded in this one.
-        run_aside("models.tokenizer:rehearse", None, tokenizer_path)
-    return Prepared(
-        name=found.model.name or spec.name,
-        model=found.model,
-        spec=spec,
-        size_bytes=found.size_bytes,
-        file=found.file,
+    if placement.device == "cpu":
+        choice = best_for(model, request, split, machine, facts)
+        if choice is not None:
+            request = msgspec.structs.replace(
+                request, backend=choice.backend, weight_format=choice.weight_format
+            )
+            placement = place(request, machine, facts)
+            reason = Reason(None, "; ".join(line.strip() for line in choice_lines(choice)))
+            placement = narrowed(placement, placement.attempts, reason)
+    backends = [one.backend for one in placement.attempts]
+    prepared = Prepared(
+        name=model.name or request.model.name,
+        model=model,
+        request=request,
         placement=placement,
-        configs=configs,
-        tokenizer_path=tokenizer_path,
-        note=split.note,
+        split=split,
+        options=options_by_backend(model.options, backends),  # before weights are made
+        files={one.backend: _files_of(model, one, machine) for one in placement.attempts},
+    )
+    for backend, files in prepared.files.items():
+        if not files.path:
+            prepared.options[backend].setdefault("vocabulary", request.model.vocabulary)
+    path = Path(prepared.tokenizer_path)
+    is_ours = any(read_manifest(place) is not None for place in (path, path.parent))
+    if not is_ours and request.model.name != "fake":
+        # A stranger's tokenizer is tried in another process before it is loaded in this one.
+        run_aside("models.tokenization.tokenizer:rehearse", None, str(path))
+    if any(one.synthetic and one.path for one in prepared.files.values()):
+        machine.say(
+            f"{request.model.name} has random weights: "
+            "times and memory are those of the real model, the text is noise"
+        )
+    return prepared
+
+
+def _files_of(model: ModelOptions, attempt: Attempt, machine: Machine) -> ResolvedModel:
+    """The weights of an engine, made or fetched where they are not there."""
+    kind, weight_format = weights_of(attempt.backend, attempt.weight_format)
+    return resolve(
+        model.source,
+        kind=kind,
+        weight_format=weight_format or None,
+        cache=machine.cache,
+        progress=machine.progress,
     )
 
 
+def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
+    """What is to be placed: the model's shape and size, and the backend and format that follow from
+    what it is. A rung's are decided when it is placed."""
+    asked = {name: getattr(model, name) for name in _PLACED}
+    if is_rung(model.source):
+        spec = rung(model.source).spec
+        return PlacementRequest(
+            model=spec, backend=model.backend, weight_format=model.weight_format, **asked
+        )
+    backend, named = model.backend, BACKENDS.get(model.source)
+    if backend is None and named is not None and not named.has_weights:
+        backend = model.source
+    backend = backend or backend_of_path(Path(model.source)) or DEFAULTS["cpu"][0]
+    kind, weight_format = weights_of(backend, model.weight_format)
+    files = resolve(
+        model.source,
+        kind=kind,
+        weight_format=weight_format if model.weight_format else None,
+        cache=machine.cache,
+        progress=machine.progress,
+    )
+    path, size_bytes = Path(files.path), None
+    if path.suffix == ".onnx":
+        size_bytes = weight_bytes(path)
+    elif files.path and path.is_file():
+        size_bytes = path.stat().st_size
+    return PlacementRequest(
+        model=files.spec,
+        backend=backend,
+        weight_format=files.weight_format or None,
+        weight_bytes=size_bytes,
+        file=files.path if path.suffix == ".gguf" else "",
+        **asked,
+    )
+
+
+def backend_of_path(path: Path) -> str | None:
+    """The backend that reads a local GGUF file or folder; None for anything else."""
+    if path.suffix == ".gguf":
+        return backend_for("gguf")
+    if path.is_dir() and graphs(path):
+        return backend_for("onnx")
+    return backend_for("hf") if path.is_dir() and any(path.glob("*.safetensors")) else None
+
+
+def place(request: PlacementRequest, machine: Machine, facts: HardwareFacts) -> Placement:
+    """Where the model runs on this machine. Raises NoPlacement."""
+    gpu = machine.gpu_trouble(facts, request.policy, request.backend)
+    return plan(request, facts, Obstacles(missing_backends(), gpu, machine.vendors))
+
+
 def best_for(
-    found: FoundModel,
-    placement: Placement,
+    model: ModelOptions,
+    request: PlacementRequest,
     split: CoreSplit,
     machine: Machine,
     facts: HardwareFacts,
 ) -> EngineChoice | None:
     """The CPU's best engine for a rung whose backend is not named; None: it is not asked for."""
-    model = found.model
     is_open = model.backend is None and not model.options and is_rung(model.source)
-    if not (model.calibration and is_open and placement.device == "cpu"):
+    if not (model.calibration and is_open):
         return None
     question = Question(
         source=model.source,
-        request=_request(found),
+        request=request,
         prompt_tokens=USUAL_PROMPT_TOKENS,
         output_tokens=USUAL_OUTPUT_TOKENS,
         threads=split.threads,
@@ -241,51 +311,6 @@ def best_for(
         return None
 
 
-def _configs(
-    found: FoundModel, placement: Placement, split: CoreSplit, machine: Machine
-) -> tuple[EngineConfig, ...]:
-    """The configuration of each engine that may run the model, its weights made or fetched."""
-    model, spec = found.model, found.spec
-    configs: list[EngineConfig] = []
-    options = options_by_backend(model.options, [one.backend for one in placement.attempts])
-    for attempt in placement.attempts:
-        kind, weight_format = weights_of(attempt.backend, attempt.weight_format)
-        files = resolve(
-            model.source,
-            kind=kind,
-            weight_format=weight_format or None,
-            cache=machine.cache,
-            progress=machine.progress,
-        )
-        known = {"vocabulary": spec.vocabulary} if kind == "none" else {}
-        configs.append(
-            EngineConfig(
-                backend=attempt.backend,
-                model_path=files.path,
-                model_name=model.name or spec.name,
-                weight_format=files.weight_format,
-                tokenizer_path=files.tokenizer_path,
-                device=attempt.device,
-                device_id=attempt.device_id,
-                device_vendor=attempt.vendor,
-                slots=attempt.slots or model.slots,
-                context_tokens=placement.context_tokens,
-                threads=split.threads,
-                cores=split.engine,
-                nice=split.nice if attempt.device == "cpu" else 0,  # a GPU waits for its host
-                quality_kl_nats=files.quality_kl_nats,
-                options=known | options[attempt.backend],
-                **{name: getattr(model, name) for name in _OF_AN_ENGINE},
-            )
-        )
-        if files.synthetic and kind != "none":
-            machine.say(
-                f"{spec.name} has random weights: "
-                "times and memory are those of the real model, the text is noise"
-            )
-    return tuple(configs)
-
-
 def options_by_backend(
     given: Mapping[str, Any], backends: Collection[str]
 ) -> dict[str, dict[str, Any]]:
@@ -295,96 +320,16 @@ def options_by_backend(
     found: dict[str, dict[str, Any]] = {name: {} for name in backends}
     for key, value in given.items():
         owner, _, name = key.rpartition(".")
+        known = {one: spec_of(one).options for one in found}
         takers = [
             one
-            for one in found
-            if owner in ("", one) and ((known := spec_of(one).options) is None or name in known)
+            for one, names in known.items()
+            if owner in ("", one) and (names is None or name in names)
         ]
         # A named owner that serves nowhere here is no mistake: its engine may on another machine.
         if not takers and not (owner in BACKENDS and owner not in found):
-            known_to = {one: ", ".join(spec_of(one).options or ()) for one in found}
-            told = "; ".join(f"{one} has {names}" for one, names in known_to.items())
+            told = "; ".join(f"{one} has {', '.join(names or ())}" for one, names in known.items())
             raise Unsupported(f"no engine here has the option {key!r}: {told}", key)
         for one in takers:
             found[one][name] = value
     return found
-
-
-def _made_here(path: Path) -> bool:
-    """Whether this project wrote the file or folder, so that its tokenizer is ours."""
-    return any(read_manifest(place) is not None for place in (path, path.parent))
-
-
-def place(
-    found: FoundModel, machine: Machine, facts: HardwareFacts, check_memory: bool | None = None
-) -> Placement:
-    """Where the model runs. `check_memory`: None as its options say. Raises NoPlacement."""
-    model = found.model
-    request = _request(found)
-    if check_memory is not None:
-        request = msgspec.structs.replace(request, check_memory=check_memory)
-    gpu = machine.gpu_trouble(facts, model.policy, model.backend)
-    return plan(request, facts, Obstacles(missing_backends(), gpu, machine.vendors))
-
-
-def _request(found: FoundModel) -> PlacementRequest:
-    model = found.model
-    return PlacementRequest(
-        model=found.spec,
-        policy=model.policy,
-        backend=model.backend,
-        weight_format=model.weight_format,
-        slots=model.slots,
-        context_tokens=model.context_tokens,
-        kv_tokens=model.kv_tokens,
-        kv_dtype=model.kv_dtype,
-        weight_bytes=found.size_bytes,
-        file=found.file,
-        check_memory=model.check_memory,
-    )
-
-
-def find_model(model: ModelOptions, machine: Machine) -> FoundModel:
-    """Shape and size of a model, and the backend and format that follow from what it is."""
-    if is_rung(model.source):
-        return FoundModel(model=model, spec=rung(model.source).spec, size_bytes=None)
-    backend = model.backend or _backend_of(model.source)
-    kind, weight_format = weights_of(backend, model.weight_format)
-    files = resolve(
-        model.source,
-        kind=kind,
-        weight_format=weight_format if model.weight_format else None,
-        cache=machine.cache,
-        progress=machine.progress,
-    )
-    path = Path(files.path)
-    size = None
-    if path.suffix == ".onnx":
-        size = weight_bytes(path)
-    elif files.path and path.is_file():
-        size = path.stat().st_size
-    decided = msgspec.structs.replace(
-        model, backend=backend, weight_format=files.weight_format or None
-    )
-    file = files.path if path.suffix == ".gguf" else ""
-    return FoundModel(model=decided, spec=files.spec, size_bytes=size, file=file)
-
-
-def _backend_of(source: str) -> str:
-    """The backend that a model's name asks for where the user names none."""
-    named = BACKENDS.get(source)
-    if named is not None and not named.has_weights:
-        return source
-    return backend_of_path(Path(source)) or DEFAULTS["cpu"][0]
-
-
-def backend_of_path(path: Path) -> str | None:
-    """The backend that reads a local GGUF file or folder; None for anything else."""
-    if path.suffix == ".gguf":
-        return backend_for("gguf")
-    if path.is_dir():
-        if graphs(path):
-            return backend_for("onnx")
-        if any(path.glob("*.safetensors")):
-            return backend_for("hf")
-    return None

@@ -1,7 +1,6 @@
 """Which models must be evicted so that another one fits: pure decisions over bytes.
 
-    verdict = make_room([{"GPU-1": 9e9}, {"cpu": 6e9}], residents, free={"GPU-1": 2e9, "cpu": 1e9})
-    verdict.option, verdict.evict            # 0, ("least-recently-used",)
+    option, evict = make_room([{"GPU-1": 9e9}, {"cpu": 6e9}], residents, free={"GPU-1": 2e9, ...})
 
 Memory is that of one place: "cpu" for RAM, a GPU's UUID for its own (Attempt.place). The first
 option that can be had is taken (the placement's order: GPU first), even where others are evicted
@@ -19,25 +18,10 @@ import msgspec
 
 from models import formatting
 from serving.errors import NoRoom
-from serving.placement.placement_policy import (
-    Attempt,
-    NoPlacement,
-    Placement,
-    Reason,
-    narrowed,
-)
-from serving.registry.engine_config import Prepared
+from serving.placement.placement_policy import Attempt, NoPlacement
 
 Bytes = Mapping[str, int]  # place -> bytes
-
-
-class RegistryLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`memory_bytes`: RAM of all engines together; None: what the machine has free."""
-
-    memory_bytes: int | None = None
-    most_loaded: int | None = None
-    load_wait_seconds: float = 60.0  # that a request waits for its model
-    drain_seconds: float = 60.0  # of an unload
+Free = Mapping[str, int | None]  # None: the device does not say
 
 
 class Resident(msgspec.Struct, frozen=True):
@@ -47,69 +31,19 @@ class Resident(msgspec.Struct, frozen=True):
     takes: dict[str, int]  # place -> bytes that its end would give back
     used_at: float
     busy: bool
-
-
-class RoomVerdict(msgspec.Struct, frozen=True):
-    """`option`: index of the one that fits once `evict` are gone, in this order; None: none fits,
-    for the reason in `text`. `may_change`: what is in the way is busy, so ask again."""
-
-    option: int | None
-    evict: tuple[str, ...] = ()
-    text: str = ""
-    may_change: bool = False
-
-
-def room_for(
-    prepared: Prepared,
-    wanted: Placement,
-    residents: Sequence[Resident],
-    promised_bytes: int,
-    limits: RegistryLimits,
-) -> tuple[tuple[Attempt, ...], tuple[str, ...]]:
-    """The attempts of a placement that can be had (the one that fits, then those it may fall back
-    to), and who must go for them. Raises NoRoom or NoPlacement.
-
-    `promised_bytes`: RAM that the residents may still touch.
-    """
-    check = prepared.model.check_memory
-    known = {(config.backend, config.device) for config in prepared.configs}
-    attempts = tuple(one for one in wanted.attempts if (one.backend, one.device) in known)
-    if not attempts:
-        why = "; ".join(reason.text for reason in wanted.reasons)
-        raise NoPlacement(f"{prepared.name} can run nowhere any more: {why}")
-    free: Mapping[str, int | None] = {}
-    if check:
-        free = bytes_free(attempts, residents, promised_bytes, limits.memory_bytes)
-    needs = bytes_needed(attempts, prepared.model.standby == "warm")
-    verdict = make_room(needs, residents, free, limits.most_loaded)
-    if verdict.option is None:
-        what = f"{prepared.name}: {verdict.text}"
-        raise NoRoom(what) if verdict.may_change else NoPlacement(what)
-    first, *others = attempts[verdict.option :]
-    later = (one for one in others if one.fits or not check)
-    return (first, *later), verdict.evict
-
-
-def placement_in(
-    attempts: tuple[Attempt, ...], wanted: Placement, evicted: Sequence[str]
-) -> Placement:
-    """The placement with the chosen attempts, and who was evicted for it."""
-    reason = None
-    if evicted:
-        text = f"unloaded {', '.join(evicted)}, idle for longest, to make room"
-        reason = Reason(None, text)
-    return narrowed(wanted, attempts, reason)
+    promised_bytes: int = 0  # of RAM, that it may still touch
 
 
 def make_room(
     options: Sequence[Bytes],
     residents: Sequence[Resident],
-    free: Mapping[str, int | None],
+    free: Free,
     most_loaded: int | None = None,
-) -> RoomVerdict:
-    """Choose one of `options` (bytes needed in each place; at least one) and who goes for it.
+) -> tuple[int, tuple[str, ...]]:
+    """Which of `options` (bytes needed in each place) can be had, and who goes for it, in order.
 
-    `free`: None where the device does not say. `most_loaded`: models at once, the new one counted.
+    `most_loaded`: models at once, the new one counted. Raises NoRoom where busy models are in the
+    way, NoPlacement where it would not even fit alone.
     """
 
     def fits(needs: Bytes, gone: Sequence[Resident]) -> bool:
@@ -121,49 +55,28 @@ def make_room(
                 return False
         return True
 
-    def evicted(needs: Bytes, candidates: Sequence[Resident]) -> list[Resident] | None:
-        """Those who must go, oldest first; None where all candidates together are not enough."""
-        chosen: list[Resident] = []
-        for one in candidates:
-            if fits(needs, chosen):
-                break
-            chosen.append(one)
-        if not fits(needs, chosen):
-            return None
-        # The last one chosen may be so big that earlier ones can stay; the youngest stays first.
-        for one in list(reversed(chosen)):
-            without = [other for other in chosen if other is not one]
-            if fits(needs, without):
-                chosen = without
-        return chosen
-
     idle = sorted((one for one in residents if not one.busy), key=lambda one: one.used_at)
     for index, needs in enumerate(options):
-        evict = evicted(needs, idle)
-        if evict is not None:
-            return RoomVerdict(index, tuple(one.name for one in evict))
-    why = _shortage(options, free)
-    if all(evicted(needs, residents) is None for needs in options):
-        return RoomVerdict(None, text=f"it would not fit even alone: {why}")
+        if fits(needs, idle):
+            gone = idle
+            for one in reversed(idle):  # whoever may stay; the youngest first
+                others = [other for other in gone if other is not one]
+                gone = others if fits(needs, others) else gone
+            return index, tuple(one.name for one in gone)
+    parts = [
+        f"{formatting.size(need)} needed on the {'CPU' if place == 'cpu' else 'GPU'}, "
+        f"{formatting.size(max(0, there))} may be used"
+        for needs in options
+        for place, need in needs.items()
+        if (there := free.get(place)) is not None and there < need
+    ]
+    why = "; ".join(dict.fromkeys(parts))
+    if not any(fits(needs, residents) for needs in options):
+        raise NoPlacement(f"it would not fit even alone: {why}")
     busy = [one.name for one in residents if one.busy]
-    if most_loaded is not None and len(busy) >= most_loaded:
-        why = f"{most_loaded} model{'s' if most_loaded > 1 else ''} may be loaded at once"
-    are = f"{', '.join(busy)} {'is' if len(busy) == 1 else 'are'}" if busy else "nothing is"
-    return RoomVerdict(None, text=f"{why}, and {are} busy", may_change=True)
-
-
-def _shortage(options: Sequence[Bytes], free: Mapping[str, int | None]) -> str:
-    parts: list[str] = []
-    for needs in options:
-        for place, need in needs.items():
-            there = free.get(place)
-            if there is not None and there < need:
-                device = "CPU" if place == "cpu" else "GPU"
-                usable = formatting.size(max(0, there))
-                parts.append(
-                    f"{formatting.size(need)} needed on the {device}, {usable} may be used"
-                )
-    return "; ".join(dict.fromkeys(parts)) or "the number of loaded models is limited"
+    if not why or (most_loaded is not None and len(busy) >= most_loaded):
+        why = f"{most_loaded} model{'' if most_loaded == 1 else 's'} may be loaded at once"
+    raise NoRoom(f"{why}, and {', '.join(busy)} {'is' if len(busy) == 1 else 'are'} busy")
 
 
 def bytes_needed(attempts: Sequence[Attempt], standby: bool) -> list[dict[str, int]]:
@@ -171,28 +84,22 @@ def bytes_needed(attempts: Sequence[Attempt], standby: bool) -> list[dict[str, i
     needs: list[dict[str, int]] = []
     for index, attempt in enumerate(attempts):
         need = {attempt.place: attempt.need_bytes}
-        if standby and index + 1 < len(attempts):
-            other = attempts[index + 1]
+        for other in attempts[index + 1 : index + 2] if standby else ():
             need[other.place] = need.get(other.place, 0) + other.need_bytes
         needs.append(need)
     return needs
 
 
 def bytes_free(
-    attempts: Sequence[Attempt],
-    residents: Sequence[Resident],
-    promised_bytes: int,
-    limit_bytes: int | None,
+    attempts: Sequence[Attempt], residents: Sequence[Resident], limit_bytes: int | None
 ) -> dict[str, int | None]:
-    """Bytes by place that a new engine may take.
-
-    `promised_bytes`: RAM that loaded engines may still touch. `limit_bytes`: RAM of all engines.
-    """
+    """Bytes by place that a new engine may take. `limit_bytes`: RAM of all engines together."""
     free: dict[str, int | None] = {}
     for attempt in attempts:
         there = attempt.free_bytes
         if attempt.place == "cpu":
-            there = None if there is None else there - promised_bytes
+            if there is not None:
+                there -= sum(one.promised_bytes for one in residents)
             if limit_bytes is not None:
                 left = limit_bytes - sum(one.takes.get("cpu", 0) for one in residents)
                 there = left if there is None else min(there, left)

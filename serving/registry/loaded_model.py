@@ -1,9 +1,8 @@
-"""One model of the server, loaded or not. ServedModel: what all requests for it share. Tenant: its
-files, its engines, who uses it, what memory it takes. ModelRouter: which model a request goes to.
+"""One model of the server, loaded or not (ServedModel), and all of them by name (ModelRouter).
 
 router = ModelRouter(ServerMetrics())
 router.add(ServedModel(supervisor, read_vocabulary(path), metrics))
-served_model, release = await router.acquire(name)     # loads the model where it may
+release = await router.hold(name)     # loads the model, where the router is a Registry
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from models.errors import BadChat
 from models.tokenizer import Tokenizer, load_tokenizer
-from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.errors import (
     ContextOverflow,
     EngineState,
@@ -44,22 +42,19 @@ LONGEST_TEXT = 1 << 20  # bytes of UTF-8; more where the context is longer than 
 CONTEXT_BYTES = 16  # of a text, for each token of the context
 _LONGEST_SPECIAL = 64  # bytes of text of a control token; the table of bytes does not say
 _NAMES_SHOWN = 8
-RETRY_FIRST_SECONDS = 5.0  # between loads of a model that does not load or keeps dying
-RETRY_LONGEST_SECONDS = 300.0
-RETRY_FORGET_SECONDS = 600.0  # of life after which the pause begins with the shortest again
+RETRY_SECONDS = 30.0  # between loads of a model that does not load or keeps dying
 
 
 class TextWork:
     """Work on texts beside the event loop: a thread, and a queue bounded in characters."""
 
-    def __init__(self, most: int = MOST_CHARACTERS) -> None:
+    def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "text")
-        self._most = most
         self.characters = 0  # at work and waiting
 
     async def run(self, size: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """The function's result. `size`: characters of its text. Raises Overloaded."""
-        if self.characters and self.characters + size > self._most:
+        if self.characters and self.characters + size > MOST_CHARACTERS:
             text = f"{self.characters} characters of prompts wait to be tokenised"
             raise Overloaded(text, 1.0, "queue_text")
         self.characters += size
@@ -81,18 +76,6 @@ class Facts(msgspec.Struct, frozen=True):
     vocabulary: int
     capabilities: frozenset[str]
 
-    @classmethod
-    def of(cls, info: BackendInfo) -> Facts:
-        """Of a loaded backend. One sequence has the whole KV pool at most."""
-        context = min(info.context_tokens, info.kv_tokens)
-        return cls(info.name, context, info.vocabulary, info.capabilities)
-
-    @classmethod
-    def expected(cls, config: EngineConfig, vocabulary: int) -> Facts:
-        """Of an engine that is not loaded, for routes that need none, such as /tokenize."""
-        tokens = config.kv_tokens or config.slots * config.context_tokens
-        return cls(config.backend, min(config.context_tokens, tokens), vocabulary, frozenset())
-
 
 class Vocabulary(NamedTuple):
     """A tokenizer, and the bytes of each token."""
@@ -110,37 +93,58 @@ def read_vocabulary(tokenizer_path: str) -> Vocabulary:
 
 
 class ServedModel:
-    """What all requests for one model share. `placement`: why it runs where it runs."""
+    """What all requests for one model share: engines, tokenizer, metrics, who uses it and what
+    memory it takes. Times are time.monotonic(), but `used_unix`.
+
+    `prepared`: None where somebody else starts and ends its engines.
+    """
 
     def __init__(
         self,
         supervisor: Supervisor,
         vocabulary: Vocabulary,
         metrics: Metrics,
-        placement: Any = None,
+        prepared: Prepared | Any = None,
     ) -> None:
+        self.served_name = metrics.model
         self.supervisor = supervisor
         self.tokenizer, self.table = vocabulary
-        self.served_name = metrics.model
         self.metrics = metrics
-        self.placement = placement
+        self.prepared = prepared
+        self.placement: Placement | Any = None if prepared is None else prepared.placement
         supervisor.on_step = metrics.stepped
         self.created = int(time.time())
         self._longest = max(_LONGEST_SPECIAL, max(map(len, self.table), default=0))
+        self.holders = 0  # requests that are being answered
+        self.used_at = time.monotonic()
+        self.used_unix: float | None = None
+        self.was_loaded = False
+        self.on_demand = True  # a request may load it
+        self.doing: str | None = None  # what a load is at, where no engine says it
+        self.load: asyncio.Task[None] | None = None
+        self.retry_at = 0.0  # of a model that failed; 0.0: it has not
+        self.problem: str | None = None  # why the last load failed
+
+    # What a request needs.
 
     def facts(self) -> Facts:
         """What the serving engine can do. Raises Unavailable while none serves."""
-        ready = self.supervisor.ready
-        if self.supervisor.state != EngineState.ready or ready is None:
+        if self.supervisor.state != EngineState.ready or self.supervisor.ready is None:
             raise self.unavailable(self.supervisor.reason)
-        return Facts.of(ready.info)
+        return self.known_facts()
 
     def known_facts(self) -> Facts:
-        """The same, as far as the configuration tells while no engine serves."""
+        """The same, as far as the configuration tells while no engine serves. One sequence has the
+        whole KV pool at most."""
         ready = self.supervisor.ready
         if ready is not None:
-            return Facts.of(ready.info)
-        return Facts.expected(self.supervisor.config, self.tokenizer.vocabulary)
+            info = ready.info
+            context = min(info.context_tokens, info.kv_tokens)
+            return Facts(info.name, context, info.vocabulary, info.capabilities)
+        config = self.supervisor.config
+        pool = config.kv_tokens or config.slots * config.context_tokens
+        context = min(config.context_tokens, pool)
+        return Facts(config.backend, context, self.tokenizer.vocabulary, frozenset())
 
     def unavailable(self, reason: str | None) -> Unavailable:
         """`reason`: of the supervisor, as far as whoever asks may know it."""
@@ -181,44 +185,26 @@ class ServedModel:
     async def text_of(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; a character that is cut is U+FFFD. `skip_special`: control tokens have
         no text."""
+        special = () if skip_special else self.tokenizer.special_ids
 
         def text() -> str:
-            data = [self.bytes_of(token) for token in tokens]
-            if not skip_special:
-                for place, token in enumerate(tokens):
-                    if token in self.tokenizer.special_ids:
-                        data[place] = self.tokenizer.token_text(token).encode()
-            return b"".join(data).decode("utf-8", "replace")
+            parts = (
+                self.tokenizer.token_text(one).encode() if one in special else self.bytes_of(one)
+                for one in tokens
+            )
+            return b"".join(parts).decode("utf-8", "replace")
 
-        return (
-            text() if len(tokens) <= INLINE_CHARACTERS else await TEXT_WORK.run(len(tokens), text)
-        )
+        if len(tokens) <= INLINE_CHARACTERS:
+            return text()
+        return await TEXT_WORK.run(len(tokens), text)
 
+    def about(self) -> dict[str, Any] | None:
+        """The decision where it runs, in numbers and in words, for /v1/placement."""
+        if self.placement is None:
+            return None
+        return {**msgspec.to_builtins(self.placement), "lines": explain(self.placement)}
 
-class Tenant:
-    """One model of the server. Times are time.monotonic(), but `used_unix`."""
-
-    def __init__(
-        self, prepared: Prepared, served_model: ServedModel, supervisor: Supervisor
-    ) -> None:
-        self.prepared = prepared
-        self.served_model = served_model
-        self.supervisor = supervisor
-        self.placement: Placement = prepared.placement
-        self.holders = 0  # requests that are being answered
-        self.used_at = time.monotonic()
-        self.used_unix: float | None = None
-        self.loaded_at: float | None = None
-        self.on_demand = True  # a request may load it
-        self.doing: str | None = None  # what a load is at, where no engine says it
-        self.load: asyncio.Task[None] | None = None
-        self.failures = 0
-        self.retry_at = 0.0  # of a model that failed; 0.0: it has not
-        self.problem: str | None = None  # why the last load failed
-
-    @property
-    def name(self) -> str:
-        return self.prepared.name
+    # Who uses it, and what it is at.
 
     @property
     def state(self) -> EngineState:
@@ -244,60 +230,43 @@ class Tenant:
             return loading.what, loading.fraction
         return None if self.doing is None else (self.doing, None)
 
-    def touch(self) -> None:
-        """It is in use now."""
-        self.used_at = time.monotonic()
-        self.used_unix = time.time()
-
     def hold(self) -> Callable[[], None]:
-        """A request uses it from now on, until the returned function is called."""
+        """A request uses it from now on, until the returned function is called, once."""
         self.holders += 1
-        self.touch()
-        held = True
+        self.used_at, self.used_unix = time.monotonic(), time.time()
+        return self._release
 
-        def release() -> None:
-            nonlocal held
-            if held:
-                held = False
-                self.holders -= 1
-                self.touch()
-
-        return release
+    def _release(self) -> None:
+        self.holders -= 1
+        self.used_at, self.used_unix = time.monotonic(), time.time()
 
     def check_may_load(self) -> None:
         """Raises Unavailable where a request may not load it."""
+        who = f"the model {self.served_name!r}"
         if not self.on_demand:
-            text = f"the model {self.name!r} was unloaded by an administrator"
-            raise Unavailable(text, 30.0, "unloaded")
+            raise Unavailable(f"{who} was unloaded by an administrator", 30.0, "unloaded")
         wait = self.retry_at - time.monotonic()
         if self.load is None and wait > 0:
-            text = f"the model {self.name!r} did not load: {self.problem or 'no reason given'}"
+            text = f"{who} did not load: {self.problem or 'no reason given'}"
             raise Unavailable(text, wait, "load_failed")
 
     def loaded(self) -> None:
         """A load has succeeded."""
-        self.retry_at = 0.0
-        self.problem = None
-        self.used_at = self.loaded_at = time.monotonic()
+        self.retry_at, self.problem = 0.0, None
+        self.was_loaded = True
+        self.used_at = time.monotonic()
+        self.metrics.loads["ready"] += 1
 
     def failed(self, problem: str) -> None:
-        """A load has failed, or its engines kept dying: the pause before the next load doubles."""
-        now = time.monotonic()
-        if self.loaded_at is not None and now - self.loaded_at > RETRY_FORGET_SECONDS:
-            self.failures = 0
-        pause = min(RETRY_LONGEST_SECONDS, RETRY_FIRST_SECONDS * 2.0**self.failures)
-        self.failures += 1
-        self.retry_at = now + pause
-        self.problem = problem
+        """A load has failed, or its engines kept dying: there is a pause before the next load."""
+        self.retry_at, self.problem = time.monotonic() + RETRY_SECONDS, problem
 
     def give_up_waiting(self) -> None:
         """End a load that has not begun; one whose engine runs ends with the engine."""
         if self.load is not None and self.doing is not None:
             self.load.cancel()
 
-    def about(self) -> dict[str, Any]:
-        """The decision where it runs, in numbers and in words, for /v1/placement."""
-        return {**msgspec.to_builtins(self.placement), "lines": explain(self.placement)}
+    # Its memory.
 
     def attempts(self) -> Iterator[Attempt]:
         """The placements of the engines that are or will be loaded: in use, and on standby."""
@@ -313,8 +282,8 @@ class Tenant:
         """RSS of its engine processes now."""
         return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
 
-    def as_resident(self) -> tuple[Resident, int]:
-        """What its end would free, and the bytes of RAM it was promised and has not touched yet."""
+    def as_resident(self) -> Resident:
+        """What its end would free, and the bytes of RAM that it may still touch."""
         takes: dict[str, int] = {}
         for attempt in self.attempts():
             takes[attempt.place] = takes.get(attempt.place, 0) + attempt.need_bytes
@@ -323,29 +292,20 @@ class Tenant:
             measured = self.measured_bytes
             promised = max(0, takes["cpu"] - measured)
             takes["cpu"] = max(takes["cpu"], measured)
-        return Resident(self.name, takes, self.used_at, self.busy), promised
-
-
-class Keeper(Protocol):
-    """Loads models on demand and unloads none in use: serving.registry.model_registry.Registry."""
-
-    async def hold(self, name: str) -> Callable[[], None]: ...
-
-    def states(self) -> dict[str, EngineState]: ...
+        return Resident(self.served_name, takes, self.used_at, self.busy, promised)
 
 
 class ModelRouter:
-    """The models of one server. Without a keeper, nothing is loaded on demand."""
+    """The models of one server by name; serving.registry.model_registry.Registry loads them too."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.metrics = metrics
         self.models: dict[str, ServedModel] = {}
-        self.keeper: Keeper | None = None
 
-    def add(self, served_model: ServedModel) -> None:
+    def add(self, model: ServedModel) -> None:
         """One more model."""
-        self.models[served_model.served_name] = served_model
-        self.metrics.add(served_model.metrics)
+        self.models[model.served_name] = model
+        self.metrics.add(model.metrics)
 
     @property
     def slot_tokens(self) -> int:
@@ -358,33 +318,25 @@ class ModelRouter:
         """The model that is meant where none is named."""
         return next(iter(self.models.values()))
 
-    def named(self, model: str | None) -> ServedModel:
+    def named(self, name: str | None) -> ServedModel:
         """The model of this name. Raises UnknownModel, ModelNotNamed."""
-        if model is None:
-            if len(self.models) > 1:
-                raise ModelNotNamed(f"model is needed: {self._names()} are served")
+        if name is None and len(self.models) == 1:
             return self.first
-        served_model = self.models.get(model)
-        if served_model is None:
-            are = "is" if len(self.models) == 1 else "are"
-            raise UnknownModel(
-                f"the model {model[:200]!r} does not exist; {self._names()} {are} served"
-            )
-        return served_model
+        if name in self.models:
+            return self.models[name]
+        names = [repr(one) for one in self.models]
+        shown = ", ".join(names[:_NAMES_SHOWN])
+        if len(names) > _NAMES_SHOWN:
+            shown += f" and {len(names) - _NAMES_SHOWN} more"
+        if name is None:
+            raise ModelNotNamed(f"model is needed: {shown} are served")
+        are = "is" if len(names) == 1 else "are"
+        raise UnknownModel(f"the model {name[:200]!r} does not exist; {shown} {are} served")
 
     def states(self) -> dict[str, EngineState]:
-        """The state of every model: the keeper's word where there is one."""
-        if self.keeper is not None:
-            return self.keeper.states()
-        return {name: served_model.supervisor.state for name, served_model in self.models.items()}
+        """Name -> state; a model that is on its way counts as loading."""
+        return {name: model.state for name, model in self.models.items()}
 
-    async def acquire(self, name: str) -> tuple[ServedModel, Callable[[], None] | None]:
-        """The model, held for a request, and what lets go of it. Raises Unavailable."""
-        release = None if self.keeper is None else await self.keeper.hold(name)
-        return self.models[name], release
-
-    def _names(self) -> str:
-        names = list(self.models)
-        shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
-        more = len(names) - _NAMES_SHOWN
-        return f"{shown} and {more} more" if more > 0 else shown
+    async def hold(self, name: str) -> Callable[[], None]:
+        """Keep this model loaded until the returned function is called. Raises Unavailable."""
+        return self.models[name].hold()

@@ -12,11 +12,11 @@ import pytest
 from serving.errors import ServingError
 from serving.ray_serve import REFUSED, check_options, share_of
 from serving.server_options import Policy, ServeOptions
-from tests.scale.conftest import REASON, title_of
 from tests.serving.cli.test_serve import Server
 from tests.serving.fakes import ask
 from tests.tools.waiting import wait_for
 
+REASON = "ray is not installed: make scale-test installs it into an environment of its own"
 KEY = {"Authorization": "Bearer the-key"}
 REPLICA = "ray::ServeReplica:crossover"
 
@@ -61,6 +61,13 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert one.process.stdout is not None
     one.process.stdout.close()
     assert not psutil.wait_procs(family, timeout=20)[1]
+
+
+def title_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def complete(one: Server, **fields: Any) -> Any:

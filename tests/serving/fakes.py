@@ -297,7 +297,9 @@ def app_on(
     metrics = Metrics(router.metrics, name, supervisor)
     tokenizer = tokenizer or ByteTokenizer()
     vocabulary = Vocabulary(tokenizer, tokenizer.token_bytes())
-    router.add(ServedModel(supervisor, vocabulary, metrics, placement))
+    model = ServedModel(supervisor, vocabulary, metrics)
+    model.about = lambda: placement  # type: ignore[method-assign]
+    router.add(model)
     return App(router, limits or Limits(body_bytes=4 << 20), api_key)
 
 

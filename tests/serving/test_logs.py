@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -18,20 +17,16 @@ from tests.serving.cli.test_serve import ROOT
 from tests.serving.fakes import ask, complete, wait_until
 
 
-def _broken_pipe() -> IO[str]:
-    end, ours = os.pipe()
-    os.close(end)
-    return os.fdopen(ours, "w")
-
-
 @pytest.mark.parametrize("kind", ["a broken pipe", "closed"])
 def test_a_server_whose_log_nobody_takes_stays_true(tmp_path: Path, kind: str) -> None:
     ready_file = tmp_path / "folder" / "ready.json"
     ready_file.parent.mkdir()
     serve = f"exec {sys.executable} -m serving fake --port 0 --log-requests"
     command = f"{serve} --ready-file {ready_file} {'>&- 2>&-' if kind == 'closed' else ''}"
-    with _broken_pipe() as out:
-        child = subprocess.Popen(["bash", "-c", command], cwd=ROOT, stdout=out, stderr=out)
+    end, out = os.pipe()
+    os.close(end)
+    child = subprocess.Popen(["bash", "-c", command], cwd=ROOT, stdout=out, stderr=out)
+    os.close(out)
     try:
         wait_until(lambda: ready_file.exists() or child.poll() is not None)
         about = json.loads(ready_file.read_text())
@@ -49,13 +44,11 @@ def test_a_server_whose_log_nobody_takes_stays_true(tmp_path: Path, kind: str) -
         child.wait(10)
 
 
-def test_a_full_disk_raises_nothing() -> None:
+def test_a_full_disk_and_a_terminal_that_went_away_raise_nothing() -> None:
     with open("/dev/full", "wb", buffering=0) as full:
-        narrator = Narrator(io.TextIOWrapper(full, write_through=True))
-        narrator.say("one", "two")
-
-
-def test_a_terminal_that_went_away_raises_nothing() -> None:
+        out = io.TextIOWrapper(full, write_through=True)
+        Narrator(out).say("one", "two")
+        out.detach()
     master, slave = os.openpty()
     with io.TextIOWrapper(os.fdopen(slave, "wb", buffering=0), write_through=True) as out:
         narrator = Narrator(out)

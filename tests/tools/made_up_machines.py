@@ -53,7 +53,7 @@ def made_up_machines() -> Iterator[MadeUpMachine]:
     on_cpu = "cpu", "llama_cpp", ""
     rocm = Obstacles(vendors={"torch": "amd"})
     mi300 = card("MI300X", 192, 190, "GPU-m", "amd")
-    part = msgspec.structs.replace(card("H100 1g.10gb", 9.8, 9.7, "MIG-1"), is_part=True)
+    part = card("H100 1g.10gb", 9.8, 9.7, "MIG-1")
     yield MadeUpMachine("no GPU", (), on_cpu)
     yield MadeUpMachine("one H100", (h100,), ("gpu", "torch", "GPU-h"))
     yield MadeUpMachine("one RTX 4090", (rtx,), ("gpu", "torch", "GPU-r"))

@@ -13,6 +13,8 @@ from serving.hardware.cpu_topology import (
     split_cores,
 )
 
+Cores = tuple[int, ...]
+
 
 @pytest.mark.parametrize(
     ("allowed", "engine", "api", "expected_engine", "expected_api"),
@@ -29,11 +31,7 @@ from serving.hardware.cpu_topology import (
     ],
 )
 def test_cores_are_divided(
-    allowed: tuple[int, ...],
-    engine: tuple[int, ...],
-    api: tuple[int, ...],
-    expected_engine: tuple[int, ...],
-    expected_api: tuple[int, ...],
+    allowed: Cores, engine: Cores, api: Cores, expected_engine: Cores, expected_api: Cores
 ) -> None:
     split = split_cores(allowed, engine, api)
     assert (split.engine, split.api) == (expected_engine, expected_api)
@@ -43,10 +41,15 @@ def test_cores_are_divided(
     assert (f"at nice {SHARED_NICE}" in split.note) == is_shared
 
 
-def test_one_thread_for_each_physical_core_unless_told_otherwise() -> None:
-    siblings = {0: 0, 1: 1, 2: 0, 3: 1}
-    assert split_cores((0, 1, 2, 3), (0, 1, 2, 3), (), None, siblings).threads == 2
-    assert split_cores((0, 1, 2, 3), (0, 1, 2, 3), (), 4, siblings).threads == 4
+def test_one_thread_for_each_physical_core_unless_told_otherwise(tmp_path: Path) -> None:
+    for core, siblings in ((0, "0,2"), (1, "1,3"), (2, "0,2")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    physical = physical_of((0, 1, 2, 7), tmp_path)
+    assert physical == {0: 0, 1: 1, 2: 0, 7: 7}
+    assert split_cores((0, 1, 2), (0, 1, 2), (), None, physical).threads == 2
+    assert split_cores((0, 1, 2), (0, 1, 2), (), 4, physical).threads == 4
 
 
 def test_a_core_that_is_not_allowed_is_named() -> None:
@@ -56,17 +59,6 @@ def test_a_core_that_is_not_allowed_is_named() -> None:
         split_cores((0, 1), (), (2,))
     with pytest.raises(ServingError, match="--threads"):
         split_cores((0, 1), (), (), 0)
-
-
-@pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "1,,2", "1.5", "0-99999999999"])
-def test_what_is_no_list_of_cores_is_refused(text: str) -> None:
-    with pytest.raises(ServingError, match="^--cores '.*' is no list of cores"):
-        parse_cores(text, "--cores")
-
-
-def test_siblings_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:
-    for core, siblings in ((0, "0,2"), (1, "1,3"), (2, "0,2")):
-        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(siblings + "\n")
-    assert physical_of((0, 1, 2, 7), tmp_path) == {0: 0, 1: 1, 2: 0, 7: 7}
+    for text in ("a", "1-", "-1", "3-1", "1,,2", "1.5", "0-99999999999"):
+        with pytest.raises(ServingError, match="^--cores '.*' is no list of cores"):
+            parse_cores(text, "--cores")

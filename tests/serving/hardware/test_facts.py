@@ -11,12 +11,9 @@ import numpy as np
 import psutil
 import pytest
 
-from models.machine import (
-    available_bytes,
-    cgroup_cores,
-    cgroup_memory_left,
-    total_bytes,
-)
+from loadtests.host.core_watch import processes
+from models.isolated import run_python, start_python
+from models.machine import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
 from serving.hardware.machine_facts import (
     HardwareFacts,
     gemm_rate,
@@ -57,12 +54,12 @@ def test_this_machine_agrees_with_psutil() -> None:
     assert facts.memory_total_bytes == psutil.virtual_memory().total
     assert facts.memory_available_bytes == pytest.approx(psutil.virtual_memory().available, rel=0.2)
     assert facts.allowed_cores == tuple(sorted(os.sched_getaffinity(0)))
-    assert (
-        0 < facts.usable_cores <= facts.logical_cores
-        and 0 < facts.usable_memory_bytes <= facts.memory_total_bytes
-    )
-    assert facts.bandwidth_bytes_per_second is None
+    assert 0 < facts.usable_memory_bytes <= facts.memory_total_bytes
+    assert facts.bandwidth_bytes_per_second is None and resident_bytes(2**22 + 1) is None
     assert msgspec.json.decode(msgspec.json.encode(facts), type=HardwareFacts) == facts
+    quota = msgspec.structs.replace(facts, allowed_cores=(0, 1, 2, 3), cgroup_cores=1.5)
+    assert quota.usable_cores == 1.5
+    assert msgspec.structs.replace(quota, cgroup_cores=None).usable_cores == 4.0
 
 
 def test_a_machine_made_of_files(tmp_path: Path) -> None:
@@ -77,48 +74,26 @@ def test_a_machine_made_of_files(tmp_path: Path) -> None:
             "sys/devices/system/node/node0/x": "",
             "sys/devices/system/node/node1/x": "",
             "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n",
-            "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "3500000\n",
             "sys/devices/system/cpu/cpu0/cache/index3/level": "3\n",
             "sys/devices/system/cpu/cpu0/cache/index3/size": "32768K\n",
         },
     )
     facts = hardware_facts(root=tmp_path)
-    assert facts.cpu_model == "Imaginary 9000" and facts.isa == (
-        "sse4_2",
-        "fma",
-        "avx2",
-        "avx512f",
-        "avx512_vnni",
-    )
+    assert facts.cpu_model == "Imaginary 9000"
+    assert facts.isa == ("sse4_2", "fma", "avx2", "avx512f", "avx512_vnni")
     assert (facts.physical_cores, facts.numa_nodes) == (2, 2)
-    assert (facts.memory_total_bytes, facts.memory_available_bytes, facts.swap_used_bytes) == (
-        1024000,
-        409600,
-        61440,
-    )
-    assert (facts.governor, facts.max_hertz, facts.l2_bytes, facts.l3_bytes) == (
-        "powersave",
-        3.5e9,
-        None,
-        32 << 20,
-    )
-    assert (
-        facts.system == "Imaginary Linux 1"
-        and facts.virtualisation == "kubernetes, virtual machine"
-    )
+    memory = facts.memory_total_bytes, facts.memory_available_bytes, facts.swap_used_bytes
+    assert memory == (1024000, 409600, 61440)
+    assert (facts.governor, facts.l3_bytes) == ("powersave", 32 << 20)
+    assert facts.system == "Imaginary Linux 1"
+    assert facts.virtualisation == "kubernetes, virtual machine"
     assert facts.gpus == () and facts.gpu_cause == "no_device"
 
 
 def test_what_cannot_be_read_is_none_not_zero(tmp_path: Path) -> None:
     facts = hardware_facts(root=tmp_path)
-    assert (
-        facts.physical_cores,
-        facts.cgroup_cores,
-        facts.numa_nodes,
-        facts.l3_bytes,
-        facts.max_hertz,
-        facts.governor,
-    ) == (None,) * 6
+    found = facts.physical_cores, facts.cgroup_cores, facts.numa_nodes, facts.l3_bytes
+    assert found == (None,) * 4 and facts.governor is None
 
 
 def test_an_nvidia_card_without_its_driver_is_a_cause_of_its_own(tmp_path: Path) -> None:
@@ -148,16 +123,6 @@ def test_the_tightest_quota_on_the_way_up_counts(tmp_path: Path) -> None:
     assert (total_bytes(tmp_path), available_bytes(tmp_path)) == (1000000, 550000)
 
 
-def test_a_quota_cuts_the_usable_cores() -> None:
-    facts = msgspec.structs.replace(hardware_facts(), allowed_cores=(0, 1, 2, 3), cgroup_cores=1.5)
-    assert facts.usable_cores == 1.5
-    assert msgspec.structs.replace(facts, cgroup_cores=None).usable_cores == 4.0
-
-
-def test_no_process_has_no_memory() -> None:
-    assert resident_bytes(2**22 + 1) is None
-
-
 def test_reading_facts_imports_nothing_heavy() -> None:
     code = (
         "import sys, serving.hardware.machine_facts as h; h.hardware_facts(); "
@@ -176,3 +141,38 @@ def test_the_rate_of_products_is_that_of_products_timed_by_hand() -> None:
         took.append(time.perf_counter() - started)
     by_hand = 2 * 1024**3 / min(took)
     assert 0.3 * by_hand < gemm_rate(0.1) < 3 * by_hand
+
+
+def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
+    """Nice alone leaves it half the core, where the kernel groups tasks by session."""
+    lower = "from serving.hardware.machine_facts import lower_priority; print(lower_priority(10))"
+    core = max(os.sched_getaffinity(0))
+    busy = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    found = [
+        start_python("-u", "-c", f"{first}\n{busy}", stdout=subprocess.PIPE)
+        for first in (lower, "print()")
+    ]
+    try:
+        said = [one.stdout.readline() for one in found if one.stdout is not None]
+        before = {pid: one.cpu_seconds for pid, one in processes(pids=[p.pid for p in found])}
+        time.sleep(1.0)
+        after = {pid: one.cpu_seconds for pid, one in processes(pids=[p.pid for p in found])}
+    finally:
+        for one in found:
+            one.kill()
+            one.communicate()
+    lowered, other = (after[one.pid] - before[one.pid] for one in found)
+    assert said[0] == b"None\n" and 0 <= lowered < 0.25 * other
+
+
+def test_a_session_that_cannot_be_lowered_is_said(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from serving.hardware.machine_facts import lower_priority\n"
+        "for name in sys.argv[1:]: print(lower_priority(3, Path(name)), os.nice(0))"
+    )
+    ran = run_python("-c", code, str(tmp_path), str(tmp_path / "no" / "file"))
+    refused, absent = ran.output.decode().splitlines()
+    assert refused.startswith("the priority of the engine's session cannot be lowered: ")
+    mine = os.nice(0)
+    assert refused.endswith(f" {mine + 3}") and absent == f"None {mine + 6}"

@@ -104,25 +104,19 @@ def test_weights_and_kv_are_predicted_within_five_percent(
     kv: int | None,
     longer: float,
 ) -> None:
-    info = loaded(
-        backend=backend,
-        model_path=str(weights(backend, weight_format)),
-        weight_format=weight_format,
-    )
+    path = weights(backend, weight_format)
+    info = loaded(backend=backend, model_path=str(path), weight_format=weight_format)
     predicted, measured = info.predicted, info.measured
     assert predicted is not None and measured is not None
-    assert predicted.weight_bytes is not None and predicted.kv_bytes is not None
     assert measured.weight_bytes is not None and measured.kv_bytes is not None
     assert predicted.weight_bytes == pytest.approx(measured.weight_bytes, rel=0.05)
-    assert predicted.weight_bytes + predicted.kv_bytes == pytest.approx(
-        measured.weight_bytes + measured.kv_bytes, rel=0.05
-    )
+    both = measured.weight_bytes + measured.kv_bytes
+    assert predicted.weight_bytes + (predicted.kv_bytes or 0) == pytest.approx(both, rel=0.05)
     sizes = Sizes(MEDIUM, SLOTS, CONTEXT, SLOTS * CONTEXT, AUTO, isa=cpu_flags())
     planned = forecast(sizes, backend, "cpu", weight_format)  # by placement, before any file
     assert planned.kv_bytes == pytest.approx(measured.kv_bytes, rel=0.01)
-    if (
-        kv is not None
-    ):  # and neither is far from what the shape says: both could be wrong in the same way
+    # And neither is far from what the shape says: both could be wrong in the same way.
+    if kv is not None:
         least = SLOTS * CONTEXT * MEDIUM.layers * 2 * MEDIUM.kv_heads * MEDIUM.head_dim * kv
         assert least <= measured.kv_bytes <= longer * least
     bits = {"Q4_0": 4.5, "F16": 16, "bf16": 16, "fp32": 32, "int8": 8, "int4": 4.5}[weight_format]

@@ -1,72 +1,127 @@
 """Several models in one server, with real engine children of the fake backend: who is loaded, who
-makes room, what a request waits for.
+makes room, what a request waits for, and what a load or an engine that fails does to the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from serving.engine.ipc_messages import GenerationRequest
+from serving.engine.ipc_messages import Delta, GenerationRequest
 from serving.errors import LoadFailed, Unavailable
-from serving.registry.engine_config import Machine
-from serving.registry.eviction import RegistryLimits
-from serving.supervisor.inflight_requests import merged
-from tests.serving.registry.fleets import (
-    ONE_AT_A_TIME,
-    fleet_of,
-    model,
-    refused,
-    run,
-    started,
-    until,
-)
+from serving.metrics import ServerMetrics
+from serving.placement.placement_policy import NoPlacement
+from serving.registry import loaded_model
+from serving.registry.engine_config import Machine, prepare
+from serving.registry.loaded_model import ServedModel
+from serving.registry.model_registry import Registry, RegistryLimits
+from serving.server_options import ModelOptions
+from serving.supervisor.inflight_requests import Stream, merged
+from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
+MIB = 1 << 20
+QUICK = RecoveryLimits(
+    backoff_first_seconds=0.02, health_timeout_seconds=10.0, kill_after_seconds=1.0
+)
 
-@pytest.mark.parametrize("limits", ONE_AT_A_TIME, ids=["by number", "by memory"])
+
+def model(name: str, load: Any = "start", idle: float | None = None, **options: Any) -> Any:
+    fast = {"step_seconds": 0.002, **options}
+    return ModelOptions(
+        source="fake", name=name, load=load, slots=2, options=fast, idle_unload_seconds=idle
+    )
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(
+    *models: ModelOptions,
+    limits: RegistryLimits | None = None,
+    kinds: dict[str, type[Supervisor]] | None = None,
+) -> AsyncIterator[Registry]:
+    machine = Machine()
+    registry = Registry(
+        ServerMetrics(),
+        machine,
+        lambda one, _: (kinds or {}).get(one.name, Supervisor)(one.configs, limits=QUICK),
+        limits or RegistryLimits(),
+        {},
+    )
+    for one in models:
+        registry.serve(prepare(one, machine))
+    await registry.start()
+    try:
+        yield registry
+    finally:
+        await registry.stop(drain=False)
+
+
+def run(work: Awaitable[None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await work
+
+    asyncio.run(limited())
+
+
+async def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def refused(registry: Registry, name: str) -> Unavailable:
+    with pytest.raises(Unavailable) as problem:
+        await registry.hold(name)
+    assert problem.value.retry_after_seconds > 0
+    return problem.value
+
+
+def started(one: ServedModel) -> int:
+    return sum(event.kind == "started" for event in one.supervisor.events)
+
+
+def submit(one: ServedModel, tokens: int, whole: bool = False) -> Stream:
+    request = GenerationRequest([1, 2], tokens, ignore_eos=True, whole=whole)
+    return one.supervisor.submit(request)
+
+
+async def end_of(stream: Stream) -> Delta:
+    return merged([delta async for delta in stream])
+
+
+@pytest.mark.parametrize(
+    "limits",  # an engine is expected to take 60 MiB
+    [RegistryLimits(most_loaded=1), RegistryLimits(memory_bytes=100 * MIB)],
+    ids=["by number", "by memory"],
+)
 def test_the_idle_make_room_and_the_busy_never_go(limits: RegistryLimits) -> None:
     async def scenario() -> None:
         async with fleet_of(model("a"), model("b"), limits=limits) as registry:
+            a, b = registry.models.values()
             await until(lambda: registry.states() == {"a": "ready", "b": "unloaded"})
             held = await registry.hold("b")  # waits for the load; a was idle and went
             assert registry.states() == {"a": "unloaded", "b": "ready"}
-            assert "to make room for b" in (registry.tenants["a"].supervisor.reason or "")
-            pid = registry.tenants["b"].supervisor.engine_pid
+            assert "to make room for b" in (a.supervisor.reason or "")
+            pid = b.supervisor.engine_pid
             problem = await refused(registry, "a")
             assert problem.code == "no_room" and "b is busy" in problem.reason
-            assert (
-                registry.tenants["b"].supervisor.engine_pid == pid
-                and registry.states()["b"] == "ready"
-            )
+            assert b.supervisor.engine_pid == pid and b.state == "ready"
             held()
-            held()  # letting go twice is letting go once
-            release = await registry.hold("a")
+            stream = submit(b, 100)  # nobody holds it, and it is busy all the same
+            assert (await refused(registry, "a")).code == "no_room"
+            assert (await end_of(stream)).tokens == 100
+            (await registry.hold("a"))()
             assert registry.states() == {"a": "ready", "b": "unloaded"}
-            release()
-            counts = registry.tenants["b"].served_model.metrics
-            assert (counts.loads["ready"], counts.unloads["evicted"]) == (1, 1)
-
-    run(scenario())
-
-
-def test_a_sequence_in_flight_keeps_its_model_whoever_holds_it() -> None:
-    async def scenario() -> None:
-        async with fleet_of(
-            model("a", step_seconds=0.005),
-            model("b", "demand"),
-            limits=RegistryLimits(most_loaded=1),
-        ) as registry:
-            await until(lambda: registry.states()["a"] == "ready")
-            stream = registry.tenants["a"].supervisor.submit(
-                GenerationRequest([1, 2], 100, ignore_eos=True)
-            )
-            assert (await refused(registry, "b")).code == "no_room"
-            assert merged([delta async for delta in stream]).tokens == 100
-            (await registry.hold("b"))()
+            assert (b.metrics.loads["ready"], b.metrics.unloads["evicted"]) == (1, 1)
 
     run(scenario())
 
@@ -74,29 +129,26 @@ def test_a_sequence_in_flight_keeps_its_model_whoever_holds_it() -> None:
 def test_many_requests_for_a_model_that_is_not_loaded_load_it_once() -> None:
     async def scenario() -> None:
         async with fleet_of(model("a", "demand", load_seconds=0.3)) as registry:
-            assert (
-                registry.states() == {"a": "unloaded"}
-                and registry.tenants["a"].supervisor.pids == []
-            )
+            a = registry.models["a"]
+            assert registry.states() == {"a": "unloaded"} and a.supervisor.pids == []
             entering = [asyncio.create_task(registry.hold("a")) for _ in range(20)]
             await until(lambda: registry.states() == {"a": "loading"})
             for release in await asyncio.gather(*entering):
                 release()
-            assert started(registry, "a") == 1 and registry.tenants["a"].holders == 0
+            assert started(a) == 1 and a.holders == 0
 
     run(scenario())
 
 
 def test_who_waits_too_long_is_told_when_to_come_back_and_the_load_goes_on() -> None:
     async def scenario() -> None:
-        async with fleet_of(
-            model("a", "demand", load_seconds=1.0), limits=RegistryLimits(load_wait_seconds=0.1)
-        ) as registry:
+        limits = RegistryLimits(load_wait_seconds=0.1)
+        async with fleet_of(model("a", "demand", load_seconds=1.0), limits=limits) as registry:
             problem = await refused(registry, "a")
             assert problem.code == "loading" and "within 0.1 s" in problem.reason
             await until(lambda: registry.states()["a"] == "ready")
             (await registry.hold("a"))()
-            assert started(registry, "a") == 1
+            assert started(registry.models["a"]) == 1
 
     run(scenario())
 
@@ -104,76 +156,53 @@ def test_who_waits_too_long_is_told_when_to_come_back_and_the_load_goes_on() -> 
 def test_an_idle_model_is_unloaded_and_comes_back_when_it_is_asked_for() -> None:
     async def scenario() -> None:
         async with fleet_of(model("a", idle=0.3)) as registry:
-            await until(lambda: registry.states()["a"] == "ready")
+            a = registry.models["a"]
+            await until(lambda: a.state == "ready")
             release = await registry.hold("a")
             await asyncio.sleep(0.5)
-            assert registry.states()["a"] == "ready"  # held, so not idle
+            assert a.state == "ready"  # held, so not idle
             release()
-            await until(lambda: registry.states()["a"] == "unloaded", 5)
-            assert (
-                "idle for" in (registry.tenants["a"].supervisor.reason or "")
-                and registry.tenants["a"].supervisor.pids == []
-            )
-            assert registry.tenants["a"].on_demand and registry.tenants["a"].used_unix is not None
+            await until(lambda: a.state == "unloaded", 5)
+            assert "idle for" in (a.supervisor.reason or "") and a.supervisor.pids == []
             (await registry.hold("a"))()
-            assert registry.tenants["a"].served_model.metrics.unloads["idle"] == 1
+            assert a.metrics.unloads["idle"] == 1
 
     run(scenario())
 
 
-def test_what_an_administrator_unloads_stays_so_until_an_administrator_loads_it() -> None:
+def test_an_administrator_unloads_what_is_in_flight_ends_and_only_he_loads_it_again() -> None:
     async def scenario() -> None:
-        async with fleet_of(model("a"), model("b", "demand")) as registry:
+        async with fleet_of(model("a"), model("b", "demand", load_seconds=20.0)) as registry:
             await until(lambda: registry.states()["a"] == "ready")
-            await registry.unload("a")
+            stream = submit(registry.models["a"], 100)
+            assert await registry.unload("a") == 0
+            assert (await end_of(stream)).finish == "length"
             assert "administrator" in (await refused(registry, "a")).reason
             await registry.load("a")
             (await registry.hold("a"))()
 
-    run(scenario())
-
-
-def test_unloading_lets_what_is_in_flight_finish() -> None:
-    async def scenario() -> None:
-        async with fleet_of(model("a")) as registry:
-            await until(lambda: registry.states()["a"] == "ready")
-            stream = registry.tenants["a"].supervisor.submit(
-                GenerationRequest([1, 2], 100, ignore_eos=True)
-            )
-            assert await registry.unload("a") == 0
-            assert merged([delta async for delta in stream]).finish == "length"
-
-    run(scenario())
-
-
-def test_a_load_that_is_under_way_can_be_called_off() -> None:
-    async def scenario() -> None:
-        async with fleet_of(model("a", "demand", load_seconds=20.0)) as registry:
-            loading = asyncio.create_task(registry.load("a"))
-            await until(lambda: bool(registry.tenants["a"].supervisor.pids))
-            await registry.unload("a")
+            loading = asyncio.create_task(registry.load("b"))  # and calls off what is under way
+            await until(lambda: bool(registry.models["b"].supervisor.pids))
+            await registry.unload("b")
             with pytest.raises(LoadFailed):
                 await loading
-            assert (
-                registry.states() == {"a": "unloaded"}
-                and registry.tenants["a"].supervisor.pids == []
-            )
+            assert registry.states()["b"] == "unloaded"
+            assert registry.models["b"].supervisor.pids == []
 
     run(scenario())
 
 
 def test_stopping_ends_every_engine_and_every_wait() -> None:
     async def scenario() -> None:
-        async with fleet_of(
-            model("a"), model("b", load_seconds=50.0), model("c", "demand")
-        ) as registry:
-            await until(lambda: bool(registry.tenants["b"].supervisor.pids))
+        models = model("a"), model("b", load_seconds=50.0), model("c", "demand")
+        async with fleet_of(*models) as registry:
+            await until(lambda: bool(registry.models["b"].supervisor.pids))
             waiting = asyncio.create_task(registry.hold("c"))  # behind the load of b
-            await until(lambda: registry.tenants["c"].load is not None)
+            await until(lambda: registry.models["c"].load is not None)
             await registry.stop(drain=False)
             with pytest.raises(Unavailable):
                 await waiting
-            assert [tenant.supervisor.pids for tenant in registry.all()] == [[], [], []]
+            assert [one.supervisor.pids for one in registry.models.values()] == [[], [], []]
 
     run(scenario())
 
@@ -185,3 +214,78 @@ def test_a_later_placement_sees_the_cores_from_before_this_process_took_its_own(
         assert machine.facts().allowed_cores == tuple(sorted(before))
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_a_model_that_does_not_load_is_not_tried_by_every_request() -> None:
+    class Broken(Supervisor):
+        async def start(self, configs: Any = ()) -> None:
+            raise RuntimeError("nobody thought of this")
+
+    async def scenario() -> None:
+        models = model("broken"), model("bad", "demand", fail_cause="load_failed"), model("a")
+        async with fleet_of(*models, kinds={"broken": Broken}) as registry:
+            bad = registry.models["bad"]
+            problem = await refused(registry, "bad")
+            assert problem.code == "load_failed"
+            assert "told to fail with load_failed" in problem.reason
+            tries = started(bad)
+            again = await refused(registry, "bad")
+            assert again.code == "load_failed" and started(bad) == tries
+            with pytest.raises(LoadFailed):
+                await registry.load("bad")  # an administrator may
+            assert started(bad) > tries and bad.metrics.loads["failed"] == 2
+            await until(lambda: registry.states()["a"] == "ready")  # what ends one ends no other
+            (await registry.hold("a"))()
+            reason = registry.models["broken"].supervisor.reason
+            assert reason == "RuntimeError: nobody thought of this"
+
+    run(scenario())
+
+
+def test_a_model_whose_engines_kept_dying_is_loaded_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loaded_model, "RETRY_SECONDS", 0.5)
+
+    async def scenario() -> None:
+        async with fleet_of(model("a", fail_cause="exit", fail_token=9, idle=600.0)) as registry:
+            a = registry.models["a"]
+            for _ in range(2):
+                await until(lambda: a.supervisor.state == "ready")
+                for token in range(9):
+                    poison = GenerationRequest([token, 9], 1)
+                    if a.supervisor.state == "ready":
+                        assert (await end_of(a.supervisor.submit(poison))).finish == "error"
+                    await until(lambda: a.supervisor.state in ("ready", "failed"))
+                await until(lambda: a.retry_at > 0)
+                problem = await refused(registry, "a")
+                assert "the engine died 5 times" in problem.reason
+                assert 0 < problem.retry_after_seconds < 0.5
+
+    run(scenario())
+
+
+def test_what_can_never_fit_is_said_to_be_so() -> None:
+    async def scenario() -> None:
+        limits = RegistryLimits(memory_bytes=MIB)
+        async with fleet_of(model("a", "demand"), limits=limits) as registry:
+            with pytest.raises(NoPlacement, match="even alone"):
+                await registry.load("a")
+            assert (await refused(registry, "a")).code == "load_failed"
+
+    run(scenario())
+
+
+def test_an_engine_that_is_killed_is_replaced_and_the_other_models_do_not_notice() -> None:
+    async def scenario() -> None:
+        async with fleet_of(model("a"), model("b")) as registry:
+            await until(lambda: set(registry.states().values()) == {"ready"})
+            a, b = registry.models.values()
+            other, unread = submit(b, 200), submit(a, 50, whole=True)
+            assert a.supervisor.engine_pid is not None
+            os.kill(a.supervisor.engine_pid, signal.SIGKILL)
+            assert (await end_of(other)).tokens == 200
+            assert (await end_of(unread)).tokens == 50
+            assert (a.supervisor.restarts, b.supervisor.restarts) == (1, 0)
+
+    run(scenario())
