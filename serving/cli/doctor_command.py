@@ -29,7 +29,6 @@ from serving.backends.backend_table import (
     BackendProbe,
     missing_backends,
     probe_backend,
-    probed,
     spec_of,
 )
 from serving.errors import Cause
@@ -90,7 +89,8 @@ def examine(*, bandwidth: bool = False, cache: str | None = None) -> Diagnosis:
     facts = hardware_facts(bandwidth=bandwidth)
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     with ThreadPoolExecutor(max_workers=max(1, min(3, int(facts.usable_cores)))) as pool:
-        probes = list(pool.map(_probe, probed()))
+        names = [name for name, spec in BACKENDS.items() if spec.probe is not None]
+        probes = list(pool.map(_probe, names))
     folder = cache_dir(cache)
     free = disk_free_bytes(folder)
     has_nodes = bool(render_nodes())

@@ -123,7 +123,7 @@ def launched(name: str, *, prompts: bool = False) -> tuple[Kernels, HostTensors]
     backend._model, backend._logits, backend._device = model, logits, META
     backend._rows = RowMap(8, 511, 0.0)
     backend._rows.length = [20] * 8
-    backend._graphs = DecodeGraphs(model, 8, logits, capture=False, progress=lambda *said: None)
+    backend._graphs = DecodeGraphs(model, 8, logits, False, lambda *said: None)
     backend._chunk, backend._is_gpu, backend._device_sampling = 256, False, True
     one, drawn = np.ones(1, np.int32), np.array([DRAWN], np.int32)
     kinds = [kind for _, kind in zip(range(7), itertools.cycle(KINDS_OF_DRAWS), strict=False)]

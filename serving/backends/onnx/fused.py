@@ -50,10 +50,6 @@ class SlotGraph:
         self._columns = np.arange(context_tokens, dtype=np.int64)
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
 
-    @property
-    def kv_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._kv)
-
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of slot `source` into slot `target`."""
         a, b = self.rows.copied(source, target, tokens)

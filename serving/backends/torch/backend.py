@@ -19,12 +19,7 @@ import torch
 from torch import Tensor
 
 from models.manifest import Progress
-from serving.backends.backend_interface import (
-    CAPABILITIES,
-    BackendInfo,
-    EngineConfig,
-    MemoryParts,
-)
+from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
 from serving.backends.kv_rows import RowMap, rider_tokens
 from serving.backends.torch.cuda_graphs import DecodeGraphs, bucket_of
 from serving.backends.torch.device_transfer import fetch, send
@@ -108,7 +103,7 @@ class TorchBackend:
         compute_bytes = None
         if self._is_gpu:
             with memory_errors("making graphs and a first step"), torch.inference_mode():
-                doubts |= self._make_graphs(self._model, slots, plan.has_graphs, progress)
+                doubts |= self._make_graphs(plan, self._model, progress)
                 progress("first step", None)
                 self._warm_up(self._model, slots)
                 torch.cuda.synchronize()
@@ -137,8 +132,8 @@ class TorchBackend:
     def step(self, rows: list[Row]) -> list[Sampled]:
         with memory_errors(f"a step of {sum(len(row.tokens) for row in rows)} tokens"):
             logits, wanted = self._run(rows)
-            found = zip([row.slot for row in wanted], self._draw(logits, wanted), strict=True)
-        drawn = dict(found)
+            tokens = self._draw(logits, wanted)
+        drawn = {row.slot: token for row, token in zip(wanted, tokens, strict=True)}
         return [drawn[row.slot] for row in rows if row.wants_token]
 
     @torch.inference_mode()
@@ -266,24 +261,21 @@ class TorchBackend:
         model.cache.swap(a, b, self._rows.length[a], self._rows.length[b])
         self._rows.swap(a, b)
 
-    def _make_graphs(
-        self, model: SlotModel, slots: int, wanted: bool, progress: Progress
-    ) -> dict[str, str]:
-        """The buffer of logits and the decode step; without graphs where they cannot be captured,
-        which is told: eager steps are slower, not wrong."""
-        self._logits = torch.empty(slots, model.spec.vocabulary, device=self._device)
-        try:
-            self._graphs = DecodeGraphs(
-                model, slots, self._logits, capture=wanted, progress=progress
-            )
-            return {}
-        except RuntimeError as problem:
-            torch.cuda.empty_cache()
-            self._graphs = DecodeGraphs(
-                model, slots, self._logits, capture=False, progress=progress
-            )
-            why = (str(problem).splitlines() or [type(problem).__name__])[0]
-            return {"graphs": f"false: the decode step could not be captured: {why}"}
+    def _make_graphs(self, plan: Plan, model: SlotModel, progress: Progress) -> dict[str, str]:
+        """The decode step; without graphs where they cannot be captured, which is told: eager steps
+        are slower, not wrong."""
+        slots = len(self._rows.length)
+        self._logits = torch.empty(slots, plan.spec.vocabulary, device=self._device)
+        told: dict[str, str] = {}
+        for capture in (plan.has_graphs, False):
+            try:
+                self._graphs = DecodeGraphs(model, slots, self._logits, capture, progress)
+                break
+            except RuntimeError as problem:
+                torch.cuda.empty_cache()
+                why = (str(problem).splitlines() or [type(problem).__name__])[0]
+                told["graphs"] = f"false: the decode step could not be captured: {why}"
+        return told
 
     def _warm_up(self, model: SlotModel, slots: int) -> None:
         """A prompt, draws of each kind, a mixed step and a copy: what they load and build must not

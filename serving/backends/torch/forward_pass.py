@@ -80,8 +80,8 @@ class SlotModel:
         if scales is not None:
             source = functional.rms_norm(turned, turned.shape[2:], None, spec.norm_epsilon) * scales
         _turn_into(turned, source, turns)
-        queries, pairs = heads.split((spec.heads, 2 * spec.kv_heads), 1)
-        step.write(cache, pairs.unflatten(1, (2, -1)))
+        queries, pairs = torch.split(heads, [spec.heads, 2 * spec.kv_heads], 1)
+        step.write(cache, pairs.view(len(x), 2, spec.kv_heads, -1))
         _add_product(x, layer.out, step.attend(queries, cache))
 
     def _feed_forward(self, index: int, x: Tensor) -> None:
@@ -155,12 +155,13 @@ class StepBatch:
             arrays.append(held)
         else:
             arrays.append(np.repeat(places, counts))
-        ids, positions_there, wanted, at, *rest = send(arrays, model.device)
+        ids, positions_there, wanted, *rest = send(arrays, model.device)
         step: Step
         if model.is_flash:
-            step = FlashStep(at, *rest, max(counts), int(held.max()))
+            at, starts_q, starts_k, keys = rest
+            step = FlashStep(at, starts_q, starts_k, keys, max(counts), int(held.max()))
         else:
-            step = self._plain_step(at, positions_there, held.tolist())
+            step = self._plain_step(rest[0], positions_there, held.tolist())
         everything = len(self._at) == len(positions)
         ids = known(ids, drawn)
         return model.forward(ids, positions_there, step, None if everything else wanted, out)
@@ -228,8 +229,8 @@ def _head_scales(spec: ModelSpec, layer: Layer) -> Tensor | None:
 def _turn_into(out: Tensor, x: Tensor, turns: Tensor) -> None:
     """RoPE of x [tokens, heads, head_dim] into `out`, in two kernels. `turns`: the table at the
     tokens' positions."""
-    product = x.unflatten(2, (1, 2, -1)) * turns
-    torch.add(product[:, :, :, 0], product[:, :, :, 1], out=out.unflatten(2, (2, -1)))
+    product = x.view(*x.shape[:2], 1, 2, -1) * turns
+    torch.add(product[:, :, :, 0], product[:, :, :, 1], out=out.view(*out.shape[:2], 2, -1))
 
 
 def _add_product(x: Tensor, matrix: Linear, y: Tensor) -> None:

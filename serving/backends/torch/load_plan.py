@@ -126,15 +126,12 @@ def plan_of(config: EngineConfig, progress: Progress) -> Plan:
         verify(folder, manifest, progress=progress)
     checkpoint = Checkpoint(folder)
     weight_format = config.weight_format or checkpoint.weight_format
-    if weight_format not in DTYPES:
-        formats = ", ".join(DTYPES)
+    known = ["fp32", "bf16", "fp16"] if is_gpu else ["fp32", "bf16"]
+    if weight_format not in known:
         raise Unsupported(
-            f"the torch backend has no weight_format {weight_format!r}; it has {formats}",
+            f"torch has no weight_format {weight_format!r} on this device; it has "
+            f"{', '.join(known)}",
             "weight_format",
-        )
-    if weight_format == "fp16" and not is_gpu:
-        raise Unsupported(
-            "weight_format fp16 is for GPUs; on the CPU use bf16 or fp32", "weight_format"
         )
     dtype = compute_dtype(weight_format, device)
     check_sizes(config, spec.context, KV_NAMES[dtype])

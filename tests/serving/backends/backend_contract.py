@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed
 from serving.sampling.step_rows import Sampling
-from tests.serving.backends.backend_steps import Reference, Tie, generate, prompt_of, row
+from tests.serving.backends.backend_steps import Make, Reference, Tie, generate, prompt_of, row
 
 
 @dataclass(frozen=True)
@@ -389,3 +390,16 @@ def check_contradictions(backend: Backend) -> None:
     backend.close()
     with pytest.raises(EngineFailed, match="closed"):
         backend.step([row(0, [5], 0)])
+
+
+def check_full_row(make: Make, path: Path, reference: Reference) -> None:
+    """A row that is full to its last token lies between two that decode: there is no room for a
+    dummy token in it, and it must be moved out of the way."""
+    backend = make(path, context_tokens=64, slots=3)
+    full = prompt_of(backend, 64, 5)
+    assert backend.step([row(1, full, 0)])[0].token == reference(full, 1)[0]
+    others = {slot: prompt_of(backend, 9, slot) for slot in (0, 2)}
+    last = {slot: backend.step([row(slot, others[slot], 0)])[0].token for slot in others}
+    results = backend.step([row(slot, [last[slot]], 9) for slot in others])
+    assert [one.token for one in results] == [reference(others[slot], 2)[1] for slot in others]
+    assert backend.step([row(1, full[63:], 63)])[0].token == reference(full, 1)[0]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from serving.backends.backend_interface import Backend
 from serving.sampling.step_rows import Row, Sampling
 
+Make = Callable[..., Any]  # the fixture of conftest.py
 Reference = Callable[[Sequence[int], int], list[int]]
-Tie = Callable[
-    [Sequence[int], int, int], bool
-]  # (prefix, one token, another) -> equally good after the prefix?
+# (prefix, one token, another) -> equally good after the prefix?
+Tie = Callable[[Sequence[int], int, int], bool]
 GREEDY = Sampling()
 
 
