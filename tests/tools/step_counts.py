@@ -27,7 +27,7 @@ from models.spec import ModelSpec
 from serving.backends.kv_rows import RowMap
 from serving.backends.torch.backend import TorchBackend
 from serving.backends.torch.cuda_graphs import DecodeGraphs
-from serving.backends.torch.forward_pass import SlotModel, StepBatch
+from serving.backends.torch.forward_pass import SlotModel, run_pass
 from serving.backends.torch.load_plan import KINDS_OF_DRAWS
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import KvCache
@@ -98,17 +98,15 @@ def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, 
     model = SlotModel(spec, meta_weights(spec), cache)
     rows = RowMap(8, 511, 0.0)
     rows.length = [20] * 8
-    batch = StepBatch(model, rows)
     slots = list(range(7 if prompts else 8))
     one = np.ones(1, np.int32)
-    batch.add_decode([Row(slot, one, 20, wants_token=True) for slot in slots], slots)
-    if prompts:
-        piece = np.ones(40, np.int32)
-        batch.add_prompt(Row(7, piece, 20, wants_token=True), piece, 20)
+    decoding = [Row(slot, one, 20, wants_token=True) for slot in slots]
+    piece = np.ones(40, np.int32)
+    pieces = [(Row(7, piece, 20, wants_token=True), piece, 20)] if prompts else []
     out = torch.empty(8, spec.vocabulary, device=META)
     kernels = Kernels()
     with HostTensors(kernels) as host, kernels:
-        batch.run(out)
+        run_pass(model, rows, decoding, slots, pieces, out)
     return kernels, host
 
 

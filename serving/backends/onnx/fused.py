@@ -30,7 +30,7 @@ _MASK_GRAIN = 64  # mask widths are multiples of this, so that onnxruntime sees 
 
 
 class SlotGraph:
-    """A session, its KV rows and its bindings. `rider_tokens`: see kv_slots."""
+    """A session, its KV rows and its bindings. `rider_tokens`: see kv_rows."""
 
     def __init__(
         self, session: Any, facts: GraphFacts, slots: int, context_tokens: int, rider_tokens: float

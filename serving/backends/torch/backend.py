@@ -23,7 +23,7 @@ from serving.backends.backend_interface import CAPABILITIES, BackendInfo, Engine
 from serving.backends.kv_rows import RowMap, rider_tokens
 from serving.backends.torch.cuda_graphs import DecodeGraphs, bucket_of
 from serving.backends.torch.device_transfer import fetch, send
-from serving.backends.torch.forward_pass import SlotModel, StepBatch
+from serving.backends.torch.forward_pass import SlotModel, run_pass
 from serving.backends.torch.gpu_sampler import always_drawn, draw, drawable
 from serving.backends.torch.load_plan import (
     KINDS_OF_DRAWS,
@@ -178,12 +178,8 @@ class TorchBackend:
             return self._run_graph(self._graphs, model, decoding, drawn)
         # One pass over everything, after passes for the beginnings of long prompts.
         pieces = [(row, *self._begun(model, row)) for row in filling]
-        batch = StepBatch(model, self._rows)
-        if decoding:
-            batch.add_decode(decoding, self._places(model, [row.slot for row in decoding]))
-        for row, tokens, start in pieces:
-            batch.add_prompt(row, tokens, start)
-        return batch.run(self._logits, drawn), batch.wanted
+        places = self._places(model, [row.slot for row in decoding]) if decoding else ()
+        return run_pass(model, self._rows, decoding, places, pieces, self._logits, drawn)
 
     def _run_graph(
         self, graphs: DecodeGraphs, model: SlotModel, rows: list[Row], drawn: Tensor | None
@@ -232,9 +228,8 @@ class TorchBackend:
         last = (len(row.tokens) - 1) // self._chunk * self._chunk
         silent = replace(row, wants_token=False) if last else row
         for first in range(0, last, self._chunk):
-            batch = StepBatch(model, self._rows)
-            batch.add_prompt(silent, row.tokens[first : first + self._chunk], row.start + first)
-            batch.run(self._logits)
+            piece = (silent, row.tokens[first : first + self._chunk], row.start + first)
+            run_pass(model, self._rows, [], (), [piece], self._logits)
         return row.tokens[last:], row.start + last
 
     def _draw(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:

@@ -2,9 +2,7 @@
 die of them, the server never.
 
 Each file goes to a real engine child behind the real HTTP side. Either the engine serves it (not
-every byte matters) or it does not, and then the server says so: 503, a reason, and no path of the
-machine. What the server's own process reads of a stranger's file (a tokenizer) it reads after a
-child has done so and lived.
+every byte matters) or the server says that it does not: 503, a reason, and no path of the machine.
 """
 
 from __future__ import annotations
