@@ -100,13 +100,14 @@ def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, 
     rows.length = [20] * 8
     slots = list(range(7 if prompts else 8))
     one = np.ones(1, np.int32)
-    decoding = [Row(slot, one, 20, wants_token=True) for slot in slots]
+    pieces = [(Row(slot, one, 20, wants_token=True), slot, one, 20) for slot in slots]
     piece = np.ones(40, np.int32)
-    pieces = [(Row(7, piece, 20, wants_token=True), piece, 20)] if prompts else []
+    if prompts:
+        pieces.append((Row(7, piece, 20, wants_token=True), 7, piece, 20))
     out = torch.empty(8, spec.vocabulary, device=META)
     kernels = Kernels()
     with HostTensors(kernels) as host, kernels:
-        run_pass(model, rows, decoding, slots, pieces, out)
+        run_pass(model, rows, pieces, len(slots), out)
     return kernels, host
 
 

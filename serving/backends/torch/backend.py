@@ -23,7 +23,7 @@ from serving.backends.backend_interface import CAPABILITIES, BackendInfo, Engine
 from serving.backends.kv_rows import RowMap, rider_tokens
 from serving.backends.torch.cuda_graphs import DecodeGraphs, bucket_of
 from serving.backends.torch.device_transfer import fetch, send
-from serving.backends.torch.forward_pass import SlotModel, run_pass
+from serving.backends.torch.forward_pass import Piece, SlotModel, run_pass
 from serving.backends.torch.gpu_sampler import always_drawn, draw, drawable
 from serving.backends.torch.load_plan import (
     KINDS_OF_DRAWS,
@@ -38,6 +38,8 @@ from serving.backends.torch.torch_weights import cpu_has_bf16, load
 from serving.errors import EngineFailed
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import DRAWN, Row, Sampled, Tokens
+
+_DUMMY: Tokens = np.zeros(1, np.int32)
 
 
 class Flight:
@@ -177,9 +179,12 @@ class TorchBackend:
         if decoding and not filling and self._graphs is not None:
             return self._run_graph(self._graphs, model, decoding, drawn)
         # One pass over everything, after passes for the beginnings of long prompts.
-        pieces = [(row, *self._begun(model, row)) for row in filling]
-        places = self._places(model, [row.slot for row in decoding]) if decoding else ()
-        return run_pass(model, self._rows, decoding, places, pieces, self._logits, drawn)
+        begun = [(row, *self._begun(model, row)) for row in filling]
+        pieces = self._decoding(model, decoding) if decoding else []
+        count = len(pieces)
+        for row, tokens, start in begun:  # their KV rows may have been swapped just now
+            pieces.append((row, self._rows.row_of[row.slot], tokens, start))
+        return run_pass(model, self._rows, pieces, count, self._logits, drawn)
 
     def _run_graph(
         self, graphs: DecodeGraphs, model: SlotModel, rows: list[Row], drawn: Tensor | None
@@ -212,24 +217,29 @@ class TorchBackend:
             return logits[: len(at)], asking
         return logits.index_select(0, at_device), asking
 
-    def _places(self, model: SlotModel, slots: list[int]) -> Sequence[int]:
-        """The KV rows of a pass's decode rows: for plain attention side by side, with riders.
-        The flash call needs none, and a rider may be the row of a prompt in the same pass: both
-        would be written to one place at once."""
-        if model.is_flash:
-            return sorted(self._rows.row_of[slot] for slot in slots)
-        window = self._rows.window(slots)
-        for a, b in window.swaps:
-            self._swap(model, a, b)
-        return range(window.lo, window.hi)
+    def _decoding(self, model: SlotModel, rows: list[Row]) -> list[Piece]:
+        """Rows of one token by KV row: for plain attention side by side, with riders."""
+        places: Sequence[int] = sorted(self._rows.row_of[row.slot] for row in rows)
+        if not model.is_flash:
+            window = self._rows.window([row.slot for row in rows])
+            for a, b in window.swaps:
+                self._swap(model, a, b)
+            places = range(window.lo, window.hi)
+        by_place = {self._rows.row_of[row.slot]: row for row in rows}
+        pieces: list[Piece] = []
+        for place in places:
+            row = by_place.get(place)
+            tokens = _DUMMY if row is None else row.tokens
+            pieces.append((row, place, tokens, self._rows.length[place]))
+        return pieces
 
     def _begun(self, model: SlotModel, row: Row) -> tuple[Tokens, int]:
         """Runs all but the last chunk of a prompt row; that chunk, and where it starts."""
         last = (len(row.tokens) - 1) // self._chunk * self._chunk
-        silent = replace(row, wants_token=False) if last else row
+        silent, place = replace(row, wants_token=False), self._rows.row_of[row.slot]
         for first in range(0, last, self._chunk):
-            piece = (silent, row.tokens[first : first + self._chunk], row.start + first)
-            run_pass(model, self._rows, [], (), [piece], self._logits)
+            tokens = row.tokens[first : first + self._chunk]
+            run_pass(model, self._rows, [(silent, place, tokens, row.start + first)])
         return row.tokens[last:], row.start + last
 
     def _draw(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:

@@ -23,7 +23,9 @@ from serving.backends.torch.varlen_attention import FlashStep, KvCache, PlainSte
 from serving.sampling.step_rows import Row, Tokens
 
 GRAIN = 64  # the cache's width, and what plain attention looks at, are multiples of this
-_DUMMY: Tokens = np.zeros(1, np.int32)
+# What is laid end to end: the row, its KV row, its tokens, the position from which on they go. None
+# for the row: a dummy that nobody asks for.
+Piece = tuple[Row | None, int, Tokens, int]
 
 
 class SlotModel:
@@ -97,42 +99,29 @@ class SlotModel:
 def run_pass(
     model: SlotModel,
     rows: RowMap,
-    decoding: list[Row],
-    places: Sequence[int],
-    pieces: Sequence[tuple[Row, Tokens, int]],
+    pieces: Sequence[Piece],
+    decoding: int = 0,
     out: Tensor | None = None,
     drawn: Tensor | None = None,
 ) -> tuple[Tensor, list[Row]]:
     """Logits float32 [n, vocabulary] of the rows that want a token, and these rows.
 
-    `decoding`: rows of one token, in the KV rows `places`, ascending; what is there of no row
-    computes a dummy. Plain attention takes places that lie side by side. `pieces`: prompts' tokens
-    and the positions from which on they go. `out`: where the logits go. `drawn`: see `known`.
+    The first `decoding` pieces have one token each; for plain attention their KV rows lie side by
+    side. `out`: where the logits go. `drawn`: see `known`. Moves the lengths in `rows`.
     """
-    by_place = {rows.row_of[row.slot]: row for row in decoding}
-    wanted: list[Row] = []
-    at, total = [], 0
-    sequences: list[tuple[Row | None, int, Tokens, int]] = [
-        (by_place.get(place), place, _DUMMY, rows.length[place]) for place in places
-    ]
-    sequences += [(row, rows.row_of[row.slot], tokens, start) for row, tokens, start in pieces]
-    ids = []
-    for index, (row, place, tokens, start) in enumerate(sequences):
-        if row is not None and index < len(places):
-            tokens = row.tokens
-        ids.append(tokens)
-        total += len(tokens)
+    counts = np.array([len(tokens) for _, _, tokens, _ in pieces])
+    ends, wanted, at = counts.cumsum(), [], []
+    for (row, place, tokens, start), end in zip(pieces, ends.tolist(), strict=True):
         if row is not None:
             rows.length[place] = start + len(tokens)
             if row.wants_token:
                 wanted.append(row)
-                at.append(total - 1)
-    counts = np.array([len(tokens) for tokens in ids])
-    begins = np.array([start for *_, start in sequences])
-    kv_rows = np.array([place for _, place, _, _ in sequences])
-    ends, held = counts.cumsum(), begins + counts
-    positions = np.repeat(held - ends, counts) + np.arange(total)
-    arrays = [np.concatenate(ids).astype(np.int64), positions, np.array(at, np.int64)]
+                at.append(end - 1)
+    kv_rows = np.array([place for _, place, _, _ in pieces])
+    held = counts + [start for *_, start in pieces]
+    positions = np.repeat(held - ends, counts) + np.arange(ends[-1])
+    ids = np.concatenate([tokens for _, _, tokens, _ in pieces]).astype(np.int64)
+    arrays = [ids, positions, np.array(at, np.int64)]
     step: Step
     if model.is_flash:
         firsts = kv_rows * model.width
@@ -143,22 +132,25 @@ def run_pass(
         to, starts_q, starts_k, keys = rest
         step = FlashStep(to, starts_q, starts_k, keys, int(counts.max()), int(held.max()))
     else:
-        arrays.append(np.repeat(kv_rows, counts))
-        tokens_there, positions_there, at_there, to = send(arrays, model.device)
+        # A rider may be the row of a prompt in the same pass: its dummy goes to the spare column.
+        columns = positions.copy()
+        columns[[index for index, piece in enumerate(pieces) if piece[0] is None]] = model.width - 1
+        arrays += [np.repeat(kv_rows, counts), columns]
+        tokens_there, positions_there, at_there, *where = send(arrays, model.device)
         spans = list(zip(kv_rows.tolist(), counts.tolist(), held.tolist(), strict=True))
-        step = _plain_step(model, to, positions_there, spans, len(places))
-    found = None if len(at) == total else at_there
+        step = _plain_step(model, (where[0], where[1]), positions_there, spans, decoding)
+    found = None if len(at) == len(positions) else at_there
     return model.forward(known(tokens_there, drawn), positions_there, step, found, out), wanted
 
 
 def _plain_step(
     model: SlotModel,
-    rows: Tensor,
+    to: tuple[Tensor, Tensor],
     positions: Tensor,
     spans: list[tuple[int, int, int]],
     decoding: int,
 ) -> PlainStep:
-    """`spans`: KV row, tokens and keys of each sequence, the `decoding` first of one token."""
+    """`to`: KV row and column of each token. `spans`: KV row, tokens and keys of each piece."""
     mask, prompts, first = None, [], decoding
     if decoding:
         seen = min(model.width, -(-max(held for *_, held in spans[:decoding]) // GRAIN) * GRAIN)
@@ -172,7 +164,7 @@ def _plain_step(
         prompts.append(PromptSpan(first, count, place, start, causal))
         first += count
     lo = spans[0][0]
-    return PlainStep(rows, positions, lo, lo + decoding, mask, prompts)
+    return PlainStep(*to, lo, lo + decoding, mask, prompts)
 
 
 def cache_width(context_tokens: int) -> int:

@@ -214,10 +214,10 @@ def _largest_step(plan: Plan, weights: Weights) -> None:
     given = []
     for index in range(pieces):
         piece = np.zeros(tokens // pieces + (index < tokens % pieces), np.int32)
-        given.append((Row(0, piece, 0, index < slots, _TOP_P), piece, 0))
+        given.append((Row(0, piece, 0, index < slots, _TOP_P), 0, piece, 0))
     logits = torch.empty(slots, plan.spec.vocabulary, device=plan.device)
     model = plan.new_model(weights, 1)
-    draw(*run_pass(model, RowMap(1, context, 0.0), [], (), given, logits))
+    draw(*run_pass(model, RowMap(1, context, 0.0), given, out=logits))
 
 
 class memory_errors:

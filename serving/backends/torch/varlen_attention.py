@@ -75,7 +75,7 @@ class PlainStep:
     """One token each in rows lo..hi, the first of the pass, then prompt pieces."""
 
     rows: Tensor  # int64 [tokens]: where each key and value goes
-    positions: Tensor
+    columns: Tensor
     lo: int
     hi: int
     mask: Tensor | None  # of the rows lo..hi: additive [hi - lo, 1, 1, seen]
@@ -83,7 +83,7 @@ class PlainStep:
 
     def write(self, cache: Tensor, pairs: Tensor) -> None:
         """See Step."""
-        cache[self.rows, self.positions] = pairs
+        cache[self.rows, self.columns] = pairs
 
     def attend(self, queries: Tensor, cache: Tensor) -> Tensor:
         """See Step."""
