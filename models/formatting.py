@@ -83,7 +83,7 @@ def duration(value: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _rate_unit(value: float | None) -> tuple[float, str]:
+def rate_unit(value: float | None) -> tuple[float, str]:
     """Seconds of the unit in which people read a rate, and its name: below 1/s a whole number."""
     if not value or value >= 0.9995:
         return 1.0, "/s"
@@ -102,7 +102,7 @@ def rate(
     """
     if value is None:
         return NOT_MEASURED
-    times, unit = _rate_unit(like or value)
+    times, unit = rate_unit(like or value)
     return f"{significant(_coarse(value * times, unit, digits, rounded), digits, rounded)}{unit}"
 
 
@@ -157,7 +157,7 @@ def rate_interval(low: float | None, high: float | None, like: float | None = No
     """`1.7–2.4/s`, `above 43 a minute`: in the unit of `like`, else of the higher end."""
     if low is None and high is None:
         return NOT_MEASURED
-    times, unit = _rate_unit(like or high or low)
+    times, unit = rate_unit(like or high or low)
     digits = _interval_digits(low, high)
     least = None if low is None else _coarse(low * times, unit, digits, "down")
     most = None if high is None else _coarse(high * times, unit, digits, "up")
@@ -172,7 +172,7 @@ def rate_with_interval(
         return requests(value)
     if value is None or low is None or high is None:
         return _of_requests(rate_interval(low, high, like))
-    _, unit = _rate_unit(like or value)
+    _, unit = rate_unit(like or value)
     ends = rate_interval(low, high, like or value).removesuffix(unit)
     return f"{_of_requests(rate(value, _interval_digits(low, high), like=like))} ({ends})"
 

@@ -11,8 +11,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -67,8 +66,7 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     # weights' own.
     extra_bytes: Callable[[ModelSpec, str, Collection[str], str], int] | None = None
     kv_dtype: KvDtype = lambda asked, *_: "fp16" if asked == AUTO else asked
-    kv_grain: int = 1  # KV rows are whole multiples of so many tokens
-    kv_spare_tokens: int = 0  # that a KV row has beyond the context
+    kv_row_tokens: Callable[[int], int] = int  # of a slot's own KV row, by the context's
     shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
     options: tuple[str, ...] | None = None  # names of its options; None: any
     package: str | None = None  # Python package that must be installed
@@ -87,10 +85,6 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Its overhead on a device; a guess for one that it does not name."""
         return self.overhead.get(device, UNKNOWN_OVERHEAD)
 
-    def kv_row_tokens(self, context_tokens: int) -> int:
-        """Tokens of a slot's own KV row."""
-        return -(-(context_tokens + self.kv_spare_tokens) // self.kv_grain) * self.kv_grain
-
     @property
     def formats(self) -> tuple[str, ...]:
         """Weight formats that can be made for it; (): any."""
@@ -102,18 +96,13 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def install(self) -> str:
-        """The command that installs its package.
-
-        No index has llm-crossover: pip takes the one that is installed, and adds what is missing.
-        """
+        """The command that adds its package: pip takes the llm-crossover that is installed."""
         return f"pip install 'llm-crossover[{self.extra}]'"
 
     @property
     def reinstall(self) -> str:
-        """The command that installs its package anew, in the version that is there.
-
-        Not from pip's cache, which has the wheel that was compiled for another CPU.
-        """
+        """The command that installs the same version anew, not the wheel in pip's cache, which was
+        compiled for another CPU."""
         names = importlib.metadata.packages_distributions().get(self.package or "")
         if not names:
             return self.install
@@ -133,7 +122,6 @@ class BackendProbe(msgspec.Struct, frozen=True):
     gpu_vendor: str | None = None  # of the GPUs that this build drives; None: of all
     problem: str | None = None
     details: dict[str, str] = {}
-    seconds: float | None = None
 
 
 def _torch_kv(asked: str, weight_format: str, device: str, isa: Collection[str]) -> str:
@@ -153,7 +141,7 @@ BACKENDS: dict[str, BackendSpec] = {
     "llama_cpp": BackendSpec(
         cls="serving.backends.llama_cpp.backend:LlamaCppBackend",
         weights="gguf",
-        kv_grain=256,
+        kv_row_tokens=lambda context: -(-context // 256) * 256,
         overhead={
             "cpu": Overhead(82_000_000, 46 << 10, 600),
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
@@ -196,8 +184,7 @@ BACKENDS: dict[str, BackendSpec] = {
         kv_dtype=_torch_kv,
         shares_kv=False,
         options=("graphs", "device_sampling", "attention", "margin", "prefill_chunk"),
-        kv_grain=64,
-        kv_spare_tokens=1,
+        kv_row_tokens=lambda context: -(-(context + 1) // 64) * 64,  # with a dummy token
         package="torch",
         extra="torch",
         probe="serving.backends.torch.probe:probe",
@@ -295,28 +282,22 @@ def missing_backends() -> dict[str, str]:
     }
 
 
-def probed() -> Iterator[str]:
-    """Backends that can be asked what they can do here."""
-    return (name for name, spec in BACKENDS.items() if spec.probe is not None)
-
-
 def probe_backend(name: str, timeout_seconds: float = 60.0) -> BackendProbe:
     """Import the library in a child and ask it. Never raises, never takes longer than the limit."""
     function = spec_of(name).probe
     if function is None:
         return BackendProbe(name, True)
-    started = time.perf_counter()
-    ran = run_probe(function, timeout_seconds)
+    ran, problem = run_probe(function, timeout_seconds), ""
     if ran.status is None:
         problem = f"importing it did not end within {timeout_seconds:g} s"
-        return BackendProbe(name, False, problem=problem)
-    if ran.status != 0:
-        return BackendProbe(name, False, problem=ran.reason)
-    try:
-        answer = msgspec.json.decode(ran.output, type=BackendProbe)
-    except msgspec.DecodeError as problem:
-        return BackendProbe(name, False, problem=f"the probe answered nonsense: {problem}")
-    return msgspec.structs.replace(answer, seconds=round(time.perf_counter() - started, 3))
+    elif ran.status != 0:
+        problem = ran.reason
+    else:
+        try:
+            return msgspec.json.decode(ran.output, type=BackendProbe)
+        except msgspec.DecodeError as error:
+            problem = f"the probe answered nonsense: {error}"
+    return BackendProbe(name, False, problem=problem)
 
 
 for _entry in filter(None, os.environ.get("CROSSOVER_BACKENDS", "").split(",")):

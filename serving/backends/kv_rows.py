@@ -93,26 +93,11 @@ class RowMap:
             return Window(lo, hi)
         # A full row has no room for a dummy token.
         full = any(self.length[row] >= self.room_tokens for row in riders)
-        self._rent += len(riders) * self.rider_tokens
-        start, cost = self._cheapest(members)
-        if not full and self._rent < cost:
-            return Window(lo, hi, riders=riders)
-        self._rent = 0.0
-        inside = range(start, start + len(members))
+        inside = range(lo, lo + len(members))
         incoming = sorted(members.difference(inside))
         outgoing = [row for row in inside if row not in members]
-        swaps = tuple(zip(incoming, outgoing, strict=True))
-        return Window(start, start + len(members), swaps)
-
-    def _cheapest(self, members: Collection[int]) -> tuple[int, int]:
-        """Start of the gapless range that is cheapest to fill with these rows, and its cost."""
-        size, best_start, best_cost = len(members), 0, -1
-        total = sum(self.length[row] for row in members)
-        for start in range(len(self.length) - size + 1):
-            inside = range(start, start + size)
-            kept = sum(self.length[row] for row in inside if row in members)
-            evicted = sum(self.length[row] for row in inside if row not in members)
-            cost = total - kept + evicted
-            if best_cost < 0 or cost < best_cost:
-                best_start, best_cost = start, cost
-        return best_start, best_cost
+        self._rent += len(riders) * self.rider_tokens
+        if not full and self._rent < sum(self.length[row] for row in (*incoming, *outgoing)):
+            return Window(lo, hi, riders=riders)
+        self._rent = 0.0
+        return Window(lo, inside.stop, tuple(zip(incoming, outgoing, strict=True)))

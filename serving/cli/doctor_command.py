@@ -18,10 +18,10 @@ from models import formatting
 from models.machine import disk_free_bytes
 from models.resolve import cache_dir
 from serving.backends.backend_table import (
+    BACKENDS,
     BackendProbe,
     missing_backends,
     probe_backend,
-    probed,
     spec_of,
 )
 from serving.errors import Cause
@@ -90,7 +90,8 @@ def examine(bandwidth: bool, cache: str | None) -> Diagnosis:
         return probe_backend(name)
 
     with ThreadPoolExecutor(max_workers=max(1, min(3, int(facts.usable_cores)))) as pool:
-        probes = list(pool.map(ask, probed()))
+        names = [name for name, spec in BACKENDS.items() if spec.probe is not None]
+        probes = list(pool.map(ask, names))
     folder = cache_dir(cache)
     free_bytes = disk_free_bytes(folder)
     has_gpu = bool(facts.gpus or render_nodes())

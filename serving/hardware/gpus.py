@@ -183,6 +183,18 @@ def tell(ask: Callable[..., Any], *what: Any, **more: Any) -> Any:
         return None
 
 
+def memory_of(nvml: Any, handle: Any) -> Any:
+    """total, used, free and, of newer drivers, reserved, which is then not in used."""
+    newer = tell(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
+    return newer or nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def uuid_of(nvml: Any, handle: Any) -> str | None:
+    """What CUDA_VISIBLE_DEVICES takes: "GPU-..." or, of a part of one, "MIG-..."."""
+    found = tell(lambda: nvml.nvmlDeviceGetUUID(handle))
+    return None if found is None else str(found)
+
+
 def list_gpus() -> FoundGpus:
     """What NVML lists, asked in this process."""
     try:
@@ -220,11 +232,7 @@ def _parts(nvml: Any, index: int) -> Iterator[GpuFacts]:
         parts = [tell(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, n) for n in range(count)]
         handles = [one for one in parts if one is not None]
     for one in handles:
-        # total, used, free and, of newer drivers, reserved, which is then not in used
-        newer = {"version": getattr(nvml, "nvmlMemory_v2", None)}
-        memory = tell(nvml.nvmlDeviceGetMemoryInfo, one, **newer)
-        memory = memory or nvml.nvmlDeviceGetMemoryInfo(one)
-        uuid = tell(lambda part: nvml.nvmlDeviceGetUUID(part), one)  # "GPU-..." or "MIG-..."
+        memory = memory_of(nvml, one)
         yield GpuFacts(
             name=str(tell(nvml.nvmlDeviceGetName, one) or name),
             vendor="nvidia",
@@ -233,7 +241,7 @@ def _parts(nvml: Any, index: int) -> Iterator[GpuFacts]:
             driver=None if driver is None else str(driver),
             compute_capability=None if capability is None else "{}.{}".format(*capability),
             index=index,
-            uuid=None if uuid is None else str(uuid),
+            uuid=uuid_of(nvml, one),
         )
 
 

@@ -27,7 +27,7 @@ from models.spec import ModelSpec
 from serving.backends.kv_rows import RowMap
 from serving.backends.torch.backend import TorchBackend
 from serving.backends.torch.cuda_graphs import DecodeGraphs
-from serving.backends.torch.forward_pass import SlotModel, StepBatch
+from serving.backends.torch.forward_pass import SlotModel, run_pass
 from serving.backends.torch.load_plan import KINDS_OF_DRAWS
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import KvCache
@@ -98,17 +98,16 @@ def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, 
     model = SlotModel(spec, meta_weights(spec), cache)
     rows = RowMap(8, 511, 0.0)
     rows.length = [20] * 8
-    batch = StepBatch(model, rows)
     slots = list(range(7 if prompts else 8))
     one = np.ones(1, np.int32)
-    batch.add_decode([Row(slot, one, 20, wants_token=True) for slot in slots], slots)
+    pieces = [(Row(slot, one, 20, wants_token=True), slot, one, 20) for slot in slots]
+    piece = np.ones(40, np.int32)
     if prompts:
-        piece = np.ones(40, np.int32)
-        batch.add_prompt(Row(7, piece, 20, wants_token=True), piece, 20)
+        pieces.append((Row(7, piece, 20, wants_token=True), 7, piece, 20))
     out = torch.empty(8, spec.vocabulary, device=META)
     kernels = Kernels()
     with HostTensors(kernels) as host, kernels:
-        batch.run(out)
+        run_pass(model, rows, pieces, len(slots), out)
     return kernels, host
 
 
@@ -123,7 +122,7 @@ def launched(name: str, *, prompts: bool = False) -> tuple[Kernels, HostTensors]
     backend._model, backend._logits, backend._device = model, logits, META
     backend._rows = RowMap(8, 511, 0.0)
     backend._rows.length = [20] * 8
-    backend._graphs = DecodeGraphs(model, 8, logits, capture=False, progress=lambda *said: None)
+    backend._graphs = DecodeGraphs(model, 8, logits, False, lambda *said: None)
     backend._chunk, backend._is_gpu, backend._device_sampling = 256, False, True
     one, drawn = np.ones(1, np.int32), np.array([DRAWN], np.int32)
     kinds = [kind for _, kind in zip(range(7), itertools.cycle(KINDS_OF_DRAWS), strict=False)]

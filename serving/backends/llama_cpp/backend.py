@@ -25,12 +25,7 @@ import numpy as np
 
 from models.machine import cpu_name
 from models.manifest import Progress
-from serving.backends.backend_interface import (
-    CAPABILITIES,
-    BackendInfo,
-    EngineConfig,
-    MemoryParts,
-)
+from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
 from serving.backends.kv_rows import FLOPS_PER_THREAD
 from serving.backends.llama_cpp.batching import (
     KV_BLOCK,
@@ -42,14 +37,7 @@ from serving.backends.llama_cpp.batching import (
     dummies,
     rides,
 )
-from serving.backends.llama_cpp.library import (
-    LOG,
-    are_rearranged,
-    build_details,
-    devices_said,
-    flash_attention_said,
-    is_memory,
-)
+from serving.backends.llama_cpp.library import LOG, build_details, devices_said, is_memory
 from serving.backends.llama_cpp.loading import Loader
 from serving.errors import EngineFailed, KvFull, OutOfMemory
 from serving.sampling.sampler import sample
@@ -131,17 +119,11 @@ class LlamaCppBackend:
         is_decode = all(len(row.tokens) == 1 for row in call)
         if self._unified or not self._can_rewind or not is_decode:
             return call
-        present = {row.slot for row in call}
-        free = {
-            slot
-            for slot, length in enumerate(self._lengths)
-            if slot not in present and length < self.info.context_tokens
-        }
-        extra = [
-            Row(slot, NO_TOKEN, self._lengths[slot], wants_token=False)
-            for slot in dummies(present, free)
-        ]
-        return sorted([*call, *extra], key=lambda row: row.slot) if extra else call
+        present, lengths = {row.slot for row in call}, self._lengths
+        room = {slot for slot, held in enumerate(lengths) if held < self.info.context_tokens}
+        extra = dummies(present, room - present)
+        rows = [Row(slot, NO_TOKEN, lengths[slot], wants_token=False) for slot in extra]
+        return sorted([*call, *rows], key=lambda row: row.slot) if rows else call
 
     def rides(self, decoding: Collection[int], slot: int) -> bool:
         return self._least_cut is not None and rides(decoding, slot)
@@ -201,28 +183,18 @@ class LlamaCppBackend:
         return min(KV_BLOCK, max(1, tokens))
 
     def _describe(
-        self,
-        config: EngineConfig,
-        vocabulary: int,
-        predicted: MemoryParts,
-        measured: MemoryParts,
+        self, config: EngineConfig, vocabulary: int, predicted: MemoryParts, measured: MemoryParts
     ) -> BackendInfo:
-        llama, lines = self._llama, LOG.lines
+        llama, loader = self._llama, self._loader
         ftype = (llama.llama_ftype_name(llama.llama_model_ftype(self._model)) or b"").decode()
         whole = config.slots * config.context_tokens
-        details = build_details(llama) | {
-            "threads": str(self._threads),
-            "flash_attention": flash_attention_said(lines, self._loader.attention),
-            "kv_unified": str(self._unified).lower(),
-            "kv_dtype": self._loader.kv_dtype,
-            "repack": "yes" if are_rearranged(lines) else "no",
-            "model_file_type": ftype,
-        }
-        gpus = [name for name, _ in devices_said(lines)]
+        name = cpu_name() or "CPU"
+        if config.device == "gpu":
+            name = next(iter(devices_said(LOG.lines)), "GPU")
         return BackendInfo(
             name="llama_cpp",
             device=config.device,
-            device_name=(cpu_name() or "CPU") if config.device == "cpu" else [*gpus, "GPU"][0],
+            device_name=name,
             slots=config.slots,
             context_tokens=config.context_tokens,
             kv_tokens=min(whole, config.kv_tokens or whole),
@@ -232,7 +204,14 @@ class LlamaCppBackend:
             predicted=predicted,
             measured=measured,
             capabilities=frozenset(CAPABILITIES),
-            details=details,
+            details=build_details(llama)
+            | {
+                "threads": str(self._threads),
+                "flash_attention": loader.attention,
+                "kv_unified": str(self._unified).lower(),
+                "kv_dtype": loader.kv_dtype,
+                "model_file_type": ftype,
+            },
         )
 
     def _failed(self, code: int, tokens: int) -> None:

@@ -12,24 +12,17 @@ from pathlib import Path
 from models.formats import GGUF_FORMATS, gguf_tensors
 from models.spec import ModelSpec
 
-_AMX_FLAGS = frozenset({"amx_int8", "avx512_vnni"})
-_AMX_ROWS, _REPACK_ROWS = 32, 8  # rows are a multiple of it
-# Types that AMX multiplies: columns are a multiple of it, weights of a block, bytes that it adds.
-_AMX_TYPES: dict[str, tuple[int, int, int]] = {
-    "F16": (16, 1, 0),
-    "Q4_0": (32, 32, 0),
-    "Q4_1": (32, 32, 0),
-    "Q8_0": (32, 32, 4),
-    "Q4_K": (256, 256, 4),
-    "Q5_K": (256, 256, 4),
-    "Q6_K": (256, 256, 0),
-    "IQ4_XS": (256, 256, 2),
-}
-# CPU flag -> types that are repacked for it.
-_REPACK_TYPES: dict[str, tuple[str, ...]] = {
-    "avx2": ("Q4_0", "Q4_K", "IQ4_NL", "MXFP4"),
-    "avx512f": ("Q2_K",),
-    "asimddp": ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"),
+# CPU flag -> types that are arranged for it, and by what share of their bytes they grow.
+_ARRANGED: dict[str, dict[str, float]] = {
+    "amx_int8": {
+        **dict.fromkeys(("F16", "Q4_0", "Q4_1", "Q6_K"), 0.0),
+        "Q8_0": 4 / 34,
+        "Q4_K": 4 / 144,
+        "Q5_K": 4 / 176,
+        "IQ4_XS": 2 / 136,
+    },
+    "asimddp": dict.fromkeys(("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"), 0.0),
+    "avx2": dict.fromkeys(("Q4_0", "Q4_K", "IQ4_NL", "MXFP4"), 0.0),
 }
 
 
@@ -50,27 +43,12 @@ def extra_bytes(
         assert model is not None
         tensors = gguf_tensors(model, weight_format if weight_format in GGUF_FORMATS else "Q4_0")
         found = {one.name: (one.shape[::-1], one.type, one.bytes) for one in tensors}
-    extra = 0
+    extra = 0.0
     for name, (shape, kind, size) in found.items():
         is_tied = name == "token_embd.weight" and "output.weight" not in found
-        if is_tied or name == "output.weight" or name.startswith("blk."):
-            added = _added_bytes(shape, kind, isa)
-            if added is not None:
-                extra += added + is_tied * size
-    return extra
-
-
-def _added_bytes(shape: tuple[int, ...], kind: str, isa: Collection[str]) -> int | None:
-    """What a tensor grows by, row length first in its shape; None: it stays as it is."""
-    if len(shape) != 2:
-        return None
-    columns, rows = shape
-    grain, block, added = _AMX_TYPES.get(kind, (1, 1, 0))
-    if (
-        kind in _AMX_TYPES
-        and _AMX_FLAGS.issubset(isa)
-        and not (columns % grain or rows % _AMX_ROWS)
-    ):
-        return rows * (columns // block) * added
-    is_repacked = any(flag in isa and kind in _REPACK_TYPES[flag] for flag in _REPACK_TYPES)
-    return 0 if is_repacked and rows % _REPACK_ROWS == 0 else None
+        shares = [_ARRANGED[flag].get(kind) for flag in _ARRANGED if flag in isa]
+        share = next((one for one in shares if one is not None), None)
+        is_matrix = is_tied or name == "output.weight" or name.startswith("blk.")
+        if is_matrix and len(shape) == 2 and shape[1] % 8 == 0 and share is not None:
+            extra += (share + is_tied) * size
+    return int(extra)

@@ -124,42 +124,28 @@ def _load_devices(llama: Any) -> None:
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
 
 
-def gpu_build(llama: Any) -> str | None:
-    """GGML's name of the backend for GPUs that is built in; None: a build for the CPU only."""
-    ggml = llama.llama_cpp._lib
-    ggml.ggml_backend_reg_by_name.argtypes = [ctypes.c_char_p]
-    ggml.ggml_backend_reg_by_name.restype = ctypes.c_void_p
-    return next((name for name in VENDORS if ggml.ggml_backend_reg_by_name(name.encode())), None)
-
-
 def probe() -> BackendProbe:
     """What this build can do. Runs in a process of its own."""
     llama = library()
-    gpu, build = bool(llama.llama_supports_gpu_offload()), gpu_build(llama)
-    cause, note = Cause.backend_missing, "this build of llama.cpp is for the CPU only"
-    if build is not None:
-        cause, note = Cause.no_device, f"built with {build}"
+    find = llama.llama_cpp._lib.ggml_backend_reg_by_name
+    find.argtypes, find.restype = [ctypes.c_char_p], ctypes.c_void_p
+    build = next((name for name in VENDORS if find(name.encode())), None)
+    gpu, note = bool(llama.llama_supports_gpu_offload()), f"built with {build}"
+    cause = Cause.no_device if build else Cause.backend_missing
+    if not build:
+        note = "this build of llama.cpp is for the CPU only"
+    elif not gpu:
+        note += ", which shows no device here"
     return BackendProbe(
         "llama_cpp",
         works=True,
         version=llama.__version__,
         gpu=gpu,
-        gpu_note=note if gpu or not build else f"{note}, which shows no device here",
+        gpu_note=note,
         gpu_cause=None if gpu else cause,
         gpu_vendor=VENDORS.get(build or ""),
         details=build_details(llama),
     )
-
-
-def device_named(llama: Any, name: str) -> Any:
-    """A list of GGML with one device ("Vulkan0"). Raises BackendUnavailable where it is gone."""
-    ggml = llama.llama_cpp._lib
-    ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
-    ggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
-    device = ggml.ggml_backend_dev_by_name(name.encode())
-    if device is None:
-        raise BackendUnavailable(f"llama.cpp sees no device {name}")
-    return (ctypes.c_void_p * 2)(device, None)
 
 
 def build_details(llama: Any) -> dict[str, str]:
@@ -173,15 +159,14 @@ def build_details(llama: Any) -> dict[str, str]:
 
 def is_memory(reason: str) -> bool:
     """Whether llama.cpp's words say that memory ran out."""
-    words = ("failed to", "unable to", "cannot")
-    told = ("out of memory", "bad_alloc", *(f"{word} allocate" for word in words))
-    return any(text in reason.lower() for text in told)
+    told = r"out of memory|bad_alloc|(failed to|unable to|cannot) allocate"
+    return re.search(told, reason, re.IGNORECASE) is not None
 
 
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
 _KV_SIZE = re.compile(r"llama_kv_cache\w*: size =\s*([\d.]+) MiB")
 _DEVICE = re.compile(
-    r"using device \S+ \((.*?)\)(?: \((?:[0-9a-fA-F:.]+|unknown id)\))? - (\d+) MiB free"
+    r"using device \S+ \((.*?)\)(?: \((?:[0-9a-fA-F:.]+|unknown id)\))? - \d+ MiB free"
 )
 _HOST_BUFFERS = ("CPU", "AMX", "BLAS")  # how names of buffers in RAM begin; ..._Host is too
 
@@ -192,7 +177,10 @@ def memory_parts(lines: list[str], device: str = "cpu") -> MemoryParts:
     sums: dict[str, float] = {}
     for line in lines:
         found = _BUFFER.search(line)
-        if found and (device != "gpu" or _is_on_gpu(found[1])):
+        if not found:
+            continue
+        is_in_ram = found[1].startswith(_HOST_BUFFERS) or found[1].endswith("_Host")
+        if device != "gpu" or not is_in_ram:
             sums[found[2]] = sums.get(found[2], 0.0) + float(found[3])
 
     def together(*kinds: str) -> int | None:
@@ -202,16 +190,6 @@ def memory_parts(lines: list[str], device: str = "cpu") -> MemoryParts:
     return MemoryParts(together("model"), together("KV", "RS"), together("compute", "output"))
 
 
-def are_rearranged(lines: list[str]) -> bool:
-    """Whether some weights of a load lie in a buffer that was made for this CPU's instructions."""
-    found = (match for line in lines if (match := _BUFFER.search(line)))
-    return any(match[2] == "model" and match[1] in ("AMX", "CPU_REPACK") for match in found)
-
-
-def _is_on_gpu(buffer: str) -> bool:
-    return not buffer.startswith(_HOST_BUFFERS) and not buffer.endswith("_Host")
-
-
 def dry_run_parts(lines: list[str], weight_bytes: int, device: str = "cpu") -> MemoryParts:
     """The same from a dry run, whose weight and KV buffers are empty: other lines tell these."""
     kv = [float(found[1]) for line in lines if (found := _KV_SIZE.search(line))]
@@ -219,14 +197,6 @@ def dry_run_parts(lines: list[str], weight_bytes: int, device: str = "cpu") -> M
     return MemoryParts(weight_bytes, kv_bytes, memory_parts(lines, device).compute_bytes)
 
 
-def devices_said(lines: list[str]) -> list[tuple[str, int]]:
-    """Name and free bytes of each GPU that a load uses, without what differs at every load."""
-    found = (match for line in lines if (match := _DEVICE.search(line)))
-    return [(match[1], int(match[2]) << 20) for match in found]
-
-
-def flash_attention_said(lines: list[str], asked: str) -> str:
-    """What became of "auto", in llama.cpp's words."""
-    mark = "Flash Attention "
-    said = [line.rpartition(mark)[2].strip() for line in lines if mark in line]
-    return said[-1] if said and asked == "auto" else asked
+def devices_said(lines: list[str]) -> list[str]:
+    """The name of each GPU that a load uses, without what differs at every load."""
+    return [match[1] for line in lines if (match := _DEVICE.search(line))]

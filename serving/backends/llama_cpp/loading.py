@@ -5,15 +5,12 @@ The defaults of the options are the quickest that were measured (tests/bench/lla
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.formatting import size
-from models.gguf_reader import read_header
 from models.machine import cpu_flags
 from models.manifest import Progress
 from serving.backends.backend_interface import (
@@ -29,8 +26,6 @@ from serving.backends.llama_cpp.library import (
     KV_TYPES,
     LOG,
     PACKAGE,
-    device_named,
-    devices_said,
     dry_run_parts,
     is_memory,
     library,
@@ -38,7 +33,6 @@ from serving.backends.llama_cpp.library import (
 )
 from serving.bounds import Count
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
-from serving.hardware.gpus import VULKAN
 from serving.hardware.machine_facts import allowed_cores, refuse_shortage
 
 QUANTISED_KV = ("q8_0", "q4_0")  # these need flash attention
@@ -80,9 +74,6 @@ class Loader:
             self.is_unified = pool is not None and pool < whole
         self._file = Path(config.model_path)
         self._check()
-        self._devices: Any = None  # llama.cpp reads this list while it loads; None: all devices
-        if config.device_vendor == VULKAN and config.device_id:
-            self._devices = device_named(self.llama, config.device_id)
 
     def _check(self) -> None:
         """Refuse what can be refused before anything is loaded."""
@@ -143,18 +134,8 @@ class Loader:
         if config.device == "cpu" and self.options.repack:
             weight_bytes += extra_bytes(None, "", cpu_flags(), config.model_path)
         parts = dry_run_parts(lines, weight_bytes, config.device)
-        needed, what = parts.total_bytes or 0, f"weights and KV cache of {self._file.name}"
         if config.check_memory and config.device == "cpu":
-            refuse_shortage(needed, what)
-        elif config.check_memory and self.options.gpu_layers < 0:
-            needed -= bytes_in_ram(self._file)
-            gpus = devices_said(lines)
-            free = sum(free for _, free in gpus)
-            if gpus and needed > free:
-                raise OutOfMemory(
-                    f"{what} need {size(needed)} of VRAM and {size(free)} are free; fewer slots, a "
-                    "shorter context or less gpu_layers need less"
-                )
+            refuse_shortage(parts.total_bytes or 0, f"weights and KV cache of {self._file.name}")
         return parts
 
     def load(self, progress: Progress) -> tuple[Any, Any, MemoryParts]:
@@ -198,8 +179,6 @@ class Loader:
         settings.load_mode = llama.llama_load_mode_from_str("+".join(modes or ["none"]).encode())
         settings.use_extra_bufts = options.repack
         settings.n_gpu_layers = options.gpu_layers if is_gpu else 0
-        if self._devices is not None:
-            settings.devices = ctypes.cast(self._devices, ctypes.c_void_p)
         return settings
 
     def _model(self, settings: Any) -> Any:
@@ -237,11 +216,3 @@ class Loader:
                 f"slots ({self.kv_dtype}): {reason}"
             )
         return context
-
-
-def bytes_in_ram(file: Path) -> int:
-    """Of a GGUF file's weights, those that stay in RAM with all layers on GPUs: the embedding,
-    unless it is the output matrix too, of which the GPU then has a copy."""
-    tensors = read_header(file).tensors
-    embedding = tensors.get("token_embd.weight")
-    return embedding.bytes if embedding is not None and "output.weight" in tensors else 0

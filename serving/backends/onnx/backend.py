@@ -74,14 +74,13 @@ class OnnxBackend:
         check_sizes(config, facts.context_tokens, facts.kv_dtype)
         slots, context = config.slots, config.context_tokens
         kv_tokens = min(config.kv_tokens or slots * context, slots * context)
-        # Pages of idle slots are never touched.
-        kv_needed = kv_tokens * facts.kv_bytes_per_token
-        if config.check_memory:
-            refuse_shortage(kv_needed, f"the KV cache of {kv_tokens} tokens")
+        token_bytes = facts.kv_bytes_per_token
+        if config.check_memory:  # pages of idle slots are never touched
+            refuse_shortage(kv_tokens * token_bytes, f"the KV cache of {kv_tokens} tokens")
         self._graph: SlotGraph | GrowingGraph | None
         if facts.grouped:
             flops = 2 * weight_bytes(file)  # about a weight a byte
-            price = rider_tokens(flops, threads, facts.kv_bytes_per_token)
+            price = rider_tokens(flops, threads, token_bytes)
             self._graph = SlotGraph(self._session, facts, slots, context, price)
         else:
             self._graph = GrowingGraph(self._session, facts, slots, context)
@@ -98,10 +97,8 @@ class OnnxBackend:
             vocabulary=facts.vocabulary,
             weight_format=config.weight_format or stored,
             step_tokens=max(512, 2 * slots),
-            predicted=MemoryParts(
-                resident, slots * context * facts.kv_bytes_per_token, _COMPUTE_BYTES
-            ),
-            measured=MemoryParts(loaded, self._graph.kv_bytes if facts.grouped else None),
+            predicted=MemoryParts(resident, slots * context * token_bytes, _COMPUTE_BYTES),
+            measured=MemoryParts(loaded, slots * context * token_bytes if facts.grouped else None),
             capabilities=frozenset(CAPABILITIES),
             details=_details(file, facts, manifest, threads),
         )

@@ -30,7 +30,7 @@ _MASK_GRAIN = 64  # mask widths are multiples of this, so that onnxruntime sees 
 
 
 class SlotGraph:
-    """A session, its KV rows and its bindings. `rider_tokens`: see kv_slots."""
+    """A session, its KV rows and its bindings. `rider_tokens`: see kv_rows."""
 
     def __init__(
         self, session: Any, facts: GraphFacts, slots: int, context_tokens: int, rider_tokens: float
@@ -49,10 +49,6 @@ class SlotGraph:
         self._out = np.zeros((slots, 1, facts.vocabulary), facts.logits_type)
         self._columns = np.arange(context_tokens, dtype=np.int64)
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
-
-    @property
-    def kv_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._kv)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of slot `source` into slot `target`."""

@@ -182,25 +182,21 @@ def read_facts(session: Any, file: Path) -> GraphFacts:
 
 
 def _layers(file: Path, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> int:
-    """How many layers have a KV cache. Raises UnsupportedModel for inputs that are not ours."""
+    """How many layers have a KV cache. Raises UnsupportedModel for a graph that is not served."""
     pasts = [match for match in map(_PAST.match, inputs) if match]
     layers = len({match[1] for match in pasts})
-    if not layers or "input_ids" not in inputs or "logits" not in outputs:
+    names = [f"{layer}.{kind}" for layer in range(max(1, layers)) for kind in ("key", "value")]
+    needed = ["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in names)]
+    missing = [name for name in needed if name not in inputs]
+    ends = ["logits", *(f"present.{name}" for name in names)]
+    missing += [name for name in ends if name not in outputs]
+    unknown = sorted(set(inputs) - {*needed, "position_ids"})
+    if missing or unknown:
+        wrong = f"lacks {', '.join(missing[:3])}" if missing else f"wants {', '.join(unknown[:3])}"
         raise UnsupportedModel(
-            f"{file.name} is no causal language model with a KV cache: it has inputs "
-            f"{', '.join(list(inputs)[:6])}"
+            f"{file.name} is no causal language model with a KV cache that is served here: it "
+            f"{wrong}"
         )
-    known = {"input_ids", "attention_mask", "position_ids", *(match[0] for match in pasts)}
-    unknown = sorted(set(inputs) - known)
-    if unknown:
-        raise UnsupportedModel(
-            f"{file.name} wants inputs that this backend does not give: {', '.join(unknown)}"
-        )
-    presents = [f"present.{i}.{kind}" for i in range(layers) for kind in ("key", "value")]
-    missing = [name for name in presents if name not in outputs]
-    if missing or "attention_mask" not in inputs:
-        what = ", ".join(missing[:3]) or "the input attention_mask"
-        raise UnsupportedModel(f"{file.name} lacks {what}")
     return layers
 
 

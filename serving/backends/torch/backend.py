@@ -19,16 +19,11 @@ import torch
 from torch import Tensor
 
 from models.manifest import Progress
-from serving.backends.backend_interface import (
-    CAPABILITIES,
-    BackendInfo,
-    EngineConfig,
-    MemoryParts,
-)
+from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
 from serving.backends.kv_rows import RowMap, rider_tokens
 from serving.backends.torch.cuda_graphs import DecodeGraphs, bucket_of
 from serving.backends.torch.device_transfer import fetch, send
-from serving.backends.torch.forward_pass import SlotModel, StepBatch
+from serving.backends.torch.forward_pass import Piece, SlotModel, run_pass
 from serving.backends.torch.gpu_sampler import always_drawn, draw, drawable
 from serving.backends.torch.load_plan import (
     KINDS_OF_DRAWS,
@@ -43,6 +38,8 @@ from serving.backends.torch.torch_weights import cpu_has_bf16, load
 from serving.errors import EngineFailed
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import DRAWN, Row, Sampled, Tokens
+
+_DUMMY: Tokens = np.zeros(1, np.int32)
 
 
 class Flight:
@@ -108,7 +105,7 @@ class TorchBackend:
         compute_bytes = None
         if self._is_gpu:
             with memory_errors("making graphs and a first step"), torch.inference_mode():
-                doubts |= self._make_graphs(self._model, slots, plan.has_graphs, progress)
+                doubts |= self._make_graphs(plan, self._model, progress)
                 progress("first step", None)
                 self._warm_up(self._model, slots)
                 torch.cuda.synchronize()
@@ -137,8 +134,8 @@ class TorchBackend:
     def step(self, rows: list[Row]) -> list[Sampled]:
         with memory_errors(f"a step of {sum(len(row.tokens) for row in rows)} tokens"):
             logits, wanted = self._run(rows)
-            found = zip([row.slot for row in wanted], self._draw(logits, wanted), strict=True)
-        drawn = dict(found)
+            tokens = self._draw(logits, wanted)
+        drawn = {row.slot: token for row, token in zip(wanted, tokens, strict=True)}
         return [drawn[row.slot] for row in rows if row.wants_token]
 
     @torch.inference_mode()
@@ -182,13 +179,12 @@ class TorchBackend:
         if decoding and not filling and self._graphs is not None:
             return self._run_graph(self._graphs, model, decoding, drawn)
         # One pass over everything, after passes for the beginnings of long prompts.
-        pieces = [(row, *self._begun(model, row)) for row in filling]
-        batch = StepBatch(model, self._rows)
-        if decoding:
-            batch.add_decode(decoding, self._places(model, [row.slot for row in decoding]))
-        for row, tokens, start in pieces:
-            batch.add_prompt(row, tokens, start)
-        return batch.run(self._logits, drawn), batch.wanted
+        begun = [(row, *self._begun(model, row)) for row in filling]
+        pieces = self._decoding(model, decoding) if decoding else []
+        count = len(pieces)
+        for row, tokens, start in begun:  # their KV rows may have been swapped just now
+            pieces.append((row, self._rows.row_of[row.slot], tokens, start))
+        return run_pass(model, self._rows, pieces, count, self._logits, drawn)
 
     def _run_graph(
         self, graphs: DecodeGraphs, model: SlotModel, rows: list[Row], drawn: Tensor | None
@@ -221,25 +217,29 @@ class TorchBackend:
             return logits[: len(at)], asking
         return logits.index_select(0, at_device), asking
 
-    def _places(self, model: SlotModel, slots: list[int]) -> Sequence[int]:
-        """The KV rows of a pass's decode rows: for plain attention side by side, with riders.
-        The flash call needs none, and a rider may be the row of a prompt in the same pass: both
-        would be written to one place at once."""
-        if model.is_flash:
-            return sorted(self._rows.row_of[slot] for slot in slots)
-        window = self._rows.window(slots)
-        for a, b in window.swaps:
-            self._swap(model, a, b)
-        return range(window.lo, window.hi)
+    def _decoding(self, model: SlotModel, rows: list[Row]) -> list[Piece]:
+        """Rows of one token by KV row: for plain attention side by side, with riders."""
+        places: Sequence[int] = sorted(self._rows.row_of[row.slot] for row in rows)
+        if not model.is_flash:
+            window = self._rows.window([row.slot for row in rows])
+            for a, b in window.swaps:
+                self._swap(model, a, b)
+            places = range(window.lo, window.hi)
+        by_place = {self._rows.row_of[row.slot]: row for row in rows}
+        pieces: list[Piece] = []
+        for place in places:
+            row = by_place.get(place)
+            tokens = _DUMMY if row is None else row.tokens
+            pieces.append((row, place, tokens, self._rows.length[place]))
+        return pieces
 
     def _begun(self, model: SlotModel, row: Row) -> tuple[Tokens, int]:
         """Runs all but the last chunk of a prompt row; that chunk, and where it starts."""
         last = (len(row.tokens) - 1) // self._chunk * self._chunk
-        silent = replace(row, wants_token=False) if last else row
+        silent, place = replace(row, wants_token=False), self._rows.row_of[row.slot]
         for first in range(0, last, self._chunk):
-            batch = StepBatch(model, self._rows)
-            batch.add_prompt(silent, row.tokens[first : first + self._chunk], row.start + first)
-            batch.run(self._logits)
+            tokens = row.tokens[first : first + self._chunk]
+            run_pass(model, self._rows, [(silent, place, tokens, row.start + first)])
         return row.tokens[last:], row.start + last
 
     def _draw(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
@@ -266,24 +266,21 @@ class TorchBackend:
         model.cache.swap(a, b, self._rows.length[a], self._rows.length[b])
         self._rows.swap(a, b)
 
-    def _make_graphs(
-        self, model: SlotModel, slots: int, wanted: bool, progress: Progress
-    ) -> dict[str, str]:
-        """The buffer of logits and the decode step; without graphs where they cannot be captured,
-        which is told: eager steps are slower, not wrong."""
-        self._logits = torch.empty(slots, model.spec.vocabulary, device=self._device)
-        try:
-            self._graphs = DecodeGraphs(
-                model, slots, self._logits, capture=wanted, progress=progress
-            )
-            return {}
-        except RuntimeError as problem:
-            torch.cuda.empty_cache()
-            self._graphs = DecodeGraphs(
-                model, slots, self._logits, capture=False, progress=progress
-            )
-            why = (str(problem).splitlines() or [type(problem).__name__])[0]
-            return {"graphs": f"false: the decode step could not be captured: {why}"}
+    def _make_graphs(self, plan: Plan, model: SlotModel, progress: Progress) -> dict[str, str]:
+        """The decode step; without graphs where they cannot be captured, which is told: eager steps
+        are slower, not wrong."""
+        slots = len(self._rows.length)
+        self._logits = torch.empty(slots, plan.spec.vocabulary, device=self._device)
+        told: dict[str, str] = {}
+        for capture in (plan.has_graphs, False):
+            try:
+                self._graphs = DecodeGraphs(model, slots, self._logits, capture, progress)
+                break
+            except RuntimeError as problem:
+                torch.cuda.empty_cache()
+                why = (str(problem).splitlines() or [type(problem).__name__])[0]
+                told["graphs"] = f"false: the decode step could not be captured: {why}"
+        return told
 
     def _warm_up(self, model: SlotModel, slots: int) -> None:
         """A prompt, draws of each kind, a mixed step and a copy: what they load and build must not

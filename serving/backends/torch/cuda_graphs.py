@@ -54,7 +54,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: SlotModel, rows: int, logits: Tensor, *, capture: bool, progress: Progress
+        self, model: SlotModel, rows: int, logits: Tensor, capture: bool, progress: Progress
     ) -> None:
         self._model = model
         self._logits = logits

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +20,12 @@ from serving.backends.kv_rows import RowMap
 from serving.backends.torch.device_transfer import send
 from serving.backends.torch.torch_weights import Dense, Layer, Linear, Weights
 from serving.backends.torch.varlen_attention import FlashStep, KvCache, PlainStep, PromptSpan, Step
-from serving.sampling.step_rows import Row
+from serving.sampling.step_rows import Row, Tokens
 
 GRAIN = 64  # the cache's width, and what plain attention looks at, are multiples of this
+# What is laid end to end: the row, its KV row, its tokens, the position from which on they go. None
+# for the row: a dummy that nobody asks for.
+Piece = tuple[Row | None, int, Tokens, int]
 
 
 class SlotModel:
@@ -80,8 +82,8 @@ class SlotModel:
         if scales is not None:
             source = functional.rms_norm(turned, turned.shape[2:], None, spec.norm_epsilon) * scales
         _turn_into(turned, source, turns)
-        queries, pairs = heads.split((spec.heads, 2 * spec.kv_heads), 1)
-        step.write(cache, pairs.unflatten(1, (2, -1)))
+        queries, pairs = torch.split(heads, [spec.heads, 2 * spec.kv_heads], 1)
+        step.write(cache, pairs.view(len(x), 2, spec.kv_heads, -1))
         _add_product(x, layer.out, step.attend(queries, cache))
 
     def _feed_forward(self, index: int, x: Tensor) -> None:
@@ -94,93 +96,75 @@ class SlotModel:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_epsilon)
 
 
-class StepBatch:
-    """Tokens of one pass, laid end to end. Adding rows moves their lengths in `rows`."""
+def run_pass(
+    model: SlotModel,
+    rows: RowMap,
+    pieces: Sequence[Piece],
+    decoding: int = 0,
+    out: Tensor | None = None,
+    drawn: Tensor | None = None,
+) -> tuple[Tensor, list[Row]]:
+    """Logits float32 [n, vocabulary] of the rows that want a token, and these rows.
 
-    def __init__(self, model: SlotModel, rows: RowMap) -> None:
-        self._model = model
-        self._rows = rows
-        self._ids: list[Any] = []
-        self._positions: list[Any] = []
-        self._places: list[int] = []  # KV rows of the sequences
-        self._counts: list[int] = []  # ... and how many tokens of each there are
-        self._decoding = 0  # sequences of one token, the first ones
-        self.wanted: list[Row] = []  # rows that want a token, in the logits' order
-        self._at: list[int] = []  # where in the pass their last token is
-
-    def add_decode(self, rows: list[Row], places: Sequence[int]) -> None:
-        """One token for each of the KV rows `places`, ascending; what is there of no row computes
-        a dummy. Add it first. Plain attention takes rows that lie side by side."""
-        by_place = {self._rows.row_of[row.slot]: row for row in rows}
-        tokens = np.zeros(len(places), np.int64)
-        self._positions.append(np.array([self._rows.length[place] for place in places], np.int64))
-        for index, place in enumerate(places):
-            row = by_place.get(place)
-            if row is None:
-                continue
-            tokens[index] = row.tokens[0]
-            self._rows.length[place] += 1
+    The first `decoding` pieces have one token each; for plain attention their KV rows lie side by
+    side. `out`: where the logits go. `drawn`: see `known`. Moves the lengths in `rows`.
+    """
+    counts = np.array([len(tokens) for _, _, tokens, _ in pieces])
+    ends, wanted, at = counts.cumsum(), [], []
+    for (row, place, tokens, start), end in zip(pieces, ends.tolist(), strict=True):
+        if row is not None:
+            rows.length[place] = start + len(tokens)
             if row.wants_token:
-                self.wanted.append(row)
-                self._at.append(index)
-        self._ids.append(tokens)
-        self._places += places
-        self._counts += [1] * len(places)
-        self._decoding = len(places)
+                wanted.append(row)
+                at.append(end - 1)
+    kv_rows = np.array([place for _, place, _, _ in pieces])
+    held = counts + [start for *_, start in pieces]
+    positions = np.repeat(held - ends, counts) + np.arange(ends[-1])
+    ids = np.concatenate([tokens for _, _, tokens, _ in pieces]).astype(np.int64)
+    arrays = [ids, positions, np.array(at, np.int64)]
+    step: Step
+    if model.is_flash:
+        firsts = kv_rows * model.width
+        arrays.append(np.repeat(firsts, counts) + positions)
+        whole = (np.append(0, ends), np.append(firsts, 0), held)
+        arrays += [array.astype(np.int32) for array in whole]
+        tokens_there, positions_there, at_there, *rest = send(arrays, model.device)
+        to, starts_q, starts_k, keys = rest
+        step = FlashStep(to, starts_q, starts_k, keys, int(counts.max()), int(held.max()))
+    else:
+        # A rider may be the row of a prompt in the same pass: its dummy goes to the spare column.
+        columns = positions.copy()
+        columns[[index for index, piece in enumerate(pieces) if piece[0] is None]] = model.width - 1
+        arrays += [np.repeat(kv_rows, counts), columns]
+        tokens_there, positions_there, at_there, *where = send(arrays, model.device)
+        spans = list(zip(kv_rows.tolist(), counts.tolist(), held.tolist(), strict=True))
+        step = _plain_step(model, (where[0], where[1]), positions_there, spans, decoding)
+    found = None if len(at) == len(positions) else at_there
+    return model.forward(known(tokens_there, drawn), positions_there, step, found, out), wanted
 
-    def add_prompt(self, row: Row, tokens: Any, start: int) -> None:
-        """The piece `tokens` of a prompt from position `start` on."""
-        place, end = self._rows.row_of[row.slot], start + len(tokens)
-        self._ids.append(tokens.astype(np.int64))
-        self._positions.append(np.arange(start, end))
-        self._places.append(place)
-        self._counts.append(len(tokens))
-        self._rows.length[place] = end
-        if row.wants_token:
-            self.wanted.append(row)
-            self._at.append(sum(self._counts) - 1)
 
-    def run(self, out: Tensor | None = None, drawn: Tensor | None = None) -> Tensor:
-        """Logits float32 [n, vocabulary] of `wanted`, in `out` where there is one. `drawn`: see
-        `known`."""
-        model, counts = self._model, self._counts
-        positions = np.concatenate(self._positions)
-        places, ends = np.array(self._places, np.int64), np.cumsum(counts)
-        arrays = [np.concatenate(self._ids), positions, np.array(self._at, np.int64)]
-        held = (positions[ends - 1] + 1).astype(np.int32)
-        if model.is_flash:
-            firsts = places * model.width
-            arrays.append(np.repeat(firsts, counts) + positions)
-            arrays += [np.append(0, ends).astype(np.int32), np.append(firsts, 0).astype(np.int32)]
-            arrays.append(held)
-        else:
-            arrays.append(np.repeat(places, counts))
-        ids, positions_there, wanted, at, *rest = send(arrays, model.device)
-        step: Step
-        if model.is_flash:
-            step = FlashStep(at, *rest, max(counts), int(held.max()))
-        else:
-            step = self._plain_step(at, positions_there, held.tolist())
-        everything = len(self._at) == len(positions)
-        ids = known(ids, drawn)
-        return model.forward(ids, positions_there, step, None if everything else wanted, out)
-
-    def _plain_step(self, rows: Tensor, positions: Tensor, held: list[int]) -> PlainStep:
-        model, count, mask = self._model, self._decoding, None
-        if count:
-            seen = min(model.width, -(-max(held[:count]) // GRAIN) * GRAIN)
-            mask = additive_mask(model.columns[None, :seen] <= positions[:count, None], model.dtype)
-            mask = mask[:, None, None]
-        spans, first = [], count
-        for place, tokens, end in list(zip(self._places, self._counts, held, strict=True))[count:]:
-            start, causal = end - tokens, None
-            if start or model.device.type != "cpu":
-                allowed = model.columns[None, :end] <= model.columns[start:end, None]
-                causal = additive_mask(allowed, model.dtype)
-            spans.append(PromptSpan(first, tokens, place, start, causal))
-            first += tokens
-        lo = self._places[0]
-        return PlainStep(rows, positions, lo, lo + count, mask, spans)
+def _plain_step(
+    model: SlotModel,
+    to: tuple[Tensor, Tensor],
+    positions: Tensor,
+    spans: list[tuple[int, int, int]],
+    decoding: int,
+) -> PlainStep:
+    """`to`: KV row and column of each token. `spans`: KV row, tokens and keys of each piece."""
+    mask, prompts, first = None, [], decoding
+    if decoding:
+        seen = min(model.width, -(-max(held for *_, held in spans[:decoding]) // GRAIN) * GRAIN)
+        allowed = model.columns[None, :seen] <= positions[:decoding, None]
+        mask = additive_mask(allowed, model.dtype)[:, None, None]
+    for place, count, held in spans[decoding:]:
+        start, causal = held - count, None
+        if start or model.device.type != "cpu":
+            allowed = model.columns[None, :held] <= model.columns[start:held, None]
+            causal = additive_mask(allowed, model.dtype)
+        prompts.append(PromptSpan(first, count, place, start, causal))
+        first += count
+    lo = spans[0][0]
+    return PlainStep(*to, lo, lo + decoding, mask, prompts)
 
 
 def cache_width(context_tokens: int) -> int:
@@ -228,8 +212,8 @@ def _head_scales(spec: ModelSpec, layer: Layer) -> Tensor | None:
 def _turn_into(out: Tensor, x: Tensor, turns: Tensor) -> None:
     """RoPE of x [tokens, heads, head_dim] into `out`, in two kernels. `turns`: the table at the
     tokens' positions."""
-    product = x.unflatten(2, (1, 2, -1)) * turns
-    torch.add(product[:, :, :, 0], product[:, :, :, 1], out=out.unflatten(2, (2, -1)))
+    product = x.view(*x.shape[:2], 1, 2, -1) * turns
+    torch.add(product[:, :, :, 0], product[:, :, :, 1], out=out.view(*out.shape[:2], 2, -1))
 
 
 def _add_product(x: Tensor, matrix: Linear, y: Tensor) -> None:

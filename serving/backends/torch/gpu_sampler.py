@@ -38,35 +38,29 @@ def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
 
     `logits` float32 [n, vocabulary] on any device. A row is not good where its logits are NaN,
     top-k or top-p needs more candidates than it looks at, or no proposal is taken. Rows that are
-    not `drawable` get their best token. All parameters go to the device in one copy.
+    not `drawable` get their best token.
     """
     tokens = logits.argmax(-1)
     good = ~torch.isnan(logits.amax(-1))
-    random = [index for index, row in enumerate(rows) if _is_random(row)]
-    if not random:
-        return tokens, good
-    best_k = [index for index in random if 0 < rows[index].sampling.top_k < logits.shape[1]]
-    free = [index for index in random if index not in best_k]
-    chosen_k, chosen_free = ([rows[index] for index in found] for found in (best_k, free))
-    arrays: list[Any] = [np.array(best_k, np.int64), np.array(free, np.int64)]
-    arrays += [_columns(chosen_k), _columns(chosen_free)]
-    arrays += [_uniform_numbers(chosen_k), _proposal_numbers(chosen_free)]
-    at_k, at_free, columns_k, columns_free, uniform, proposals = send(arrays, logits.device)
-    if best_k:
-        part = logits if len(best_k) == len(logits) else logits[at_k]
-        drawn, fine = _draw_top_k(part, _Cuts(columns_k, chosen_k), uniform)
-        tokens[at_k] = drawn
-        good[at_k] &= fine
-    if free:
-        part = logits if len(free) == len(logits) else logits[at_free]
-        drawn, fine = _draw_proposals(part, _Cuts(columns_free, chosen_free), proposals)
-        tokens[at_free] = drawn
-        good[at_free] &= fine
+    drawn_here = [
+        at
+        for at, row in enumerate(rows)
+        if row.sampling.temperature >= GREEDY_BELOW and drawable(row)
+    ]
+    best_k = [at for at in drawn_here if 0 < rows[at].sampling.top_k < logits.shape[1]]
+    free = [at for at in drawn_here if at not in best_k]
+    for chosen, numbers_of, drawing in (
+        (best_k, _uniform_numbers, _draw_top_k),
+        (free, _proposal_numbers, _draw_proposals),
+    ):
+        if chosen:
+            asking = [rows[at] for at in chosen]
+            arrays = [np.array(chosen, np.int64), _columns(asking), numbers_of(asking)]
+            at, columns, numbers = send(arrays, logits.device)
+            part = logits if len(chosen) == len(logits) else logits[at]
+            tokens[at], fine = drawing(part, _Cuts(columns, asking), numbers)
+            good[at] &= fine
     return tokens, good
-
-
-def _is_random(row: Row) -> bool:
-    return row.sampling.temperature >= GREEDY_BELOW and drawable(row)
 
 
 class _Cuts:
@@ -82,11 +76,8 @@ def _draw_top_k(logits: Tensor, cuts: _Cuts, uniform: Tensor) -> tuple[Tensor, T
     """Inverse CDF over the candidates, best first. `uniform` [n, 1]."""
     scaled, ids = _candidates(logits, cuts)
     weights = scaled.exp()
-    weights = torch.where(
-        (torch.arange(ids.shape[1], device=logits.device) < cuts.top_k) & (scaled >= cuts.floor),
-        weights,
-        0.0,
-    )
+    is_best = torch.arange(ids.shape[1], device=logits.device) < cuts.top_k
+    weights = torch.where(is_best & (scaled >= cuts.floor), weights, 0.0)
     sums = weights.cumsum(-1)
     is_kept = (sums - weights < cuts.top_p * sums[:, -1:]) | (cuts.top_p >= 1)
     weights = torch.where(is_kept, weights, 0.0)
@@ -144,9 +135,8 @@ def _least_kept(logits: Tensor, cuts: _Cuts) -> tuple[Tensor, Tensor]:
         logits.gather(1, ids.gather(1, last)).double(),
         best + cuts.floor * cuts.temperature,
     )
-    return least, (last[:, 0] + 1 < ids.shape[1]) | (ids.shape[1] == logits.shape[1]) | (
-        cuts.top_p[:, 0] >= 1
-    )
+    is_all = ids.shape[1] == logits.shape[1]
+    return least, (last[:, 0] + 1 < ids.shape[1]) | (cuts.top_p[:, 0] >= 1) | is_all
 
 
 def _candidates(logits: Tensor, cuts: _Cuts) -> tuple[Tensor, Tensor]:
@@ -170,16 +160,8 @@ def _uniform_numbers(rows: list[Row]) -> Any:
 
 def _proposal_numbers(rows: list[Row]) -> Any:
     """[3, n, proposals]: numbers for the group, the member and the acceptance."""
-    if not rows:
-        return np.empty(0)
-    numbers = [
-        np.concatenate(
-            [
-                proposal_numbers(row.sampling.seed, row.position, lane, count)
-                for lane, count in enumerate(_ROUNDS)
-            ],
-            axis=1,
-        )
-        for row in rows
+    rounds = [
+        [proposal_numbers(row.sampling.seed, row.position, lane, count) for row in rows]
+        for lane, count in enumerate(_ROUNDS)
     ]
-    return np.stack(numbers, axis=1)
+    return np.concatenate([np.stack(each, axis=1) for each in rounds], axis=2)

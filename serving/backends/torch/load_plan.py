@@ -19,7 +19,7 @@ from models.manifest import Progress, read_manifest, verify
 from models.spec import ModelSpec
 from serving.backends.backend_interface import EngineConfig, MemoryParts, check_sizes, parse_options
 from serving.backends.kv_rows import RowMap
-from serving.backends.torch.forward_pass import SlotModel, StepBatch, cache_width
+from serving.backends.torch.forward_pass import SlotModel, cache_width, run_pass
 from serving.backends.torch.gpu_memory import (
     GPU_MARGIN,
     GPU_PREFILL_CHUNK,
@@ -126,15 +126,12 @@ def plan_of(config: EngineConfig, progress: Progress) -> Plan:
         verify(folder, manifest, progress=progress)
     checkpoint = Checkpoint(folder)
     weight_format = config.weight_format or checkpoint.weight_format
-    if weight_format not in DTYPES:
-        formats = ", ".join(DTYPES)
+    known = ["fp32", "bf16", "fp16"] if is_gpu else ["fp32", "bf16"]
+    if weight_format not in known:
         raise Unsupported(
-            f"the torch backend has no weight_format {weight_format!r}; it has {formats}",
+            f"torch has no weight_format {weight_format!r} on this device; it has "
+            f"{', '.join(known)}",
             "weight_format",
-        )
-    if weight_format == "fp16" and not is_gpu:
-        raise Unsupported(
-            "weight_format fp16 is for GPUs; on the CPU use bf16 or fp32", "weight_format"
         )
     dtype = compute_dtype(weight_format, device)
     check_sizes(config, spec.context, KV_NAMES[dtype])
@@ -213,13 +210,14 @@ def slots_that_fit(plan: Plan, weights: Weights, free_at_first: int) -> int:
 def _largest_step(plan: Plan, weights: Weights) -> None:
     """As many tokens as a step may hold and a draw for every slot, over a cache of one row."""
     slots, tokens, context = plan.config.slots, plan.step_tokens, plan.config.context_tokens
-    batch = StepBatch(plan.new_model(weights, 1), RowMap(1, context, 0.0))
     pieces = max(slots, -(-tokens // context))
+    given = []
     for index in range(pieces):
         piece = np.zeros(tokens // pieces + (index < tokens % pieces), np.int32)
-        batch.add_prompt(Row(0, piece, 0, wants_token=index < slots, sampling=_TOP_P), piece, 0)
+        given.append((Row(0, piece, 0, index < slots, _TOP_P), 0, piece, 0))
     logits = torch.empty(slots, plan.spec.vocabulary, device=plan.device)
-    draw(batch.run(logits), batch.wanted)
+    model = plan.new_model(weights, 1)
+    draw(*run_pass(model, RowMap(1, context, 0.0), given, out=logits))
 
 
 class memory_errors:

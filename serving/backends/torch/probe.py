@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
-
-import msgspec
 
 from serving.backends.backend_table import BackendProbe
 from serving.errors import Cause
@@ -15,36 +12,33 @@ def probe() -> BackendProbe:
     """Import it; where it sees a GPU, multiply matrices there."""
     import torch
 
-    details = {
-        "threads": str(torch.get_num_threads()),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "transformers": importlib.metadata.version("transformers"),
-    }
-    answer = BackendProbe("torch", True, str(torch.__version__), details=details)
+    details = {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
 
-    def no_gpu(cause: Cause, note: str) -> BackendProbe:
-        return msgspec.structs.replace(answer, gpu_cause=cause, gpu_note=note)
+    def answer(cause: Cause | None, note: str) -> BackendProbe:
+        vendor = ("amd" if torch.version.hip else "nvidia") if built_for else None
+        version = str(torch.__version__)
+        return BackendProbe(
+            "torch", True, version, cause is None, note, cause, vendor, None, details
+        )
 
     built_for = torch.version.cuda or getattr(torch.version, "hip", None)
     if not built_for:
-        return no_gpu(Cause.backend_missing, "this build of torch is for the CPU only")
+        return answer(Cause.backend_missing, "this build of torch is for the CPU only")
     details["built_for"] = built_for
-    answer = msgspec.structs.replace(answer, gpu_vendor="amd" if torch.version.hip else "nvidia")
     if not torch.cuda.is_available():
-        return no_gpu(Cause.no_device, "torch sees no GPU")
-    architecture = architecture_of(torch.cuda.get_device_properties(0))
+        return answer(Cause.no_device, "torch sees no GPU")
+    details["capability"] = architecture_of(torch.cuda.get_device_properties(0))
     try:
         for dtype in (torch.float32, torch.bfloat16):
             ones = torch.ones(256, 256, device="cuda", dtype=dtype)
             total = float((ones @ ones).float().sum().cpu())
             if total != 256.0**3:
                 note = f"a product of {dtype} on the GPU came out wrong: {total}"
-                return no_gpu(Cause.driver_mismatch, note)
+                return answer(Cause.driver_mismatch, note)
     except RuntimeError as problem:
         text = str(problem).splitlines()[0]
-        return no_gpu(cause_of(text), f"{text} ({architecture})")
-    details["capability"] = architecture
-    return msgspec.structs.replace(answer, gpu=True, gpu_note=torch.cuda.get_device_name(0))
+        return answer(cause_of(text), f"{text} ({details['capability']})")
+    return answer(None, torch.cuda.get_device_name(0))
 
 
 def architecture_of(properties: Any) -> str:

@@ -7,7 +7,6 @@ the weights plus the largest fused matrix.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +114,11 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.where: dict[str, Any] = {}
-        for file in _files(folder):
+        # Not consolidated.safetensors, which some repositories have beside them.
+        files = sorted(folder.glob("model*.safetensors"))
+        if not files:
+            raise BrokenWeights(f"{folder.name} holds no model*.safetensors file")
+        for file in files:
             try:
                 opened = safe_open(str(file), framework="pt")
                 names: list[str] = list(opened.keys())  # type: ignore[no-untyped-call]
@@ -137,13 +140,12 @@ class Checkpoint:
     def weight_format(self) -> str:
         """The format of the matrices: fp32, bf16 or fp16. Raises UnsupportedModel."""
         dtype = self.read(_EMBEDDING).dtype
-        for name, known in DTYPES.items():
-            if dtype == known:
-                return name
-        known_types = ", ".join(DTYPES)
-        raise UnsupportedModel(
-            f"{self.folder.name} holds weights of type {dtype}; known: {known_types}"
-        )
+        names = [name for name, known in DTYPES.items() if dtype == known]
+        if not names:
+            raise UnsupportedModel(
+                f"{self.folder.name} holds weights of type {dtype}; known: {', '.join(DTYPES)}"
+            )
+        return names[0]
 
 
 def load(
@@ -167,8 +169,7 @@ def load(
     if foreign:
         raise UnsupportedModel(
             f"{checkpoint.folder.name} holds tensors that a {spec.family} model of this kind does "
-            f"not have: {', '.join(foreign[:3])}"
-            + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+            f"not have: {', '.join(foreign[:3])} ({len(foreign)} in all)"
         )
     return Weights(embedding, head, norm, layers, loader.bytes)
 
@@ -191,11 +192,9 @@ class _Loader:
         self._scratch = torch.empty(WIDEN_ELEMENTS if is_widened else 0)
 
     def vector(self, name: str) -> Tensor:
-        """In the compute type."""
         return self._read(name, self._compute_dtype)
 
     def matrix(self, name: str) -> Tensor:
-        """In the type that weights are kept in."""
         return self._read(name, self._stored_dtype)
 
     def wrap(self, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -242,19 +241,3 @@ class _Loader:
             tensor = tensor.to(device=self._device, dtype=dtype, copy=True)
         self.bytes += tensor.nbytes
         return tensor
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as problem:
-            raise BrokenWeights(
-                f"{index.name} of {folder.name} is no weight index: {problem}"
-            ) from problem
-        files = [folder / Path(name).name for name in sorted(names)]
-    if not files:
-        raise BrokenWeights(f"{folder.name} holds no *.safetensors file")
-    return files

@@ -75,7 +75,7 @@ class PlainStep:
     """One token each in rows lo..hi, the first of the pass, then prompt pieces."""
 
     rows: Tensor  # int64 [tokens]: where each key and value goes
-    positions: Tensor
+    columns: Tensor
     lo: int
     hi: int
     mask: Tensor | None  # of the rows lo..hi: additive [hi - lo, 1, 1, seen]
@@ -83,7 +83,7 @@ class PlainStep:
 
     def write(self, cache: Tensor, pairs: Tensor) -> None:
         """See Step."""
-        cache[self.rows, self.positions] = pairs
+        cache[self.rows, self.columns] = pairs
 
     def attend(self, queries: Tensor, cache: Tensor) -> Tensor:
         """See Step."""
@@ -92,7 +92,7 @@ class PlainStep:
         if self.mask is not None:
             seen, rows = self.mask.shape[-1], self.hi - self.lo
             out = scaled_dot_product_attention(
-                queries[:rows].unflatten(1, (kv_heads, -1)),
+                queries[:rows].view(rows, kv_heads, -1, queries.shape[-1]),
                 keys[self.lo : self.hi, :seen].transpose(1, 2),
                 values[self.lo : self.hi, :seen].transpose(1, 2),
                 attn_mask=self.mask,
@@ -101,19 +101,17 @@ class PlainStep:
         for span in self.prompts:
             end = span.start + span.count
             asked = queries[span.first : span.first + span.count].transpose(0, 1)
-            held = [one[span.row, :end].transpose(0, 1)[None] for one in (keys, values)]
+            key, value = (one[span.row, :end].transpose(0, 1)[None] for one in (keys, values))
             if span.mask is None:
+                is_grouped = len(asked) != kv_heads
                 out = scaled_dot_product_attention(
-                    asked[None], *held, is_causal=True, enable_gqa=len(asked) != kv_heads
+                    asked[None], key, value, is_causal=True, enable_gqa=is_grouped
                 )
             else:
                 # On a GPU there is no kernel but the slowest for a mask and grouped heads together.
-                shared = len(asked) // kv_heads
-                out = scaled_dot_product_attention(
-                    asked.reshape(1, kv_heads, -1, queries.shape[-1]),
-                    *held,
-                    attn_mask=span.mask.repeat(shared, 1),
-                )
+                grouped = asked.reshape(1, kv_heads, -1, queries.shape[-1])
+                mask = span.mask.repeat(len(asked) // kv_heads, 1)
+                out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask)
             outs.append(out.view(queries.shape[1], span.count, -1).transpose(0, 1).flatten(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 

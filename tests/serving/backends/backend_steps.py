@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from serving.backends.backend_interface import Backend
 from serving.sampling.step_rows import Row, Sampling
 
+Make = Callable[..., Any]  # the fixture of conftest.py
 Reference = Callable[[Sequence[int], int], list[int]]
-Tie = Callable[
-    [Sequence[int], int, int], bool
-]  # (prefix, one token, another) -> equally good after the prefix?
+# (prefix, one token, another) -> equally good after the prefix?
+Tie = Callable[[Sequence[int], int, int], bool]
 GREEDY = Sampling()
 
 
@@ -25,13 +26,7 @@ def row(
     sampling: Sampling = GREEDY,
 ) -> Row:
     """A Row from a plain list of token ids."""
-    return Row(
-        slot=slot,
-        tokens=np.asarray(tokens, np.int32),
-        start=start,
-        wants_token=wants_token,
-        sampling=sampling,
-    )
+    return Row(slot, np.asarray(tokens, np.int32), start, wants_token, sampling)
 
 
 def prompt_of(backend: Backend, length: int, seed: int) -> list[int]:
@@ -50,9 +45,7 @@ def generate(
     start: int = 0,
     chunk: int | None = None,
 ) -> list[int]:
-    """`count` greedy tokens after `prompt`, alone in `slot`, of which `start` tokens are in the KV
-    already.
-    """
+    """`count` greedy tokens after `prompt`, of which `start` tokens are in the KV already."""
     most = min(chunk or len(prompt), backend.info.step_tokens)
     position, out = start, []
     while position < len(prompt):
@@ -69,22 +62,15 @@ def generate(
 
 
 def near_tie(backend: Backend, logits: float, slot: int = 0) -> Tie:
-    """A tie for quantised formats: the logits of the two tokens after the prefix, alone in `slot`,
-    are less than `logits` apart.
-    """
+    """A tie: the logits of the two tokens after the prefix, alone, are less than `logits` apart."""
 
     def tie(prefix: Sequence[int], one: int, other: int) -> bool:
         position = 0
         while position < len(prefix):
             piece = prefix[position : position + backend.info.step_tokens]
             position += len(piece)
-            asked = row(
-                slot,
-                piece,
-                position - len(piece),
-                wants_token=position == len(prefix),
-                sampling=Sampling(logprobs=20),
-            )
+            start, last = position - len(piece), position == len(prefix)
+            asked = row(slot, piece, start, wants_token=last, sampling=Sampling(logprobs=20))
             results = backend.step([asked])
         report = results[0].logprobs
         assert report is not None
@@ -95,10 +81,7 @@ def near_tie(backend: Backend, logits: float, slot: int = 0) -> Tie:
 
 
 def greedy_alone(backend: Backend, slot: int = 0) -> Reference:
-    """A reference made of the backend itself, one sequence at a time; remembers answers.
-
-    For churn alone, and only on a second
-    instance: its steps overwrite `slot`."""
+    """A reference made of a second instance of the backend, one sequence at a time."""
     known: dict[tuple[int, ...], list[int]] = {}
 
     def reference(prompt: Sequence[int], count: int) -> list[int]:

@@ -99,7 +99,6 @@ def test_a_backend_that_works_gives_its_version(impostor: Path) -> None:
         False,
         "CPU",
     )
-    assert answer.seconds is not None
 
 
 def test_a_folder_named_models_where_the_user_stands_is_not_imported(

@@ -6,23 +6,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from serving.sampling.step_rows import Row, Sampling
 from tests.serving.backends.backend_contract import (
     check_churn,
     check_contract,
     check_contradictions,
+    check_full_row,
     check_prompt_scores,
     check_scheduled,
     check_seeded,
 )
-from tests.serving.backends.backend_steps import generate, greedy_alone, prompt_of, row
+from tests.serving.backends.backend_steps import Make, generate, greedy_alone, prompt_of, row
 from tests.serving.backends.hf_folders import generated, logprobs_of, onnx_folder, onnx_source
-from tests.serving.backends.onnx.engines import Make
-
-# --- the right tokens
 
 
 @pytest.mark.parametrize(
@@ -81,44 +77,17 @@ def test_a_foreign_dynamic_graph_says_that_it_depends_on_the_batch(make: Make) -
 def test_long_context_and_prompts_longer_than_the_chunk(make: Make) -> None:
     folder = onnx_folder("llama3-fp32")
     backend = make(folder, context_tokens=700, slots=2, options={"prefill_chunk": 100})
-    prompt = prompt_of(
-        backend, 640, 4
-    )  # beyond the 512 tokens from which Llama 3's RoPE scaling takes effect
+    prompt = prompt_of(backend, 640, 4)  # Llama 3's RoPE scaling takes effect from 512 on
     assert generate(backend, prompt, 5, slot=1) == generated(onnx_source("llama3-fp32"))(prompt, 5)
 
 
 def test_the_context_can_be_filled_to_the_last_token(make: Make) -> None:
-    backend = make(onnx_folder("llama-fp32"), context_tokens=64, slots=3)
-    full = prompt_of(backend, 64, 5)
-    reference = generated(onnx_source("llama-fp32"))
-    assert backend.step([row(1, full, 0)])[0].token == reference(full, 1)[0]
-    # A full row between two that decode has no room for a dummy token and must be moved out of the
-    # way.
-    others = {slot: prompt_of(backend, 9, slot) for slot in (0, 2)}
-    last = {slot: backend.step([row(slot, others[slot], 0)])[0].token for slot in others}
-    results = backend.step([row(slot, [last[slot]], 9) for slot in (0, 2)])
-    assert [result.token for result in results] == [
-        reference(others[slot], 2)[1] for slot in (0, 2)
-    ]
-    assert backend.step([row(1, full[63:], 63)])[0].token == reference(full, 1)[0]
+    check_full_row(make, onnx_folder("llama-fp32"), generated(onnx_source("llama-fp32")))
 
 
 @pytest.mark.parametrize("name", ["qwen2-fp32", "llama-int8", "qwen3-growing"])
 def test_a_seeded_request_does_not_depend_on_its_batch_mates(make: Make, name: str) -> None:
     check_seeded(make(onnx_folder(name)))
-
-
-def test_logprobs_and_penalties_reach_the_sampler(make: Make) -> None:
-    backend = make(onnx_folder("llama-fp32"))
-    prompt = prompt_of(backend, 10, 7)
-    greedy = backend.step([row(0, prompt, 0, sampling=Sampling(logprobs=3))])[0]
-    assert (
-        greedy.logprobs is not None
-        and greedy.logprobs.top_ids[0] == greedy.token
-        and greedy.logprobs.logprob < 0
-    )
-    banned = Row(0, np.array(prompt, np.int32), 0, True, banned=(greedy.token,))
-    assert backend.step([banned])[0].token == greedy.logprobs.top_ids[1]
 
 
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:

@@ -7,24 +7,27 @@ from typing import Any
 import pytest
 import torch
 
-from serving.backends.torch.cuda_graphs import (
-    DecodeGraphs,
-)
-from serving.errors import BackendUnavailable, OutOfMemory
+from serving.backends.torch.cuda_graphs import DecodeGraphs
+from serving.errors import BackendUnavailable
 from tests.serving.backends.backend_contract import (
     check_churn,
     check_contract,
     check_contradictions,
+    check_full_row,
     check_prompt_scores,
     check_scheduled,
     check_seeded,
 )
-from tests.serving.backends.backend_steps import generate, greedy_alone, near_tie, prompt_of, row
+from tests.serving.backends.backend_steps import (
+    Make,
+    generate,
+    greedy_alone,
+    near_tie,
+    prompt_of,
+    row,
+)
 from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
-from tests.serving.backends.torch.engines import Make
 from tests.shapes import TINY
-
-# --- the right tokens
 
 
 @pytest.mark.parametrize("shape", TINY)
@@ -60,17 +63,7 @@ def test_long_prompts_cross_the_chunk_and_the_rope_scaling(make: Make) -> None:
 
 
 def test_a_full_row_between_others_costs_them_nothing(make: Make) -> None:
-    backend = make(hf_folder("tiny-llama"), context_tokens=64, slots=3)
-    reference = generated(hf_folder("tiny-llama"))
-    full = prompt_of(backend, 64, 5)
-    backend.step([row(1, full, 0)])
-    others = {slot: prompt_of(backend, 9, slot) for slot in (0, 2)}
-    last = {slot: backend.step([row(slot, others[slot], 0)])[0].token for slot in others}
-    results = backend.step([row(slot, [last[slot]], 9) for slot in (0, 2)])
-    assert [result.token for result in results] == [
-        reference(others[slot], 2)[1] for slot in (0, 2)
-    ]
-    assert backend.step([row(1, full[63:], 63)])[0].token == reference(full, 1)[0]
+    check_full_row(make, hf_folder("tiny-llama"), generated(hf_folder("tiny-llama")))
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -107,9 +100,7 @@ def test_the_bucketed_decode_step_gives_the_tokens_of_transformers(make: Make, s
     backend = make(hf_folder(shape))
     assert backend._model is not None
     logits = torch.empty(5, backend.info.vocabulary)
-    backend._graphs = DecodeGraphs(
-        backend._model, 5, logits, capture=False, progress=lambda *said: None
-    )
+    backend._graphs = DecodeGraphs(backend._model, 5, logits, False, lambda *said: None)
     backend._device_sampling = True
     check_contract(backend, generated(hf_folder(shape)))
     check_churn(backend, generated(hf_folder(shape)), seed=4, requests=32, steps=2000)
@@ -129,12 +120,6 @@ def test_gpu_gives_the_tokens_of_transformers(make: Make, shape: str) -> None:
     assert backend.info.details["graphs"] == "true"
     check_contract(backend, generated(hf_folder(shape)))
     check_churn(backend, generated(hf_folder(shape)), seed=5, requests=32, steps=2000)
-
-
-@pytest.mark.gpu
-def test_gpu_memory_is_refused_before_the_load(make: Make) -> None:
-    with pytest.raises(OutOfMemory, match="fewer slots"):
-        make(hf_folder("tiny-llama"), device="gpu", slots=5_000_000, context_tokens=2048)
 
 
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:

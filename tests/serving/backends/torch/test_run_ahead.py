@@ -7,17 +7,16 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from serving.backends.torch.backend import TorchBackend
-from serving.backends.torch.forward_pass import known
 from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.sampling.step_rows import DRAWN, NO_TOKEN, Sampling
 from tests.serving.backends.backend_contract import check_scheduled, scheduler_on
-from tests.serving.backends.backend_steps import prompt_of, row
+from tests.serving.backends.backend_steps import Make, prompt_of, row
 from tests.serving.backends.hf_folders import generated, hf_folder
-from tests.serving.backends.torch.engines import Make
 from tests.tools.fake_cuda import FakeCuda, install_flash
 from tests.tools.step_counts import launched
 
@@ -48,7 +47,7 @@ def answers(backend: TorchBackend, seed: int) -> tuple[dict[int, list[str]], lis
         for _ in range(rng.choice([0, 0, 1, 2]) if number < 24 else 0):
             prompt = shared[: rng.choice([0, 30])] + prompt_of(backend, rng.randint(1, 40), number)
             kind = rng.choice(KINDS)
-            sampling = Sampling(**{**_fields(kind), "seed": number})
+            sampling = msgspec.structs.replace(kind, seed=number)
             asked = GenerationRequest(
                 *(prompt, rng.randint(1, 25), sampling),
                 stop=["7 "] if rng.random() < 0.3 else [],
@@ -72,19 +71,23 @@ def test_answers_are_those_of_steps_that_are_waited_for(make: Make, seed: int) -
     assert sum(ahead) > 5 and not none
 
 
-@pytest.mark.parametrize("shape", ["tiny-llama3", "tiny-qwen3"])
-def test_so_they_are_in_graphs(make: Make, monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+def test_so_they_are_in_graphs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     was = torch.backends.cuda.cudnn_sdp_enabled()
     cuda = FakeCuda().install(monkeypatch)
     install_flash(monkeypatch)
-    settings = {"device": "gpu", "weight_format": "fp32"}
-    found = []
-    for chosen in (None, False):
-        options = {"prefill_chunk": 16, "device_sampling": chosen}
-        backend = make(hf_folder(shape), options=options, **settings)
-        found.append(answers(backend, 7))
+    (mine, ahead), (theirs, none) = (
+        answers(
+            make(
+                hf_folder("tiny-qwen3"),
+                device="gpu",
+                weight_format="fp32",
+                options={"prefill_chunk": 16, "device_sampling": chosen},
+            ),
+            7,
+        )
+        for chosen in (None, False)
+    )
     torch.backends.cuda.enable_cudnn_sdp(was)
-    (mine, ahead), (theirs, none) = found
     assert mine == theirs and sum(ahead) > 5 and not none
     assert sum(graph.replays for graph in cuda.graphs) > 50
 
@@ -111,12 +114,6 @@ def test_a_token_that_is_no_good_is_left_to_a_step(make: Make) -> None:
     assert [one.token for one in backend.step(rows)] == [NO_TOKEN] * 3
 
 
-def test_ids_that_are_drawn_take_their_place() -> None:
-    ids, drawn = torch.tensor([5, -1, 9, -3, 0]), torch.tensor([70, 80, 90])
-    assert known(ids, drawn).tolist() == [5, 70, 9, 90, 0]
-    assert known(ids, None) is ids and known(ids, drawn[:0]) is ids
-
-
 def test_rows_that_the_host_draws_are_not_launched(make: Make) -> None:
     options = {"device_sampling": True}
     backend = make(hf_folder("tiny-llama"), options=options)
@@ -132,7 +129,3 @@ def test_a_launch_waits_for_no_copy(prompts: bool) -> None:
     kernels, host = launched("1b", prompts=prompts)
     assert not kernels.blocking and not host.made
     assert kernels.calls["copy_"] > 0
-
-
-def _fields(sampling: Sampling) -> dict[str, Any]:
-    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}

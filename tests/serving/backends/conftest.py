@@ -1,0 +1,55 @@
+"""Engines over tiny models that are closed after the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.spec import ModelSpec
+from models.synthetic.write import write_gguf
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_table import backend_class
+from tests.serving.backends.backend_steps import Make
+from tests.shapes import TINY_LLAMA
+
+
+@pytest.fixture(scope="session")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A seeded GGUF file of a shape, made once."""
+    folder = tmp_path_factory.mktemp("gguf")
+
+    def file(spec: ModelSpec = TINY_LLAMA, weight_format: str = "F16") -> Path:
+        path = folder / f"{spec.name}-{weight_format}.gguf"
+        if not path.exists():
+            write_gguf(spec, path, weight_format, seed=3)
+        return path
+
+    return file
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest, gguf_file: Callable[..., Path]) -> Iterator[Make]:
+    """Makes engines of the backend that the test's folder is called after, of a path or, for
+    llama_cpp, of a shape and a format."""
+    name, opened, threads = request.path.parent.name, [], torch.get_num_threads()
+
+    def build(source: Path | str | ModelSpec = TINY_LLAMA, **settings: Any) -> Any:
+        kind = settings.pop("kind", None) or backend_class(name)
+        progress = settings.pop("progress", lambda what, fraction: None)
+        if isinstance(source, ModelSpec):
+            source = gguf_file(source, settings.get("weight_format", "F16"))
+        context = 256 if name == "llama_cpp" else 128
+        settings = {"slots": 5, "context_tokens": context, "threads": 1} | settings
+        if name == "onnx":
+            settings["options"] = {"spinning": False} | settings.get("options", {})
+        opened.append(kind(EngineConfig(name, str(source), "m", **settings), progress))
+        return opened[-1]
+
+    yield build
+    for backend in opened:
+        backend.close()
+    torch.set_num_threads(threads)
