@@ -14,8 +14,8 @@ import pytest
 
 from models.errors import BrokenWeights
 from models.formats import weight_bytes
+from models.random_weights import write_gguf
 from models.spec import ModelSpec
-from models.synthetic.write import write_gguf
 from serving.backends.llama_cpp.extra_buffers import extra_bytes
 from serving.errors import BackendUnavailable, KvFull, OutOfMemory, Unsupported
 from tests.serving.backends.backend_steps import Make, generate, greedy_alone, prompt_of, row
