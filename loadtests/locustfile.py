@@ -1,6 +1,7 @@
-"""What runs inside Locust: a sender of shares, led over a pipe or by a master.
+"""What runs inside Locust: a sender of shares, led over a pipe, by a master, or by hand.
 
 LoadGenerator starts it, and orders come over its pipe, one level after the other until it closes.
+Or a person does: `locust -f loadtests/locustfile.py --host http://127.0.0.1:8000 --rate 2`.
 `import locust` patches the process: nothing but Locust may import this module.
 """
 
@@ -15,18 +16,22 @@ from typing import Any
 
 import gevent
 import gevent.event
+import gevent.pool
 import numpy as np
 from locust import User, events, task
 from locust.env import Environment
-from locust.runners import MasterRunner, WorkerRunner
+from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
 from loadtests.errors import LoadError
 from loadtests.load_generator.dispatcher import Dispatcher
+from loadtests.load_generator.http_connection import clock
+from loadtests.load_generator.load_options import add_options, plan_of_locust
 from loadtests.load_generator.load_plan import (
     Begin,
     Failed,
     Order,
     Ready,
+    Recorded,
     Settled,
     Share,
     Stop,
@@ -34,7 +39,7 @@ from loadtests.load_generator.load_plan import (
 )
 from loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE, Pipe
 from loadtests.load_generator.locust_workers import MasterSide, WorkerSide
-from models.errors import printable
+from models.errors import CrossoverError, printable
 
 
 class Traffic(User):  # type: ignore[misc]  # Locust is untyped
@@ -89,11 +94,80 @@ class Sender:
             self._tell(wire)
 
 
+class ByHand:
+    """Without LoadGenerator: Locust's start begins a level of its options, its stop ends it.
+
+    A request is one entry of its statistics, as long as it took from the moment it was due.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        options = environment.parsed_options
+        if not isinstance(environment.runner, LocalRunner):
+            raise SystemExit("load of several processes: `crossover load --workers`, or --master")
+        if not options.host:
+            raise SystemExit("say where to send to, for example --host http://127.0.0.1:8000")
+        self._environment = environment
+        self._end = environment.runner.quit if options.headless else environment.runner.stop
+        self._own = dict(vars(options))
+        if options.headless:  # Locust's clock would begin before the requests are made
+            options.run_time = None
+        self._dispatcher: Dispatcher | None = None
+        self._level = gevent.pool.Group()
+        environment.events.test_start.add_listener(self._start)
+        environment.events.test_stopping.add_listener(self._stop)
+
+    def _start(self, **_: Any) -> None:
+        """In the greenlet that starts Locust's users after it."""
+        given = vars(self._environment.parsed_options)
+        try:
+            plan = plan_of_locust(given, self._own, given["run_time"] or self._own["run_time"])
+            self._dispatcher = Dispatcher(plan, 0, 1, self._tell)
+        except (CrossoverError, OSError) as problem:
+            logging.error("%s", printable(str(problem)))
+            self._environment.process_exit_code = 2
+            gevent.spawn(self._end)
+            raise gevent.GreenletExit from problem  # no users are started
+        logging.info("%s for %g s", plan.load_in_words, plan.window_seconds)
+        self._level.spawn(self._run, self._dispatcher)
+
+    def _run(self, dispatcher: Dispatcher) -> None:
+        try:
+            dispatcher.run(clock())
+        finally:
+            if self._dispatcher is dispatcher:  # else Locust stops already
+                gevent.spawn(self._end)
+
+    def _stop(self, **_: Any) -> None:
+        """Nothing more is sent; Locust goes on once the answers on their way are there."""
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            dispatcher.send_no_more()
+        self._level.join()
+
+    def _tell(self, wire: Wire) -> None:
+        if isinstance(wire, Recorded):
+            record = wire.record
+            error = LoadError(f"{record.error}: {record.error_message}") if record.error else None
+            self._environment.events.request.fire(
+                request_type="POST",
+                name="answer, from due to end",
+                response_time=((record.ended_seconds or 0.0) - record.due_seconds) * 1000,
+                response_length=0,
+                exception=error,
+                context={},
+            )
+
+
+if FOLDER_VARIABLE not in os.environ:
+    events.init_command_line_parser.add_listener(lambda parser, **_: add_options(parser))
+
+
 @events.init.add_listener  # type: ignore[untyped-decorator]
 def on_init(environment: Environment, **_: Any) -> None:
     runner = environment.runner
     if FOLDER_VARIABLE not in os.environ:
-        raise SystemExit("`crossover load URL --rate 2` sends load; it starts Locust by itself")
+        ByHand(environment)
+        return
     os.chdir(os.environ[FOLDER_VARIABLE])
     if isinstance(runner, WorkerRunner):
         side = WorkerSide(runner)

@@ -104,9 +104,10 @@ class Dispatcher:
         if self._account.stopped_seconds is None:
             self._account.stopped_seconds = max(0.0, clock() - self._origin)
         self._decided.set()
-        self._send_no_more()
+        self.send_no_more()
 
-    def _send_no_more(self) -> None:
+    def send_no_more(self) -> None:
+        """Answers that are on their way are waited for."""
         self._over.set()
         if self._alarm.fd >= 0:
             self._alarm.set(clock())
@@ -196,7 +197,7 @@ class Dispatcher:
         self._tell(Settled())
         left = max(0.0, until - clock())
         gevent.wait([self.others_settled, self._over], timeout=left, count=1)
-        self._send_no_more()
+        self.send_no_more()
 
     def _is_open(self) -> bool:
         """Whether a counted request on its way may still be good."""

@@ -1,7 +1,8 @@
-"""What `crossover load` sends, as options, and the plan that they are."""
+"""What `crossover load` and a Locust started by hand send, as options, and the plan they are."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
 import msgspec
@@ -11,7 +12,10 @@ from loadtests.load_generator.load_plan import LoadPlan
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.request_lengths import Workload
-from serving.bounds import Positive, option
+from serving.bounds import Positive, about, converted, explained, flags_of, option, unbounded
+
+# Whoever reaches Locust's page sets any option: it would send keys where they do not belong.
+COMMAND_LINE_ONLY = ("host", "api_key_env", "verify_tls")
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +82,39 @@ def plan_of(url: str, options: LoadOptions, **level: Any) -> LoadPlan:
         seed=options.seed,
         **level,
     )
+
+
+def add_options(parser: Any) -> None:
+    """LoadOptions on Locust's command line and web page, which is on loopback by default."""
+    parser.set_defaults(web_host="127.0.0.1", run_time="30s")
+    flags, kinds = flags_of(LoadOptions), {int: int, float | None: float}
+    for field in msgspec.structs.fields(LoadOptions):
+        parser.add_argument(
+            flags[field.name],
+            type=kinds.get(unbounded(field.type), str),
+            default=field.default,
+            help=about(field).text,
+            include_in_web_ui=field.name not in COMMAND_LINE_ONLY,
+        )
+
+
+def plan_of_locust(given: Mapping[str, Any], own: Mapping[str, Any], seconds: float) -> LoadPlan:
+    """The plan of Locust's options: text, where its page has set them, and "" for an empty field.
+
+    `own`: as its command line has them. Raises CrossoverError.
+    """
+    for name in COMMAND_LINE_ONLY:
+        if given[name] != own[name]:
+            raise LoadError(f"{name} can only be set on the command line: it has {own[name]!r}")
+    flags = flags_of(LoadOptions)
+    known = {name: given[name] for name in flags if given[name] not in (None, "")}
+    try:
+        options = msgspec.convert(known, LoadOptions, strict=False)
+    except msgspec.ValidationError as problem:
+        raise LoadError(explained(str(problem), known, flags.__getitem__)) from problem
+    options = converted(msgspec.structs.asdict(options), LoadOptions, "", flags.__getitem__)
+    users = None if options.rate is not None else given["num_users"] or 1
+    return plan_of(given["host"], options, concurrency=users, window_seconds=seconds)
 
 
 def parse_workload(text: str) -> Workload:
