@@ -11,6 +11,7 @@ import contextlib
 import errno
 import gc
 import ipaddress
+import os
 import resource
 import signal
 import socket
@@ -75,7 +76,8 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as problem:
         taken = getattr(problem, "errno", None) == errno.EADDRINUSE
         advice = "; --port 0 takes a free one" if taken else ""
-        why = getattr(problem, "strerror", None) or problem
+        number = getattr(problem, "errno", None)  # else the sentence has the address again
+        why = os.strerror(number) if number and number > 0 else problem
         raise CannotListen(f"cannot listen on {host}:{port}: {why}{advice}") from problem
     # Connections inherit this. Else the kernel keeps megabytes for a reader that stalls.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
