@@ -8,6 +8,7 @@ crossover campaign run campaign.toml
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import typer
@@ -61,6 +62,12 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 
+def _in_paragraphs(text: str) -> str:
+    """A paragraph as one line, which the terminal breaks; one that begins with \\b as it is."""
+    said = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(one if "\b" in one else " ".join(one.split()) for one in said)
+
+
 class _Verbs(TyperGroup):
     """Imports only the verb that is asked for; the group's help page is written from the table."""
 
@@ -81,6 +88,8 @@ class _Verbs(TyperGroup):
             found = app
         command = typer.main.get_command(found)
         command.name = name
+        for one in (command, *getattr(command, "commands", {}).values()):
+            one.help = _in_paragraphs(one.help or "")
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

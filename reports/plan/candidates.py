@@ -126,7 +126,10 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
     cell = _cell_of(data, asked.spec.name)
     if cell is None or cell.capacity is None:
         known = ", ".join(model_title(one.model) for one in data.cells if one.capacity) or "none"
-        raise BadPlan(f"run {data.run_ids[0]} measured {known}, not {model_title(asked.spec.name)}")
+        raise BadPlan(
+            f"run {data.run_ids[0]} measured {known}, not {model_title(asked.spec.name)}: set model "
+            "to one that a run measured, or leave the run out"
+        )
     name = machine_words(data)
     measured = [one.energy.watts for one in cell.loaded if one.energy is not None]
     watts = next((one for one in reversed(measured) if one is not None), None)

@@ -1,6 +1,6 @@
 """The plan file: what is asked of `crossover plan`. TOML -> PlanFile -> Question.
 
-    model = "8b"
+    model = "135m"
     slo = "chat"
     [forecast]
     peak_rate = 0.5
@@ -40,17 +40,18 @@ FORMAT = "Q4_0"
 
 EXAMPLE = """\
 # crossover plan plan.toml --run runs/ID     (docs/plan.md has every key)
-model = "8b"                 # a rung of the ladder: crossover models list
+model = "135m"               # a rung of the ladder: crossover models list
 slo = "chat"                 # chat, interactive, reading, or [slo] with limits of your own
 
 [forecast]
-peak_rate = 0.5              # requests/s in the busiest hour
+peak_rate = 2.0              # requests/s in the busiest hour
 day = "office"               # flat, people, office, night
 weekend = 0.2                # of a weekday's rate
 
 [workload]
 preset = "chat"              # lengths of prompts and answers
-max_prompt_tokens = 1024
+max_prompt_tokens = 512
+max_output_tokens = 256
 
 [prices]                     # $/h, where the list price is not yours
 "NVIDIA L4" = 0.70

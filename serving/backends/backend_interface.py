@@ -106,7 +106,7 @@ CAPABILITIES: dict[str, str] = {
     "logprobs": "`logprobs`, `top_logprobs`",
     "grammar": "`grammar` (GBNF)",
     "json_schema": "`response_format`: `json_object`, `json_schema`",
-    "prefix_reuse": "a conversation's history is not filled again",
+    "prefix_reuse": "reuse of a prefix: a conversation's history is read once",
     "prompt_logprobs": "log-probabilities of the prompt",
 }
 

@@ -32,9 +32,7 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
 
     parameters = [_parameter_of(field, flags[field.name]) for field in fields]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    # A paragraph is one line, which the terminal breaks; one that begins with \b stays as it is.
-    said = inspect.cleandoc(run.__doc__ or "").split("\n\n")
-    command.__doc__ = "\n\n".join(one if "\b" in one else " ".join(one.split()) for one in said)
+    command.__doc__ = run.__doc__
     return command
 
 

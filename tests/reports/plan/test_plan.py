@@ -117,7 +117,7 @@ def test_the_example_is_short_and_can_be_read() -> None:
     import tomllib
 
     assert len(EXAMPLE.splitlines()) <= 15
-    assert question(tomllib.loads(EXAMPLE)).keys.model == "8b"
+    assert question(tomllib.loads(EXAMPLE)).keys.model == "135m"
 
 
 @pytest.mark.parametrize(
