@@ -104,13 +104,9 @@ class Scheduler:
         `state`: what its rows carry for its grammar (serving.sampling.grammar.Matcher).
         """
         request = submit.request
-        why = None
         if not 1 <= len(request.prompt) < self.info.context_tokens:
             most = self.info.context_tokens - 1
             why = f"a prompt of {len(request.prompt)} tokens; 1 to {most} fit"
-        elif request.sampling.is_constrained and state is None:
-            why = "a grammar or a JSON schema came without its matcher"
-        if why is not None:
             return Delta(submit.id, 0, "", FinishReason.REFUSED, error=why)
         self._serial += 1
         text = StreamText(self._table, request.stop, request.include_stop)
@@ -386,12 +382,11 @@ def token_delta(sequence: Sequence, drawn: Sampled, now: float) -> Delta:
     delta = Delta(sequence.id, 1, text, finish)
     if drawn.logprobs is not None:
         delta.details = [drawn.logprobs]
-    if sequence.first_token is None:
-        sequence.first_token = now
-        scheduled = now if sequence.scheduled is None else sequence.scheduled
+    if sequence.length == sequence.prompt_length + 1:
+        assert sequence.scheduled is not None
         delta.cached_tokens = sequence.cached
-        delta.queue_seconds = scheduled - sequence.arrived
-        delta.prefill_seconds = now - scheduled
+        delta.queue_seconds = sequence.scheduled - sequence.arrived
+        delta.prefill_seconds = now - sequence.scheduled
     return delta
 
 

@@ -36,7 +36,6 @@ class Sequence:
         self.arrived = 0.0
         self.deadline: float | None = None
         self.scheduled: float | None = None
-        self.first_token: float | None = None
         self.slot = -1
         self.computed = 0  # tokens in the KV, or to be there after the steps that were launched
         self.cached = 0  # of these, from another sequence

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from serving.errors import NotNumbers, Unsupported
+from serving.errors import NotNumbers
 from serving.sampling.seeded_draw import check_numbers, draw_tokens, top_ids
 from serving.sampling.step_rows import (
     GREEDY_BELOW,
@@ -25,9 +25,8 @@ from serving.sampling.step_rows import (
 
 
 def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
-    """One token per row of `logits`, which is not written; NO_TOKEN for a row of NaN. Raises
-    Unsupported where a row wants a grammar and has no `state` (serving.sampling.grammar.Matcher).
-    """
+    """One token per row of `logits`, which is not written; NO_TOKEN for a row of NaN. `state`
+    of a row with a grammar is its serving.sampling.grammar.Matcher."""
     if not rows:
         return []
     try:
@@ -91,8 +90,6 @@ def _adjusted(logits: Logits, row: Row) -> Logits:
     if row.banned:
         work[list(row.banned)] = -np.inf
     if sampling.is_constrained:
-        if row.state is None:
-            raise Unsupported("this backend cannot follow a grammar or a JSON schema", "grammar")
         row.state.mask(work)
     return work
 

@@ -156,9 +156,7 @@ class Ledger:
 
     def progressed(self, sequence: int, tokens: int) -> None:
         """The sequence showed `tokens` new tokens; the first ones end its waiting."""
-        entry = self._entries.get(sequence)
-        if entry is None:
-            return
+        entry = self._entries[sequence]
         self._ends = None
         if not entry.begun:
             entry.begun = True
@@ -175,9 +173,7 @@ class Ledger:
 
     def finished(self, sequence: int, naturally: bool = True) -> None:
         """The sequence is over; `naturally`: no error or cancellation, a typical length."""
-        entry = self._entries.pop(sequence, None)
-        if entry is None:
-            return
+        entry = self._entries.pop(sequence)
         self._ends = None
         if naturally and entry.limit:
             self._used_share += 0.05 * (entry.produced / entry.limit - self._used_share)

@@ -21,7 +21,7 @@ from loadtests.errors import ServerFailed, ServerLost
 from loadtests.host.cpu_pinning import Layout, divide_cores
 from loadtests.load_generator.openai_endpoint import probe
 from models.cache import cache_dir
-from models.synthetic.write import write_gguf
+from models.random_weights import write_gguf
 from serving.hardware.machine_facts import allowed_cores
 from tests.shapes import TINY_LLAMA
 

@@ -133,14 +133,6 @@ def test_the_context_is_the_limit_and_an_impossible_prompt_is_refused() -> None:
     assert not scheduler.busy
 
 
-def test_what_the_backend_cannot_do_is_refused_and_harms_nobody() -> None:
-    scheduler, _ = make()
-    refused = scheduler.add(request(1, [3, 4], 5, sampling=Sampling(grammar="root ::= x")))
-    assert refused is not None and refused.finish == "refused" and "grammar" in str(refused.error)
-    assert scheduler.add(request(2, [3, 4], 5)) is None
-    assert len(run(scheduler)[2]) == 5
-
-
 class Grammar:
     """A state that is given up after a few tokens, as one of a grammar that hangs."""
 
