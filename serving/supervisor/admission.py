@@ -30,7 +30,7 @@ MARGIN = 0.3  # of the TTFT SLO, kept free: it must hold for nearly all, and for
 RETURN_SLACK = 1.1  # spacing of retries over the pace at which places become free
 
 
-class QueueBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class QueueBounds(msgspec.Struct, frozen=True):
     """Where the queue ends. None: that bound does not hold."""
 
     waiting_requests: int | None = 256  # admitted and not begun, beyond the slots
