@@ -210,7 +210,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     is_ours = any(read_manifest(place) is not None for place in (path, path.parent))
     if not is_ours and request.model.name != "fake":
         # A stranger's tokenizer is tried in another process before it is loaded in this one.
-        run_aside("models.tokenization.tokenizer:rehearse", None, str(path))
+        run_aside("models.tokenizer:rehearse", None, str(path))
     if any(one.synthetic and one.path for one in prepared.files.values()):
         machine.say(
             f"{request.model.name} has random weights: "

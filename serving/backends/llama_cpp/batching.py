@@ -26,7 +26,7 @@ FEW_TOKENS, MANY_TOKENS = 4, 16  # that its matrix kernels take at a time
 
 # Cost of a pass over neighbouring slots without attention, in rows alone: start of a run, block of
 # 4, block of 16. 135M Q4_0 on an AVX2 core: 1 / 4 / 8 / 12 / 15 / 16 rows take 11, 35, 65, 94, 115,
-# 105 ms, of which 2.2 a row are attention and head (`python -m tests.bench.llama_cpp_steps`).
+# 105 ms, of which 2.2 a row are attention and head.
 _RUN, _FEW, _MANY = 0.7, 2.3, 7.2
 _DUMMY = 0.15  # of a row whose product comes with the block: its attention
 _TOKEN = 0.35  # of a prompt, computed among many

@@ -1,6 +1,6 @@
 """Loads a GGUF file: options, a dry run that measures the memory, the weights, the context.
 
-The defaults of the options are the quickest that were measured (tests/bench/llama_cpp_steps.py).
+The defaults of the options are the quickest that were measured (tests/bench/RESULTS.md).
 """
 
 from __future__ import annotations

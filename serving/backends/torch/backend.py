@@ -1,7 +1,7 @@
 """torch: safetensors on CUDA, ROCm (which torch calls cuda) and, without graphs, the CPU.
 
 Its own forward pass over a KV cache of fixed rows (forward_pass.py), for the architectures of
-models/readers/config.py. Prompt pieces and decode rows of a step share one pass over the weights.
+models/hf_config.py. Prompt pieces and decode rows of a step share one pass over the weights.
 On a GPU attention is one call of torch's flash kernels (varlen_attention.py), a step of decode rows
 only is a CUDA graph (cuda_graphs.py), and tokens are drawn on the device (gpu_sampler.py). There
 are as many slots as fit beside the largest step, which is run once before the KV cache is made.
