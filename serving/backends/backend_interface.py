@@ -107,7 +107,6 @@ CAPABILITIES: dict[str, str] = {
     "grammar": "`grammar` (GBNF)",
     "json_schema": "`response_format`: `json_object`, `json_schema`",
     "prefix_reuse": "reuse of a prefix: a conversation's history is read once",
-    "prompt_logprobs": "log-probabilities of the prompt",
 }
 
 

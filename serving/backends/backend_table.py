@@ -27,6 +27,7 @@ from serving.errors import BackendUnavailable, Unsupported
 from serving.hardware.gpus import VULKAN, run_probe
 
 MIB = 1 << 20
+PROBE_SECONDS = 60.0
 # (--kv-dtype or "auto", weight format, "cpu" or "gpu", CPU flags) -> the type of the KV cache.
 KvDtype = Callable[[str, str, str, Collection[str]], str]
 
@@ -282,14 +283,14 @@ def missing_backends() -> dict[str, str]:
     }
 
 
-def probe_backend(name: str, timeout_seconds: float = 60.0) -> BackendProbe:
-    """Import the library in a child and ask it. Never raises, never takes longer than the limit."""
+def probe_backend(name: str) -> BackendProbe:
+    """Import the library in a child and ask it. Never raises, takes PROBE_SECONDS at most."""
     function = spec_of(name).probe
     if function is None:
         return BackendProbe(name, True)
-    ran, problem = run_probe(function, timeout_seconds), ""
+    ran, problem = run_probe(function, PROBE_SECONDS), ""
     if ran.status is None:
-        problem = f"importing it did not end within {timeout_seconds:g} s"
+        problem = f"importing it did not end within {PROBE_SECONDS:g} s"
     elif ran.status != 0:
         problem = ran.reason
     else:

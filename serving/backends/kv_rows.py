@@ -23,12 +23,11 @@ COPY_BYTES_PER_SECOND = 4e9
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Rows lo..hi-1 of a decode call. `swaps` come first, in order; `riders` compute a dummy."""
+    """Rows lo..hi-1 of a decode call. `swaps` come first, in order; who takes no part rides."""
 
     lo: int
     hi: int
     swaps: tuple[tuple[int, int], ...] = ()
-    riders: tuple[int, ...] = ()
 
 
 def rider_tokens(flops_per_token: float, threads: int, kv_bytes_per_token: float) -> float:
@@ -87,7 +86,7 @@ class RowMap:
         """The rows of this step's decode call for these slots (at least one)."""
         members = {self.row_of[slot] for slot in slots}
         lo, hi = min(members), max(members) + 1
-        riders = tuple(row for row in range(lo, hi) if row not in members)
+        riders = [row for row in range(lo, hi) if row not in members]
         if not riders:
             self._rent = 0.0
             return Window(lo, hi)
@@ -98,6 +97,6 @@ class RowMap:
         outgoing = [row for row in inside if row not in members]
         self._rent += len(riders) * self.rider_tokens
         if not full and self._rent < sum(self.length[row] for row in (*incoming, *outgoing)):
-            return Window(lo, hi, riders=riders)
+            return Window(lo, hi)
         self._rent = 0.0
         return Window(lo, inside.stop, tuple(zip(incoming, outgoing, strict=True)))

@@ -148,7 +148,9 @@ class Worker:
             self.config, lambda what, fraction: self.link.send(Loading(fraction, what))
         )
         info = self.backend.info
-        table, ends = self._vocabulary()
+        # All that an engine keeps of a tokenizer: bytes of each token, and the end tokens.
+        tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
+        table, ends = tokenizer.token_bytes(), tokenizer.eos_ids
         table += [b""] * max(0, info.vocabulary - len(table))  # models pad their vocabulary
         self._grammars = Grammars(table, ends)
         if not info.capabilities.isdisjoint(("grammar", "json_schema")):
@@ -162,11 +164,6 @@ class Worker:
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
-
-    def _vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
-        """Bytes of each token, and the end tokens: all that an engine keeps of a tokenizer."""
-        tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
-        return tokenizer.token_bytes(), tokenizer.eos_ids
 
     def run(self) -> None:
         """Handle messages and step until a Stop is carried out."""

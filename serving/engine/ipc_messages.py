@@ -36,7 +36,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     deadline_seconds: float | None = None  # from arrival
     include_stop: bool = False
     whole: bool = False  # the reader wants one Delta at the end (an answer that is not streamed)
-    thought_end: int | None = None  # the token that ends the model's reasoning
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -71,7 +70,8 @@ class FinishReason(StrEnum):
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """What one step added to one sequence: drawn tokens, and text that may lag behind them."""
+    """What one step added to one sequence: drawn tokens, and text that may lag behind them. Without
+    tokens only where it is the last."""
 
     id: int
     tokens: int
@@ -83,10 +83,7 @@ class Delta(msgspec.Struct, array_like=True):
     error: str | None = None
     queue_seconds: float | None = None  # arrival to first scheduled
     prefill_seconds: float | None = None  # first scheduled to first token
-    # Where asked for, of the prompt's tokens from the second on; they may come before any token.
-    prompt_details: list[TokenDetail] | None = None
     parameter: str | None = None  # of the request, that `error` is about
-    reasoning_tokens: int | None = None  # up to the request's `thought_end`, once it is drawn
 
 
 class StepStats(msgspec.Struct, array_like=True):

@@ -8,8 +8,7 @@
 A free slot goes to the oldest sequence that waits. A step holds decode rows first, one token each,
 then prompt tokens, oldest first, up to a budget (serving.engine.prefill_budget; the backend's whole
 step where nobody decodes). When the KV pool is full, idle prefixes go first, then the youngest
-sequence returns to the queue with what it has generated. Prompt log-probabilities cost one step a
-token: each is a row that scores the next.
+sequence returns to the queue with what it has generated.
 
 Where the backend can launch a step (serving.backends.backend_interface), the next one is launched
 before the tokens of the one under way are read: the device has work while the host makes text. Its
@@ -29,12 +28,11 @@ from serving.backends.backend_interface import Backend, EngineConfig, Launched
 from serving.engine.detokenizer import StreamText
 from serving.engine.ipc_messages import Delta, FinishReason, StepStats, Submit
 from serving.engine.prefill_budget import PREFILL_MULTIPLE, StepClock, prefill_tokens
-from serving.engine.sequence import Kind, Sequence
+from serving.engine.sequence import Sequence
 from serving.engine.slot_allocator import SlotAllocator
 from serving.errors import EngineFailed, KvFull, NotNumbers, ServingError, Unsupported
 from serving.sampling.step_rows import NO_TOKEN, Row, Sampled
 
-SCORES_AT_ONCE = 512  # of a prompt's tokens in one message; all of them would be megabytes
 MOST_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
 
 
@@ -106,13 +104,9 @@ class Scheduler:
         `state`: what its rows carry for its grammar (serving.sampling.grammar.Matcher).
         """
         request = submit.request
-        why = None
         if not 1 <= len(request.prompt) < self.info.context_tokens:
             most = self.info.context_tokens - 1
             why = f"a prompt of {len(request.prompt)} tokens; 1 to {most} fit"
-        elif request.sampling.is_constrained and state is None:
-            why = "a grammar or a JSON schema came without its matcher"
-        if why is not None:
             return Delta(submit.id, 0, "", FinishReason.REFUSED, error=why)
         self._serial += 1
         text = StreamText(self._table, request.stop, request.include_stop)
@@ -168,8 +162,8 @@ class Scheduler:
     def _schedule(self) -> tuple[list[Row], set[int]]:
         """The rows of the next step in slot order, and the slots of those that are prefill."""
         going_on = [s for s in self.running.values() if not s.draws_last]
-        filling = [s for s in going_on if s.kind is Kind.PREFILL]
-        rows = [s.row(1) for s in going_on if s.kind is not Kind.PREFILL]
+        filling = [s for s in going_on if s.pending > 1]
+        rows = [s.row(1) for s in going_on if s.pending <= 1]
         slots = [row.slot for row in rows]
         budget = self.info.step_tokens - len(rows)
         if rows and filling:
@@ -290,14 +284,6 @@ class Scheduler:
             deltas.append(self._no_numbers(sequence))
             return
         self._broken = 0
-        if row.target is not None:
-            assert found.logprobs is not None
-            sequence.scored += 1
-            sequence.scores.append(found.logprobs)
-            if len(sequence.scores) >= SCORES_AT_ONCE:  # ahead of the first token
-                deltas.append(Delta(sequence.id, 0, "", prompt_details=sequence.scores))
-                sequence.scores = []
-            return
         problem: ServingError | None = getattr(row.state, "error", None)  # of its grammar
         if problem is None:
             delta = token_delta(sequence, found, self.clock())
@@ -329,8 +315,8 @@ class Scheduler:
                 return  # it would only be preempted again
             self.waiting.popleft()
             computed = {slot: s.held for slot, s in self.running.items()}
-            found = self._slots.take(sequence.reusable, computed)
-            sequence.slot, sequence.computed = found
+            known = sequence.tokens[: sequence.length - 1]  # the last one's logits are needed
+            sequence.slot, sequence.computed = self._slots.take(known, computed)
             if sequence.scheduled is None:
                 sequence.scheduled = now
                 sequence.cached = sequence.computed
@@ -394,20 +380,13 @@ def token_delta(sequence: Sequence, drawn: Sampled, now: float) -> Delta:
     sequence.length += 1
     text, finish = _text_and_finish(sequence, token)
     delta = Delta(sequence.id, 1, text, finish)
-    if token == sequence.thought_end:
-        sequence.thought_end = None  # the first one counts
-        delta.reasoning_tokens = sequence.length - sequence.prompt_length
     if drawn.logprobs is not None:
         delta.details = [drawn.logprobs]
-    if sequence.first_token is None:
-        sequence.first_token = now
-        scheduled = now if sequence.scheduled is None else sequence.scheduled
+    if sequence.length == sequence.prompt_length + 1:
+        assert sequence.scheduled is not None
         delta.cached_tokens = sequence.cached
-        delta.queue_seconds = scheduled - sequence.arrived
-        delta.prefill_seconds = now - scheduled
-        if sequence.scoring is not None:
-            delta.prompt_details = sequence.scores
-            sequence.scores = []
+        delta.queue_seconds = sequence.scheduled - sequence.arrived
+        delta.prefill_seconds = now - sequence.scheduled
     return delta
 
 

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import numpy as np
 
 from serving.engine.detokenizer import StreamText
 from serving.engine.ipc_messages import Submit
-from serving.sampling.step_rows import DRAWN, Row, Sampling, TokenDetail, Tokens
+from serving.sampling.step_rows import DRAWN, Row, Tokens
 
 MOST_PATIENCE = 64  # tokens until a sequence's steps are launched again, where they were no good
 
 _DRAWN: Tokens = np.array([DRAWN], np.int32)
-
-
-class Kind(StrEnum):
-    """What a sequence's next row does."""
-
-    PREFILL = "prefill"  # computes a piece of the prompt
-    DECODE = "decode"  # computes one token and draws the next
-    SCORE = "score"  # computes one token of the prompt and scores the next
 
 
 class Sequence:
@@ -37,7 +27,6 @@ class Sequence:
         self.stop_ids = frozenset(request.stop_token_ids)
         if not request.ignore_eos:
             self.stop_ids |= end_ids
-        self.thought_end = request.thought_end
         self.prompt_length = len(request.prompt)
         self.length = self.prompt_length
         self.limit = min(self.prompt_length + request.max_tokens, context)
@@ -47,42 +36,17 @@ class Sequence:
         self.arrived = 0.0
         self.deadline: float | None = None
         self.scheduled: float | None = None
-        self.first_token: float | None = None
         self.slot = -1
         self.computed = 0  # tokens in the KV, or to be there after the steps that were launched
         self.cached = 0  # of these, from another sequence
         self.missed_at = -MOST_PATIENCE  # its length when a launched step could not draw its token
         self.patience = 0  # tokens from there that a step draws which is waited for
         self.state: object = None  # of its grammar
-        self.scored = 0  # tokens of the prompt, from the second on
-        self.scores: list[TokenDetail] = []  # of these, not sent yet
-        count = request.sampling.prompt_logprobs
-        self.scoring = None if count is None else Sampling(logprobs=count)
-
-    @property
-    def prompt_left(self) -> int:
-        """Known tokens to compute before the next row that draws or scores."""
-        return (self.scored if self._unscored else self.length - 1) - self.computed
-
-    @property
-    def kind(self) -> Kind:
-        if self.prompt_left > 0:
-            return Kind.PREFILL
-        return Kind.SCORE if self._unscored else Kind.DECODE
 
     @property
     def pending(self) -> int:
-        """Known tokens that the next rows can compute; the last one draws, where none is scored."""
-        return self.prompt_left + (0 if self._unscored else 1)
-
-    @property
-    def reusable(self) -> Tokens:
-        """The tokens whose KV may come from elsewhere; those whose logits are needed may not."""
-        return self.tokens[: self.scored if self._unscored else self.length - 1]
-
-    @property
-    def _unscored(self) -> int:
-        return 0 if self.scoring is None else self.prompt_length - 1 - self.scored
+        """Known tokens to compute, the last of which draws; more than one: prefill."""
+        return self.length - self.computed
 
     @property
     def draws_last(self) -> bool:
@@ -110,16 +74,6 @@ class Sequence:
         """The row that computes the next `count` tokens, or the one that is being drawn."""
         end = self.computed + count
         length = max(self.length, end)
-        if self.kind is Kind.SCORE and self.scoring is not None:
-            return Row(
-                slot=self.slot,
-                tokens=self.tokens[self.computed : end],
-                start=self.computed,
-                wants_token=True,
-                sampling=self.scoring,
-                state=self.state,
-                target=int(self.tokens[end]),
-            )
         return Row(
             slot=self.slot,
             tokens=self.tokens[self.computed : end] if length == self.length else _DRAWN,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from serving.errors import NotNumbers, Unsupported
+from serving.errors import NotNumbers
 from serving.sampling.seeded_draw import check_numbers, draw_tokens, top_ids
 from serving.sampling.step_rows import (
     GREEDY_BELOW,
@@ -25,9 +25,8 @@ from serving.sampling.step_rows import (
 
 
 def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
-    """One token per row of `logits`, which is not written; NO_TOKEN for a row of NaN. Raises
-    Unsupported where a row wants a grammar and has no `state` (serving.sampling.grammar.Matcher).
-    """
+    """One token per row of `logits`, which is not written; NO_TOKEN for a row of NaN. `state`
+    of a row with a grammar is its serving.sampling.grammar.Matcher."""
     if not rows:
         return []
     try:
@@ -44,9 +43,7 @@ def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
 def _sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
     """The same. Raises NotNumbers before any grammar has gone on."""
     special = [
-        index
-        for index, row in enumerate(rows)
-        if row.banned or row.target is not None or not row.sampling.is_plain_greedy
+        index for index, row in enumerate(rows) if row.banned or not row.sampling.is_plain_greedy
     ]
     if not special:
         return [Sampled(token) for token in _argmax(logits)]
@@ -56,11 +53,11 @@ def _sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
         for index, token in zip(plain.tolist(), _argmax(logits[plain]), strict=True):
             out[index] = Sampled(token)
     works = {index: _adjusted(logits[index], rows[index]) for index in special}
-    tokens = {i: target for i in special if (target := rows[i].target) is not None}
-    drawn = [i for i in special if i not in tokens and rows[i].sampling.temperature >= GREEDY_BELOW]
+    drawn = [i for i in special if rows[i].sampling.temperature >= GREEDY_BELOW]
+    tokens: dict[int, int] = {}
     if drawn:
         found = draw_tokens([works[i] for i in drawn], [rows[i] for i in drawn])
-        tokens.update(zip(drawn, found, strict=True))
+        tokens = dict(zip(drawn, found, strict=True))
     for index in special:
         row = rows[index]
         token = tokens[index] if index in tokens else _argmax(works[index][None])[0]
@@ -68,7 +65,7 @@ def _sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
         report = None if wanted is None else _logprobs(logits[index], token, wanted)
         out[index] = Sampled(token, report)
     for index in special:
-        if rows[index].sampling.is_constrained and rows[index].target is None:
+        if rows[index].sampling.is_constrained:
             rows[index].state.accept(out[index].token)
     return out
 
@@ -83,7 +80,7 @@ def _argmax(logits: Logits) -> list[int]:
 def _adjusted(logits: Logits, row: Row) -> Logits:
     """The row's logits with bias, penalties, bans and grammar: a copy where any of these apply."""
     sampling = row.sampling
-    if row.target is not None or not (sampling.needs_logits_work or row.banned):
+    if not (sampling.needs_logits_work or row.banned):
         return logits
     work = logits.copy()
     if sampling.logit_bias:
@@ -93,8 +90,6 @@ def _adjusted(logits: Logits, row: Row) -> Logits:
     if row.banned:
         work[list(row.banned)] = -np.inf
     if sampling.is_constrained:
-        if row.state is None:
-            raise Unsupported("this backend cannot follow a grammar or a JSON schema", "grammar")
         row.state.mask(work)
     return work
 

@@ -19,7 +19,6 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a request's tokens are drawn. The default is greedy.
 
     A draw depends on `seed` and the token's position only, never on the rest of the batch.
-    `prompt_logprobs` is carried out by the scheduler, which makes scoring rows of the prompt.
     """
 
     temperature: float = 0.0
@@ -32,7 +31,6 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # alternatives reported per token; None: nothing is reported
-    prompt_logprobs: int | None = None  # the same for prompt tokens from the second on
     grammar: str | None = None  # GBNF
     json_schema: str | None = None  # JSON text
 
@@ -71,7 +69,6 @@ class Row:
     prompt_tokens: int = 0  # how many of `history` are the prompt
     banned: tuple[int, ...] = ()  # ids that must not be drawn in this step (min_tokens)
     state: Any = None  # the sampler's state of the request (its grammar matcher)
-    target: int | None = None  # the known next token: it is scored and nothing is drawn
 
     @property
     def position(self) -> int:

@@ -30,7 +30,7 @@ MARGIN = 0.3  # of the TTFT SLO, kept free: it must hold for nearly all, and for
 RETURN_SLACK = 1.1  # spacing of retries over the pace at which places become free
 
 
-class QueueBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class QueueBounds(msgspec.Struct, frozen=True):
     """Where the queue ends. None: that bound does not hold."""
 
     waiting_requests: int | None = 256  # admitted and not begun, beyond the slots
@@ -156,9 +156,7 @@ class Ledger:
 
     def progressed(self, sequence: int, tokens: int) -> None:
         """The sequence showed `tokens` new tokens; the first ones end its waiting."""
-        entry = self._entries.get(sequence)
-        if entry is None:
-            return
+        entry = self._entries[sequence]
         self._ends = None
         if not entry.begun:
             entry.begun = True
@@ -175,9 +173,7 @@ class Ledger:
 
     def finished(self, sequence: int, naturally: bool = True) -> None:
         """The sequence is over; `naturally`: no error or cancellation, a typical length."""
-        entry = self._entries.pop(sequence, None)
-        if entry is None:
-            return
+        entry = self._entries.pop(sequence)
         self._ends = None
         if naturally and entry.limit:
             self._used_share += 0.05 * (entry.produced / entry.limit - self._used_share)

@@ -239,8 +239,7 @@ class EngineProcess(asyncio.Protocol):
         if self._cause is not None:
             return self._cause
         status = self.returncode
-        if status is None:
-            return Cause.engine_died, "still running"
+        assert status is not None
         how = f"exit status {status}"
         if status < 0:
             names = {number.value: number.name for number in signal.Signals}

@@ -18,8 +18,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from itertools import chain
-from typing import Any
 
 import msgspec
 
@@ -36,8 +34,6 @@ from serving.supervisor.engine_process import EngineProcess
 
 MOST_ATTEMPTS = 2  # of one sequence with an engine: it may be the one that kills it
 MOST_PIECES = 1000  # that a reader leaves are merged: a hundred thousand at once take 50 ms
-# Of a Delta: known once in a sequence.
-_ONCE = ("cached_tokens", "queue_seconds", "prefill_seconds", "reasoning_tokens")
 _NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -109,9 +105,7 @@ class Stream:
         return None if seconds is None else seconds - (time.monotonic() - self.arrived)
 
     def _readable(self) -> bool:
-        if self.finished or self.request.whole:
-            return bool(self._pieces) and self.finished
-        return any(piece.tokens for piece in self._pieces)
+        return bool(self._pieces) and (self.finished or not self.request.whole)
 
 
 def merged(pieces: list[Delta]) -> Delta:
@@ -119,21 +113,18 @@ def merged(pieces: list[Delta]) -> Delta:
     if len(pieces) == 1:
         return pieces[0]
 
-    def first(field: str) -> Any:
-        values = (getattr(piece, field) for piece in pieces)
-        return next((value for value in values if value is not None), None)
-
-    scores = [piece.prompt_details for piece in pieces if piece.prompt_details is not None]
+    first, last = pieces[0], pieces[-1]
     return Delta(
-        id=pieces[0].id,
+        id=first.id,
         tokens=sum(piece.tokens for piece in pieces),
         text="".join(piece.text for piece in pieces),
-        finish=pieces[-1].finish,
+        finish=last.finish,
         details=[detail for piece in pieces for detail in piece.details],
-        prompt_details=list(chain(*scores)) if scores else None,
-        error=pieces[-1].error,
-        parameter=pieces[-1].parameter,
-        **{name: first(name) for name in _ONCE},
+        cached_tokens=first.cached_tokens,
+        error=last.error,
+        queue_seconds=first.queue_seconds,
+        prefill_seconds=first.prefill_seconds,
+        parameter=last.parameter,
     )
 
 
@@ -155,14 +146,10 @@ class InflightRequests:
 
     def admit(self, request: GenerationRequest) -> Stream:
         """A new sequence, not yet given to an engine. Raises Overloaded."""
-        prompt_tokens = len(request.prompt)
-        self.check_room(prompt_tokens, request.max_tokens)
+        self.check_room(len(request.prompt), request.max_tokens)
         stream = Stream(next(self._ids), request, self.cancel, time.monotonic())
         self._streams[stream.id] = stream
-        if request.sampling.prompt_logprobs is None:
-            self.ledger.admit(stream.id, prompt_tokens, request.max_tokens)
-        else:  # each token of the prompt is a step, as each of the answer is
-            self.ledger.admit(stream.id, 1, prompt_tokens - 1 + request.max_tokens)
+        self.ledger.admit(stream.id, len(request.prompt), request.max_tokens)
         return stream
 
     def give(self, stream: Stream, engine: EngineProcess) -> None:
@@ -195,9 +182,8 @@ class InflightRequests:
             stream = self._streams.get(delta.id)
             if stream is None or stream.engine is not engine:
                 continue
-            steps = delta.tokens + len(delta.prompt_details or ())
-            if steps:
-                self.ledger.progressed(delta.id, steps)
+            if delta.tokens:
+                self.ledger.progressed(delta.id, delta.tokens)
             if delta.finish is None:
                 stream.push(delta)
             else:

@@ -2,13 +2,13 @@
 
 Pure decisions on times that are given. An engine list is in order of preference (GPU first).
 
-| the engine ended with                         | there is a next engine    | there is none    |
-|-----------------------------------------------|---------------------------|------------------|
-| a permanent cause (no driver, unsupported...) | fall back at once         | fail             |
-| load_oom, load_failed, death before ready     | fall back at once         | once more, fail  |
-| runtime_oom, health_timeout                   | fall back at once         | restart, backoff |
-| engine_died                                   | once more, then fall back | restart, backoff |
-| too many deaths in the window (breaker opens) | fall back                 | fail             |
+| the engine ended with                            | there is a next engine    | there is none    |
+|--------------------------------------------------|---------------------------|------------------|
+| a permanent cause (backend_missing, unsupported) | fall back at once         | fail             |
+| load_oom, load_failed, death before ready        | fall back at once         | once more, fail  |
+| runtime_oom, health_timeout                      | fall back at once         | restart, backoff |
+| engine_died                                      | once more, then fall back | restart, backoff |
+| too many deaths in the window (breaker opens)    | fall back                 | fail             |
 
 With the next engine on standby, loaded, every cause falls back at once: quicker than any restart.
 """
@@ -22,19 +22,10 @@ import msgspec
 
 from serving.errors import Cause
 
-PERMANENT = frozenset(
-    {
-        *(Cause.no_driver, Cause.driver_mismatch, Cause.no_device, Cause.arch_unsupported),
-        *(Cause.backend_missing, Cause.forced, Cause.unsupported),
-    }
-)
-_FALL_BACK_AT_ONCE = PERMANENT | {
-    *(Cause.insufficient_vram, Cause.load_oom, Cause.load_failed),
-    *(Cause.runtime_oom, Cause.health_timeout),
-}
+PERMANENT = frozenset({Cause.backend_missing, Cause.unsupported})
 
 
-class RecoveryLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RecoveryLimits(msgspec.Struct, frozen=True):
     """How patient the supervisor is. All times in seconds."""
 
     backoff_first_seconds: float = 0.5
@@ -90,8 +81,8 @@ def after_death(
     same = [one for one in endings if one.engine == last.engine]
     recent = [one for one in same if last.at_seconds - one.at_seconds <= limits.window_seconds]
     if last.engine + 1 < engines:
-        at_once = standby or last.cause in _FALL_BACK_AT_ONCE or last.ready_seconds is None
-        if at_once or len(recent) >= 2:
+        may_be_chance = last.cause is Cause.engine_died and last.ready_seconds is not None
+        if standby or not may_be_chance or len(recent) >= 2:
             return Verdict(last.engine + 1, 0.0, f"falling back after {why}")
         return Verdict(last.engine, limits.backoff_first_seconds, f"restarting once after {why}")
     if last.cause in PERMANENT:

@@ -218,7 +218,7 @@ class LlamaCppBackend:
         if code == _KV_FULL:
             room = self.info.kv_tokens
             raise KvFull(f"a step of {tokens} tokens found no room among {room} KV tokens")
-        reason = LOG.reason("no reason given")
+        reason = LOG.reason()
         if is_memory(reason):
             raise OutOfMemory(f"llama.cpp ran out of memory in a step of {tokens} tokens: {reason}")
         raise EngineFailed(f"llama_decode returned {code} for a step of {tokens} tokens: {reason}")

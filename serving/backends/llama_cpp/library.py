@@ -59,9 +59,9 @@ class LogTail:
         self.errors.clear()
         return self.lines
 
-    def reason(self, fallback: str) -> str:
-        """The last errors in llama.cpp's words, without paths; `fallback` where it said nothing."""
-        return _without_folders("; ".join(self.errors) or fallback)
+    def reason(self) -> str:
+        """The last errors in llama.cpp's words, without paths."""
+        return _without_folders("; ".join(self.errors) or "no reason given")
 
     def _take(self, level: int, text: bytes, _: Any) -> None:
         if level == _LOG_CONTINUED:

@@ -185,7 +185,7 @@ class Loader:
         model = self.llama.llama_model_load_from_file(str(self._file).encode(), settings)
         if model:
             return model
-        name, reason = self._file.name, LOG.reason("no reason given")
+        name, reason = self._file.name, LOG.reason()
         if is_memory(reason):
             raise OutOfMemory(f"{name} does not fit in memory: {reason}")
         if "unknown model architecture" in reason:
@@ -209,7 +209,7 @@ class Loader:
         settings.no_perf = True
         context = llama.llama_init_from_model(model, settings)
         if not context:
-            reason = LOG.reason("no reason given")
+            reason = LOG.reason()
             kind = OutOfMemory if is_memory(reason) else BackendUnavailable
             raise kind(
                 f"llama.cpp cannot make a context of {settings.n_ctx} tokens in {config.slots} "

@@ -249,32 +249,28 @@ def check_seeded(backend: Backend, tie: Tie | None = None) -> None:
         assert alone != draw(0, [], msgspec.structs.replace(sampling, seed=99))
 
 
-def check_prompt_scores(
+def check_logprobs(
     backend: Backend,
     logprobs_of: Callable[[Sequence[int]], npt.NDArray[np.float64]],
     *,
     tolerance: float,
 ) -> None:
-    """Through the scheduler: the log-probability of every prompt token is the reference's, while
-    another sequence decodes beside it.
+    """Through the scheduler: the log-probability of every token is the reference's, while another
+    sequence decodes beside it.
 
     `logprobs_of(tokens)`: [tokens, vocabulary], row i the distribution after tokens 0..i.
     """
     scheduler = scheduler_on(backend)
     prompt = prompt_of(backend, 21, 40)
     scheduler.add(Submit(1, GenerationRequest(prompt_of(backend, 9, 41), 30)))
-    # The second time, the prompt is in the KV already and must be scored all the same.
-    for number in (2, 3):
-        scheduler.add(Submit(number, GenerationRequest(prompt, 2, Sampling(prompt_logprobs=3))))
-        deltas = [delta for _ in range(60) for delta in scheduler.step() if delta.id == number]
-        found = deltas[0].prompt_details
-        assert found is not None and [detail.token for detail in found] == prompt[1:]
-        assert deltas[1].prompt_details is None
-        expected = logprobs_of(prompt)
-        for position, detail in enumerate(found):
-            assert detail.logprob == pytest.approx(expected[position, detail.token], abs=tolerance)
-            best = np.sort(expected[position])[::-1][:3]
-            assert detail.top_values == pytest.approx(best, abs=tolerance)
+    scheduler.add(Submit(2, GenerationRequest(prompt, 20, Sampling(logprobs=3))))
+    deltas = [delta for _ in range(60) for delta in scheduler.step() if delta.id == 2]
+    found = [detail for delta in deltas for detail in delta.details]
+    assert len(found) == 20
+    expected = logprobs_of([*prompt, *(detail.token for detail in found)])[len(prompt) - 1 : -1]
+    for detail, exact in zip(found, expected, strict=True):
+        assert detail.logprob == pytest.approx(exact[detail.token], abs=tolerance)
+        assert detail.top_values == pytest.approx(np.sort(exact)[::-1][:3], abs=tolerance)
 
 
 # --- what the checks are made of

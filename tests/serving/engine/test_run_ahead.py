@@ -121,7 +121,6 @@ def some_load(rng: random.Random) -> list[tuple[int, Submit]]:
                 *[Sampling(temperature=1.0, seed=number)] * 4,
                 Sampling(logprobs=2),
                 Sampling(presence_penalty=0.5),
-                Sampling(prompt_logprobs=1),
             ]
         )
         more: dict[str, Any] = {"sampling": sampling}
@@ -149,10 +148,9 @@ def served(scheduler: Scheduler, load: list[tuple[int, Submit]]) -> dict[int, li
 
 def answer(deltas: list[Delta]) -> tuple[Any, ...]:
     details = [(one.token, one.logprob) for delta in deltas for one in delta.details]
-    scores = [(one.token, one.logprob) for delta in deltas for one in delta.prompt_details or []]
     return (
         *(text_of(deltas), deltas[-1].finish, sum(delta.tokens for delta in deltas)),
-        *(deltas[-1].error, details, scores),
+        *(deltas[-1].error, details),
     )
 
 

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from serving.backends.backend_interface import EngineConfig
-from serving.engine import scheduler as module
 from serving.engine.ipc_messages import Delta
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed, ServingError, Unsupported
 from serving.sampling.step_rows import Row, Sampled, Sampling
-from serving.supervisor.inflight_requests import merged
 from tests.fake_backend import FakeBackend, continuation
 from tests.serving.engine.schedules import (
     TABLE,
@@ -79,15 +77,6 @@ def test_stop_token_eos_and_min_tokens() -> None:
     assert out[2][-1].finish == "length" and len(out[2]) == 200
 
 
-def test_reasoning_is_counted_up_to_the_first_token_that_ends_it() -> None:
-    prompt = [5, 6, 7]
-    drawn = continuation(prompt, 6, VOCABULARY)
-    scheduler, _ = make()
-    scheduler.add(request(1, prompt, 6, thought_end=drawn[3]))
-    counts = [delta.reasoning_tokens for delta in run(scheduler)[1]]
-    assert counts == [None, None, None, 4, None, None]
-
-
 def test_a_stop_string_ends_the_sequence_and_frees_its_slot() -> None:
     prompt = [3, 4, 5]
     truth = continuation(prompt, 20, VOCABULARY)
@@ -144,14 +133,6 @@ def test_the_context_is_the_limit_and_an_impossible_prompt_is_refused() -> None:
     assert not scheduler.busy
 
 
-def test_what_the_backend_cannot_do_is_refused_and_harms_nobody() -> None:
-    scheduler, _ = make()
-    refused = scheduler.add(request(1, [3, 4], 5, sampling=Sampling(grammar="root ::= x")))
-    assert refused is not None and refused.finish == "refused" and "grammar" in str(refused.error)
-    assert scheduler.add(request(2, [3, 4], 5)) is None
-    assert len(run(scheduler)[2]) == 5
-
-
 class Grammar:
     """A state that is given up after a few tokens, as one of a grammar that hangs."""
 
@@ -201,19 +182,6 @@ def test_logits_that_are_no_numbers_end_their_own_sequence_and_leave_no_kv() -> 
         for number in range(10, 20):
             scheduler.add(request(number, [9], 5))
             run(scheduler)
-
-
-def test_the_scores_of_a_long_prompt_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SCORES_AT_ONCE", 4)
-    scheduler, _ = make()
-    prompt = list(range(10, 21))
-    scheduler.add(request(1, prompt, 2, sampling=Sampling(logprobs=0, prompt_logprobs=0)))
-    deltas = run(scheduler)[1]
-    pieces = [[one.token for one in delta.prompt_details or []] for delta in deltas]
-    assert pieces == [prompt[1:5], prompt[5:9], prompt[9:], []]
-    assert [delta.tokens for delta in deltas] == [0, 0, 1, 1]
-    whole = merged(deltas)
-    assert [one.token for one in whole.prompt_details or []] == prompt[1:]
 
 
 def test_a_conversation_does_not_fill_its_history_again() -> None:

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from scipy import stats
 from scipy.special import log_softmax, softmax
 
-from serving.errors import Unsupported
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import NO_TOKEN, Row, Sampling
 
@@ -290,5 +289,3 @@ def test_a_greedy_row_takes_the_best_of_what_is_allowed() -> None:
     rows = [make_row(free, state=Only(8)), make_row(bound, state=Only(100, 101))]
     assert chosen(logits, rows) == [8, 101]
     assert [row.state.accepted for row in rows] == [[8], [101]]
-    with pytest.raises(Unsupported, match="grammar"):
-        sample(logits[:1], [make_row(free)])

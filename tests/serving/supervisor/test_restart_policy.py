@@ -24,7 +24,7 @@ def test_a_permanent_cause_falls_back_at_once_and_fails_where_there_is_nothing_t
     assert verdict.engine is None and cause.value in verdict.text and "it said so" in verdict.text
 
 
-@pytest.mark.parametrize("cause", [Cause.load_oom, Cause.load_failed, Cause.insufficient_vram])
+@pytest.mark.parametrize("cause", [Cause.load_oom, Cause.load_failed])
 def test_a_load_that_fails_twice_is_no_chance(cause: Cause) -> None:
     first = ending(cause, 0.0, ready=None)
     assert after_death([first], 1, LIMITS).engine == 0
@@ -104,7 +104,7 @@ def test_attempts_that_fail_come_less_often_and_at_most_four_an_hour() -> None:
 
 
 def test_there_is_none_after_a_permanent_cause_or_where_none_is_wanted() -> None:
-    assert return_at([ending(Cause.no_driver)], 0.0, [], LIMITS) is None
+    assert return_at([ending(Cause.unsupported)], 0.0, [], LIMITS) is None
     never = msgspec.structs.replace(LIMITS, flips_per_hour=0)
     assert return_at([ending(Cause.runtime_oom)], 0.0, [], never) is None
 

@@ -22,7 +22,7 @@ from serving.sampling.step_rows import Row, Sampled, Sampling
 from tests.serving.backends.backend_contract import (
     check_churn,
     check_contract,
-    check_prompt_scores,
+    check_logprobs,
     check_scheduled,
     check_seeded,
 )
@@ -157,12 +157,12 @@ def test_long_prompts_cross_the_rope_scaling(make: Make, converted: Callable[...
 
 
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3"])
-def test_prompt_logprobs_are_those_of_transformers(
+def test_logprobs_are_those_of_transformers(
     make: Make, converted: Callable[..., Path], shape: str
 ) -> None:
     backend = make(converted(shape), kv_dtype="fp32")
     folder = hf_folder(shape)
-    check_prompt_scores(backend, lambda tokens: logprobs_of(folder, tokens), tolerance=1e-3)
+    check_logprobs(backend, lambda tokens: logprobs_of(folder, tokens), tolerance=1e-3)
 
 
 # --- sampling through the backend

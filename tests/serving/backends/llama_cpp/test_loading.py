@@ -183,13 +183,13 @@ def test_a_tokenizer_read_after_the_engine_leaves_it_llama_cpps_words() -> None:
         "llama = library()\n"
         "llama_library().llama_model_load_from_file(b'/no/x.gguf', "
         "llama.llama_model_default_params())\n"
-        "print(LOG.reason('nothing'))\n"
+        "print(LOG.reason())\n"
         "LOG.stop()\n"
-        "print(LOG.reason('nothing'))"
+        "print(LOG.reason())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     after_failure, after_load = done.stdout.splitlines()
-    assert "x.gguf" in after_failure and after_load == "nothing"
+    assert "x.gguf" in after_failure and after_load == "no reason given"
 
 
 ABORT = """

@@ -13,7 +13,7 @@ from tests.serving.backends.backend_contract import (
     check_contract,
     check_contradictions,
     check_full_row,
-    check_prompt_scores,
+    check_logprobs,
     check_scheduled,
     check_seeded,
 )
@@ -42,8 +42,8 @@ def test_the_scheduler_gives_the_tokens_of_transformers(
 
 
 @pytest.mark.parametrize("name", ["llama3-fp32", "qwen3-growing"])
-def test_prompt_logprobs_are_those_of_transformers(make: Make, name: str) -> None:
-    check_prompt_scores(
+def test_logprobs_are_those_of_transformers(make: Make, name: str) -> None:
+    check_logprobs(
         make(onnx_folder(name)),
         lambda tokens: logprobs_of(onnx_source(name), tokens),
         tolerance=1e-3,

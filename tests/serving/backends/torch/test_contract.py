@@ -14,7 +14,7 @@ from tests.serving.backends.backend_contract import (
     check_contract,
     check_contradictions,
     check_full_row,
-    check_prompt_scores,
+    check_logprobs,
     check_scheduled,
     check_seeded,
 )
@@ -84,10 +84,10 @@ def test_the_scheduler_gives_the_tokens_of_transformers(
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_prompt_logprobs_are_those_of_transformers(make: Make, on_device: bool) -> None:
+def test_logprobs_are_those_of_transformers(make: Make, on_device: bool) -> None:
     backend = make(hf_folder("tiny-llama3"))
     backend._device_sampling = on_device
-    check_prompt_scores(
+    check_logprobs(
         backend, lambda tokens: logprobs_of(hf_folder("tiny-llama3"), tokens), tolerance=1e-3
     )
 
