@@ -120,8 +120,7 @@ def write_files(
     sections = []
     if {"html", "md", "png"} & set(formats):
         try:
-            from reports.first_screen_png import picture  # altair takes half a second
-            from reports.html_page import page, sections_of
+            from reports.html_page import page, sections_of  # altair takes half a second
 
             sections = sections_of(data, answers)
         except MissingPackage:
@@ -132,6 +131,8 @@ def write_files(
     if "md" in formats:
         made["report.md"] = markdown(data, answers, sections).encode()
     if "png" in formats:
+        from reports.first_screen_png import picture
+
         made["report.png"] = picture(data, answers)
     if "csv" in formats:
         made["levels.csv"] = as_csv(levels_records(data))
