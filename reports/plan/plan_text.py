@@ -27,7 +27,7 @@ def as_json(plan: Plan) -> str:
 
 def as_text(plan: Plan, columns: int = 100) -> str:
     """Sentences and table, for a terminal."""
-    console = Console(width=columns, no_color=True, highlight=False)
+    console = Console(width=columns, no_color=True, highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in HEADS:
         table.add_column(name, justify="right" if name in HEADS[2:5] else "left")
@@ -69,6 +69,8 @@ def choice_sentence(plan: Plan) -> str:
     """The answer."""
     load = f"{model_title(plan.model)} at {formatting.requests(plan.peak_rate)} in the busiest hour"
     chosen = plan.choice
+    if chosen is None and any(one.suffices == "yes" for one in plan.options):
+        return f"No way that surely serves {load} has a known price: give [prices]."
     if chosen is None:
         return f"Nothing surely serves {load}."
     count = chosen.machines or 1

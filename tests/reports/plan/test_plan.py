@@ -88,6 +88,8 @@ def test_spares_are_added_and_nothing_that_suffices_is_said_so() -> None:
     hopeless = machine("slow", 0.0, 0.0, 0.0, 1.0)
     made = plan(1.0, hopeless)
     assert made.choice is None and "Nothing surely serves" in as_text(made)
+    unpriced = plan(1.0, machine("dear", 2.0, 3.0, 4.0, None))
+    assert unpriced.choice is None and "has a known price: give [prices]" in as_text(unpriced, 200)
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0, 5.0, 30.0])
