@@ -10,12 +10,14 @@ processes, the campaign's own text) is left out. `crossover report shared` makes
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from loadtests.analysis.slo import SLO_PRESETS
 from loadtests.records.run_folder import (
     EVENTS,
     MANIFEST,
@@ -39,8 +41,9 @@ KEPT = frozenset(
 LEFT_OUT = frozenset(
     "command campaign_text url target placement layout sampling hostname error_message request_id "
     "session strangers engines options cache details reason reasons cut_short file replay path "
-    "cpu_name api_key_env gpu_note uuid endpoint_notes device_name".split()
+    "cpu_name api_key_env gpu_note uuid endpoint_notes device_name cell_levels".split()
 )
+NAMED = ("cell", "level", "key", "model", "name")  # texts that may hold a model or a cell
 FACTS = (
     *("cpu_model", "architecture", "isa", "logical_cores", "physical_cores", "allowed_cores"),
     *("memory_total_bytes", "virtualisation", "system"),
@@ -54,8 +57,7 @@ def export_run(folder: Path, out: Path) -> list[str]:
     if out.exists() and any(out.iterdir() if out.is_dir() else [1]):
         raise ReportError(f"--share {str(out)!r} is there already; name a new folder")
     run = read_records(folder)
-    models = [str(cell.get("model")) for cell in run.manifest.cells]
-    own = [name for name in models if not is_rung(name)]
+    own = _own_names(run.manifest.cells)
     events = [_event(one, own) for one in run.events]
     requests = [_kept(msgspec.to_builtins(one), own) for one in run.requests()]
     samples = [_kept(msgspec.to_builtins(one), own) for one in run.samples]
@@ -80,18 +82,38 @@ def export_run(folder: Path, out: Path) -> list[str]:
     ]
 
 
-def _manifest(run: RunRecords, own: Sequence[str]) -> dict[str, Any]:
+def _own_names(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What stands in place of keys and models that hold a path, a host or a name; longest first."""
+    own: dict[str, str] = {}
+    for number, cell in enumerate(cells, 1):
+        model = str(cell.get("model"))
+        if cell.get("url") or not is_rung(model):
+            own[str(cell["key"])] = f"cell {number}"
+        if not is_rung(model):
+            own.setdefault(model, f"model {number}")
+    return dict(sorted(own.items(), key=lambda pair: -len(pair[0])))
+
+
+def _slo_name(name: str) -> str:
+    """Of a preset, or `own`."""
+    return name if name in SLO_PRESETS else "own"
+
+
+def _manifest(run: RunRecords, own: Mapping[str, str]) -> dict[str, Any]:
     whole = msgspec.to_builtins(run.manifest)
     facts = {key: whole["server_facts"].get(key) for key in FACTS}
     facts["gpus"] = [
         {"name": gpu.get("name"), "memory_bytes": gpu.get("memory_bytes")}
         for gpu in whole["server_facts"].get("gpus") or []
     ]
+    campaign = _kept(whole["campaign"], own)
+    if (slo := campaign.get("slo")) is not None:
+        slo["name"] = _slo_name(str(slo.get("name")))
     return {
         **{key: whole[key] for key in MANIFEST_KEYS},
         "git_commit": None,
         "command": ["crossover", "campaign", "run"],
-        "campaign": _kept(whole["campaign"], own) | {"name": "shared"},
+        "campaign": campaign | {"name": "shared"},
         "campaign_text": "",
         "cells": [_kept(cell, own) for cell in whole["cells"]],
         "server_facts": {k: v for k, v in facts.items() if v not in (None, [])},
@@ -99,7 +121,7 @@ def _manifest(run: RunRecords, own: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _event(event: Event, own: Sequence[str]) -> dict[str, Any]:
+def _event(event: Event, own: Mapping[str, str]) -> dict[str, Any]:
     """Its numbers and known words; a reason that must be there says that it is left out."""
     kept: dict[str, Any] = _kept(msgspec.to_builtins(event), own)
     if isinstance(getattr(event, "reason", None), str):
@@ -108,14 +130,15 @@ def _event(event: Event, own: Sequence[str]) -> dict[str, Any]:
         kept["engines"] = [_kept(msgspec.to_builtins(one), own) for one in event.engines]
     if isinstance(event, CellFinished):
         kept["capacities"] = {
-            name: {**_kept(msgspec.to_builtins(found), own), "reason": ""}
+            _slo_name(name): {**_kept(msgspec.to_builtins(found), own), "reason": ""}
             for name, found in event.capacities.items()
         }
     return kept
 
 
-def _kept(value: Any, own: Sequence[str]) -> Any:
-    """Numbers, and texts of known keys; a model that is no rung is called `model N`."""
+def _kept(value: Any, own: Mapping[str, str]) -> Any:
+    """Numbers, and texts of known keys; a model that is no rung is called `model N`, its cell
+    `cell N`."""
     if isinstance(value, Mapping):
         found = {}
         for key, item in value.items():
@@ -124,19 +147,19 @@ def _kept(value: Any, own: Sequence[str]) -> Any:
             if not isinstance(item, str):
                 found[key] = _kept(item, own)
             elif key in KEPT:
-                is_plain = len(item) <= MOST_TEXT and "/" not in item
-                if is_plain or any(name in item for name in own):
-                    found[key] = _renamed(item, own)
+                text = _renamed(item, own) if key in NAMED else item
+                if len(text) <= MOST_TEXT and "/" not in text:
+                    found[key] = text
         return found
     if isinstance(value, list | tuple):
         return [_kept(item, own) for item in value if not isinstance(item, str)]
     return value
 
 
-def _renamed(text: str, own: Sequence[str]) -> str:
-    for number, name in enumerate(own, 1):
-        text = text.replace(name, f"model {number}")
-    return text
+def _renamed(text: str, own: Mapping[str, str]) -> str:
+    """In one pass, so what is put in is not renamed again."""
+    names = "|".join(re.escape(name) for name in own if name)
+    return re.sub(names, lambda found: own[found[0]], text) if names else text
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -144,7 +167,7 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            if key not in ("cell", "level", "key", "kind"):
+            if key not in ("cell", "level", "kind"):
                 yield from _texts(item)
     elif isinstance(value, list | tuple):
         for item in value:
