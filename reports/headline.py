@@ -50,18 +50,27 @@ def headline(answers: Sequence[Answer], data: ReportData) -> str:
     if not told:
         return "Nothing was measured to its end in this run."
     machine = machine_words(data)
+    verb = "serve" if machine[:1].isdigit() else "serves"  # 2 cores serve
+    if not data.facts.get("url"):
+        machine = f"{machine[:1].upper()}{machine[1:]}"
     last = max((place for place, one in enumerate(told) if one.is_served), default=-1)
+    beyond = [
+        one
+        for one in told[last + 1 :]
+        if one.cell.capacity is not None and one.cell.capacity.state == "not_even_alone"
+    ]
+    if last < 0 and len(beyond) < len(told):
+        return "No rate was confirmed or estimated in this run."
     if last < 0:
-        return f"{machine} serves none of these models within the SLO{_needs_gpu(told[0])}."
+        return f"{machine} {verb} none of these models within the SLO{_needs_gpu(beyond[0])}."
     top, found = told[last], told[last].cell.capacity
     said = f"{formatting.requests(top.cell.held, rounded='down')}, confirmed"
     if not top.cell.held and found is not None:
         ends = formatting.rate_with_interval(found.limit, found.low, found.high)
         said = f"about {ends}, estimated"
-    verb = "serves" if data.facts.get("url") else "serve"
     said = f"{machine} {verb} up to {top.title}: {said}"
-    if told[last + 1 :]:
-        return f"{said}{_needs_gpu(told[last + 1])}."
+    if beyond:
+        return f"{said}{_needs_gpu(beyond[0])}."
     if top.gpu is not None:
         return f"{said}; above that {_article(top.gpu.name)} {_priced(top.gpu)} takes over."
     return f"{said}."
@@ -87,13 +96,14 @@ def machine_words(data: ReportData) -> str:
     if facts.get("url"):
         return str(facts["url"])
     name = re.sub(
-        r"\s*(\(R\)|\(TM\)|CPU|Processor|@.*|\d+-Core)\s*", " ", str(facts.get("cpu_model"))
+        r"\s*(\(R\)|\(TM\)|CPU|Processor|@.*|\d+-Core)\s*", " ", str(facts.get("cpu_model") or "")
     )
-    name = " ".join(name.split()) or "this CPU"
+    name = " ".join(name.split())
+    name = f"{_article(name)} {name}" if name else "this machine"
     allowed = facts.get("allowed_cores")
     cores = len(allowed) if isinstance(allowed, list | tuple) else allowed
     cores = cores or facts.get("logical_cores")
-    return f"{f'{cores} cores of ' if cores else ''}{_article(name)} {name}"
+    return f"{f'{cores} cores of ' if cores else ''}{name}"
 
 
 def slo_words(slo: Slo) -> str:
