@@ -19,7 +19,7 @@ from models.ladder import is_rung, rung
 from reports.errors import ReportError
 from reports.headline import Answer
 
-_CONDITION = re.compile(r"\s*([^:\s]+)\s*:\s*([a-z]+)\s*(>=|<=|>|<)\s*([0-9.eE+-]+)\s*")
+_CONDITION = re.compile(r"\s*(\S+)\s*:\s*([a-z]+)\s*(>=|<=|>|<)\s*([0-9.eE+-]+)\s*")
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,

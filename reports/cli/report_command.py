@@ -77,17 +77,16 @@ def _report(options: ReportOptions) -> None:
     answers = answers_of(data)
     if options.as_json:
         typer.echo(as_json(data, answers).decode(), nl=False)
+    else:
+        typer.echo(headline(answers, data))
+        typer.echo(basis(data))
+    found = [checked(condition, answers) for condition in options.checks or ()]
+    for one in found:
+        typer.echo(f"{'ok  ' if one.holds else 'FAIL'}  {one.text}", err=options.as_json)
+    if not all(one.holds for one in found):
+        raise typer.Exit(1)
+    if options.as_json or (found and options.formats is None and not options.png):
         return
-    typer.echo(headline(answers, data))
-    typer.echo(basis(data))
-    if options.checks:
-        found = [checked(condition, answers) for condition in options.checks]
-        for one in found:
-            typer.echo(f"{'ok  ' if one.holds else 'FAIL'}  {one.text}")
-        if not all(one.holds for one in found):
-            raise typer.Exit(1)
-        if options.formats is None and not options.png:
-            return
     _write(options, data, answers, formats)
 
 
