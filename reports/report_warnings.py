@@ -95,9 +95,10 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         text = "The run has not finished: cells or levels are missing."
         advice = f"Go on with `crossover campaign resume {data.folders[0]}`."
         yield NamedWarning("NotFinished", WARNING, text, advice)
-    if data.damage:
-        torn = [c for c in data.cells if any(not one.level.is_whole for one in c.levels)]
-        text = f"Left out: {formatting.listing(list(data.damage))}."
+    torn = [c for c in data.cells if any(not one.level.is_whole for one in c.levels)]
+    if data.damage or torn:
+        left_out = [*data.damage] or ["requests whose lines are missing from the file"]
+        text = f"Left out: {formatting.listing(left_out)}."
         advice = "A writer was killed, or the disk was full; what it was about to write is lost."
         if torn:
             advice = "Measure these cells again: the file was damaged after it was written."

@@ -451,7 +451,9 @@ def level_text(level: Level, slo: Slo) -> str:
     if start.purpose is LevelPurpose.CALIBRATION:
         return f"a burst of {len(level.due)}"
     words: str = found.verdict
-    if end is not None and end.disturbance and end.disturbance.is_set_aside:
+    if end is not None and not level.is_whole:
+        words = f"does not count: {len(level.due)} of its {end.due} requests are in the records"
+    elif end is not None and end.disturbance and end.disturbance.is_set_aside:
         words = "disturbed"
     elif end is not None and not end.is_valid:
         words = f"not valid ({', '.join(end.warnings)})"

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import crossover
 from loadtests.analysis.slo import Slo
+from loadtests.campaign.level_runner import level_text
 from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from reports import headline, html_page, markdown, report_files, slo_sliders
 from reports.ci_checks import QUANTITIES, checked
@@ -172,6 +173,7 @@ def test_conditions_for_ci_pass_fail_and_are_refused() -> None:
         ("135m", "is no condition"),
         ("135m:speed>=1", "'speed' is not one of held"),
         ("70b:held>=1", "the run has no model '70b'"),
+        ("llama3.2:1b:ttft<=1", "the run has no model 'llama3.2:1b'"),
         ("135m:held>=1e", "is no number"),
     ):
         with pytest.raises(ReportError, match=said):
@@ -189,6 +191,8 @@ def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path)
     assert command("report", folder, "--check", "135m:held>=1")[0] == 0
     status, said = command("report", folder, "--check", "135m:held>=1", "--check", "1b:held>=9")
     assert status == 1 and "FAIL  1b:held>=9" in said
+    done = RUN.invoke(crossover.app, ["report", str(folder), "--json", "--check", "1b:held>=9"])
+    assert done.exit_code == 1 and json.loads(done.stdout) and "FAIL  1b:held>=9" in done.stderr
     assert "is not one of html" in command("report", folder, "--format", "pdf")[1]
     assert "named twice" in command("report", folder, folder)[1]
     assert "--slo 'fast' is not one of chat" in command("report", folder, "--slo", "fast")[1]
@@ -218,6 +222,19 @@ def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
             or any(one.code == "LinesLeftOut" for one in warnings_of(data))
             or (not data.damage)
         )
+
+
+def test_requests_lost_at_a_line_end_are_said_and_their_levels_do_not_count(copied: Path) -> None:
+    lines = (copied / REQUESTS).read_bytes().splitlines(keepends=True)
+    (copied / REQUESTS).write_bytes(b"".join(lines[: len(lines) // 2]))
+    data = read_report([copied])
+    (said,) = [one for one in warnings_of(data) if one.code == "LinesLeftOut"]
+    assert not data.damage and said.seriousness == "serious" and "are missing" in said.text
+    torn = [one for cell in data.cells for one in cell.levels if not one.level.is_whole]
+    assert torn and not any(one.counts for one in torn)
+    assert f"does not count: {len(torn[-1].level.due)} of its" in level_text(
+        torn[-1].level, data.slo
+    )
 
 
 def test_a_run_without_a_finished_level_says_so(copied: Path) -> None:
@@ -263,6 +280,37 @@ def test_a_shared_copy_has_the_same_answer_and_no_names(tmp_path: Path) -> None:
     assert "texts in it" in said[-1]
     with pytest.raises(ReportError, match="is there already"):
         export_run(folder, tmp_path / "shared")
+
+
+def test_a_shared_copy_of_an_endpoint_s_run_tells_no_host_path_or_slo_of_one_s_own(
+    copied: Path, tmp_path: Path
+) -> None:
+    manifest = json.loads((copied / MANIFEST).read_text())
+    cell, url = manifest["cells"][0], "http://gpu7.acme.example:8000"
+    old, cell["key"] = cell["key"], "gpu7.acme.example-8000-acme-m.gguf"
+    cell |= {"url": url, "model": "/home/alice/acme/m.gguf"}
+    manifest["server_facts"] = {"url": url}
+    manifest["campaign"]["slo"]["name"] = "acme's"
+    (copied / MANIFEST).write_text(json.dumps(manifest))
+    for name in (EVENTS, REQUESTS, "samples.jsonl"):
+        (copied / name).write_text((copied / name).read_text().replace(old, cell["key"]))
+    said = export_run(copied, tmp_path / "shared")
+    told = "".join(path.read_text() for path in (tmp_path / "shared").iterdir())
+    assert not [word for word in ("acme", "alice", "gguf", "gpu7") if word in told + said[-1]]
+    again = read_report([tmp_path / "shared"])
+    assert "cell 1" in said[-1] and "cell 1" in [one.key for one in again.cells]
+    assert headline.headline(headline.answers_of(again), again).startswith("This machine serves ")
+
+
+def test_only_what_missed_the_slo_alone_is_said_to_need_a_gpu() -> None:
+    _, data, answers = shown()
+    *_, big = answers
+    assert big.cell.capacity is not None
+    unknown = msgspec.structs.replace(big.cell.capacity, state="no_rate_confirmed", limit=None)
+    untold = msgspec.structs.replace(big, cell=msgspec.structs.replace(big.cell, capacity=unknown))
+    assert "serve none of these models" in headline.headline([big], data)
+    assert headline.headline([untold], data) == "No rate was confirmed or estimated in this run."
+    assert "needs a GPU" not in headline.headline([answers[0], untold], data)
 
 
 def test_levels_are_told_with_what_never_came() -> None:
