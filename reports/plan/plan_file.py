@@ -42,7 +42,6 @@ EXAMPLE = """\
 # crossover plan plan.toml --run runs/ID     (docs/plan.md has every key)
 model = "135m"               # a rung of the ladder: crossover models list
 slo = "chat"                 # chat, interactive, reading, or [slo] with limits of your own
-
 [forecast]
 peak_rate = 2.0              # requests/s in the busiest hour
 day = "office"               # flat, people, office, night
