@@ -200,6 +200,21 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         parse_campaign(text)
     for name in ("name", "budget_seconds", "modles", "server.policy", "server.slots", "search.rat"):
         assert re.search(rf"(^|; ){name}\S* (must be|is no key)", str(problem.value)), name
+    text = """
+    seed = "a"
+    cells = [{ format = "Q4_0" }]
+    target = { url = 5 }
+    arrivals = { kind = "zipf" }
+    hardware = [3]
+    [search]
+    rates = [0, 1.0, -1, -2]
+    """
+    with pytest.raises(BadCampaign) as problem:
+        parse_campaign(text)
+    assert sorted(one.partition(" ")[0] for one in str(problem.value).split("; ")) == [
+        *("arrivals.kind:", "cells[0].model", "hardware[0]", "name"),
+        *("search.rates[0]", "search.rates[2]", "search.rates[3]", "seed", "target.url"),
+    ]
     with pytest.raises(BadCampaign, match="'auto' are rungs.*; slo.preset must be one of"):
         parse_campaign('name = "x"\nmodels = ["auto", "1b"]\nslo = "quick"')
 
