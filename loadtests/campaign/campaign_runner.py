@@ -260,7 +260,7 @@ class _Sitting:
             self._interrupted("no server started")
             first = self.states[0].ended
             raise Incomplete(
-                f"nothing was measured, no server started: {getattr(first, 'reason', '')}; "
+                f"nothing was measured: {getattr(first, 'reason', '')}; "
                 f"try again with: crossover campaign resume {self._run.folder}"
             )
         self._run.event(RunFinished())

@@ -139,7 +139,7 @@ def test_a_run_whose_servers_all_did_not_start_is_not_complete(tmp_path: Path) -
         raise ServerFailed("it did not start: giving up: no such model")
 
     world = Simulated(opening=opening)
-    why = "no server started: .*no such model; try again with"
+    why = "nothing was measured: .*no such model; try again with"
     with pytest.raises(Incomplete, match=why):
         world.run(campaign(), tmp_path)
     (folder,) = tmp_path.iterdir()
