@@ -32,13 +32,6 @@ TYPES = {
     "object": "a table",
 }
 
-PYTHON: dict[type, Any] = {
-    inspect.StrType: str,
-    inspect.IntType: int,
-    inspect.FloatType: (int, float),
-    inspect.BoolType: bool,
-}
-
 
 def key(text: str) -> Meta:
     """What is said of a key."""
@@ -75,24 +68,34 @@ def converted(given: Any, kind: type[T], error: type[CrossoverError]) -> T:
     """
     raw = copy.deepcopy(given)
     faults: dict[str, str] = {}
+    gone: set[str] = set()  # what was taken out, and lists that lost items
+    stood: dict[int, list[int]] = {}  # id of such a list -> where the items left stood at first
     while len(faults) < MOST_FAULTS:
         try:
             found = msgspec.convert(raw, kind)
         except msgspec.ValidationError as problem:
             said, _, place = str(problem).partition(" - at `")
-            path, kinds = _place(said, place, raw, inspect.type_info(kind))
-            name = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
-            if "missing required field" in said and name in faults:
-                break  # it was there and wrong
-            try:
-                holder = raw
-                for part in path[:-1]:
-                    holder = holder[part]
-                faults.setdefault(name, _sentence(name, said, kinds, f", got {holder[path[-1]]!r}"))
-                del holder[path[-1]]
-            except (LookupError, TypeError):  # it is not there
-                faults.setdefault(name, _sentence(name, said, kinds, ""))
+            path, kinds = _place(said, place, raw, kind)
+            names, values = [""], [raw]  # from the whole file to what is wrong
+            for part in path:
+                where = f".{part}"
+                if isinstance(part, int):
+                    where = f"[{stood[id(values[-1])][part] if id(values[-1]) in stood else part}]"
+                names.append((names[-1] + where).lstrip("."))
+                values.append(_item(values[-1], part))
+            if names[-1] not in gone:
+                got = "" if values[-1] is msgspec.UNSET else f", got {values[-1]!r}"
+                faults.setdefault(names[-1], _sentence(names[-1], said, kinds, got))
+            # a table goes that lacks a key, or had a wrong one
+            end = len(path) - ("missing required field" in said)
+            if end < 1 or values[end] is msgspec.UNSET:
                 break
+            holder, part = values[end - 1], path[end - 1]
+            gone.add(names[end])
+            if isinstance(holder, list):
+                gone.add(names[end - 1])
+                stood.setdefault(id(holder), list(range(len(holder)))).pop(int(part))
+            del holder[part]
         else:
             if not faults:
                 return found
@@ -100,19 +103,25 @@ def converted(given: Any, kind: type[T], error: type[CrossoverError]) -> T:
     raise error("; ".join(faults.values()))
 
 
-def _place(said: str, place: str, raw: Any, kind: inspect.Type) -> tuple[Keys, list[inspect.Type]]:
+def _item(holder: Any, part: str | int) -> Any:
+    """UNSET: it is not there."""
+    try:
+        return holder[part]
+    except (LookupError, TypeError):
+        return msgspec.UNSET
+
+
+def _place(said: str, place: str, raw: Any, kind: type[Any]) -> tuple[Keys, list[inspect.Type]]:
     """`$.cells[0].slots` -> ["cells", 0, "slots"], and what may stand there.
 
     A key that is unknown or missing is the last of the path; its types are those of its table.
     """
     path: Keys = []
-    kinds = _options(kind)
+    kinds, whole = _options(inspect.type_info(kind)), raw
     for name, number in re.findall(r"\.([^.\[\]`]+)|\[(\d+|\.\.\.)\]", place):
         part = name or number
         if number == "...":  # a table of names: the first whose value is wrong
-            inside = [one for kind in kinds for one in _inside(kind, "")]
-            good = [any(_fits(value, one) for one in inside) for value in raw.values()]
-            part = list(raw)[good.index(False)] if False in good else "..."
+            part = _wrong_key(said, place, whole, raw, kind)
         elif number:
             part = int(number)
         path.append(part)
@@ -126,14 +135,21 @@ def _place(said: str, place: str, raw: Any, kind: inspect.Type) -> tuple[Keys, l
     return path, kinds
 
 
-def _fits(value: Any, kind: inspect.Type) -> bool:
-    if not isinstance(kind, inspect.StructType):
-        return isinstance(value, PYTHON.get(type(kind), object))
-    try:
-        msgspec.convert(value, kind.cls)
-    except msgspec.ValidationError:
-        return False
-    return True
+def _wrong_key(said: str, place: str, whole: Any, table: Any, kind: type[Any]) -> str:
+    """The first key of a table of names whose value alone is wrong in the same way; "...": none."""
+    found, kept = "...", dict(table)
+    for name, value in kept.items():
+        table.clear()
+        table[name] = value
+        try:
+            msgspec.convert(whole, kind)
+        except msgspec.ValidationError as problem:
+            if str(problem).partition(" - at `")[::2] == (said, place):
+                found = name
+                break
+    table.clear()
+    table.update(kept)
+    return found
 
 
 def _inside(kind: inspect.Type, part: str | int) -> list[inspect.Type]:

@@ -420,12 +420,12 @@ def _last(events: Sequence[Event], kind: type[E]) -> E | None:
 
 def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState, str]:
     """How far a cell came, and why no further."""
-    skipped = _last(events, CellSkipped)
-    if skipped is not None:
-        return "skipped", skipped.reason
+    ended = [one for one in events if isinstance(one, CellSkipped | CellFinished)]
+    if ended and isinstance(ended[-1], CellSkipped):
+        return "skipped", ended[-1].reason
     if not of_kind(events, CellStarted):
         return "not_started", "the campaign ended before it"
-    if of_kind(events, CellFinished):
+    if ended:
         return "measured", ""
     told = [one.reason for one in events if isinstance(one, Interrupted | LevelAbandoned)]
     why = told[-1] if told else "the run ended, or was interrupted, within it"

@@ -176,11 +176,13 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def tpot(self) -> Floats:
         """Seconds per token after the first chunk; nan: one chunk only; inf: failed or cut off.
 
-        Without a token count a chunk stands for a token: it holds at least one, so no request is
-        called good that is not.
+        Without a token count, or with one that leaves none for the later chunks, a chunk stands for
+        a token: it holds at least one, so no request is called good that is not.
         """
         counted = self.output_tokens - self.tokens_of_first_chunk
-        tokens = np.where(np.isnan(self.output_tokens), self.chunk_counts - 1.0, counted)
+        is_wrong = (counted <= 0) & (self.output_tokens < self.chunk_counts)
+        is_unknown = np.isnan(self.output_tokens) | is_wrong
+        tokens = np.where(is_unknown, self.chunk_counts - 1.0, counted)
         several = (self.chunk_counts > 1) & (tokens > 0)
         seconds = (self.last - self.first) / np.where(several, tokens, np.nan)
         return np.where(self.failed, np.inf, seconds)

@@ -39,6 +39,7 @@ ADVICE = {
     "FellBack": "see the server's placement",
     "TokensUnknown": "ask the endpoint for stream_options.include_usage",
     "ShortAnswers": "the endpoint ignores ignore_eos or min_tokens, or has its own limit",
+    "LongAnswers": "the endpoint miscounts, or ignores max_tokens: count its tokens yourself",
     "StandIns": "less of the prompt is reused; raise think_seconds",
     "PromptsOff": "the tokenizer is not the server's, or its chat template adds tokens",
     "CpuStolen": "use a quieter host, or a machine of one's own",
@@ -173,6 +174,14 @@ def _of_answers(level: Level) -> Found:
             WARNING,
             f"{short} of {int(told.sum())} answers were shorter than asked: "
             "the load is lighter than the workload says",
+        )
+    long = int((level.output_tokens[told] > level.asked_output_tokens[told]).sum())
+    if long > SHORT_SHARE * told.sum():
+        yield (
+            "LongAnswers",
+            WARNING,
+            f"the endpoint reports more tokens than were asked for in {long} of "
+            f"{int(told.sum())} answers: where it miscounts, TPOT is too low",
         )
     later = level.counted & (level.turn > 0)
     if fillers := int(level.stand_in[later].sum()):

@@ -32,11 +32,12 @@ from msgspec import Meta
 from loadtests.analysis.slo import SLO_PRESETS, Slo
 from loadtests.campaign.external_servers import Engine, command_of, formats_of, places, wrong
 from loadtests.checked_files import Table, converted, key, parse_toml, read_toml
-from loadtests.errors import BadCampaign, TargetUnusable
-from loadtests.load_generator.load_plan import DEFAULT_WORKLOAD
+from loadtests.errors import BadCampaign, LoadError, TargetUnusable
+from loadtests.load_generator.load_plan import DEFAULT_WORKLOAD, check_count
 from loadtests.load_generator.openai_endpoint import Target, check_target
-from loadtests.workload.arrivals import Arrivals, Poisson
+from loadtests.workload.arrivals import Arrivals, Poisson, Trace
 from loadtests.workload.request_lengths import Workload
+from loadtests.workload.traces import load_trace
 from models.errors import CrossoverError, printable
 from models.formats import DEFAULT_FORMATS
 from models.ladder import is_rung, rung
@@ -469,11 +470,22 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         if file.server.options:
             yield f"server.options are of one engine, and {BEST!r} chooses among several"
     try:
-        check_target(file.target or Target(url=""))
+        if file.target is not None:
+            check_target(file.target)
     except TargetUnusable as problem:
         yield f"target: {problem}"
+    for rate in file.search.rates:
+        try:
+            check_count(rate, file.search.level_seconds)
+        except LoadError as problem:
+            yield f"search.rates: {problem}"
+    if isinstance(file.arrivals, Trace):
+        yield from _unread("arrivals.path", file.arrivals.path)
     context = file.server.context_tokens
     for name, one in (file.workloads or {"workload": file.workload or DEFAULT_WORKLOAD}).items():
+        place = f"workloads.{name}" if file.workloads else name
+        yield from _unread(f"{place}.file", one.file)
+        yield from _unread(f"{place}.replay", one.replay)
         prompt = one.max_prompt_tokens or one.prompt_tokens or 0
         output = one.max_output_tokens or one.output_tokens or 0
         if prompt and output and prompt + output > context and file.target is None:
@@ -490,3 +502,12 @@ def _faults(file: CampaignFile) -> Iterator[str]:
             )
         taken.add(engine.name)
         yield from (f"engines[{position}].{name}: {what}" for name, what in wrong(engine))
+
+
+def _unread(name: str, path: str | None) -> Iterator[str]:
+    """Why the trace that a key names cannot be used."""
+    try:
+        if path is not None:
+            load_trace(path)
+    except LoadError as problem:
+        yield f"{name}: {problem}"

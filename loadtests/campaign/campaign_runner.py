@@ -122,6 +122,7 @@ def resume(
 ) -> Path:
     """Goes on with a run; one that is complete is left as it is, but for what is to be confirmed.
 
+    Cells whose server did not start are tried again, also those of a run that is complete.
     `confirm`: cells with an estimate and no confirmed rate get the time that confirming takes.
     Raises Incomplete, BadRunFolder (also on another machine), BadCampaign, MachineBusy.
     """
@@ -136,7 +137,8 @@ def resume(
             for cell in cells
         ]
         again = [state for state in states if confirm and _is_estimated(state)]
-        if of_kind(opened.events, RunFinished) and not again:
+        retried = [state for state in states if _had_no_server(state)]
+        if of_kind(opened.events, RunFinished) and not again and not retried:
             what = "every cell is confirmed, or cannot be" if confirm else "nothing to do"
             progress.say(f"{folder} is complete: {what}")
             return folder
@@ -145,6 +147,8 @@ def resume(
             apart = "; ".join(f"{one.name} {one.first} then, {one.second} now" for one in found)
             raise BadRunFolder(f"{folder} was begun on another machine ({apart}): start a new run")
         _note_resumed(opened, records.dropped_bytes)
+        for state in retried:
+            state.ended = None
         done = sum(state.ended is not None for state in states)
         progress.say(
             f"going on with {folder}: {done} of {len(cells)} cells and {len(levels)} levels are "
@@ -162,6 +166,10 @@ def _is_estimated(state: CellState) -> bool:
     """A cell that has ended with an estimate that a level could confirm."""
     found = state.ended.capacity if isinstance(state.ended, CellFinished) else None
     return found is not None and not found.holds and found.confirm_seconds is not None
+
+
+def _had_no_server(state: CellState) -> bool:
+    return isinstance(state.ended, CellSkipped) and state.ended.cause is SkipCause.SERVER
 
 
 def _note_resumed(opened: RunFolder, dropped_bytes: dict[str, int]) -> None:
@@ -246,6 +254,13 @@ class _Sitting:
             raise Incomplete(
                 f"{len(missing)} of {len(self.states)} cells could not be measured: "
                 f"{', '.join(missing)}; "
+                f"try again with: crossover campaign resume {self._run.folder}"
+            )
+        if all(map(_had_no_server, self.states)):
+            self._interrupted("no server started")
+            first = self.states[0].ended
+            raise Incomplete(
+                f"nothing was measured: {getattr(first, 'reason', '')}; "
                 f"try again with: crossover campaign resume {self._run.folder}"
             )
         self._run.event(RunFinished())

@@ -175,7 +175,7 @@ class ServerBench:
             given = {"asks": asks, "due": (0.0,) * len(asks)}
         elif asked.rate is None:
             given = {"concurrency": 1, "requests": asked.requests}
-        drain = drain_seconds(slo, self._workload.limits[1])
+        drain = drain_seconds(slo, self._workload.most_output_tokens)
         return LoadPlan(
             target=self._server.target,
             workload=self._workload,

@@ -74,12 +74,14 @@ class Child:
         self._process.wait()
 
     def how_it_ended(self) -> str:
-        """For messages: exit status or signal, and the last line it printed."""
+        """For messages: exit status or signal, and the last line it printed that says why."""
         status = self.poll()
         if status is None:
             return "still running"
         how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         words = "" if self.log is None else last_line(self.log)
+        if self.log is not None and words.startswith("stopped"):  # a server of ours, in order
+            words = last_line(self.log, "giving up: ") or words
         return f"{how}: {words}" if words else how
 
     def __enter__(self) -> Child:
@@ -89,15 +91,16 @@ class Child:
         self.stop()
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that is not empty; "" where there is none."""
+def last_line(log: Path, start: str = "") -> str:
+    """The last line of a log that begins so and is not empty; "" where there is none."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - 4096))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    kept = (line.strip() for line in reversed(lines) if line.startswith(start))
+    return next(filter(None, kept), "")
 
 
 @contextlib.contextmanager

@@ -272,11 +272,11 @@ class Pool:
 
         Raises TargetUnusable for a URL that is none, or a key that a header cannot carry.
         """
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as problem:
-            raise TargetUnusable(f"{url!r} has no good port: {problem}") from problem
+            raise TargetUnusable(f"{url!r} has no good host or port: {problem}") from problem
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
             raise TargetUnusable(
                 f"{url!r} is no URL of an endpoint; it should look like http://127.0.0.1:8000"

@@ -20,6 +20,7 @@ from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.request_lengths import Ask, Workload
 from models import formatting
 
+MOST_REQUESTS = 2_000_000  # of a level: all are drawn before it starts
 DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
 
 
@@ -47,6 +48,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if sum(one is not None for one in (self.rate, self.concurrency, self.asks)) != 1:
             raise LoadError("a level has one of rate (open loop), concurrency (closed) and asks")
+        check_count(self.rate or 0.0, self.duration_seconds)
 
     @property
     def duration_seconds(self) -> float:
@@ -58,6 +60,15 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.asks is not None:
             return f"{len(self.asks)} given requests"
         return formatting.load(self.rate, self.concurrency, 3, formatting.requests)
+
+
+def check_count(rate: float, seconds: float) -> None:
+    """Raises LoadError for an open loop of more than MOST_REQUESTS."""
+    if not rate * seconds <= MOST_REQUESTS:
+        raise LoadError(
+            f"{rate:g} requests/s for {seconds:g} s are {rate * seconds:.3g} requests; "
+            f"a level has at most {MOST_REQUESTS:,}"
+        )
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -62,11 +61,12 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def check_target(target: Target) -> None:
-    """Raises TargetUnusable for a secret where a run folder would keep it."""
-    if "@" in urlsplit(target.url if "://" in target.url else f"//{target.url}").netloc:
+    """Raises TargetUnusable for no URL, and a secret where a run folder would keep it."""
+    if "@" in re.split("[/?#]", target.url.split("://", 1)[-1])[0]:
         raise TargetUnusable(f"the url holds a user or a password, {_KEPT} with api_key_env")
     if (place := _secret_place(target.extra_body)) is not None:
         raise TargetUnusable(f"extra_body{place} looks like a secret, {_KEPT} with api_key_env")
+    connect(target.url, verify_tls=target.verify_tls)
 
 
 def _secret_place(value: Any) -> str | None:

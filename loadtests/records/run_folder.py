@@ -291,7 +291,7 @@ def read_manifest(folder: Path) -> RunManifest:
                 f"use {other} one"
             )
         return msgspec.json.decode(text, type=RunManifest)
-    except msgspec.MsgspecError as problem:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
         raise BadRunFolder(f"{path} is no manifest: {problem}") from problem
 
 

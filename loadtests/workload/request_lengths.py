@@ -101,6 +101,14 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """The caps of prompt and output tokens; infinite where there is none."""
         return self.max_prompt_tokens or math.inf, self.max_output_tokens or math.inf
 
+    @property
+    def most_output_tokens(self) -> float:
+        """No answer is asked to be longer; infinite where nothing says so."""
+        fixed = math.inf
+        if self.output_tokens is not None:
+            fixed = max(1, round(self.output_tokens * self.scale))
+        return min(self.limits[1], fixed)
+
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request to be asked. `prompt_tokens` is the whole prompt: prefix, history, new text."""

@@ -100,22 +100,23 @@ def load_trace(path: str) -> TraceRows:
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each row with the number of its line."""
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        is_csv = not lines.readline().lstrip().startswith("{")
-        lines.seek(0)
-        if is_csv:
-            yield from enumerate(csv.DictReader(lines, skipinitialspace=True), start=2)
-            return
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
+    number = 1
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            is_csv = not lines.readline().lstrip().startswith("{")
+            lines.seek(0)
+            if is_csv:
+                yield from enumerate(csv.DictReader(lines, skipinitialspace=True), start=2)
+                return
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
                     row = json.loads(line)
                     row = row.get("response", {}).get("body", row)
                     yield number, row | row.get("usage", {})
-                except (ValueError, TypeError, AttributeError) as problem:
-                    raise LoadError(
-                        f"trace {file}, line {number}: cannot be read ({problem})"
-                    ) from None
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        raise LoadError(f"trace {file}: cannot be read ({problem})") from None
+    except (ValueError, TypeError, AttributeError) as problem:
+        raise LoadError(f"trace {file}, line {number}: cannot be read ({problem})") from None
 
 
 def _seconds(stamp: Any) -> float:

@@ -21,7 +21,7 @@ import pytest
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.campaign.campaign_runner import resume, run
 from loadtests.campaign.progress import Progress
-from loadtests.errors import BadRunFolder
+from loadtests.errors import BadRunFolder, Incomplete
 from loadtests.host.resource_sampler import engine_pids, family
 from loadtests.records.run_folder import read_records
 from loadtests.records.run_journal import (
@@ -307,7 +307,9 @@ def test_an_engine_of_others_beside_ours_is_asked_the_same(tmp_path: Path) -> No
 def test_an_engine_that_dies_under_load_is_started_again_and_then_given_up(tmp_path: Path) -> None:
     with Progress(StringIO()) as progress:
         plan = with_engine("dies-after=3", backends="[]")
-        folder = run(plan, tmp_path, progress, beside_others=True)
+        with pytest.raises(Incomplete, match="nothing was measured"):
+            run(plan, tmp_path, progress, beside_others=True)
+    (folder,) = tmp_path.iterdir()
     events = read_records(folder).events
     died = "scripted ended (exit status 7: out of luck)"
     assert any(died in event.reason for event in of_kind(events, Interrupted))

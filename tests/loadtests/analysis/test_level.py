@@ -44,8 +44,11 @@ def test_latencies_count_from_the_due_time() -> None:
         (request(tokens=3), 0.05),
         # A chunk holds a token at least.
         (request(tokens=10, output_tokens=2, first_chunk_tokens=None), 9 * 0.05),
-        # Without a token count chunks stand for tokens.
+        # Without a token count, or with one that cannot be, chunks stand for tokens.
         (request(tokens=64, chunk=4, gap=0.2, output_tokens=None), 0.2),
+        (request(tokens=10, gap=0.2, output_tokens=0), 0.2),
+        (request(tokens=10, gap=0.2, output_tokens=-5), 0.2),
+        (request(tokens=10, gap=0.2, output_tokens=0, first_chunk_tokens=None), 0.2),
         (request(tokens=4, chunk=4), math.nan),
         (request(tokens=1), math.nan),
         (request(tokens=10, first_chunk_tokens=10), math.nan),
@@ -69,6 +72,7 @@ def test_tpot_leaves_the_first_chunk_out(record: RequestRecord, tpot: float) -> 
         (request(tokens=8, chunk=8, gap=9.0), True),  # nothing to wait for between tokens
         (request(gap=0.09, output_tokens=None), True),
         (request(gap=0.2, tokens=64, chunk=4, output_tokens=None), False),  # 0.05, nobody says so
+        (request(gap=0.2, output_tokens=0), False),
     ],
 )
 def test_good_is_no_error_and_both_limits(record: RequestRecord, is_good: bool) -> None:

@@ -149,6 +149,8 @@ def test_one_short_answer_in_a_hundred_is_allowed() -> None:
     assert found(2) is None
     short = found(3, cut=7)
     assert short is not None and "3 of 193 answers" in short.text
+    long = warned(requests(60, 2, asked_output_tokens=9))["LongAnswers"]
+    assert "more tokens than were asked for in 2 of 2 answers" in long.text and not long.is_serious
 
 
 def test_later_turns_without_the_answer_they_continue_are_said() -> None:

@@ -129,6 +129,9 @@ def test_a_campaign_is_data_until_the_command_line_says_more() -> None:
         ('models = ["135m"]', "^name is missing$"),
         ('name = "x"', "nothing to measure"),
         ('name = "x"\n[target]\nurl = "http://u:p@h"', "target: the url holds a user"),
+        ('name = "x"\n[target]\nurl = "http://[::1"', r"target: 'http://\[::1' has no good host"),
+        (f'{ONE}workload.file = "/no.csv"', "workload.file: trace /no.csv: there is no such file"),
+        (f"{ONE}search.rates = [1e12]", "search.rates: 1e.12 requests/s .* at most 2,000,000"),
         (f'{ONE}[target]\nurl = "http://x"', "goes without models, cells, engines"),
         (f'{ONE}modles = ["1b"]', "modles is no key; known here: name, models, formats"),
         (f"{ONE}[server]\nslotz = 1", "server.slotz is no key; known here: backend, weight_form"),
@@ -197,6 +200,21 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         parse_campaign(text)
     for name in ("name", "budget_seconds", "modles", "server.policy", "server.slots", "search.rat"):
         assert re.search(rf"(^|; ){name}\S* (must be|is no key)", str(problem.value)), name
+    text = """
+    seed = "a"
+    cells = [{ format = "Q4_0" }]
+    target = { url = 5 }
+    arrivals = { kind = "zipf" }
+    hardware = [3]
+    [search]
+    rates = [0, 1.0, -1, -2]
+    """
+    with pytest.raises(BadCampaign) as problem:
+        parse_campaign(text)
+    assert sorted(one.partition(" ")[0] for one in str(problem.value).split("; ")) == [
+        *("arrivals.kind:", "cells[0].model", "hardware[0]", "name"),
+        *("search.rates[0]", "search.rates[2]", "search.rates[3]", "seed", "target.url"),
+    ]
     with pytest.raises(BadCampaign, match="'auto' are rungs.*; slo.preset must be one of"):
         parse_campaign('name = "x"\nmodels = ["auto", "1b"]\nslo = "quick"')
 

@@ -100,7 +100,9 @@ def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: 
     folder = world.run(campaign(), tmp_path / "some")
     assert len(world.opened) == MOST_SERVERS and ended(folder)
     left[0] = MOST_SERVERS
-    folder = world.run(campaign(), tmp_path / "all")
+    with pytest.raises(Incomplete, match=f"nothing was measured.*lost {MOST_SERVERS} servers"):
+        world.run(campaign(), tmp_path / "all")
+    (folder,) = (tmp_path / "all").iterdir()
     (skipped,) = of_kind(read_records(folder).events, CellSkipped)
     assert skipped.cause is SkipCause.SERVER and f"lost {MOST_SERVERS} servers" in skipped.reason
 
@@ -119,11 +121,35 @@ def test_a_cell_that_cannot_be_served_is_skipped_and_the_next_is_measured(
         if "135m" in state.key:
             raise error
 
-    folder = Simulated(opening=opening).run(campaign(models=TWO), tmp_path)
+    world = Simulated(opening=opening)
+    folder = world.run(campaign(models=TWO), tmp_path)
     check_folder(folder)
     (skipped,) = of_kind(read_records(folder).events, CellSkipped)
     assert (skipped.cause, skipped.reason) == (cause, str(error)) and "135m" in skipped.cell
     assert ended(folder) == ["smollm2-360m-fake"]
+    world.opening = lambda state: None
+    world.resume(folder)
+    check_folder(folder)
+    tried_again = ["smollm2-135m-fake"] if cause is SkipCause.SERVER else []
+    assert ended(folder) == ["smollm2-360m-fake", *tried_again]
+
+
+def test_a_run_whose_servers_all_did_not_start_is_not_complete(tmp_path: Path) -> None:
+    def opening(state: CellState) -> None:
+        raise ServerFailed("it did not start: giving up: no such model")
+
+    world = Simulated(opening=opening)
+    why = "nothing was measured: .*no such model; try again with"
+    with pytest.raises(Incomplete, match=why):
+        world.run(campaign(), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    with pytest.raises(Incomplete, match=why):
+        world.resume(folder)
+    assert kinds(folder)[-3:] == ["run_resumed", "cell_skipped", "interrupted"]
+    world.opening = lambda state: None
+    world.resume(folder)
+    check_folder(folder)
+    assert ended(folder) == ["smollm2-135m-fake"]
 
 
 def test_an_endpoint_that_does_not_answer_costs_its_cell_for_now(tmp_path: Path) -> None:

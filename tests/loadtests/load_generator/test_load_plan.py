@@ -61,6 +61,8 @@ def test_fields_of_ones_own_and_tls_reach_the_target() -> None:
         ({"rate": 1.0, "expect_workers": 2}, "--expect-workers is of --master"),
         ({"join": "host", "rate": 1.0}, "--join takes no --rate"),
         ({"join": "host", "master": True}, "--join takes no --master"),
+        ({"rate": 1e12}, "requests/s for 30 s are 3e.13 requests; a level has at most 2,000,000"),
+        ({"url": "http://[::1", "rate": 1.0}, r"'http://\[::1' has no good host or port"),
         ({"rate": 1.0, "workers": 0}, "--workers must be at least 1, got 0"),
     ],
 )
@@ -68,7 +70,7 @@ def test_options_that_contradict_each_other_are_refused(
     given: dict[str, object], message: str
 ) -> None:
     with pytest.raises(CrossoverError, match=message):
-        load(url="http://127.0.0.1:9", **given)
+        load(**{"url": "http://127.0.0.1:9"} | given)
 
 
 def test_places() -> None:

@@ -231,6 +231,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(f'{{"format_version": {FORMAT_VERSION}}}')
     with pytest.raises(BadRunFolder, match="is no manifest: .*run_id"):
         read_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_bytes(b'{"format_version": %d, "run_id": "\xff"}' % FORMAT_VERSION)
+    with pytest.raises(BadRunFolder, match="is no manifest: .*0xff"):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("name", [LOCK, REQUESTS, "logs", "logs/server.log"])

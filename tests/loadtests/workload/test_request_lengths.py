@@ -15,6 +15,11 @@ from loadtests.workload.exact_prompts import PromptMaker
 from loadtests.workload.request_lengths import PRESETS, Workload, draw, in_words
 
 
+def test_no_answer_is_longer_than_is_asked():
+    assert Workload(prompt_tokens=8, output_tokens=64, scale=0.5).most_output_tokens == 32
+    assert Workload(preset="chat", max_output_tokens=64).most_output_tokens == 64
+
+
 def lengths(asks):
     return np.array([(ask.prompt_tokens, ask.output_tokens) for ask in asks])
 

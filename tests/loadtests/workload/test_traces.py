@@ -7,7 +7,7 @@ from loadtests.workload.traces import load_trace
 
 
 def write(path, text):
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     return str(path)
 
 
@@ -80,6 +80,7 @@ def test_traces_of_every_kind_are_read(tmp_path, name, text, seconds, pairs):
             "have no stamp",
         ),
         ("num_prefill_tokens,num_decode_tokens\n", "has no rows"),
+        ("\udcff", "cannot be read .*can't decode byte 0xff"),
     ],
 )
 def test_a_broken_trace_is_an_error_that_names_the_line(tmp_path, text, message):
