@@ -55,7 +55,7 @@ class Request:
         self.scope = scope
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
-        self._send = send
+        self._sending = send
         self.serial = secrets.token_hex(12)
         given = self.headers.get(b"x-request-id", b"")
         self.id = given if _REQUEST_ID.fullmatch(given) else b"req-" + self.serial.encode()
@@ -128,6 +128,17 @@ class Request:
         named = [(b"x-request-id", self.id), (b"x-crossover-backend", backend)]
         headers = [(b"content-type", kind), *named, *more]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        """Raises ClientGone where the connection is closed and the server has not said so: of
+        requests sent in one go, it tells the last one only."""
+        try:
+            await self._sending(message)
+        except RuntimeError as problem:
+            if "closed" not in str(problem):
+                raise
+            self.gone = True
+            raise ClientGone from problem
 
     async def answer(
         self,
