@@ -117,8 +117,13 @@ async def load_model(request: Request) -> None:
     async def add_and_load() -> None:
         prepared = await asyncio.to_thread(prepare, model, registry.machine)
         vocabulary = await asyncio.to_thread(read_vocabulary, prepared.tokenizer_path)
-        registry.serve(prepared, vocabulary)
-        await registry.load(prepared.name)
+        added = registry.serve(prepared, vocabulary)
+        try:
+            await registry.load(prepared.name)
+        except Exception:
+            if added.on_demand and added.load is None:  # else others have plans with it
+                await registry.forget(prepared.name)
+            raise
 
     await _do(request, name, add_and_load())
 

@@ -93,6 +93,12 @@ class Registry(ModelRouter):
         self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
         return self.models[name]
 
+    async def forget(self, name: str) -> None:
+        """A model that did not load is served no more: its name is free."""
+        model = self.models.pop(name)
+        self.metrics.remove(name)
+        await model.supervisor.stop(drain=False)
+
     async def _fits_its_gpu(self, name: str) -> bool:
         """Asks the GPU's driver whether the model's first engine would fit now."""
         placement = self.models[name].placement
