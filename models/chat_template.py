@@ -24,7 +24,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
-from jinja2 import nodes
+from jinja2 import filters, nodes
 
 from models.errors import BadChat
 
@@ -33,6 +33,7 @@ MAX_TEMPLATE = 1 << 20  # characters; the largest published templates have about
 BASE_TEXT = 1 << 18
 TEXT_PER_CHARACTER = 4
 CPU_SECONDS = 2.0  # of the rendering thread
+MOST_BITS = 4096  # of two numbers that are multiplied
 TICKS = 200_000  # a second or two; a chat of a thousand messages takes a few thousand
 
 CHATML = (
@@ -41,10 +42,11 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Filters and methods of strings that make long strings out of short ones; no published chat
-# template uses them.
+# Filters and methods of strings that make long strings, lists or bytes out of short ones; no
+# published chat template uses them.
 _REFUSED = {"center", "expandtabs", "format", "format_map", "indent", "ljust", "pprint", "rjust"}
-_REFUSED |= {"translate", "urlize", "wordwrap", "xmlattr", "zfill"}
+_REFUSED |= {"batch", "encode", "slice", "translate", "urlize", "wordwrap", "xmlattr", "zfill"}
+_SEQUENCES = (str, bytes, list, tuple)
 
 
 class ChatTemplate:
@@ -140,7 +142,7 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         extensions: list[Any] = ["jinja2.ext.loopcontrols", _Generation]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        self.filters |= {"tojson": _tojson, "join": _join}
+        self.filters |= {"tojson": _tojson, "join": _join, "round": _round}
         self.filters = {
             name: self._ticking(found)
             for name, found in self.filters.items()
@@ -174,6 +176,7 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         is_refused = isinstance(obj, str) and attr in _REFUSED
+        is_refused |= isinstance(obj, bytes) or (isinstance(obj, int) and attr == "to_bytes")
         return not is_refused and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Any:
@@ -183,12 +186,16 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return None
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        texts = isinstance(left, str | list | tuple), isinstance(right, str | list | tuple)
+        texts = isinstance(left, _SEQUENCES), isinstance(right, _SEQUENCES)
         if operator == "**" or (operator == "%" and texts[0]):
             raise BadChat(f"it uses {operator}, which is refused")
         if operator == "*" and any(texts):
             sequence, times = (left, right) if texts[0] else (right, left)
             _check_length(len(sequence) * max(0, int(times)))
+        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() + right.bit_length()
+            if bits > MOST_BITS:
+                raise BadChat(f"it multiplies to a number of {bits} bits, more than {MOST_BITS}")
         if operator == "+" and all(texts):
             _check_length(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
@@ -246,6 +253,12 @@ def _tojson(
     if indent is not None and not 0 <= indent <= 16:
         raise BadChat(f"tojson with an indent of {indent}, more than 16")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
+    if abs(precision) > 100:
+        raise BadChat(f"round to {precision} digits, more than 100")
+    return filters.do_round(value, precision, method)
 
 
 def _raise_exception(message: str) -> None:

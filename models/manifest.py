@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.errors import BrokenWeights
+from models.errors import BrokenWeights, ModelError
 from models.machine import int8_bits
 from models.spec import ModelSpec
 
@@ -192,9 +192,17 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def making(path: Path) -> Iterator[None]:
-    """Hold the lock of `path` while it is made, and remove what a killed holder left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f".{path.name}.lock").open("w") as stream:
+    """Hold the lock of `path` while it is made, and remove what a killed holder left.
+
+    Raises ModelError where nothing can be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = (path.parent / f".{path.name}.lock").open("w")
+    except OSError as problem:
+        where = f"{str(path.parent)!r} of the cache cannot be written to: {problem.strerror}"
+        raise ModelError(f"{where}; choose another with --cache") from problem
+    with lock as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()

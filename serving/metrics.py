@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import (
@@ -184,6 +185,16 @@ class ServerMetrics(Collector):
     def add(self, metrics: Metrics) -> None:
         """One more model."""
         self.models[metrics.model] = metrics
+
+    def remove(self, model: str) -> None:
+        """A model less."""
+        del self.models[model]
+        for family in self.families.values():
+            family.remove(model)
+        for family in self.finished.values():
+            for reason in FinishReason:
+                with suppress(KeyError):  # each reason is of one family
+                    family.remove(model, reason)
 
     async def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -248,7 +248,10 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
                 f"--served-name names one model, and {len(found)} are served; "
                 "give each its name in a --models-file"
             )
-        found = [msgspec.structs.replace(found[0], name=options.served_name)]
+        try:
+            found = [msgspec.structs.replace(found[0], name=options.served_name)]
+        except ValueError as problem:
+            raise ServingError(f"--served-name: {problem}") from problem
     return tuple(found)
 
 

@@ -117,8 +117,13 @@ async def load_model(request: Request) -> None:
     async def add_and_load() -> None:
         prepared = await asyncio.to_thread(prepare, model, registry.machine)
         vocabulary = await asyncio.to_thread(read_vocabulary, prepared.tokenizer_path)
-        registry.serve(prepared, vocabulary)
-        await registry.load(prepared.name)
+        added = registry.serve(prepared, vocabulary)
+        try:
+            await registry.load(prepared.name)
+        except Exception:
+            if added.on_demand and added.load is None:  # else others have plans with it
+                await registry.forget(prepared.name)
+            raise
 
     await _do(request, name, add_and_load())
 
@@ -132,8 +137,14 @@ async def unload_model(request: Request) -> None:
 
 async def _do(request: Request, name: str, work: Coroutine[Any, Any, Any]) -> None:
     """Run it to its end even when the client goes away; answer with the state then."""
+    task = _background.keep(work)
     try:
-        await asyncio.shield(_background.keep(work))
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            raise
+        text = f"the load of {name!r} was given up: it was unloaded, or the server ends"
+        raise try_again(503, text, "unloaded", 5.0) from None
     except (ServingError, ModelError) as problem:
         answer = as_answer(problem)
         text = str(problem)

@@ -20,7 +20,7 @@ from serving.http.api_schemas import (
 )
 from serving.http.errors import invalid, scrubbed
 from serving.http.http_request import Request
-from serving.http.request_validation import check_sequences, token_limit, validate
+from serving.http.request_validation import check_sequences, deadline_of, token_limit, validate
 from serving.http.sse_stream import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.tool_calls import (
     THINK,
@@ -43,7 +43,7 @@ async def chat_completions(request: Request) -> None:
     body = await request.read(CHAT)
     limits = request.endpoint.limits
     check_sequences(1, body.n or 1, limits)
-    model = await request.hold(body.model)
+    model = await request.hold(body.model, deadline_of(body, limits))
     facts = model.facts()
     template = model.tokenizer.chat_template or ""
     calls = format_of(body, template)

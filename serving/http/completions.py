@@ -9,7 +9,7 @@ from typing import Any
 
 from serving.http.api_schemas import COMPLETION, TextChoice
 from serving.http.http_request import Request
-from serving.http.request_validation import prompts_of, token_limit, validate
+from serving.http.request_validation import deadline_of, prompts_of, token_limit, validate
 from serving.http.sse_stream import LOWEST_LOGPROB, Answer, Choice
 from serving.http.tool_calls import Part
 
@@ -19,7 +19,7 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 async def completions(request: Request) -> None:
     body = await request.read(COMPLETION)
     limits = request.endpoint.limits
-    model = await request.hold(body.model)
+    model = await request.hold(body.model, deadline_of(body, limits))
     facts = model.facts()
     generation = validate(body, facts, limits)
     model.supervisor.check_room()  # before a long prompt is tokenised

@@ -76,6 +76,12 @@ def try_again(status: int, message: str, code: str, retry_after_seconds: float) 
     return ApiError(status, message, code, headers=headers)
 
 
+def too_late(deadline_seconds: float) -> ApiError:
+    """A 504: the request's deadline is past."""
+    text = f"the answer was not complete after {deadline_seconds:g} s"
+    return ApiError(504, text, "deadline_exceeded", headers={"X-Should-Retry": "false"})
+
+
 def as_answer(problem: Exception) -> ApiError | None:
     """The answer to an error of the rooms below; None: a failure of the server itself, a 500."""
     text = scrubbed(str(problem))

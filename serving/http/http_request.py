@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from serving.errors import EngineState, Overloaded
 from serving.http.api_schemas import decode, encode
 from serving.http.body_limits import Limits, read_body
-from serving.http.errors import ApiError, ClientGone
+from serving.http.errors import ApiError, ClientGone, too_late
 from serving.registry.loaded_model import ModelRouter, ServedModel
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Request:
         self.scope = scope
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
-        self._send = send
+        self._sending = send
         self.serial = secrets.token_hex(12)
         given = self.headers.get(b"x-request-id", b"")
         self.id = given if _REQUEST_ID.fullmatch(given) else b"req-" + self.serial.encode()
@@ -81,11 +81,20 @@ class Request:
         self.model = self.endpoint.router.named(name)
         return self.model
 
-    async def hold(self, name: str | None) -> ServedModel:
+    def seconds_left(self, deadline_seconds: float | None) -> float | None:
+        """Of a deadline from the arrival. Raises ApiError 504 where it is past."""
+        if deadline_seconds is None:
+            return None
+        left = deadline_seconds - (time.perf_counter() - self.began)
+        if left <= 0:
+            raise too_late(deadline_seconds)
+        return left
+
+    async def hold(self, name: str | None, deadline_seconds: float | None = None) -> ServedModel:
         """The model, held until the request ends, and loaded first where it may be.
 
         Raises UnknownModel, ModelNotNamed, Unavailable; Overloaded where too many wait for loads;
-        ClientGone.
+        ApiError 504 at the deadline; ClientGone.
         """
         endpoint, model = self.endpoint, self.look_at(name)
         if model.supervisor.state == EngineState.ready:
@@ -98,14 +107,16 @@ class Request:
         holding = asyncio.ensure_future(endpoint.router.hold(model.served_name))
         watching = asyncio.ensure_future(self.until_gone())
         try:
-            await asyncio.wait({holding, watching}, return_when=asyncio.FIRST_COMPLETED)
+            left = self.seconds_left(deadline_seconds)
+            both = {holding, watching}
+            await asyncio.wait(both, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         finally:
             endpoint.waiting_for_load -= 1
             watching.cancel()
             if not holding.done():
                 holding.cancel()
         if not holding.done():
-            raise ClientGone
+            raise ClientGone if watching.done() else too_late(deadline_seconds or 0.0)
         self.release = holding.result()
         return model
 
@@ -128,6 +139,17 @@ class Request:
         named = [(b"x-request-id", self.id), (b"x-crossover-backend", backend)]
         headers = [(b"content-type", kind), *named, *more]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        """Raises ClientGone where the connection is closed and the server has not said so: of
+        requests sent in one go, it tells the last one only."""
+        try:
+            await self._sending(message)
+        except RuntimeError as problem:
+            if "closed" not in str(problem):
+                raise
+            self.gone = True
+            raise ClientGone from problem
 
     async def answer(
         self,

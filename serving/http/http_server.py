@@ -48,13 +48,16 @@ def server_options(limits: Limits) -> dict[str, Any]:
         "proxy_headers": False,  # nothing here believes X-Forwarded-For
         "timeout_keep_alive": KEEP_ALIVE_SECONDS,
         "timeout_graceful_shutdown": 5,
-        "limit_concurrency": limits.connections,
+        "limit_concurrency": limits.connections + 1,  # uvicorn refuses the one that reaches it
         "backlog": min(limits.connections, 4096),
     }
 
 
 def room_for_connections(wanted: int) -> int:
-    """Connections that this process may have, `wanted` at most; raises its limit of descriptors."""
+    """Connections that this process may have, `wanted` at most; raises its limit of descriptors.
+
+    Raises ServingError where hardly any is left.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -62,7 +65,10 @@ def room_for_connections(wanted: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY:
         return wanted
-    return max(1, min(wanted, soft - OTHER_DESCRIPTORS))
+    least = OTHER_DESCRIPTORS + 2
+    if soft < least:
+        raise ServingError(f"{least} descriptors at least are needed, ulimit -n says {soft}")
+    return min(wanted, soft - OTHER_DESCRIPTORS)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -43,7 +43,6 @@ def validate(
         raise invalid("stream_options: only allowed together with stream: true", "stream_options")
     if body.stop_token_ids:
         check_ids(body.stop_token_ids, facts, "stop_token_ids")
-    deadlines = (body.deadline_seconds, limits.deadline_seconds)
     return GenerationRequest(
         prompt=[],
         max_tokens=0,
@@ -52,10 +51,16 @@ def validate(
         stop_token_ids=body.stop_token_ids or [],
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
-        deadline_seconds=min((d for d in deadlines if d is not None), default=None),
+        deadline_seconds=deadline_of(body, limits),
         include_stop=bool(body.include_stop_str_in_output),
         whole=not body.stream,
     )
+
+
+def deadline_of(body: Generation, limits: Limits) -> float | None:
+    """Most seconds from the arrival of the request; None: as long as it takes."""
+    deadlines = (body.deadline_seconds, limits.deadline_seconds)
+    return min((d for d in deadlines if d is not None), default=None)
 
 
 def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> Sampling:

@@ -30,7 +30,7 @@ from serving.http.api_schemas import (
     Usage,
     encode,
 )
-from serving.http.errors import ApiError, ClientGone, invalid, scrubbed, try_again
+from serving.http.errors import ApiError, ClientGone, invalid, scrubbed, too_late, try_again
 from serving.http.http_request import Request, event
 from serving.http.tool_calls import Part, Splitter
 from serving.registry.loaded_model import TEXT_WORK
@@ -114,6 +114,11 @@ class Answer(ABC):
         `prompts`: token ids, and the most output tokens. Raises ApiError, ClientGone, Unavailable,
         Overloaded.
         """
+        count, most_sequences = self.n * len(prompts), self.model.supervisor.most_sequences
+        if most_sequences is not None and count > most_sequences:
+            key = "n" if self.n > 1 else "prompt"
+            text = f"{len(prompts)} prompts times {self.n} answers (n); this server's slots"
+            raise invalid(f"{key}: {text} and queue hold {most_sequences} sequences", key)
         alternatives = self.generation.sampling.logprobs
         if alternatives is not None and not self.streamed:
             size = self.n * sum(most for _, most in prompts) * (1 + alternatives)
@@ -155,7 +160,11 @@ class Answer(ABC):
             seed = (sampling.seed + number * _ODD) & _SEED_MASK
             sampling = msgspec.structs.replace(sampling, seed=seed)
         sequence = msgspec.structs.replace(
-            self.generation, prompt=ids, max_tokens=most_tokens, sampling=sampling
+            self.generation,
+            prompt=ids,
+            max_tokens=most_tokens,
+            sampling=sampling,
+            deadline_seconds=self.request.seconds_left(self.generation.deadline_seconds),
         )
         stream = self.model.supervisor.submit(sequence)
         now, index = time.perf_counter(), len(self.choices)
@@ -291,8 +300,7 @@ class Answer(ABC):
         if self.request.gone:
             return ClientGone()
         if delta.finish == FinishReason.DEADLINE:
-            text = f"the answer was not complete after {self.generation.deadline_seconds:g} s"
-            return ApiError(504, text, "deadline_exceeded", headers={"X-Should-Retry": "false"})
+            return too_late(self.generation.deadline_seconds or 0.0)
         text = delta.error or "the request was cancelled by the server"
         if delta.finish == FinishReason.REFUSED:  # quotes the request, and nothing of ours
             key = self.schema_key if key == "response_format" else key

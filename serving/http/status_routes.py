@@ -30,7 +30,11 @@ async def ready(request: Request) -> None:
     503 with the reason."""
     router = request.endpoint.router
     states = router.states()
-    by_state = {state: name for name, state in reversed(states.items())}
+    by_state = {
+        state: name
+        for name, state in reversed(states.items())
+        if state != EngineState.unloaded or router.models[name].on_demand
+    }
     name = by_state.get(EngineState.ready) or by_state.get(EngineState.unloaded)
     model = router.first if name is None else router.models[name]
     supervisor = model.supervisor
@@ -112,6 +116,8 @@ async def placement(request: Request) -> None:
     model = request.look_at(asked.get("model", router.first.served_name))
     served, now = model.supervisor, time.time()
     engine, loaded = msgspec.structs.asdict(served.config), served.ready
+    for key in ("model_path", "tokenizer_path"):
+        del engine[key]
     memory: dict[str, Any] | None = None
     if loaded is not None:
         info = loaded.info

@@ -214,7 +214,7 @@ class Splitter:
         try:
             said = json.loads(text)
             calls = [self._call(one) for one in (said if isinstance(said, list) else [said])]
-        except (ValueError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             calls = []
         return calls or ([Part("content", shown)] if shown else [])
 

@@ -93,6 +93,12 @@ class Registry(ModelRouter):
         self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
         return self.models[name]
 
+    async def forget(self, name: str) -> None:
+        """A model that did not load is served no more: its name is free."""
+        model = self.models.pop(name)
+        self.metrics.remove(name)
+        await model.supervisor.stop(drain=False)
+
     async def _fits_its_gpu(self, name: str) -> bool:
         """Asks the GPU's driver whether the model's first engine would fit now."""
         placement = self.models[name].placement
@@ -149,7 +155,8 @@ class Registry(ModelRouter):
                 if left <= 0:
                     raise Unavailable(f"the model {name!r} is being unloaded", 5.0, "unloaded")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(model.supervisor.wait_change(), left)
+                    async with asyncio.timeout(left):  # no task between the look and the wait
+                        await model.supervisor.wait_change()
             else:
                 return model.hold()  # or it says why not
 
@@ -195,6 +202,8 @@ class Registry(ModelRouter):
         try:
             model.doing = "waits until another model is loaded"
             async with self._turn:
+                while supervisor.state == EngineState.draining and not self._stopping:
+                    await supervisor.wait_change()
                 if supervisor.state in (EngineState.ready, EngineState.restarting):
                     return
                 model.doing = "looks for room"
@@ -259,7 +268,9 @@ class Registry(ModelRouter):
                 if victim.busy:  # in use again since: look anew
                     break
                 evicted.append(victim.served_name)
-                await self._unload(victim, f"to make room for {name}", "evicted")
+                # To its end, even where this load is given up: half an unload is none.
+                unload = self._unload(victim, f"to make room for {name}", "evicted")
+                await asyncio.shield(self._background.keep(unload))
 
     # Unloading.
 

@@ -76,6 +76,12 @@ class Ledger:
         self._ends = None
         self.clock = clock
 
+    @property
+    def most_sequences(self) -> int | None:
+        """That can be in flight together, in slots and waiting; None: no bound holds."""
+        waiting = self.bounds.waiting_requests
+        return None if waiting is None else self._slots + waiting
+
     def predicted_wait_seconds(self) -> float | None:
         """Time until a new sequence begins: 0.0 while a slot is free; None: no pace is known."""
         if len(self._entries) < self._slots:

@@ -156,6 +156,11 @@ class Supervisor:
         return self._requests.ledger.waiting
 
     @property
+    def most_sequences(self) -> int | None:
+        """That can be in flight together; None: no bound holds."""
+        return self._requests.ledger.most_sequences
+
+    @property
     def standby(self) -> str | None:
         """The label of the engine on standby, loaded; None where there is none."""
         standby = self._engine(Role.standby)

@@ -128,6 +128,7 @@ class FakeSupervisor:
         self.streams: dict[int, Stream] = {}
         self.cancelled: list[int] = []
         self.refuse_after: int | None = None
+        self.most_sequences: int | None = None
         self.refusal: Unavailable | Overloaded = Overloaded(
             "the queue is full", 2.4, "queue_requests"
         )

@@ -281,6 +281,8 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
         (["fake", "--api-key-file", "/no/such/file"], "/no/such/file"),
         (["fake", "--ready-file", "/no/such/folder/ready.json"], "--ready-file"),
+        (["fake", "--served-name", ""], "--served-name: name '' is no name"),
+        (["135m", "--cache", __file__], "Not a directory; choose another with --cache"),
         (["fake", "--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
     ],
 )
@@ -292,6 +294,13 @@ def test_bad_input_is_one_sentence_and_status_2(
     done = crossover("serve", *arguments, "--port", "0", CROSSOVER_CACHE=str(tmp_path))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert message in done.stderr
+
+
+def test_without_descriptors_for_connections_nothing_is_served() -> None:
+    limited = ["bash", "-c", 'ulimit -n 97; exec "$@"', "bash", sys.executable, "-m", "serving"]
+    done = subprocess.run([*limited, "fake", "--port", "0"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 2
+    assert b"98 descriptors at least are needed, ulimit -n says 97" in done.stderr
 
 
 def test_the_console_command_is_the_same_thing_and_teaches() -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import openai
 import pytest
 
 from tests.serving.cli.test_serve import Run, Server, server
-from tests.serving.fakes import Answer, ask
+from tests.serving.fakes import Answer, ask, wait_until
 
 MODELS = """
 [[model]]
@@ -147,6 +148,32 @@ def test_a_new_model_can_be_added(admin: Admin) -> None:
     found = admin.ask("load", {"name": "three", "source": "fake", "slots": 2})
     assert (found.status, found.json["state"]) == (200, "ready")
     assert admin.client.completions.create(model="three", prompt="x", max_tokens=1).model == "three"
+
+
+def test_a_new_model_that_does_not_load_leaves_its_name_free(admin: Admin) -> None:
+    new = {"name": "four", "source": "fake", "options": {"fail_cause": "load_failed"}}
+    assert (failed := admin.ask("load", new)).status == 500, failed.body
+    assert "four" not in [one["name"] for one in admin.ask("models").json["models"]]
+    assert b'"four"' not in ask(admin.port, "GET", "/metrics", headers=admin.api).body
+    assert admin.ask("load", {"name": "four", "source": "fake"}).json["state"] == "ready"
+    assert admin.client.completions.create(model="four", prompt="x", max_tokens=1).model == "four"
+
+
+def test_a_load_that_an_unload_calls_off_is_answered(admin: Admin) -> None:
+    admin.ask("unload", {"name": "two"})
+    slow = {"name": "slow", "source": "fake", "options": {"load_seconds": 30}}
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(admin.ask, "load", slow)
+        wait_until(lambda: any(m["name"] == "slow" for m in admin.ask("models").json["models"]))
+        admin.until("slow", state="loading")
+        behind = threads.submit(admin.ask, "load", {"name": "two"})
+        admin.until("two", state="loading")
+        assert admin.ask("unload", {"name": "two"}).json["state"] == "unloaded"
+        refused = behind.result(10)
+        assert (refused.status, refused.error["code"]) == (503, "unloaded")
+        assert admin.ask("unload", {"name": "slow"}).json["state"] == "unloaded"
+        assert first.result(10).status == 500
+    assert admin.ask("load", {"name": "two"}).status == 200
 
 
 def test_a_killed_engine_is_replaced_and_the_other_model_goes_on(admin: Admin) -> None:

@@ -107,9 +107,11 @@ def test_what_is_asked_reaches_the_engine(port: int, supervisor: FakeSupervisor)
         "repetition_penalty": 1.1,
     }
     rest: dict[str, Any] = {"max_tokens": 9, "min_tokens": 3, "stop": ["END", "STOP"]}
-    rest |= {"stop_token_ids": [7], "ignore_eos": True, "deadline_seconds": 5.0}
-    complete(port, logit_bias={"5": -3.5}, include_stop_str_in_output=True, **drawn, **rest)
+    rest |= {"stop_token_ids": [7], "ignore_eos": True}
+    more: dict[str, Any] = {"include_stop_str_in_output": True, "deadline_seconds": 5.0}
+    complete(port, logit_bias={"5": -3.5}, **more, **drawn, **rest)
     (submit,) = supervisor.submitted
+    assert 4 < (submit.deadline_seconds or 0) < 5  # what is left of it
     assert {key: getattr(submit, key) for key in rest} == rest and submit.include_stop
     assert {key: getattr(submit.sampling, key) for key in drawn} == drawn
     assert submit.sampling.logit_bias == {5: -3.5}

@@ -190,6 +190,7 @@ def test_reasoning_stands_apart() -> None:
 NAMES = frozenset({"order", "now"})
 ORDERED = ("call", "order", {"size": "s"})
 RM = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+ODD = '<tool_call>{"name": ["now"], "arguments": {}}</tool_call>'
 
 
 @pytest.mark.parametrize(
@@ -213,6 +214,7 @@ RM = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
         ),
         ((None, "hermes"), CALL[:-20], [("content", CALL[:-20])]),
         ((None, "hermes"), RM, [("content", RM)]),
+        ((None, "hermes"), ODD, [("content", ODD)]),
         (
             (None, "list"),
             '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',

@@ -70,6 +70,18 @@ def test_health_and_ready(port: int, supervisor: FakeSupervisor) -> None:
     assert ask(port, "GET", "/health").status == 200
 
 
+def test_the_only_model_unloaded_by_an_administrator_is_not_ready(
+    supervisor: FakeSupervisor,
+) -> None:
+    supervisor.state = "unloaded"
+    app = app_on(supervisor)
+    with served(app) as port:
+        assert ask(port, "GET", "/ready").status == 200  # a request loads it
+        app.endpoint.router.first.on_demand = False
+        answer = ask(port, "GET", "/ready")
+    assert (answer.status, answer.json["error"]["code"]) == (503, "unloaded")
+
+
 def test_placement_says_what_runs_where_and_shows_no_path(supervisor: FakeSupervisor) -> None:
     text, cause = "cannot map /dev/nvidia0/x", Cause.load_oom
     supervisor.events = [Event(0.0, EventKind.fell_back, "fake/cpu", text, cause)]
@@ -83,6 +95,7 @@ def test_placement_says_what_runs_where_and_shows_no_path(supervisor: FakeSuperv
     assert found["memory"]["predicted"]["weight_bytes"] == 1000
     assert found["memory"]["measured"]["weight_bytes"] == 1100
     assert (found["events"][0]["kind"], found["events"][0]["cause"]) == ("fell_back", "load_oom")
+    assert "model_path" not in found["engine"] and "tokenizer_path" not in found["engine"]
     assert b"secret" not in answer.body and b"nvidia0" not in answer.body
 
 

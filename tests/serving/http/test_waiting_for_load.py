@@ -41,5 +41,7 @@ def test_a_load_has_a_bounded_crowd_before_it_and_sees_who_leaves(tmp_path: Path
             assert int(refused.headers["retry-after"]) >= 1
             assert complete(port, model="other", max_tokens=2).status == 200
         wait_until(lambda: waiting(port) == 1)  # one has left, long before the load is done
+        late = complete(port, model="m", deadline_seconds=0.2)
+        assert (late.status, late.error["code"]) == (504, "deadline_exceeded")
         assert not first.done()
         assert first.result(20).status == 200

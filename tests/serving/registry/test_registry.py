@@ -192,6 +192,49 @@ def test_an_administrator_unloads_what_is_in_flight_ends_and_only_he_loads_it_ag
     run(scenario())
 
 
+def test_who_asks_while_a_model_is_unloaded_waits_for_the_unload_and_loads_it() -> None:
+    async def scenario() -> None:
+        async with fleet_of(model("a")) as registry:
+            a = registry.models["a"]
+            await until(lambda: a.state == "ready")
+            for again in (registry.hold, registry.load):
+                stream = submit(a, 100)
+                unloading = asyncio.create_task(registry._unload(a, "idle", "idle"))
+                await until(lambda: a.state == "draining")
+                async with asyncio.timeout(10):
+                    release = await again("a")
+                assert (await end_of(stream)).finish == "length" and await unloading == 0
+                assert a.state == "ready"
+                if release is not None:
+                    release()
+
+    run(scenario())
+
+
+def test_an_eviction_goes_to_its_end_where_the_load_is_given_up() -> None:
+    class Slow(Supervisor):
+        async def unload(self, *given: Any, **more: Any) -> int:
+            count = await super().unload(*given, **more)
+            await asyncio.sleep(0.5)
+            return count
+
+    async def scenario() -> None:
+        models, limits = (model("a"), model("b", "demand")), RegistryLimits(most_loaded=1)
+        async with fleet_of(*models, limits=limits, kinds={"a": Slow}) as registry:
+            a, b = registry.models.values()
+            await until(lambda: a.state == "ready")
+            loading = asyncio.create_task(registry.load("b"))
+            await until(lambda: a.state != "ready")
+            await registry.unload("b")
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            await until(lambda: a.metrics.unloads["evicted"] == 1, 5)
+            assert a.state == "unloaded" and b.state == "unloaded"
+            (await registry.hold("a"))()
+
+    run(scenario())
+
+
 def test_stopping_ends_every_engine_and_every_wait() -> None:
     async def scenario() -> None:
         models = model("a"), model("b", load_seconds=50.0), model("c", "demand")
