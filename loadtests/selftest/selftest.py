@@ -57,24 +57,24 @@ TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 2.0
 ARRIVAL_RATE, ARRIVAL_SECONDS = 600.0, 3.0
 SUSTAINED_RATE = 1000.0
 POISSON = Poisson()
-# An engine some 15 times as fast as a small model's on a CPU, so that a short level sees enough.
+# An engine some ten times as fast as a small model's on a CPU, so that a short level sees enough.
 LAW = StepLaw(
-    base_seconds=0.003,
-    row_seconds=0.0005,
-    prompt_token_seconds=0.00006,
-    context_token_seconds=3e-7,
-    pass_seconds=0.0006,
+    base_seconds=0.005,
+    row_seconds=0.0008,
+    prompt_token_seconds=0.0001,
+    context_token_seconds=5e-7,
+    pass_seconds=0.001,
 )
 SLOTS = 8
 LENGTHS = {"preset": "sharegpt", "scale": 0.15, "max_prompt_tokens": 256, "max_output_tokens": 64}
-SLO = Slo("selftest", ttft_seconds=0.18, tpot_seconds=0.012, target=0.9)
-FAST_SECONDS, SLOW = 4.2, 1.25  # each of the two speeds lasts so long; factor of the second
-PAUSE_EVERY, PAUSE = 1.2, 0.06
+SLO = Slo("selftest", ttft_seconds=0.3, tpot_seconds=0.02, target=0.9)
+FAST_SECONDS, SLOW = 7.0, 1.25  # each of the two speeds lasts so long; factor of the second
+PAUSE_EVERY, PAUSE = 2.0, 0.1
 CAMPAIGN_SECONDS = 240.0  # after which one is given up
 
 CAMPAIGN = f"""
 name = "selftest"
-budget_seconds = 55
+budget_seconds = 90
 target = {{ url = "URL" }}
 workload = {{ {", ".join(f"{name} = {json.dumps(value)}" for name, value in LENGTHS.items())} }}
 [slo]
@@ -82,8 +82,8 @@ ttft_seconds = {SLO.ttft_seconds}
 tpot_seconds = {SLO.tpot_seconds}
 target = {SLO.target}
 [search]
-level_seconds = 12
-single_stream_seconds = 2
+level_seconds = 20
+single_stream_seconds = 4
 """
 
 
