@@ -284,10 +284,14 @@ def _confirmed(
             low=max(found.low or 0.0, held),
             reason="" if found.high else "no rate was seen to break the SLO",
         )
-    needed = None
-    if found.limit:
-        rate = CONFIRMING_SHARE * found.limit
-        needed = confirming_seconds(slo, rate, alone, least_seconds=least_seconds)
+    needed, rate = (
+        None,
+        CONFIRMING_SHARE * found.limit if found.limit else 1 / alone if alone else 0,
+    )
+    if rate:
+        needed = confirming_seconds(
+            slo, rate, alone, by_levels=not is_law, least_seconds=least_seconds
+        )
     why = "no level of open load was measured"
     if fit:
         due = sum(one.judged.due for one in fit)

@@ -20,9 +20,15 @@ from statistics import NormalDist
 import msgspec
 
 from loadtests.analysis import capacity_text
-from loadtests.analysis.capacity_estimate import CONFIRMING_SHARE, confirming_seconds, estimate
+from loadtests.analysis.capacity_estimate import (
+    AS_ONE_BY_LEVELS,
+    CONFIRMING_SHARE,
+    confirming_seconds,
+    estimate,
+)
 from loadtests.analysis.disturbance import MOST_SLIGHT_SHARE, in_words, is_quiet, who_of
 from loadtests.analysis.level import Level
+from loadtests.analysis.slo import requests_to_hold
 from loadtests.campaign.level_runner import Bench, LevelAsk, OpenBench, level_text
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, is_set_aside, seed_of
@@ -260,10 +266,14 @@ class CellRun:
     def _level(
         self, rate: float, seconds: float | None = None, *, by_levels: bool = False
     ) -> LevelAsk | None:
-        """A level as long as it takes to tell, as far as the budget pays; None: it does not."""
+        """A level as long as it takes to tell, as far as the budget pays; None: it does not.
+
+        By levels alone, one in which not even all requests good would prove the rate tells nothing.
+        """
         rate, alone, least = float(f"{rate:.3g}"), self.alone_seconds, self.search.level_seconds
         affordable = self.left_seconds - self.warmup_seconds - 2 * (alone or 0.0)
-        if affordable < least:
+        proves = AS_ONE_BY_LEVELS * requests_to_hold(self.slo) / rate if by_levels else 0.0
+        if affordable < max(least, proves):
             return None
         wanted = seconds or confirming_seconds(
             self.slo, rate, alone, by_levels=by_levels, least_seconds=least

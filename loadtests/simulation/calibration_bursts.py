@@ -9,6 +9,9 @@ each tells a step's time at several numbers of decode rows, and at its beginning
 prompts in one step cost. The first has short prompts, the second the workload's own lengths: that
 tells what context costs. Where an endpoint does not say its slots, bursts of 2, 4, 8 ... find them.
 
+Where the law does not fit, either something else ran beside the bursts or no law describes the
+engine. So the bursts are asked again once, and those count whose steps the law fits better.
+
 What is asked depends on lengths and on what was seen, not on a clock, so a calibration that is
 taken up again asks the same.
 """
@@ -41,6 +44,7 @@ SHORT_PROMPT = 16
 MOST_STREAMS = 64
 MOST_SLOTS = 64  # that are looked for
 LADDER = (1.0, 0.75, 0.5, 0.375, 0.25)  # of the streams, the decode rows to visit
+PAIRS = 2  # of bursts, where steps are off the law after the first
 STEPS = (4, 32)  # at each number of rows, at least and at most
 SCALING = 0.8  # power of rows by which a step is expected to grow before several were seen
 PROMPTS_SHARE = 0.4  # of a burst's time
@@ -82,8 +86,8 @@ def calibrate(
 ) -> Calibration:
     """Single streams (where `alone` has none), two bursts, the law. `slots` None: find them.
 
-    Nothing is asked that is expected to pass `seconds`, but for the first single stream and one
-    burst of two streams.
+    Nothing is asked that is expected to pass `seconds`, but for the first single stream, one burst
+    of two streams, and bursts that are asked again.
     """
     prompts = np.array([one.prompt_tokens for one in draw(workload, 400, 1)])
     seen = _Seen(ask, prompts, seconds)
@@ -93,23 +97,11 @@ def calibrate(
         seen.single_streams()
     if slots is None and seen.has_steps:
         slots = seen.find_slots()
-    if slots is not None and seen.has_steps:
-        for left in (2, 1):
-            seen.burst(min(slots, MOST_STREAMS), (seconds - seen.spent) / left, left == 1)
-    law, reason = None, "chunks of several tokens, or none: the server's steps cannot be told"
-    if seen.has_steps:
-        try:
-            law, reason = seen.law(), ""
-        except LoadError as problem:
-            reason = str(problem)
-    if law is not None and not law.fits:
-        reason = (
-            f"steps are {law.error:.0%} off the law where it was not fitted ({FITS:.0%} at most)"
-        )
+    law, reason = seen.law_of_bursts(slots, seconds - seen.spent)
     return Calibration(
         observations=seen.observations,
         slots=slots,
-        law=None if reason else law,
+        law=law,
         reason=reason,
         spent_seconds=round(seen.spent, 3),
     )
@@ -169,6 +161,29 @@ class _Seen:
                 return served
             streams *= 2
         return served
+
+    def law_of_bursts(self, slots: int | None, seconds: float) -> tuple[StepLaw | None, str]:
+        """The law with two bursts within so many seconds, and as many again where it does not fit.
+
+        Where there is none: None and why.
+        """
+        if not self.has_steps:
+            return None, "chunks of several tokens, or none: the server's steps cannot be told"
+        before, streams = self.observations, min(slots or 0, MOST_STREAMS)
+        found: list[tuple[StepLaw, list[StepObservation]]] = []
+        while len(found) < PAIRS and not (found and found[-1][0].fits):
+            self.observations, until = list(before), self.spent + seconds
+            for left in (2, 1):
+                self.burst(streams, (until - self.spent) / left, left == 1)
+            try:
+                found.append((self.law(), self.observations))
+            except LoadError as problem:
+                return None, str(problem)
+        law, self.observations = min(found, key=lambda one: one[0].error or 0.0)
+        if law.fits:
+            return law, ""
+        off = f"{law.error:.0%} off the law where it was not fitted ({FITS:.0%} at most)"
+        return None, f"steps are {off}"
 
     def burst(self, streams: int, seconds: float, real_lengths: bool) -> None:
         """One within so many seconds; fewer streams, steps and prompt tokens where it must be."""

@@ -102,6 +102,15 @@ def test_a_campaign_may_ask_for_levels_alone(tmp_path: Path) -> None:
     assert not of_kind(read_records(folder).events, Calibrated)
 
 
+def test_a_level_too_short_to_prove_its_rate_is_not_run_by_levels_alone(tmp_path: Path) -> None:
+    world = Simulated()
+    search = 'method = "levels"\nlevel_seconds = 30'
+    folder = world.run(campaign(budget=60, search=search), tmp_path)
+    assert rates(folder) == []
+    found = found_in(folder)
+    assert found.state == "no_rate_confirmed" and found.confirm_seconds > 60
+
+
 def test_an_slo_without_limits_is_searched_by_levels(tmp_path: Path) -> None:
     text = campaign(1200).text.replace("ttft_seconds = 1.0", "").replace("tpot_seconds = 0.2", "")
     folder = Simulated().run(parse_campaign(text), tmp_path)

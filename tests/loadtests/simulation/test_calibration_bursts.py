@@ -90,6 +90,21 @@ def test_an_engine_that_the_law_does_not_describe_has_none():
     assert made.law is None and "off the law" in made.reason
 
 
+def test_bursts_that_something_ran_beside_are_asked_again():
+    skewed = Skewed(1, spread=0.9)
+
+    def steps(*counts):
+        beside = skewed() if len(server.asked) in (1, 2) else 1.0
+        return beside * LAW.seconds(*counts)
+
+    server = KnownServer(steps)
+    due = [float(10 * n) for n in range(6)]
+    alone = server.level(due, [20, 400, 100, 50, 300, 200], [40] * 6)
+    made = calibrate(server, CHAT, 8, alone=[alone])
+    assert len(server.asked) == 4 and made.reason == ""
+    assert made.law.row_seconds == pytest.approx(LAW.row_seconds, rel=0.05)
+
+
 def test_a_burst_that_tells_nothing_is_left_out():
     server = KnownServer(LAW.seconds)
     made = calibrate(lambda burst: server(burst) if burst.streams == 1 else None, CHAT, 8)
