@@ -63,9 +63,6 @@ HISTOGRAMS: dict[str, tuple[str, str]] = {
     "e2e_request_latency_seconds": (SECONDS, "From the request's arrival to its last token"),
     "request_queue_time_seconds": (SECONDS, "From arrival in the engine to the first step"),
     "request_prefill_time_seconds": (SECONDS, "From the first step to the first token"),
-    "request_decode_time_seconds": (SECONDS, "From the first token to the last"),
-    "request_prompt_tokens": (TOKENS, "Prompt tokens of one sequence"),
-    "request_generation_tokens": (TOKENS, "Output tokens of one sequence"),
     "step_seconds": (SECONDS, "One scheduler step of the engine"),
     "step_backend_seconds": (SECONDS, "The backend's share of one step"),
     "engine_loop_hold_seconds": (SECONDS, "Between two steps, and of a step beside the backend's"),
@@ -121,9 +118,6 @@ class Metrics:
         self.e2e = own["e2e_request_latency_seconds"]
         self.queue = own["request_queue_time_seconds"]
         self.prefill = own["request_prefill_time_seconds"]
-        self.decode = own["request_decode_time_seconds"]
-        self.prompt_lengths = own["request_prompt_tokens"]
-        self.output_lengths = own["request_generation_tokens"]
         self.step = own["step_seconds"]
         self.step_backend = own["step_backend_seconds"]
         self.engine_holds = own["engine_loop_hold_seconds"]

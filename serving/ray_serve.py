@@ -36,7 +36,7 @@ APPLICATION = "crossover"
 # Options that one process on one machine can honour, and replicas behind Ray's proxy cannot.
 REFUSED = (
     *("models_file", "memory_limit", "max_loaded_models", "idle_unload_seconds"),
-    *("admin_key_env", "admin_key_file", "cores", "api_cores"),
+    *("admin_key_env", "cores", "api_cores"),
 )
 
 

@@ -155,9 +155,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     admin_key_env: Annotated[
         str | None, option(SEVERAL, "Variable with the key of the /admin/ routes.", "", "NAME")
     ] = None
-    admin_key_file: Annotated[
-        str | None, option(SEVERAL, "File with the key of the /admin/ routes.", "", "FILE")
-    ] = None
     host: Annotated[
         str, option(HTTP, "Address to listen on. 0.0.0.0 opens it to the network: set a key.")
     ] = "127.0.0.1"
@@ -167,9 +164,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     api_key_env: Annotated[
         str | None, option(HTTP, "Environment variable that holds the API key.", "", "NAME")
-    ] = None
-    api_key_file: Annotated[
-        str | None, option(HTTP, "File that holds the API key.", "", "FILE")
     ] = None
     ready_file: Annotated[
         str | None,
@@ -201,9 +195,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     deadline_seconds: Annotated[
         PositiveSeconds | None,
         option(QUEUE, "Most seconds of a request; it may ask for less.", "deadline"),
-    ] = None
-    max_body: Annotated[
-        str | None, option(HTTP, "Largest body of a request. Default: by slots.", "", "SIZE")
     ] = None
     drain_seconds: Annotated[
         Seconds,

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from serving.http.errors import ApiError, invalid
+from serving.http.api_errors import ApiError, invalid
 
 T = TypeVar("T")
 _INT31 = 2**31 - 1

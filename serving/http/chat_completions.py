@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from models.errors import BadChat
 from serving.engine.ipc_messages import TokenDetail
+from serving.http.api_errors import invalid
 from serving.http.api_schemas import (
     CHAT,
     ChatChoice,
@@ -18,9 +19,8 @@ from serving.http.api_schemas import (
     Message,
     TokenizeRequest,
 )
-from serving.http.errors import invalid, scrubbed
 from serving.http.http_request import Request
-from serving.http.request_validation import check_sequences, deadline_of, token_limit, validate
+from serving.http.request_validation import token_limit, validate
 from serving.http.sse_stream import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.tool_calls import (
     THINK,
@@ -41,13 +41,11 @@ _OURS = frozenset({"messages", "add_generation_prompt", "tools"})
 
 async def chat_completions(request: Request) -> None:
     body = await request.read(CHAT)
-    limits = request.endpoint.limits
-    check_sequences(1, body.n or 1, limits)
-    model = await request.hold(body.model, deadline_of(body, limits))
+    model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
     template = model.tokenizer.chat_template or ""
     calls = format_of(body, template)
-    generation = validate(body, facts, limits, schema_of(body) if calls == "list" else None)
+    generation = validate(body, facts, schema_of(body) if calls == "list" else None)
     model.supervisor.check_room()  # before a long prompt is tokenised
     is_free = not generation.sampling.is_constrained
     ids, opens_reasoning = await chat_prompt(request, model, body, facts.context_tokens, is_free)
@@ -96,7 +94,7 @@ async def chat_prompt(
     try:  # a template is a program, and not ours
         text = rendered() if size <= INLINE_CHARACTERS else await TEXT_WORK.run(size, rendered)
     except BadChat as problem:
-        raise invalid(scrubbed(str(problem)), "messages") from None
+        raise invalid(str(problem), "messages") from None
     ids = await model.tokens(text, "messages", most=most, parse_special=True)
     return ids, text.rstrip().endswith(THINK)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from serving.http.api_schemas import COMPLETION, TextChoice
 from serving.http.http_request import Request
-from serving.http.request_validation import deadline_of, prompts_of, token_limit, validate
+from serving.http.request_validation import prompts_of, token_limit, validate
 from serving.http.sse_stream import LOWEST_LOGPROB, Answer, Choice
 from serving.http.tool_calls import Part
 
@@ -18,14 +18,13 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 async def completions(request: Request) -> None:
     body = await request.read(COMPLETION)
-    limits = request.endpoint.limits
-    model = await request.hold(body.model, deadline_of(body, limits))
+    model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
-    generation = validate(body, facts, limits)
+    generation = validate(body, facts)
     model.supervisor.check_room()  # before a long prompt is tokenised
     bos, most = body.add_special_tokens is not False, facts.context_tokens
     prompts: list[tuple[list[int], int]] = []
-    for given in prompts_of(body, facts, limits):
+    for given in prompts_of(body, facts, request.endpoint.limits.sequences):
         ids = given
         if prompts:
             await asyncio.sleep(0)  # short texts are tokenised on the loop, one a turn

@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from serving.http.api_errors import invalid
 from serving.http.api_schemas import (
     CalledFunction,
     ChatRequest,
@@ -27,7 +28,6 @@ from serving.http.api_schemas import (
     ToolCall,
     encode,
 )
-from serving.http.errors import invalid
 
 THINK, THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"

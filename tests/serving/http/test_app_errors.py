@@ -104,11 +104,11 @@ def test_more_sequences_than_slots_and_queue_hold_are_a_400(
 def test_without_an_engine_it_is_a_503_with_the_reason(
     port: int, supervisor: FakeSupervisor, state: str
 ) -> None:
-    supervisor.state, supervisor.reason = state, "load_failed: cannot open /srv/models/x.gguf"
+    supervisor.state, supervisor.reason = state, "load_failed: no room"
     answer = chat(port)
     assert answer.status == 503
     assert (answer.error["type"], answer.error["code"]) == ("service_unavailable_error", state)
-    assert "load_failed: cannot open <path>" in answer.error["message"]
+    assert "load_failed: no room" in answer.error["message"]
     assert answer.headers["retry-after"] == "3"
 
 
