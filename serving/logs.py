@@ -1,7 +1,7 @@
 """Tells a person, or a log collector, what the server is doing: lines, progress, engines' events.
 
 narrator = Narrator(sys.stderr)
-narrator.take_logging(requests=True)        # Python's logging goes the same way
+narrator.take_logging()        # Python's logging goes the same way
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ class Narrator:
         self._last: tuple[str, float] = ("", 0.0)
         self.name_models = False
 
-    def take_logging(self, requests: bool) -> None:
-        """Let Python's logging write here. `requests`: a line for each request, too."""
+    def take_logging(self) -> None:
+        """Let Python's logging write here."""
         logging.basicConfig(
             stream=self._out, format="%(message)s", level=logging.WARNING, force=True
         )
-        logging.getLogger("crossover.http").setLevel(logging.INFO if requests else logging.WARNING)
 
     def say(self, *lines: str) -> None:
         # Where nobody reads it, or the disk is full, the server lives on.

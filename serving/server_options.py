@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -169,9 +168,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         str | None,
         option(HTTP, "Written (JSON: url, pid, ...) when an engine is ready.", "", "FILE"),
     ] = None
-    log_requests: Annotated[bool, option(HTTP, "Log every request as one JSON object a line.")] = (
-        False
-    )
     api_cores: Annotated[
         str, option(MACHINE, "Cores of HTTP. Default: those left; without any, the engine's.")
     ] = ""
@@ -249,17 +245,14 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
 def _entries(file: str, where: str) -> list[dict[str, Any]]:
     """The [[model]] tables of a models file. Raises ServingError."""
     try:
-        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        return msgspec.toml.decode(Path(file).read_bytes(), type=_ModelsFile).model
     except OSError as problem:
         raise ServingError(f"{where}: {problem.strerror}") from problem
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise ServingError(f"{where} is no TOML: {problem}") from problem
-    for key in content.keys() - {"model"}:
-        raise ServingError(f"{where}: unknown key {key!r}; [[model]] sections are known")
-    return converted(content, _ModelsFile, f"{where}: ").model
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise ServingError(f"{where}: {problem}") from problem
 
 
-class _ModelsFile(msgspec.Struct):
+class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
     model: Annotated[list[dict[str, Any]], Meta(min_length=1)]
 
 

@@ -46,7 +46,7 @@ def launch(options: ServeOptions) -> int:
     """Serve until a signal comes. Exit status: 0 after a drain, 1 when nothing could be served or
     requests were cut off."""
     narrator = Narrator(sys.stderr or open(os.devnull, "w"))
-    narrator.take_logging(options.log_requests)
+    narrator.take_logging()
     if options.ready_file is not None:
         file = Path(options.ready_file).absolute()
         if file.is_dir() or not os.access(file.parent, os.W_OK):

@@ -79,10 +79,8 @@ class Request:
         self.body_bytes = 0
         self.deadline_seconds: float | None = None  # from its arrival
         self.status: int | None = None
-        self.error: str | None = None  # the code of the error that was answered
         self.ended = self.gone = False
         self.model: ServedModel | None = None  # once it is known
-        self.generated: Any = None  # its serving.http.sse_stream.Answer, where it has one
         self._release: Callable[[], None] | None = None  # lets go of the model
         self._watcher: asyncio.Task[None] | None = None
 
@@ -115,7 +113,7 @@ class Request:
             text = f"the body has {size} bytes or more; {most} are allowed"
             raise ApiError(413, text, "body_too_large")
         self.body_bytes = size
-        return decode(decoder, body)
+        return decode(decoder, bytes(body))
 
     def look_at(self, name: str | None) -> ServedModel:
         """The model of a request that needs no engine. Raises UnknownModel, ModelNotNamed."""
@@ -214,7 +212,6 @@ class Request:
 
     async def fail(self, problem: ApiError) -> None:
         """The problem as an answer; inside a stream as its last event, without a [DONE]."""
-        self.error = problem.code or str(problem.status)
         if self.ended:
             return
         if self.status is None:

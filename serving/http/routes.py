@@ -13,10 +13,7 @@ import hmac
 import ipaddress
 import logging
 import re
-import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -31,7 +28,6 @@ from serving.http.api_schemas import (
     DetokenizeRequest,
     TextChoice,
     TokenizeRequest,
-    encode,
 )
 from serving.http.chat_completions import chat_completions
 from serving.http.completions import completions
@@ -41,7 +37,7 @@ from serving.registry.loaded_model import ModelRouter
 from serving.server_options import ModelOptions
 
 logger = logging.getLogger("crossover.http")
-CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
+CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in metrics
 
 
 async def openapi(request: Request) -> None:
@@ -73,7 +69,7 @@ ADMIN_ROUTES = (
 
 
 class App:
-    """Host, key and route before the handler; errors, counts and a log line after it.
+    """Host, key and route before the handler; errors and counts after it.
 
     `local_names`: a Host that is a name of the DNS is refused. Without `admin_key` there are no
     admin routes.
@@ -112,11 +108,8 @@ class App:
         finally:
             metrics.open_requests.dec()
             request.let_go()
-            status = request.status
-            code = CLIENT_GONE if request.gone or status is None else status
+            code = CLIENT_GONE if request.gone or request.status is None else request.status
             metrics.responses.labels(request.route, str(code)).inc()
-            if logger.isEnabledFor(logging.INFO):
-                logger.info("%s", encode(_log_line(request, code)).decode())
 
     def _route(self, request: Request) -> Route:
         """Raises ApiError 403 for a foreign name of this server, 401 without the key, 404, 405."""
@@ -157,30 +150,6 @@ class App:
         name = "" if model is None else model.served_name
         router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
         await request.fail(answer)
-
-
-def _log_line(request: Request, code: int) -> dict[str, Any]:
-    """One request: what was asked of whom, what came of it, tokens and times."""
-    line: dict[str, Any] = {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "event": "request",
-        "request_id": request.id.decode(),
-        "method": request.scope["method"],
-        "path": request.scope["path"][:200],
-        "status": code,
-        "seconds": round(time.perf_counter() - request.began, 6),
-        "backend": request.backend,
-        "model": request.model and request.model.served_name,
-        "error": request.error,
-    }
-    if request.generated is not None:
-        choices, usage = request.generated.choices, request.generated.usage()
-        line["prompt_tokens"] = usage.prompt_tokens
-        line["completion_tokens"] = usage.completion_tokens
-        line["finish"] = sorted({c.ended_as for c in choices if c.ended_as is not None})
-        firsts = [choice.first for choice in choices if choice.tokens]
-        line["ttft_seconds"] = round(min(firsts) - request.began, 6) if firsts else None
-    return {key: value for key, value in line.items() if value is not None}
 
 
 def check_key(headers: Mapping[bytes, bytes], key: str) -> None:

@@ -123,7 +123,6 @@ class Answer(ABC):
             if size > allowed:
                 text = f"up to {size} of them; {allowed} are allowed without stream"
                 raise invalid(f"logprobs: {text}", "logprobs")
-        self.request.generated = self
         try:
             for ids, most in prompts:
                 for number in range(self.n):
