@@ -31,7 +31,6 @@ from serving.http.tool_calls import (
     Splitter,
     format_of,
     offered,
-    schema_of,
     told_of_tools,
 )
 from serving.registry.loaded_model import INLINE_CHARACTERS, TEXT_WORK, ServedModel
@@ -44,8 +43,8 @@ async def chat_completions(request: Request) -> None:
     model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
     template = model.tokenizer.chat_template or ""
-    calls = format_of(body, template)
-    generation = validate(body, facts, schema_of(body) if calls == "list" else None)
+    calls, calls_schema = format_of(body, template)
+    generation = validate(body, facts, calls_schema)
     model.supervisor.check_room()  # before a long prompt is tokenised
     is_free = not generation.sampling.is_constrained
     ids, opens_reasoning = await chat_prompt(request, model, body, facts.context_tokens, is_free)
@@ -54,9 +53,8 @@ async def chat_completions(request: Request) -> None:
         reasoning = "open" if opens_reasoning else "maybe"
     answer = ChatAnswer(request, body, generation)
     if reasoning or calls:
-        names = frozenset(tool.function.name for tool in offered(body))
-        answer.form = (reasoning, calls, names)
-    if calls == "list":
+        answer.form = (reasoning, calls, frozenset(tool.function.name for tool in offered(body)))
+    if calls_schema is not None:
         answer.schema_key = "tools"
     await answer.send([(ids, token_limit(body, len(ids), facts))])
 
@@ -150,28 +148,23 @@ class ChatAnswer(Answer):
 
     def shown(self, choice: Choice, part: Part) -> ChatChoice:
         delta, finish = ChatDelta(), None
-        match part.kind:
-            case "content":
-                delta = ChatDelta(content=part.text)
-            case "role":
-                delta = ChatDelta(role="assistant", content="")
-            case "reasoning":
-                delta = ChatDelta(reasoning_content=part.text)
-            case "end":
-                is_call = choice.finish == "stop" and choice.calls
-                finish = "tool_calls" if is_call else choice.finish
-        if part.call is not None:
-            call = msgspec.structs.replace(part.call, index=choice.calls)
-            delta = ChatDelta(tool_calls=[call])
+        if part.kind == "content":
+            delta = ChatDelta(content=part.text)
+        elif part.kind == "role":
+            delta = ChatDelta(role="assistant", content="")
+        elif part.kind == "reasoning":
+            delta = ChatDelta(reasoning_content=part.text)
+        elif part.call is not None:
+            delta = ChatDelta(tool_calls=[msgspec.structs.replace(part.call, index=choice.calls)])
             choice.calls += 1
+        else:
+            finish = "tool_calls" if choice.finish == "stop" and choice.calls else choice.finish
         logprobs = self._logprobs(choice) if choice.details else None
         return ChatChoice(choice.index, UNSET, delta, logprobs, finish)
 
     def whole(self, choice: Choice, parts: Sequence[Part]) -> ChatChoice:
-        content, reasoning = (
-            "".join(part.text for part in parts if part.kind == kind)
-            for kind in ("content", "reasoning")
-        )
+        content = "".join(part.text for part in parts if part.kind == "content")
+        reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
         calls = [part.call for part in parts if part.call is not None]
         message = ChatDelta(
             role="assistant",

@@ -46,21 +46,16 @@ def validate(
         "top_k": drawn and sampling.top_k > 0,
         "min_p": drawn and sampling.min_p > 0,
         "seed": drawn and body.seed is not None,
-        "presence_penalty": sampling.presence_penalty != 0,
-        "frequency_penalty": sampling.frequency_penalty != 0,
-        "repetition_penalty": sampling.repetition_penalty != 1,
+        "penalties": sampling.has_penalties,
         "logit_bias": bool(sampling.logit_bias),
         "grammar": sampling.grammar is not None,
-        "tools": calls_schema is not None,
-        "response_format": sampling.json_schema is not None,
+        "json_schema": sampling.json_schema is not None,
         "logprobs": sampling.logprobs is not None,
     }
-    needed = dict.fromkeys(("tools", "response_format"), "json_schema")
-    for param, is_asked in asked.items():
-        capability = "penalties" if param.endswith("penalty") else needed.get(param, param)
-        if is_asked and capability not in facts.capabilities:
-            text = f"{param} is not supported by the {facts.backend} backend"
-            raise invalid(text, param, "unsupported_parameter")
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        if name not in facts.capabilities:
+            text = f"{name} is not supported by the {facts.backend} backend"
+            raise invalid(text, name, "unsupported_parameter")
     return GenerationRequest(
         prompt=[],
         max_tokens=0,
@@ -87,15 +82,18 @@ def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> 
             raise invalid("top_logprobs: needs logprobs: true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
     schema, form = calls_schema, body.response_format
-    if form is not None and form.type == "json_object":
-        schema = b'{"type":"object"}'
-    elif form is not None and form.type == "json_schema":
-        if form.json_schema is None:
+    if form is not None and form.type != "text":
+        if form.type == "json_schema" and form.json_schema is None:
             key = "response_format.json_schema"
             raise invalid(f"{key}: needed with this type", key)
-        schema = encode(form.json_schema.schema)
+        if calls_schema is not None:
+            text = "response_format: not together with calls of tools that must come"
+            raise invalid(text, "response_format")
+        found = {"type": "object"} if form.json_schema is None else form.json_schema.schema
+        schema = encode(found)
     if body.grammar is not None and schema is not None:
-        raise invalid("grammar: not together with response_format", "grammar")
+        text = "grammar: not together with response_format or calls of tools that must come"
+        raise invalid(text, "grammar")
     return Sampling(
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_p=1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P),

@@ -188,7 +188,7 @@ def test_one_model_may_be_named_on_the_command_line(tmp_path: Path) -> None:
         ("[[models]]", "unknown field `models`"),
         ("[[model]]\nsource = ''", "model 2: source must name a model"),
         ("[[model]]\nname = 'x'", "model 2: .*source"),
-        ("[[model]", "line 4"),
+        ("[[model]", "at line 3"),
     ],
 )
 def test_a_wrong_models_file_is_refused_with_the_key_and_the_place(
