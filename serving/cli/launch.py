@@ -39,7 +39,7 @@ from serving.supervisor.admission import QueueBounds
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 
-LOOK_SECONDS = 0.5  # between two looks at how far a load is
+LOOK_SECONDS = 0.05  # between two looks at how far a load is
 
 
 def launch(options: ServeOptions) -> int:
@@ -81,10 +81,6 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
     prepared = [prepare(model, machine, facts) for model in models]
     for one in prepared:
         narrator.say(*explain(one.placement), one.split.note)
-        if one.model.standby == "warm" and len(one.placement.attempts) < 2:
-            narrator.say(
-                f"--standby warm: {one.name} has no engine to fall back to, so none stands by"
-            )
     narrator.name_models = len(prepared) > 1
     machine.is_serving = True
     os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
@@ -165,7 +161,6 @@ async def _announce(
     told: dict[str, int] = {}  # model -> pid of the engine that was announced
     while True:
         models = list(registry.models.values())
-        changes = [asyncio.ensure_future(one.supervisor.wait_change()) for one in models]
         for model in models:
             supervisor, name = model.supervisor, f"{model.served_name}: " * narrator.name_models
             is_loading = supervisor.state in (EngineState.loading, EngineState.restarting)
@@ -176,15 +171,8 @@ async def _announce(
                 told[model.served_name] = pid
                 _tell_ready(model, pid, url, name, ready_file, narrator)
         if not told and all(model.given_up for model in models):
-            reasons = {one.served_name: one.supervisor.reason or "" for one in models}
-            if len(reasons) > 1:
-                return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            return "".join(reasons.values()) or "the engine failed"
-        try:
-            await asyncio.wait(changes, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for change in changes:
-                change.cancel()
+            return "; ".join(f"{one.served_name}: {one.supervisor.reason}" for one in models)
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 def _tell_ready(

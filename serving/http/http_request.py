@@ -127,8 +127,8 @@ class Request:
         ApiError 504 at the deadline.
         """
         endpoint, model = self.endpoint, self.look_at(name)
-        deadlines = (deadline_seconds, endpoint.limits.deadline_seconds)
-        self.deadline_seconds = min((d for d in deadlines if d is not None), default=None)
+        deadlines = (deadline_seconds, endpoint.limits.deadline_seconds)  # none is 0
+        self.deadline_seconds = min(filter(None, deadlines), default=None)
         self._watcher = asyncio.create_task(self._watch(asyncio.current_task()))
         waits = model.supervisor.state != EngineState.ready
         if waits and endpoint.waiting_for_load >= endpoint.limits.waiting_for_load:

@@ -52,8 +52,8 @@ def validate(
         "json_schema": sampling.json_schema is not None,
         "logprobs": sampling.logprobs is not None,
     }
-    for name in (name for name, is_asked in asked.items() if is_asked):
-        if name not in facts.capabilities:
+    for name, is_asked in asked.items():
+        if is_asked and name not in facts.capabilities:
             text = f"{name} is not supported by the {facts.backend} backend"
             raise invalid(text, name, "unsupported_parameter")
     return GenerationRequest(

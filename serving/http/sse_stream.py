@@ -26,7 +26,6 @@ from serving.http.api_schemas import (
     Completion,
     Finish,
     Generation,
-    PromptTokensDetails,
     StreamOptions,
     Usage,
     encode,
@@ -282,5 +281,5 @@ class Answer(ABC):
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:
     """The counts as OpenAI lays them out; unknown cached tokens leave their part out."""
-    details = None if cached_tokens is None else PromptTokensDetails(cached_tokens)
+    details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)

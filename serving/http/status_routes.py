@@ -28,28 +28,24 @@ async def ready(request: Request) -> None:
     """200 where a request can be answered: an engine serves, or is loaded for the request; else a
     503 with the reason."""
     router = request.endpoint.router
-    states = router.states()
-    by_state = {
-        state: name
-        for name, state in reversed(states.items())
-        if state != EngineState.unloaded or router.models[name].on_demand
-    }
-    name = by_state.get(EngineState.ready) or by_state.get(EngineState.unloaded)
-    model = router.first if name is None else router.models[name]
-    supervisor = model.supervisor
+    states, models = router.states(), list(router.models.values())
+    serve = [one for one in models if states[one.served_name] == EngineState.ready]
+    can = [one for one in models if states[one.served_name] == EngineState.unloaded]
+    able = serve or [one for one in can if one.on_demand]
+    model = (able or models)[0]
     about: dict[str, Any] = {
-        "state": supervisor.state,
+        "state": model.supervisor.state,
         "model": model.served_name,
-        "backend": supervisor.label,
+        "backend": model.supervisor.label,
     }
     if len(states) > 1:
         about["models"] = states
-    if name is not None:
+    if able:
         await request.answer(about)
         return
-    problem = as_answer(model.unavailable(supervisor.reason))
+    problem = as_answer(model.unavailable(model.supervisor.reason))
     assert problem is not None, "Unavailable is a 503"
-    about |= {"reason": supervisor.reason, "error": problem.body.error}
+    about |= {"reason": model.supervisor.reason, "error": problem.body.error}
     await request.answer(about, problem.status, problem.headers)
 
 
