@@ -1,6 +1,5 @@
 """What this machine is, which backends work on it, why the others do not, and what to do about it.
 
-crossover doctor --bandwidth
 crossover doctor --json
 """
 
@@ -53,21 +52,18 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
-    bandwidth: Annotated[
-        bool, typer.Option("--bandwidth", help="Measure memory bandwidth too (about a second).")
-    ] = False,
 ) -> None:
     """What this machine is, which backends work on it, and why the others do not."""
-    report = examine(bandwidth)
+    report = examine()
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         typer.echo("\n".join(page(report)))
 
 
-def examine(bandwidth: bool) -> Diagnosis:
+def examine() -> Diagnosis:
     """Look at everything. Backends are imported in subprocesses: a broken one breaks nothing."""
-    facts, missing = hardware_facts(bandwidth=bandwidth), missing_backends()
+    facts, missing = hardware_facts(), missing_backends()
 
     def ask(name: str) -> BackendReport:
         probe = BackendProbe(name, False, problem=missing.get(name))
@@ -173,10 +169,6 @@ def machine_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "a server", split_cores(allowed, siblings=physical_of(allowed)).note
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} usable now, {size(facts.swap_used_bytes)} of swap used"
-    read, computed = facts.bandwidth_bytes_per_second, facts.gemm_flops_per_second
-    if read is not None and computed is not None:
-        rate = f"{formatting.operations(computed, 3)} in float32 products"
-        yield "measured", f"{formatting.bandwidth(read, 3)} read, {rate}"
     for gpu in facts.gpus:
         driver = f", driver {gpu.driver}" if gpu.driver else ""
         memory = f"{size(gpu.total_bytes)}, {size(gpu.free_bytes)} free"

@@ -20,11 +20,9 @@ from pathlib import Path
 
 import uvloop
 
-from models import formatting
 from models.manifest import write_atomically
 from serving.bounds import parse_bytes
 from serving.errors import EngineState, ServingError
-from serving.hardware.machine_facts import resident_bytes
 from serving.http.http_request import Limits
 from serving.http.http_server import is_loopback, listen, serving, url_of
 from serving.http.routes import App
@@ -32,7 +30,6 @@ from serving.logs import Narrator
 from serving.metrics import ServerMetrics, watch_loop
 from serving.placement.placement_policy import explain
 from serving.registry.engine_config import Machine, Prepared, prepare
-from serving.registry.loaded_model import ServedModel
 from serving.registry.model_registry import Registry, RegistryLimits
 from serving.server_options import ServeOptions, models_of, shared_of
 from serving.supervisor.admission import QueueBounds
@@ -100,9 +97,7 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
             on_output=narrator.say,
         )
 
-    limits = RegistryLimits(
-        memory_limit, options.max_loaded_models, drain_seconds=options.drain_seconds
-    )
+    limits = RegistryLimits(memory_limit, drain_seconds=options.drain_seconds)
     registry = Registry(ServerMetrics(), machine, supervisor_of, limits, shared_of(options))
     for one in prepared:
         registry.serve(one)
@@ -167,32 +162,22 @@ async def _announce(
             if is_loading and supervisor.loading is not None:
                 narrator.progress(name + supervisor.loading.what, supervisor.loading.fraction)
             pid = supervisor.engine_pid
-            if supervisor.ready and pid is not None and pid != told.get(model.served_name):
-                told[model.served_name] = pid
-                _tell_ready(model, pid, url, name, ready_file, narrator)
+            if supervisor.ready is None or pid is None or pid == told.get(model.served_name):
+                continue
+            told[model.served_name] = pid
+            label, seconds = supervisor.label, supervisor.ready.load_seconds
+            with contextlib.suppress(OSError):  # nobody reads our standard output
+                print(f"ready: {url} ({name}{label}, loaded in {seconds:.1f} s)", flush=True)
+            about = {"url": url, "pid": os.getpid(), "model": model.served_name}
+            about |= {"engine_pid": pid, "backend": label}
+            try:
+                if ready_file:
+                    write_atomically(Path(ready_file), json.dumps(about).encode())
+            except OSError as problem:  # a full disk ends no server
+                narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
         if not told and all(model.given_up for model in models):
             return "; ".join(f"{one.served_name}: {one.supervisor.reason}" for one in models)
         await asyncio.sleep(LOOK_SECONDS)
-
-
-def _tell_ready(
-    model: ServedModel, pid: int, url: str, name: str, ready_file: str | None, narrator: Narrator
-) -> None:
-    supervisor, attempts = model.supervisor, model.placement.attempts
-    device, label = supervisor.config.device, supervisor.label
-    here = next((one for one in attempts if one.device == device), attempts[0])
-    measured = formatting.size(resident_bytes(pid))
-    memory = f"memory {formatting.size(here.need_bytes)} predicted, {measured} measured"
-    seconds = 0.0 if supervisor.ready is None else supervisor.ready.load_seconds
-    with contextlib.suppress(OSError):  # nobody reads our standard output
-        print(f"ready: {url} ({name}{label}, loaded in {seconds:.1f} s, {memory})", flush=True)
-    about = {"url": url, "pid": os.getpid(), "model": model.served_name}
-    about |= {"engine_pid": pid, "backend": label}
-    try:
-        if ready_file:
-            write_atomically(Path(ready_file), json.dumps(about).encode())
-    except OSError as problem:  # a full disk ends no server
-        narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
 
 
 def keys_of(options: ServeOptions) -> tuple[str | None, str | None]:

@@ -44,14 +44,13 @@ UNLOAD = msgspec.json.Decoder(UnloadRequest)
 
 
 async def list_models(request: Request) -> None:
-    """All models, and the memory they share; a limit that is null does not hold."""
+    """All models, and the memory they share; `memory_limit_bytes` null: what the machine has."""
     registry = _registry(request)
     await request.answer(
         {
             "models": [_state(model) for model in registry.models.values()],
             "available_bytes": available_bytes(),  # what a new process can take
             "memory_limit_bytes": registry.limits.memory_bytes,
-            "max_loaded_models": registry.limits.most_loaded,
         }
     )
 
@@ -78,7 +77,7 @@ def _state(model: ServedModel) -> dict[str, Any]:
             "measured_bytes": model.measured_bytes if supervisor.pids else None,
         },
         "in_flight": supervisor.in_flight,
-        "idle_seconds": model.used_unix and round(time.monotonic() - model.used_at, 3),
+        "idle_seconds": round(time.monotonic() - model.used_at, 3),
     }
 
 
