@@ -14,7 +14,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +22,12 @@ import typer
 
 from models import formatting
 from models import resolve as hub
-from models.cache import Wish, converted_models, delete_synthetic, finished_formats
-from models.errors import BrokenWeights, ModelError
+from models.cache import converted_models, finished_formats
+from models.errors import ModelError
 from models.formats import FORMATS, known_formats, weight_bytes
 from models.gguf_reader import read_header
 from models.hf_config import read_spec
-from models.ladder import LADDER, Rung, is_rung, real_weights, real_weights_of, rung
+from models.ladder import LADDER, Rung, real_weights, real_weights_of, rung
 from models.spec import ModelSpec
 from serving.backends.backend_table import missing_backends, weights_of
 from serving.bounds import Count, option, parse_bytes
@@ -70,15 +69,15 @@ def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
         typer.echo(json.dumps(rows, indent=2))
         return
     typer.echo(f"The ladder (cache: {root})")
-    heads = ("rung", "parameters", *LISTED_FORMATS, "KV / 1k", "context", "cached", "real weights")
-    layout = "{:16}{:>16}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:10}{}"
+    heads = ("rung", "parameters", *LISTED_FORMATS, "KV / 1k", "context", "real weights", "cached")
+    layout = "{:16}{:>16}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:44}{}"
     typer.echo(layout.format(*heads))
     for row in rows:
         sizes = [size(row["weight_bytes"][name]) for name in LISTED_FORMATS]
         kv, context = size(row["kv_bytes_per_1000_tokens"]), f"{row['context']:,}"
         real, cached = row["real_weights"], ",".join(row["cached"])
         name = f"{real['name']} ({real['here']})" if real["here"] else real["name"]
-        told = (row["name"], f"{row['parameters']:,}", *sizes, kv, context, cached, name)
+        told = (row["name"], f"{row['parameters']:,}", *sizes, kv, context, name, cached)
         typer.echo(layout.format(*told))
     for path, manifest in converted_models(root).items():
         quality, kept = manifest.quality_kl_nats, manifest.greedy_agreement
@@ -117,32 +116,20 @@ def make(
         "llama_cpp", "--backend", help="Whose kind of weights: llama_cpp, torch, onnx."
     ),
     cache: Path | None = CACHE,
-    verify: bool = typer.Option(
-        False, "--verify", help="Compare checksums even of files that were checked before."
-    ),
 ) -> None:
-    """Make weights in the cache or check them; damaged synthetic ones are made again."""
+    """Make weights in the cache, or check those that are there."""
     kind, _ = weights_of(backend)
     if weight_format in FORMATS:
         kind, weight_format = weight_format, None
-    chosen = hub.weight_format_of(kind, weight_format)
-    root, narrator = hub.cache_dir(cache), Narrator(sys.stderr)
-    to_files = partial(
-        hub.resolve,
-        kind=kind,
-        weight_format=weight_format,
-        cache=root,
-        progress=narrator.progress,
-    )
+    narrator = Narrator(sys.stderr)
     for name in names:
-        try:
-            found = to_files(name, full_check=verify)
-        except BrokenWeights as problem:
-            wish = Wish(kind, chosen, root)
-            if not is_rung(name) or not delete_synthetic(rung(name).spec, wish):
-                raise
-            narrator.say(f"{problem}; making it again")
-            found = to_files(name)
+        found = hub.resolve(
+            name,
+            kind=kind,
+            weight_format=weight_format,
+            cache=cache,
+            progress=narrator.progress,
+        )
         parts = [f"{found.spec.parameters:,} parameters", found.weight_format or "no weights"]
         if found.quality_kl_nats is not None:
             parts.append(f"KL to the float model {found.quality_kl_nats:.4f} nats")

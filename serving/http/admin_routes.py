@@ -21,11 +21,10 @@ import msgspec
 
 from models.errors import ModelError
 from models.machine import available_bytes
-from serving.errors import LoadFailed, NoRoom, ServingError
+from serving.errors import ServingError
 from serving.http.api_errors import ApiError, as_answer, invalid, try_again
 from serving.http.api_schemas import Wire
 from serving.http.http_request import Request
-from serving.placement.placement_policy import NoPlacement
 from serving.registry.engine_config import prepare
 from serving.registry.loaded_model import ServedModel, read_vocabulary
 from serving.registry.model_registry import Registry
@@ -125,19 +124,11 @@ async def _do(request: Request, name: str, work: Awaitable[Any]) -> None:
     try:
         await work
         await asyncio.sleep(0)  # a load that it has cancelled ends first
-    except (ServingError, ModelError, asyncio.CancelledError) as problem:
-        answer, text = as_answer(problem), str(problem)
-        match problem:
-            case asyncio.CancelledError():
-                text = f"the load of {name!r} was given up: it was unloaded, or the server ends"
-                answer = try_again(503, text, "unloaded", 5.0)
-            case NoRoom():
-                answer = try_again(503, text, "no_room", 5.0)
-            case NoPlacement():
-                answer = ApiError(507, text, "does_not_fit")
-            case LoadFailed():
-                answer = ApiError(500, text, "load_failed")
-        raise answer or invalid(text, code="wrong_model") from problem
+    except asyncio.CancelledError:
+        text = f"the load of {name!r} was given up: it was unloaded, or the server ends"
+        raise try_again(503, text, "unloaded", 5.0) from None
+    except (ServingError, ModelError) as problem:
+        raise (as_answer(problem) or invalid(str(problem), code="wrong_model")) from problem
     await request.answer(_state(_registry(request).models[name]))
 
 

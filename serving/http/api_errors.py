@@ -8,13 +8,16 @@ import msgspec
 
 from serving.errors import (
     ContextOverflow,
+    LoadFailed,
     ModelNotNamed,
+    NoRoom,
     Overloaded,
     ServingError,
     TextTooLong,
     Unavailable,
     UnknownModel,
 )
+from serving.placement.placement_policy import NoPlacement
 
 _TYPES = {
     401: "authentication_error",
@@ -77,7 +80,7 @@ def too_late(deadline_seconds: float) -> ApiError:
     return ApiError(504, text, "deadline_exceeded", headers={"X-Should-Retry": "false"})
 
 
-def as_answer(problem: BaseException) -> ApiError | None:
+def as_answer(problem: Exception) -> ApiError | None:
     """The answer to an error of the rooms below; None: a failure of the server itself, a 500."""
     text = str(problem)
     match problem:
@@ -87,6 +90,12 @@ def as_answer(problem: BaseException) -> ApiError | None:
             return try_again(503, text, code, seconds)
         case Overloaded(kind=kind, retry_after_seconds=seconds):
             return try_again(429, text, kind, seconds)
+        case NoRoom():
+            return try_again(503, text, "no_room", 5.0)
+        case NoPlacement():
+            return ApiError(507, text, "does_not_fit")
+        case LoadFailed():
+            return ApiError(500, text, "load_failed")
         case UnknownModel():
             return ApiError(404, text, "model_not_found", "model")
         case ModelNotNamed():

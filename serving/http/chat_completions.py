@@ -25,10 +25,8 @@ from serving.http.sse_stream import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.tool_calls import (
     THINK,
     THOUGHT,
-    Format,
     Part,
     Reasoning,
-    Splitter,
     format_of,
     offered,
     told_of_tools,
@@ -137,14 +135,8 @@ def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class ChatAnswer(Answer):
-    """`form`: what its splitters look for in the text; None: all of it is content."""
-
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     opening = (ROLE,)
-    form: tuple[Reasoning | None, Format | None, frozenset[str]] | None = None
-
-    def splitter(self) -> Splitter | None:
-        return None if self.form is None else Splitter(*self.form)
 
     def shown(self, choice: Choice, part: Part) -> ChatChoice:
         delta, finish = ChatDelta(), None

@@ -31,7 +31,7 @@ from serving.http.api_schemas import (
     encode,
 )
 from serving.http.http_request import Request, sse_event
-from serving.http.tool_calls import Part, Splitter
+from serving.http.tool_calls import Format, Part, Reasoning, Splitter
 from serving.registry.loaded_model import TEXT_WORK
 from serving.supervisor.inflight_requests import Stream
 
@@ -64,7 +64,6 @@ class Choice:
     text: str = ""  # of an answer that is not streamed
     opened: bool = False
     frame: tuple[bytes, bytes] | None = None  # of plain content: an event around its text
-    written: int = 0  # characters, for text_offset
     details: list[TokenDetail] = field(default_factory=list)  # log-probabilities not written yet
     calls: int = 0  # of tools, written
 
@@ -77,6 +76,8 @@ class Answer(ABC):
     chunk_kind: str
     opening: tuple[Part, ...] = ()  # what precedes a choice's first content
     schema_key = "response_format"  # that an engine's refusal of the schema is about
+    # What splitters look for in the text; None: all of it is content.
+    form: tuple[Reasoning | None, Format | None, frozenset[str]] | None = None
 
     def __init__(self, request: Request, body: Generation, generation: GenerationRequest) -> None:
         """`generation`: without a prompt; its seed is that of the first answer to each prompt."""
@@ -92,10 +93,6 @@ class Answer(ABC):
         has_counts = self.options.continuous_usage_stats
         self.is_plain = generation.sampling.logprobs is None and not has_counts
         self.choices: list[Choice] = []
-
-    def splitter(self) -> Splitter | None:
-        """What finds the parts of a choice's text; None: all of it is content."""
-        return None
 
     @abstractmethod
     def shown(self, choice: Choice, part: Part) -> Any:
@@ -161,8 +158,9 @@ class Answer(ABC):
             deadline_seconds=self.request.seconds_left(),
         )
         stream = self.model.supervisor.submit(sequence)
+        splitter = None if self.form is None else Splitter(*self.form)
         now, index = time.perf_counter(), len(self.choices)
-        self.choices.append(Choice(index, len(ids), stream, now, self.splitter()))
+        self.choices.append(Choice(index, len(ids), stream, now, splitter))
 
     async def _follow(self, choice: Choice) -> None:
         """Take the deltas of one sequence, and write them where the answer is streamed."""
@@ -234,7 +232,6 @@ class Answer(ABC):
                 tokens = 0 if part is ROLE else choice.tokens
                 usage = usage_of(choice.prompt_tokens, tokens, choice.cached)
             data += self._event([self.shown(choice, part)], usage)
-            choice.written += len(part.text)
         if text and self.is_plain and choice.splitter is None and choice.finish is None:
             marked = self._event([self.shown(choice, Part("content", MARK))], usage)
             head, _, tail = marked.partition(encode(MARK))

@@ -32,7 +32,7 @@ def models(crossover: Ask, cache: Path) -> Ask:
     return functools.partial(crossover, "models", CROSSOVER_CACHE=str(cache))
 
 
-def test_make_then_list_then_repair(models: Ask, cache: Path) -> None:
+def test_make_then_list_then_a_damaged_file(models: Ask, cache: Path) -> None:
     made = models("make", "135m")
     assert made.returncode == 0, made.stderr
     assert "smollm2-135m: 134,515,008 parameters, Q4_0" in made.stdout
@@ -45,10 +45,9 @@ def test_make_then_list_then_repair(models: Ask, cache: Path) -> None:
 
     (file,) = cache.glob("synthetic/smollm2-135m/*.gguf")
     os.truncate(file, 5000)
-    done = models("make", "135m", "--verify")
-    assert done.returncode == 0
-    assert "5000 bytes" in done.stderr and "making it again" in done.stderr
-    assert file.stat().st_size > 80_000_000
+    done = models("make", "135m")
+    assert done.returncode == 2
+    assert "5000 bytes" in done.stderr and "delete it and make it again" in done.stderr
 
 
 def test_a_plan_adds_up_and_agrees_with_what_serve_decides(models: Ask) -> None:
