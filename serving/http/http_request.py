@@ -91,7 +91,7 @@ class Request:
         if not _JSON_TYPE.fullmatch(kind):
             text = f"Content-Type {kind[:80].decode('latin-1')!r}; send application/json"
             raise ApiError(415, text, "unsupported_media_type")
-        if b"content-encoding" in headers:
+        if headers.get(b"content-encoding", b"identity") != b"identity":
             text = "Content-Encoding: bodies are taken as they are"
             raise ApiError(415, text, "unsupported_content_encoding")
         most, length = limits.body_bytes, headers.get(b"content-length", b"")
