@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from loadtests.campaign.campaign_file import parse_campaign
+from loadtests.campaign.run_state import repeat_in_turns, repeat_of
+from loadtests.errors import BadRunFolder
 from loadtests.records.run_folder import read_records
 from loadtests.records.run_journal import (
     Calibrated,
@@ -58,7 +60,7 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     assert 0.65 * truth < found.held <= rate < truth
     assert world.now < 240
     (made,) = of_kind(read_records(folder).events, Calibrated)
-    assert made.law is not None
+    assert made.law is not None and made.limits["own"].limit == pytest.approx(truth, rel=0.15)
     for part in ("alone: 20 (100%) of 20 good", "calibrated in", "holds", "complete:"):
         assert part in world.said.getvalue(), part
 
@@ -187,3 +189,20 @@ def test_given_rates_are_measured_in_their_order(tmp_path: Path) -> None:
     check_folder(folder)
     assert rates(folder) == [1.5, 0.5]
     assert [one.window_seconds for one in started(folder)[1:]] == [20.0, 20.0]
+
+
+def test_a_run_is_repeated_level_by_level_with_its_seeds(tmp_path: Path) -> None:
+    world = Simulated()
+    folder = world.run(campaign(), tmp_path / "first")
+    again = world.run(repeat_of(folder), tmp_path / "again")
+    check_folder(again)
+
+    def measured(run: Path) -> list[tuple[float | None, int]]:
+        counts = [one for one in started(run) if one.purpose is not CALIBRATION]
+        return [(one.rate_per_second, one.seed) for one in counts]
+
+    assert measured(again) == measured(folder)
+    arms = repeat_in_turns([folder], 2, lambda plan: world.run(plan, tmp_path / "turns"))
+    assert [measured(run) for run in arms[0]] == [measured(folder)] * 3
+    with pytest.raises(BadRunFolder, match="holds no run"):
+        repeat_of(tmp_path)

@@ -8,14 +8,7 @@ import msgspec
 import pytest
 
 from loadtests.campaign.campaign_file import DEMO, Cell, Plan, parse_campaign, read_campaign
-from loadtests.campaign.cell_selection import (
-    law_of_times,
-    layout_of,
-    shares,
-    to_confirm,
-    why_not,
-    with_engine,
-)
+from loadtests.campaign.cell_selection import law_of_times, layout_of, shares, to_confirm, why_not
 from loadtests.campaign.model_size_selection import (
     MEASURED,
     around_the_limit,
@@ -24,7 +17,7 @@ from loadtests.campaign.model_size_selection import (
     with_rungs,
 )
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import campaign_of, seed_of
+from loadtests.campaign.run_state import repeat_of, seed_of
 from loadtests.campaign.server_launch import serve_command
 from loadtests.errors import BadCampaign
 from loadtests.records.run_folder import read_records
@@ -90,9 +83,9 @@ def test_cells_that_are_only_estimated_get_little_and_the_others_share_the_rest(
     )
     confirmed = to_confirm(plan.campaign, plan.cells)
     assert {key.split("-Q")[0] for key in confirmed} == {"smollm2-135m", "smollm2-360m"}
-    found = shares(plan.cells, confirmed, 480.0)
+    found = shares(plan.campaign, plan.cells, confirmed, 480.0)
     assert sorted(found.values()) == [60.0, 60.0, 180.0, 180.0]
-    assert set(shares(plan.cells, confirmed, 40.0).values()) == {10.0}
+    assert set(shares(plan.campaign, plan.cells, confirmed, 40.0).values()) == {10.0}
     everyone = parse_campaign('name = "x"\nmodels = ["8b", "a/b"]')
     assert to_confirm(everyone.campaign, everyone.cells) == {c.key for c in everyone.cells}
 
@@ -218,8 +211,7 @@ def test_the_fastest_engine_is_the_one_that_would_hold_most(kept: Path, tmp_path
     rates = {one.backend: one.requests_per_second for one in choice.engines}
     assert rates["onnx"] == pytest.approx(2 * (rates["llama_cpp"] or 0), rel=0.35)
     assert "best engine: of the engines that can run here" in world.said.getvalue()
-    run = read_records(folder)
-    cell = with_engine(campaign_of(run.manifest)[1][0], run.events)
+    (cell,) = repeat_of(folder).cells
     assert (cell.key, cell.backend) == ("smollm2-135m-best", "onnx")
     layout = layout_of(cell, allowed_cores())
     assert layout is not None
