@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +53,6 @@ class Wish(msgspec.Struct, frozen=True):
     weight_format: str
     cache: Path
     progress: Progress | None = None
-    full_check: bool = False
 
     def file_name(self, name: str) -> str:
         """The file or folder for a model of this name."""
@@ -138,18 +136,6 @@ def converted_models(cache: Path) -> dict[Path, Manifest]:
     return found
 
 
-def delete_synthetic(spec: ModelSpec, wish: Wish) -> bool:
-    """Remove a rung's weights from the cache; False where there are none."""
-    path = synthetic_path(spec, wish)
-    was_there = path.exists()
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-        manifest_path(path).unlink(missing_ok=True)
-    return was_there
-
-
 def tokenizer_folder(spec: ModelSpec, cache: Path) -> Path:
     """The shipped tokenizer at the model's vocabulary; its checksum is in the folder's name."""
     called = f"{spec.vocabulary}-{spec.context}-{shipped_mark()}"
@@ -207,7 +193,7 @@ def _made(
             make()
             manifest = read_manifest(path)
             assert manifest is not None
-        verify(path, manifest, full=wish.full_check, progress=wish.progress)
+        verify(path, manifest, progress=wish.progress)
     return manifest
 
 

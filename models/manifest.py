@@ -84,10 +84,8 @@ def write_manifest(weights: Path, manifest: Manifest) -> None:
     write_atomically(manifest_path(weights), text)
 
 
-def verify(
-    weights: Path, manifest: Manifest, *, full: bool = False, progress: Progress | None = None
-) -> None:
-    """Check sizes always, checksums when `full` or never checked before.
+def verify(weights: Path, manifest: Manifest, *, progress: Progress | None = None) -> None:
+    """Check sizes always, checksums of files that are new or changed since.
 
     Raises BrokenWeights naming the file and both values.
     """
@@ -107,7 +105,7 @@ def verify(
             )
         stamp += f"{name} {found.st_size} {found.st_mtime_ns} {found.st_ino}\n"
     stamp_file = manifest_path(weights).with_suffix(".verified")
-    if not full and stamp_file.is_file() and stamp_file.read_text(encoding="utf-8") == stamp:
+    if stamp_file.is_file() and stamp_file.read_text(encoding="utf-8") == stamp:
         return
     for number, (name, facts) in enumerate(manifest.files.items()):
         if progress:

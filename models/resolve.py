@@ -87,17 +87,14 @@ def resolve(
     weight_format: str | None = None,
     cache: str | Path | None = None,
     progress: Progress | None = None,
-    full_check: bool = False,
 ) -> ResolvedModel:
     """Find or make the files of `kind` (gguf, hf, onnx, none) for the model `name`.
-
-    `full_check` compares checksums even of files that were checked before.
 
     Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where the disk is too small
     or a converter died.
     """
     chosen = weight_format_of(kind, weight_format)
-    wish = Wish(kind, chosen, cache_dir(cache), progress, full_check)
+    wish = Wish(kind, chosen, cache_dir(cache), progress)
     # Else `chosen` is a default, and files that are there may have another format.
     is_asked = bool(weight_format)
     if kind == "none":
@@ -272,7 +269,7 @@ def _checked_manifest(path: Path, wish: Wish) -> Manifest | None:
     """The manifest of weights that we made, compared with them; None for those of others."""
     manifest = read_manifest(path)
     if manifest is not None:
-        verify(path, manifest, full=wish.full_check, progress=wish.progress)
+        verify(path, manifest, progress=wish.progress)
     return manifest
 
 

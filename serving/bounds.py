@@ -14,7 +14,6 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from models.formatting import size
 from serving.errors import ServingError, Unsupported
 
 Count = Annotated[int, Meta(ge=1)]
@@ -107,31 +106,13 @@ def unbounded(kind: Any) -> Any:
     return kind
 
 
-def span(kind: Any) -> str | None:
-    """The bounds within a type as help: `Annotated[int, Meta(ge=1)] | None` -> "<int >= 1>"."""
-    parts = get_args(kind)
-    for meta in parts:
-        if isinstance(meta, Meta) and not meta.extra:
-            limits = {">=": meta.ge, ">": meta.gt, "<=": meta.le, "<": meta.lt}
-            told = [f"{sign} {limit:g}" for sign, limit in limits.items() if limit is not None]
-            return f"<{parts[0].__name__} {', '.join(told)}>"
-    return next(filter(None, map(span, parts)), None)
-
-
-def parse_bytes(text: str, option: str, least_bytes: int = 1 << 20) -> int:
-    """24GiB, 24G (the same), 24GB (decimal) or a number of bytes. Raises ServingError, which names
-    the option."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB|B|)|B|)\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ServingError(
-            f"{option} {text!r} is no size; write it like 24GiB, 24GB or 25769803776"
-        )
-    letter, suffix = (match[2] or "").upper(), (match[3] or "").lower()
-    base = 1000 if suffix == "b" else 1024
-    size_bytes = int(float(match[1]) * base ** " KMGT".index(letter or " "))
-    if size_bytes < least_bytes:
-        unit = "GiB" if least_bytes >= 1 << 20 else "MiB"
-        raise ServingError(
-            f"{option} {text!r} is less than {size(least_bytes)}; did you mean {match[1]}{unit}?"
-        )
-    return size_bytes
+def parse_bytes(text: str, option: str) -> int:
+    """24GiB, 24G (the same), 24GB (decimal) or a number of bytes from 1 MiB on. Raises
+    ServingError, which names the option."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB|B|)|)\s*", text, re.IGNORECASE)
+    letter, suffix = (match[2] or " ", match[3] or "") if match else (" ", "")
+    base = 1000 if suffix.lower() == "b" else 1024
+    size = float(match[1]) * base ** " KMGT".index(letter.upper()) if match else 0.0
+    if size < 1 << 20:
+        raise ServingError(f"{option} {text!r} is no size; write it like 24GiB or 24GB")
+    return int(size)

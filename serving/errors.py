@@ -91,18 +91,13 @@ class ContextOverflow(ServingError):
         parameter: str,
         at_least: bool = False,
     ) -> None:
-        asked = prompt_tokens + (max_tokens or 0)
         parts = f"{'at least ' if at_least else ''}{prompt_tokens} in the {parameter}"
-        shorter = parameter
-        if max_tokens:
-            parts += f", {max_tokens} in the completion"
-            shorter += " or completion"
+        parts += f", {max_tokens} in the completion" if max_tokens else ""
         super().__init__(  # the words that clients look for
             f"This model's maximum context length is {context_tokens} tokens. However, you "
-            f"requested {asked} tokens ({parts}). Please reduce the length of the {shorter}."
+            f"requested {prompt_tokens + (max_tokens or 0)} tokens ({parts}). Please reduce the "
+            f"length of the {parameter}{' or completion' if max_tokens else ''}."
         )
-        self.prompt_tokens = prompt_tokens
-        self.context_tokens = context_tokens
         self.parameter = parameter
 
 

@@ -16,7 +16,6 @@ import asyncio
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from prometheus_client import (
@@ -45,40 +44,28 @@ HOLD_PERIOD_SECONDS = 0.05  # between two looks; what is shorter may be missed
 PREFIX = "crossover_"
 PATIENCE_SECONDS = 2.0  # with the GPU's driver, at a scrape
 SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
-LOAD_OUTCOMES = ("ready", "failed")
-UNLOAD_REASONS = ("idle", "evicted", "asked")
-
 
 # Buckets: vLLM's together, with finer ones below for small models and coarser ones above for CPUs.
 SECONDS = (
     "0.0005 0.001 0.0025 0.005 0.01 0.02 0.03 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 1.5 2 2.5"
     " 5 7.5 10 20 30 40 60 80 160 640 2560"
-)
-TOKENS = "1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000"
-
-HISTOGRAMS: dict[str, tuple[str, str]] = {
-    "time_to_first_token_seconds": (SECONDS, "From the request's arrival to its first token"),
-    "inter_token_latency_seconds": (SECONDS, "Gap between two deltas of one sequence"),
-    "request_time_per_output_token_seconds": (SECONDS, "Mean time per output token of a sequence"),
-    "e2e_request_latency_seconds": (SECONDS, "From the request's arrival to its last token"),
-    "request_queue_time_seconds": (SECONDS, "From arrival in the engine to the first step"),
-    "request_prefill_time_seconds": (SECONDS, "From the first step to the first token"),
-    "request_decode_time_seconds": (SECONDS, "From the first token to the last"),
-    "request_prompt_tokens": (TOKENS, "Prompt tokens of one sequence"),
-    "request_generation_tokens": (TOKENS, "Output tokens of one sequence"),
-    "step_seconds": (SECONDS, "One scheduler step of the engine"),
-    "step_backend_seconds": (SECONDS, "The backend's share of one step"),
-    "engine_loop_hold_seconds": (SECONDS, "Between two steps, and of a step beside the backend's"),
+).split()
+HISTOGRAMS: dict[str, str] = {
+    "time_to_first_token_seconds": "From the request's arrival to its first token",
+    "inter_token_latency_seconds": "Gap between two deltas of one sequence",
+    "request_time_per_output_token_seconds": "Mean time per output token of a sequence",
+    "e2e_request_latency_seconds": "From the request's arrival to its last token",
+    "request_queue_time_seconds": "From arrival in the engine to the first step",
+    "request_prefill_time_seconds": "From the first step to the first token",
+    "step_seconds": "One scheduler step of the engine",
+    "step_backend_seconds": "The backend's share of one step",
+    "engine_loop_hold_seconds": "Between two steps, and of a step beside the backend's",
 }
 COUNTERS: dict[str, str] = {
     "prompt_tokens": "Prompt tokens of sequences that got a token",
     "generation_tokens": "Output tokens",
     "prefix_cache_queries": "Prompt tokens looked up in earlier sequences' KV",
     "prefix_cache_hits": "Prompt tokens taken from an earlier sequence's KV",
-}
-FINISHED: dict[str, str] = {
-    "request_success": "Sequences that ended as they should",
-    "request_failure": "Sequences that did not",
 }
 _NO_STATS = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
 
@@ -121,9 +108,6 @@ class Metrics:
         self.e2e = own["e2e_request_latency_seconds"]
         self.queue = own["request_queue_time_seconds"]
         self.prefill = own["request_prefill_time_seconds"]
-        self.decode = own["request_decode_time_seconds"]
-        self.prompt_lengths = own["request_prompt_tokens"]
-        self.output_lengths = own["request_generation_tokens"]
         self.step = own["step_seconds"]
         self.step_backend = own["step_backend_seconds"]
         self.engine_holds = own["engine_loop_hold_seconds"]
@@ -131,13 +115,12 @@ class Metrics:
         self.generation_tokens = own["generation_tokens"]
         self.cache_queries = own["prefix_cache_queries"]
         self.cache_hits = own["prefix_cache_hits"]
-        success, failure = (server.finished[name] for name in FINISHED)
         self.finished = {
-            reason: (success if reason in SUCCESSES else failure).labels(model, reason)
+            reason: server.finished[reason in SUCCESSES].labels(model, reason)
             for reason in FinishReason
         }
-        self.loads: Counts[str] = Counts(dict.fromkeys(LOAD_OUTCOMES, 0))
-        self.unloads: Counts[str] = Counts(dict.fromkeys(UNLOAD_REASONS, 0))
+        self.loads: Counts[str] = Counts(ready=0, failed=0)
+        self.unloads: Counts[str] = Counts(idle=0, evicted=0, asked=0)
 
     def stepped(self, stats: StepStats) -> None:
         """The engine finished one step."""
@@ -157,24 +140,23 @@ class ServerMetrics(Collector):
         self.registry = CollectorRegistry(auto_describe=False)
         into: dict[str, Any] = {"registry": self.registry}
         self.families: dict[str, Any] = {  # with the label of a model
-            name: Histogram(PREFIX + name, text, ["model_name"], buckets=bounds.split(), **into)
-            for name, (bounds, text) in HISTOGRAMS.items()
+            name: Histogram(PREFIX + name, text, ["model_name"], buckets=SECONDS, **into)
+            for name, text in HISTOGRAMS.items()
         }
         for name, text in COUNTERS.items():
             self.families[name] = Counter(PREFIX + name, text, ["model_name"], **into)
+        text, labels = "Sequences by how they ended", ["model_name", "finished_reason"]
         self.finished = {
-            name: Counter(PREFIX + name, text, ["model_name", "finished_reason"], **into)
-            for name, text in FINISHED.items()
+            good: Counter(f"{PREFIX}request_{name}", text, labels, **into)
+            for good, name in ((True, "success"), (False, "failure"))
         }
-        text = "Requests answered with an error, by its code"
-        labels = ["model_name", "reason"]
+        text, labels = "Requests answered with an error, by its code", ["model_name", "reason"]
         self.rejected = Counter(PREFIX + "request_rejected", text, labels, **into)
         text, labels = "Answers by route and status", ["route", "status"]
         self.responses = Counter(PREFIX + "http_responses", text, labels, **into)
         text = "Time that the HTTP side did nothing else"
-        self.loop_holds = Histogram(
-            PREFIX + "event_loop_hold_seconds", text, buckets=SECONDS.split(), **into
-        )
+        name = PREFIX + "event_loop_hold_seconds"
+        self.loop_holds = Histogram(name, text, buckets=SECONDS, **into)
         text = "Requests that are being answered"
         self.open_requests = Gauge(PREFIX + "http_requests_open", text, **into)
         text = "Tasks of the HTTP side's event loop"
@@ -191,10 +173,8 @@ class ServerMetrics(Collector):
         del self.models[model]
         for family in self.families.values():
             family.remove(model)
-        for family in self.finished.values():
-            for reason in FinishReason:
-                with suppress(KeyError):  # each reason is of one family
-                    family.remove(model, reason)
+        for reason in FinishReason:
+            self.finished[reason in SUCCESSES].remove(model, reason)
 
     async def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -220,11 +200,8 @@ class ServerMetrics(Collector):
         yield _family("model_unloads", "Times the model was unloaded", "reason", unloads, True)
         memory = {(name, str(pid)): resident_bytes(pid) for name, s in served for pid in s.pids}
         yield _family("engine_process_memory_bytes", "RSS of engine processes", "pid", memory)
-        gpus = GaugeMetricFamily(
-            PREFIX + "gpu_memory_bytes",
-            "Memory of each GPU, as its driver says",
-            labels=["gpu", "name", "kind"],
-        )
+        name, text = PREFIX + "gpu_memory_bytes", "Memory of each GPU, as its driver says"
+        gpus = GaugeMetricFamily(name, text, labels=["gpu", "name", "kind"])
         for gpu in self._gpus:
             for kind, size in (("used", gpu.used_bytes), ("total", gpu.total_bytes)):
                 if size is not None:
@@ -233,11 +210,7 @@ class ServerMetrics(Collector):
 
 
 def _family(
-    name: str,
-    text: str,
-    label: str,
-    values: Mapping[Any, float | None],
-    is_count: bool = False,
+    name: str, text: str, label: str, values: Mapping[Any, float | None], is_count: bool = False
 ) -> Metric:
     """A family with a value for each model, and for each value of `label` where there is one."""
     kind = CounterMetricFamily if is_count else GaugeMetricFamily

@@ -35,8 +35,8 @@ from serving.server_options import Policy, ServeOptions
 APPLICATION = "crossover"
 # Options that one process on one machine can honour, and replicas behind Ray's proxy cannot.
 REFUSED = (
-    *("models_file", "memory_limit", "max_loaded_models", "idle_unload_seconds"),
-    *("admin_key_env", "admin_key_file", "cores", "api_cores"),
+    *("models_file", "memory_limit", "idle_unload_seconds"),
+    *("admin_key_env", "cores", "api_cores"),
 )
 
 
@@ -107,15 +107,14 @@ def connect() -> list[dict[str, Any]]:
     processes have. Its living nodes, as Ray describes them. Raises ServingError."""
     address = os.environ.get("RAY_ADDRESS")
     settings: dict[str, Any] = {}
-    # What Ray reads once, when it is imported: no telemetry,
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray reads these when it is imported
     if address is None:
-        # 127.0.0.1 where it is named, not the machine's own address,
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        os.environ.update(python_variables())  # no code of the folder one stands in,
-        os.environ["RAY_AUTH_MODE"] = "token"  # and a key.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # 127.0.0.1 where it is named
+        os.environ.update(python_variables())  # no code of the folder one stands in
+        os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         settings = {"num_cpus": len(allowed_cores()), "_node_ip_address": "127.0.0.1"}
+        settings["include_dashboard"] = False
     import ray
 
     try:
@@ -125,7 +124,6 @@ def connect() -> list[dict[str, Any]]:
                 namespace=APPLICATION,
                 log_to_driver=False,
                 configure_logging=False,
-                include_dashboard=False if address is None else None,
                 **settings,
             )
     except (ConnectionError, RuntimeError, ValueError) as problem:
@@ -143,7 +141,7 @@ def share_of(nodes: list[dict[str, Any]], options: ServeOptions) -> tuple[int, i
     wanted = range(max(cores, default=0), 0, -1) if options.threads is None else (options.threads,)
     cpus = next((n for n in wanted if sum(have // n for have in cores) >= count), None)
     if cpus is None:
-        each = "1 core" if options.threads is None else f"--threads {options.threads}"
+        each = f"--threads {options.threads or 1}"
         raise ServingError(f"--replicas {count}, {each} each, do not fit: nodes have {cores} cores")
     takes_gpu = options.policy is not Policy.cpu_only and sum(gpus) >= count
     if options.policy is Policy.gpu_only and not takes_gpu:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -149,14 +148,8 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_limit: Annotated[
         str | None, option(SEVERAL, "RAM for all engines together, e.g. 24GiB.", "", "SIZE")
     ] = None
-    max_loaded_models: Annotated[
-        Count | None, option(SEVERAL, "Models loaded at the same time.")
-    ] = None
     admin_key_env: Annotated[
         str | None, option(SEVERAL, "Variable with the key of the /admin/ routes.", "", "NAME")
-    ] = None
-    admin_key_file: Annotated[
-        str | None, option(SEVERAL, "File with the key of the /admin/ routes.", "", "FILE")
     ] = None
     host: Annotated[
         str, option(HTTP, "Address to listen on. 0.0.0.0 opens it to the network: set a key.")
@@ -168,16 +161,10 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     api_key_env: Annotated[
         str | None, option(HTTP, "Environment variable that holds the API key.", "", "NAME")
     ] = None
-    api_key_file: Annotated[
-        str | None, option(HTTP, "File that holds the API key.", "", "FILE")
-    ] = None
     ready_file: Annotated[
         str | None,
         option(HTTP, "Written (JSON: url, pid, ...) when an engine is ready.", "", "FILE"),
     ] = None
-    log_requests: Annotated[bool, option(HTTP, "Log every request as one JSON object a line.")] = (
-        False
-    )
     api_cores: Annotated[
         str, option(MACHINE, "Cores of HTTP. Default: those left; without any, the engine's.")
     ] = ""
@@ -201,9 +188,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     deadline_seconds: Annotated[
         PositiveSeconds | None,
         option(QUEUE, "Most seconds of a request; it may ask for less.", "deadline"),
-    ] = None
-    max_body: Annotated[
-        str | None, option(HTTP, "Largest body of a request. Default: by slots.", "", "SIZE")
     ] = None
     drain_seconds: Annotated[
         Seconds,
@@ -258,17 +242,14 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
 def _entries(file: str, where: str) -> list[dict[str, Any]]:
     """The [[model]] tables of a models file. Raises ServingError."""
     try:
-        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        return msgspec.toml.decode(Path(file).read_bytes(), type=_ModelsFile).model
     except OSError as problem:
         raise ServingError(f"{where}: {problem.strerror}") from problem
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise ServingError(f"{where} is no TOML: {problem}") from problem
-    for key in content.keys() - {"model"}:
-        raise ServingError(f"{where}: unknown key {key!r}; [[model]] sections are known")
-    return converted(content, _ModelsFile, f"{where}: ").model
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise ServingError(f"{where}: {problem}") from problem
 
 
-class _ModelsFile(msgspec.Struct):
+class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
     model: Annotated[list[dict[str, Any]], Meta(min_length=1)]
 
 

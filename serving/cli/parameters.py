@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_origin
 import msgspec
 import typer
 
-from serving.bounds import about, converted, flags_of, span, unbounded
+from serving.bounds import about, converted, flags_of, unbounded
 from serving.errors import ServingError
 
 
@@ -44,8 +44,7 @@ def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parame
         kind, default = list[str] | None, None
     shown: dict[str, Any] = {
         "help": re.sub(r"\[(?=[a-z#/@])", r"\\[", said.text),  # what rich would take as a tag
-        # Bounds are for `converted` to check: its messages name the option and the value.
-        "metavar": said.metavar or span(field.type),
+        "metavar": said.metavar or None,
     }
     if said.is_argument:
         info: Any = typer.Argument(**shown)

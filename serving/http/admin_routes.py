@@ -14,26 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
 
 from models.errors import ModelError
 from models.machine import available_bytes
-from serving.errors import LoadFailed, NoRoom, ServingError
+from serving.errors import ServingError
+from serving.http.api_errors import ApiError, as_answer, invalid, try_again
 from serving.http.api_schemas import Wire
-from serving.http.errors import ApiError, as_answer, invalid, scrubbed, try_again
 from serving.http.http_request import Request
-from serving.placement.placement_policy import NoPlacement
 from serving.registry.engine_config import prepare
 from serving.registry.loaded_model import ServedModel, read_vocabulary
 from serving.registry.model_registry import Registry
 from serving.server_options import model_options
-from serving.supervisor.supervisor import Background
-
-# What one of these raises is in the model's state, in the log, and in the answer of whoever waited.
-_background = Background("an admin route", expected=(ServingError, ModelError))
 
 
 class UnloadRequest(Wire, kw_only=True, frozen=True):
@@ -48,50 +43,40 @@ UNLOAD = msgspec.json.Decoder(UnloadRequest)
 
 
 async def list_models(request: Request) -> None:
-    """All models, and the memory they share; a limit that is null does not hold."""
+    """All models, and the memory they share; `memory_limit_bytes` null: what the machine has."""
     registry = _registry(request)
-    states = [_state(tenant) for tenant in registry.models.values()]
-    memories = [one["memory"] for one in states if one["memory"]["loaded"]]
-    loaded = sum(one["measured_bytes"] or one["predicted_bytes"] for one in memories)
-    shared = {
-        "loaded_bytes": loaded,
-        "available_bytes": available_bytes(),  # what a new process can take
-        "memory_limit_bytes": registry.limits.memory_bytes,
-        "max_loaded_models": registry.limits.most_loaded,
-    }
-    await request.answer({"models": states} | shared)
+    await request.answer(
+        {
+            "models": [_state(model) for model in registry.models.values()],
+            "available_bytes": available_bytes(),  # what a new process can take
+            "memory_limit_bytes": registry.limits.memory_bytes,
+        }
+    )
 
 
-def _state(tenant: ServedModel) -> dict[str, Any]:
+def _state(model: ServedModel) -> dict[str, Any]:
     """One model, and what its engines' processes take (RSS); what is not known is null."""
-    supervisor, model = tenant.supervisor, tenant.prepared.model
-    metrics, progress = tenant.metrics, tenant.progress()
-    is_loaded = bool(supervisor.pids)
-    predicted = sum(attempt.need_bytes for attempt in tenant.attempts())
-    idle = None if tenant.used_unix is None else round(time.monotonic() - tenant.used_at, 3)
+    supervisor, placement, progress = model.supervisor, model.placement, model.progress()
+    predicted = sum(attempt.need_bytes for attempt in model.attempts())
     return {
-        "name": tenant.served_name,
-        "source": model.source,
-        "state": tenant.state,
-        "reason": scrubbed(supervisor.reason or "") or None,
-        "policy": model.policy,
+        "name": model.served_name,
+        "source": model.prepared.model.source,
+        "state": model.state,
+        "reason": supervisor.reason,
+        "policy": model.prepared.model.policy,
         "engine": supervisor.label,
-        "weight_format": tenant.placement.weight_format,
-        "on_demand": tenant.on_demand,
+        "engine_pid": supervisor.engine_pid,
+        "weight_format": placement.weight_format,
+        "on_demand": model.on_demand,
         "loading": progress and {"what": progress[0], "fraction": progress[1]},
-        "problem": scrubbed(tenant.problem or "") or None,
+        "problem": model.problem,
         "memory": {
-            "device": tenant.placement.device,
-            "predicted_bytes": predicted or tenant.placement.need_bytes,
-            "measured_bytes": tenant.measured_bytes if is_loaded else None,
-            "loaded": is_loaded,
+            "device": placement.device,
+            "predicted_bytes": predicted or placement.need_bytes,
+            "measured_bytes": model.measured_bytes if supervisor.pids else None,
         },
         "in_flight": supervisor.in_flight,
-        "idle_seconds": idle,
-        "restarts": supervisor.restarts,
-        "fallbacks": supervisor.fallbacks,
-        "loads": metrics.loads["ready"],
-        "engine_pid": supervisor.engine_pid,
+        "idle_seconds": round(time.monotonic() - model.used_at, 3),
     }
 
 
@@ -101,8 +86,7 @@ async def load_model(request: Request) -> None:
     if not isinstance(name, str):
         raise invalid("name: a text is needed", "name")
     if name in registry.models:
-        more = sorted(given.keys() - {"name"})
-        if more:
+        if more := sorted(given.keys() - {"name"}):
             text = f"{name} is served already, so {more[0]} cannot be given"
             raise invalid(text, more[0])
         await _do(request, name, registry.load(name))
@@ -135,27 +119,16 @@ async def unload_model(request: Request) -> None:
     await _do(request, body.name, registry.unload(body.name, body.drain))
 
 
-async def _do(request: Request, name: str, work: Coroutine[Any, Any, Any]) -> None:
-    """Run it to its end even when the client goes away; answer with the state then."""
-    task = _background.keep(work)
+async def _do(request: Request, name: str, work: Awaitable[Any]) -> None:
+    """Do it to its end, also when the client goes away; answer with the state then."""
     try:
-        await asyncio.shield(task)
+        await work
+        await asyncio.sleep(0)  # a load that it has cancelled ends first
     except asyncio.CancelledError:
-        if not task.cancelled():
-            raise
         text = f"the load of {name!r} was given up: it was unloaded, or the server ends"
         raise try_again(503, text, "unloaded", 5.0) from None
     except (ServingError, ModelError) as problem:
-        answer = as_answer(problem)
-        text = str(problem)
-        match problem:
-            case NoRoom():
-                answer = try_again(503, text, "no_room", 5.0)
-            case NoPlacement():
-                answer = ApiError(507, text, "does_not_fit")
-            case LoadFailed():
-                answer = ApiError(500, text, "load_failed")
-        raise answer or invalid(text, code="wrong_model") from problem
+        raise (as_answer(problem) or invalid(str(problem), code="wrong_model")) from problem
     await request.answer(_state(_registry(request).models[name]))
 
 

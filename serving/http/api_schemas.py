@@ -14,7 +14,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from serving.http.errors import ApiError, invalid
+from serving.http.api_errors import ApiError, invalid
 
 T = TypeVar("T")
 _INT31 = 2**31 - 1
@@ -54,13 +54,10 @@ class ResponseFormat(Wire, kw_only=True, frozen=True):
 TokenId = Annotated[int, Meta(ge=0, le=_INT31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Repetition = Annotated[float, Meta(ge=0.01, le=100)]
 Alternatives = Annotated[int, Meta(ge=0, le=20)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 MaxTokens = Annotated[int, _about("At most what the context leaves; -1: that.", ge=-1, le=_INT31)]
-MinTokens = Annotated[int, _about("No end before so many tokens.", ge=0, le=_INT31)]
-Deadline = Annotated[float, _about("From arrival; past it: an error.", ge=0.001, le=86400)]
 SpecialTokens = Annotated[bool, _about("Begin a text with the model's BOS token; default true.")]
 AssistantHead = Annotated[bool, _about("End the prompt with the assistant's head; default true.")]
 TemplateVariables = Annotated[dict[str, Any], _about("Such as enable_thinking.")]
@@ -72,7 +69,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     model: Annotated[str, _about("Left out: the only model that is served.")] | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
-    min_tokens: MinTokens | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_INT31)] | None = None
     temperature: Annotated[float, _about("0 is greedy; left out: 1.0.", ge=0, le=2)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, _about("-1 or 0: all tokens.", ge=-1, le=_INT31)] | None = None
@@ -80,7 +77,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     seed: Annotated[int, _about("Left out: drawn.", ge=-_INT64, le=_INT64 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[int, Bias], Meta(max_length=1024)] | None = None
     n: Annotated[int, _about("Answers to each prompt.", ge=1, le=128)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
@@ -91,7 +88,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     grammar: Annotated[str, _about("GBNF, where the backend can.")] | None = None
-    deadline_seconds: Deadline | None = None
+    deadline_seconds: Annotated[float, Meta(ge=0.001, le=86400)] | None = None
     # Without effect: clients send them.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -225,21 +222,16 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def _explained(message: str) -> ApiError:
-    """msgspec's sentence as ours, with the parameter's path as OpenAI writes it.
-
-    The sentence may repeat a key or value of any length: it is cut before a regular expression
-    sees it. Its end, which says where, is kept.
-    """
-    if len(message) > _LONGEST:
+    """msgspec's sentence as ours, with the parameter's path as OpenAI writes it."""
+    if len(message) > _LONGEST:  # it repeats a key or value; its end, which says where, is kept
         message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
     found = _WHERE.match(message)
     assert found is not None, "it matches any text"
-    what, path = found["what"], (found["path"] or "").removesuffix("[...]")
-    field = _FIELD.search(what[:1].lower() + what[1:])
-    if field:
+    what = found["what"][:1].lower() + found["what"][1:]
+    path = (found["path"] or "").removesuffix("[...]")
+    if field := _FIELD.search(what):
         param = f"{path}.{field[2]}" if path else field[2]
         return invalid(f"{field[1].split()[0]} field {param!r}", param)
-    what = what[:1].lower() + what[1:]
     if path.endswith(".type") and ".content[" in path:
         what = f"only parts of type 'text' are supported; {what}"
     return invalid(f"{path or 'the body'}: {what}", path or None)
@@ -251,17 +243,13 @@ Finish = Literal["stop", "length", "tool_calls"]
 Choice = TypeVar("Choice")
 
 
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
 class Usage(msgspec.Struct, frozen=True):
-    """`prompt_tokens_details`: the prompt tokens that were found in the KV cache, where known."""
+    """`prompt_tokens_details`: cached_tokens, found in the KV cache, where that is known."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: dict[str, int] | None = None
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from models.errors import BadChat
 from serving.engine.ipc_messages import TokenDetail
+from serving.http.api_errors import invalid
 from serving.http.api_schemas import (
     CHAT,
     ChatChoice,
@@ -18,20 +19,16 @@ from serving.http.api_schemas import (
     Message,
     TokenizeRequest,
 )
-from serving.http.errors import invalid, scrubbed
 from serving.http.http_request import Request
-from serving.http.request_validation import check_sequences, deadline_of, token_limit, validate
+from serving.http.request_validation import token_limit, validate
 from serving.http.sse_stream import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.tool_calls import (
     THINK,
     THOUGHT,
-    Format,
     Part,
     Reasoning,
-    Splitter,
     format_of,
     offered,
-    schema_of,
     told_of_tools,
 )
 from serving.registry.loaded_model import INLINE_CHARACTERS, TEXT_WORK, ServedModel
@@ -41,13 +38,11 @@ _OURS = frozenset({"messages", "add_generation_prompt", "tools"})
 
 async def chat_completions(request: Request) -> None:
     body = await request.read(CHAT)
-    limits = request.endpoint.limits
-    check_sequences(1, body.n or 1, limits)
-    model = await request.hold(body.model, deadline_of(body, limits))
+    model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
     template = model.tokenizer.chat_template or ""
-    calls = format_of(body, template)
-    generation = validate(body, facts, limits, schema_of(body) if calls == "list" else None)
+    calls, calls_schema = format_of(body, template)
+    generation = validate(body, facts, calls_schema)
     model.supervisor.check_room()  # before a long prompt is tokenised
     is_free = not generation.sampling.is_constrained
     ids, opens_reasoning = await chat_prompt(request, model, body, facts.context_tokens, is_free)
@@ -56,9 +51,8 @@ async def chat_completions(request: Request) -> None:
         reasoning = "open" if opens_reasoning else "maybe"
     answer = ChatAnswer(request, body, generation)
     if reasoning or calls:
-        names = frozenset(tool.function.name for tool in offered(body))
-        answer.form = (reasoning, calls, names)
-    if calls == "list":
+        answer.form = (reasoning, calls, frozenset(tool.function.name for tool in offered(body)))
+    if calls_schema is not None:
         answer.schema_key = "tools"
     await answer.send([(ids, token_limit(body, len(ids), facts))])
 
@@ -96,7 +90,7 @@ async def chat_prompt(
     try:  # a template is a program, and not ours
         text = rendered() if size <= INLINE_CHARACTERS else await TEXT_WORK.run(size, rendered)
     except BadChat as problem:
-        raise invalid(scrubbed(str(problem)), "messages") from None
+        raise invalid(str(problem), "messages") from None
     ids = await model.tokens(text, "messages", most=most, parse_special=True)
     return ids, text.rstrip().endswith(THINK)
 
@@ -141,39 +135,28 @@ def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class ChatAnswer(Answer):
-    """`form`: what its splitters look for in the text; None: all of it is content."""
-
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     opening = (ROLE,)
-    form: tuple[Reasoning | None, Format | None, frozenset[str]] | None = None
-
-    def splitter(self) -> Splitter | None:
-        return None if self.form is None else Splitter(*self.form)
 
     def shown(self, choice: Choice, part: Part) -> ChatChoice:
         delta, finish = ChatDelta(), None
-        match part.kind:
-            case "content":
-                delta = ChatDelta(content=part.text)
-            case "role":
-                delta = ChatDelta(role="assistant", content="")
-            case "reasoning":
-                delta = ChatDelta(reasoning_content=part.text)
-            case "end":
-                is_call = choice.finish == "stop" and choice.calls
-                finish = "tool_calls" if is_call else choice.finish
-        if part.call is not None:
-            call = msgspec.structs.replace(part.call, index=choice.calls)
-            delta = ChatDelta(tool_calls=[call])
+        if part.kind == "content":
+            delta = ChatDelta(content=part.text)
+        elif part.kind == "role":
+            delta = ChatDelta(role="assistant", content="")
+        elif part.kind == "reasoning":
+            delta = ChatDelta(reasoning_content=part.text)
+        elif part.call is not None:
+            delta = ChatDelta(tool_calls=[msgspec.structs.replace(part.call, index=choice.calls)])
             choice.calls += 1
+        else:
+            finish = "tool_calls" if choice.finish == "stop" and choice.calls else choice.finish
         logprobs = self._logprobs(choice) if choice.details else None
         return ChatChoice(choice.index, UNSET, delta, logprobs, finish)
 
     def whole(self, choice: Choice, parts: Sequence[Part]) -> ChatChoice:
-        content, reasoning = (
-            "".join(part.text for part in parts if part.kind == kind)
-            for kind in ("content", "reasoning")
-        )
+        content = "".join(part.text for part in parts if part.kind == "content")
+        reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
         calls = [part.call for part in parts if part.call is not None]
         message = ChatDelta(
             role="assistant",

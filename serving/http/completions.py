@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from serving.http.api_schemas import COMPLETION, TextChoice
 from serving.http.http_request import Request
-from serving.http.request_validation import deadline_of, prompts_of, token_limit, validate
+from serving.http.request_validation import prompts_of, token_limit, validate
 from serving.http.sse_stream import LOWEST_LOGPROB, Answer, Choice
 from serving.http.tool_calls import Part
-
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 async def completions(request: Request) -> None:
     body = await request.read(COMPLETION)
-    limits = request.endpoint.limits
-    model = await request.hold(body.model, deadline_of(body, limits))
+    model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
-    generation = validate(body, facts, limits)
+    generation = validate(body, facts)
     model.supervisor.check_room()  # before a long prompt is tokenised
     bos, most = body.add_special_tokens is not False, facts.context_tokens
     prompts: list[tuple[list[int], int]] = []
-    for given in prompts_of(body, facts, limits):
+    for given in prompts_of(body, facts, request.endpoint.limits.sequences):
         ids = given
         if prompts:
             await asyncio.sleep(0)  # short texts are tokenised on the loop, one a turn
@@ -47,23 +43,19 @@ class TextAnswer(Answer):
         return TextChoice(choice.index, choice.text, self._logprobs(choice), choice.finish)
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        """In OpenAI's older shape. `text_offset`: characters in the choice's text."""
+        """In OpenAI's older shape, without offsets in the text."""
         if self.generation.sampling.logprobs is None:
             return None
         details, choice.details = choice.details, []
-        tops, offsets = [], []
-        decoder, offset = _UTF8("replace"), choice.written
+        tops = []
         for detail in details:
             pairs = zip(detail.top_ids, detail.top_values, strict=True)
             said = dict(pairs) | {detail.token: detail.logprob}
             tops.append({self._name(token): max(said[token], LOWEST_LOGPROB) for token in said})
-            offsets.append(offset)
-            offset += len(decoder.decode(self.model.bytes_of(detail.token)))
         return {
             "tokens": [self._name(detail.token) for detail in details],
             "token_logprobs": [max(detail.logprob, LOWEST_LOGPROB) for detail in details],
             "top_logprobs": tops,
-            "text_offset": offsets,
         }
 
     def _name(self, token: int) -> str:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from serving.http.errors import ErrorBody
+from serving.http.api_errors import ErrorBody
 from serving.http.http_request import Request
 
-_JSON = "application/json"
 
+class Route(NamedTuple):
+    """A handler, and what the document says of it. `body` and `answer` are types.
 
-@dataclass(frozen=True)
-class Route:
-    """A handler, and what the document says of it. `answer` and `body` are types.
-
-    `path` may end in /{name}, which is any text. `keyed`: the API key is asked for. `streams`: the
-    answer may come as events.
+    `path` may end in /{name}, which is any text. `streams`: the answer may come as events.
     """
 
     method: str
@@ -27,15 +22,14 @@ class Route:
     handler: Callable[[Request], Awaitable[None]]
     summary: str
     body: Any = None
-    answer: Any = dict[str, Any]  # a media type where it is not JSON
+    answer: Any = dict[str, Any]
     streams: bool = False
-    keyed: bool = True
 
 
 def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document of a server with these routes."""
     named = [kind for route in routes for kind in (route.answer, route.body)]
-    types = [ErrorBody, *(kind for kind in named if kind is not None and not isinstance(kind, str))]
+    types = [ErrorBody, *(kind for kind in named if kind is not None)]
     template = "#/components/schemas/{name}"
     found, components = msgspec.json.schema_components(types, ref_template=template)
     schemas = dict(zip(types, found, strict=True))
@@ -51,31 +45,31 @@ def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
+        "security": [{"key": []}, {}],
     }
 
 
 def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {_JSON: {"schema": schemas.get(route.answer)}}
-    if isinstance(route.answer, str):
-        content = {route.answer: {"schema": {"type": "string"}}}
-    error = {"schema": schemas[ErrorBody]}
+    error, answer = _json(schemas[ErrorBody]), _json(schemas[route.answer])
+    if route.answer is str:
+        answer = {"text/plain": answer.popitem()[1]}
     if route.streams:  # before version 3.2 the schema is that of one event's data
         one = {"anyOf": [schemas[route.answer], schemas[ErrorBody], {"const": "[DONE]"}]}
-        content["text/event-stream"] = {"schema": one}
+        answer["text/event-stream"] = {"schema": one}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "responses": {
-            "200": {"description": route.summary, "content": content},
-            "default": {"description": "An error; `code` says which", "content": {_JSON: error}},
+            "200": {"description": route.summary, "content": answer},
+            "default": {"description": "An error; `code` says which", "content": error},
         },
-        "security": [{"key": []}, {}] if route.keyed else [],
     }
-    text = {"type": "string"}
     if route.path.endswith("{name}"):
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": text}]
-    if route.path == "/v1/placement":
-        operation["parameters"] = [{"name": "model", "in": "query", "schema": text}]
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [name]
     if route.body is not None:
-        body = {_JSON: {"schema": schemas[route.body]}}
-        operation["requestBody"] = {"required": True, "content": body}
+        operation["requestBody"] = {"required": True, "content": _json(schemas[route.body])}
     return operation
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

@@ -1,6 +1,6 @@
 """From a decoded request to the GenerationRequest that the engine is sent.
 
-    generation = validate(body, facts, limits)               # shared by its sequences
+    generation = validate(body, facts)               # shared by its sequences
     most = token_limit(body, len(ids), facts)
 
 Pure functions. What a backend cannot do is a 400 that names the parameter.
@@ -13,17 +13,10 @@ from collections.abc import Sequence
 from typing import cast
 
 from serving.engine.ipc_messages import GenerationRequest
-from serving.errors import ContextOverflow, Unsupported
-from serving.http.api_schemas import (
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    encode,
-)
-from serving.http.body_limits import Limits
-from serving.http.errors import invalid
+from serving.errors import ContextOverflow
+from serving.http.api_errors import invalid
+from serving.http.api_schemas import ChatRequest, CompletionRequest, Generation, encode
 from serving.registry.loaded_model import Facts
-from serving.sampling.grammar import check_size
 from serving.sampling.step_rows import GREEDY_BELOW, Sampling
 
 ALL_TOKENS = -1  # as max_tokens: all that the context leaves
@@ -33,9 +26,9 @@ _SEED_MASK = (1 << 63) - 1
 
 
 def validate(
-    body: Generation, facts: Facts, limits: Limits, calls_schema: bytes | None = None
+    body: Generation, facts: Facts, calls_schema: bytes | None = None
 ) -> GenerationRequest:
-    """The request's sampling and stops, without a prompt. Raises ApiError 400.
+    """The request's sampling and stops, without prompt, length and deadline. Raises ApiError 400.
 
     `calls_schema`: of the calls that the answer must consist of.
     """
@@ -43,24 +36,37 @@ def validate(
         raise invalid("stream_options: only allowed together with stream: true", "stream_options")
     if body.stop_token_ids:
         check_ids(body.stop_token_ids, facts, "stop_token_ids")
+    if body.logit_bias:
+        check_ids(list(body.logit_bias), facts, "logit_bias")
+    sampling = _sampling_of(body, facts, calls_schema)
+    drawn = sampling.temperature > 0  # greedy decoding is the same whatever the first five say
+    asked = {
+        "temperature": drawn,
+        "top_p": drawn and sampling.top_p < 1,
+        "top_k": drawn and sampling.top_k > 0,
+        "min_p": drawn and sampling.min_p > 0,
+        "seed": drawn and body.seed is not None,
+        "penalties": sampling.has_penalties,
+        "logit_bias": bool(sampling.logit_bias),
+        "grammar": sampling.grammar is not None,
+        "json_schema": sampling.json_schema is not None,
+        "logprobs": sampling.logprobs is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked and name not in facts.capabilities:
+            text = f"{name} is not supported by the {facts.backend} backend"
+            raise invalid(text, name, "unsupported_parameter")
     return GenerationRequest(
         prompt=[],
         max_tokens=0,
-        sampling=_sampling_of(body, facts, calls_schema),
+        sampling=sampling,
         stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
         stop_token_ids=body.stop_token_ids or [],
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
-        deadline_seconds=deadline_of(body, limits),
         include_stop=bool(body.include_stop_str_in_output),
         whole=not body.stream,
     )
-
-
-def deadline_of(body: Generation, limits: Limits) -> float | None:
-    """Most seconds from the arrival of the request; None: as long as it takes."""
-    deadlines = (body.deadline_seconds, limits.deadline_seconds)
-    return min((d for d in deadlines if d is not None), default=None)
 
 
 def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> Sampling:
@@ -68,8 +74,6 @@ def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> 
     temperature = body.temperature
     if temperature is None:
         temperature = 1.0 if "temperature" in facts.capabilities else 0.0
-    if temperature < GREEDY_BELOW:
-        temperature = 0.0
     logprobs: int | None = None
     if isinstance(body, CompletionRequest):
         logprobs = body.logprobs
@@ -77,23 +81,21 @@ def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> 
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs: needs logprobs: true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    if logprobs is not None:
-        logprobs = min(logprobs, facts.vocabulary)
-    if body.logit_bias:
-        check_ids(list(body.logit_bias), facts, "logit_bias")
-    schema = calls_schema
-    form = body.response_format
-    if form is not None and form.type == "json_object":
-        schema = b'{"type":"object"}'
-    elif form is not None and form.type == "json_schema":
-        if form.json_schema is None:
+    schema, form = calls_schema, body.response_format
+    if form is not None and form.type != "text":
+        if form.type == "json_schema" and form.json_schema is None:
             key = "response_format.json_schema"
             raise invalid(f"{key}: needed with this type", key)
-        schema = encode(form.json_schema.schema)
+        if calls_schema is not None:
+            text = "response_format: not together with calls of tools that must come"
+            raise invalid(text, "response_format")
+        found = {"type": "object"} if form.json_schema is None else form.json_schema.schema
+        schema = encode(found)
     if body.grammar is not None and schema is not None:
-        raise invalid("grammar: not together with response_format", "grammar")
-    sampling = Sampling(
-        temperature=temperature,
+        text = "grammar: not together with response_format or calls of tools that must come"
+        raise invalid(text, "grammar")
+    return Sampling(
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_p=1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P),
         top_k=min(max(body.top_k or 0, 0), facts.vocabulary),
         min_p=body.min_p or 0.0,
@@ -102,45 +104,19 @@ def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> 
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=body.repetition_penalty or 1.0,
         logit_bias=body.logit_bias or {},
-        logprobs=logprobs,
+        logprobs=None if logprobs is None else min(logprobs, facts.vocabulary),
         grammar=body.grammar,
         json_schema=None if schema is None else schema.decode(),
     )
-    schema_key = "response_format" if calls_schema is None else "tools"
-    if sampling.is_constrained:
-        try:
-            check_size(sampling)
-        except Unsupported as problem:
-            key = "grammar" if body.grammar is not None else schema_key
-            raise invalid(str(problem), key, "unsupported_parameter") from None
-    drawn = temperature > 0  # greedy decoding is the same whatever the first five say
-    asked = {
-        "temperature": drawn,
-        "top_p": drawn and sampling.top_p < 1,
-        "top_k": drawn and sampling.top_k > 0,
-        "min_p": drawn and sampling.min_p > 0,
-        "seed": drawn and body.seed is not None,
-        "presence_penalty": sampling.presence_penalty != 0,
-        "frequency_penalty": sampling.frequency_penalty != 0,
-        "repetition_penalty": sampling.repetition_penalty != 1,
-        "logit_bias": bool(sampling.logit_bias),
-        "grammar": body.grammar is not None,
-        schema_key: schema is not None,
-        "logprobs": logprobs is not None,
-    }
-    for param, is_asked in asked.items():
-        capability = "penalties" if param.endswith("penalty") else param
-        capability = "json_schema" if param == schema_key else capability
-        if is_asked and capability not in facts.capabilities:
-            text = f"{param} is not supported by the {facts.backend} backend"
-            raise invalid(text, param, "unsupported_parameter")
-    return sampling
 
 
-def prompts_of(body: CompletionRequest, facts: Facts, limits: Limits) -> list[str | list[int]]:
-    """The completion's prompts, each a text or token ids. Raises ApiError 400."""
+def prompts_of(body: CompletionRequest, facts: Facts, most: int) -> list[str | list[int]]:
+    """The completion's prompts, each a text or token ids. `most`: sequences of one request.
+
+    Raises ApiError 400.
+    """
     prompt = body.prompt
-    if not isinstance(prompt, str) and len(prompt) > facts.context_tokens + limits.sequences:
+    if not isinstance(prompt, str) and len(prompt) > facts.context_tokens + most:
         # before a walk through a million ids
         raise ContextOverflow(len(prompt), None, facts.context_tokens, "prompt")
     if isinstance(prompt, str) or {type(item) for item in prompt} == {int}:
@@ -148,23 +124,17 @@ def prompts_of(body: CompletionRequest, facts: Facts, limits: Limits) -> list[st
     if {type(item) for item in prompt} not in ({str}, {list}):
         text = "prompt: texts, token ids or lists of token ids are needed, all of one kind"
         raise invalid(text, "prompt")
-    found = cast("list[str | list[int]]", prompt)
-    check_sequences(len(found), body.n or 1, limits)
+    found, choices = cast("list[str | list[int]]", prompt), body.n or 1
+    if len(found) * choices > most:
+        param = "n" if choices > 1 else "prompt"
+        asked = f"{len(found)} prompts times {choices} answers"
+        raise invalid(f"{param}: {asked}; {most} sequences a request are allowed", param)
     for ids in found:
         if isinstance(ids, list):
             check_ids(ids, facts, "prompt")
         elif not ids:
             raise invalid("prompt: an empty text; at least one token is needed", "prompt")
     return found
-
-
-def check_sequences(prompts: int, choices: int, limits: Limits) -> None:
-    """Raises ApiError 400 where one request asks for too many sequences."""
-    if prompts * choices > limits.sequences:
-        param = "n" if choices > 1 else "prompt"
-        asked = f"{prompts} prompts times {choices} answers"
-        text = f"{param}: {asked}; {limits.sequences} sequences a request are allowed"
-        raise invalid(text, param)
 
 
 def check_ids(ids: Sequence[int], facts: Facts, param: str) -> None:
@@ -182,25 +152,24 @@ def token_limit(body: Generation, prompt_tokens: int, facts: Facts) -> int:
 
     Raises ApiError 400 for an empty prompt, ContextOverflow.
     """
-    is_chat = isinstance(body, ChatRequest)
-    param = "messages" if is_chat else "prompt"
-    asked, asked_by = body.max_completion_tokens, "max_completion_tokens"
+    param, wanted = "messages", ALL_TOKENS
+    if not isinstance(body, ChatRequest):
+        param, wanted = "prompt", COMPLETION_TOKENS
+    key, asked = "max_completion_tokens", body.max_completion_tokens
     if asked is None:
-        asked, asked_by = body.max_tokens, "max_tokens"
+        key, asked = "max_tokens", body.max_tokens
     elif body.max_tokens not in (None, asked):
-        text = "max_tokens and max_completion_tokens differ; send one of them"
-        raise invalid(text, "max_completion_tokens")
+        raise invalid("max_tokens and max_completion_tokens differ; send one of them", key)
     if asked == 0:
-        raise invalid(f"{asked_by}: at least 1 is needed, got 0", asked_by)
+        raise invalid(f"{key}: at least 1 is needed, got 0", key)
     if prompt_tokens < 1:
         raise invalid(f"{param}: no tokens in it; at least one is needed", param)
     room = facts.context_tokens - prompt_tokens
     if room < 1:
         raise ContextOverflow(prompt_tokens, asked, facts.context_tokens, param)
-    default = ALL_TOKENS if is_chat else COMPLETION_TOKENS
-    wanted = default if asked is None else asked
+    wanted = wanted if asked is None else asked
     limit = room if wanted == ALL_TOKENS else min(wanted, room)
     if (body.min_tokens or 0) > limit:
-        text = f"{body.min_tokens} is more than the {limit} that {asked_by} allows"
-        raise invalid(f"min_tokens: {text}", "min_tokens")
+        text = f"min_tokens: {body.min_tokens} is more than the {limit} that {key} allows"
+        raise invalid(text, "min_tokens")
     return limit

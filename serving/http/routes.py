@@ -1,26 +1,25 @@
 """The route table, and the ASGI application around it.
 
     app = App(router, limits, api_key="...")
-    uvicorn.run(app, **server_options(limits))    # serving.http.http_server
+    uvicorn.run(app, **server_options())    # serving.http.http_server
 
 Every answer, errors too, has X-Request-Id and X-Crossover-Backend; every error has OpenAI's body.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import logging
 import re
-import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from serving.http import admin_routes, status_routes
 from serving.http.admin_routes import UnloadRequest
+from serving.http.api_errors import ApiError, as_answer
 from serving.http.api_schemas import (
     ChatChoice,
     ChatRequest,
@@ -29,19 +28,16 @@ from serving.http.api_schemas import (
     DetokenizeRequest,
     TextChoice,
     TokenizeRequest,
-    encode,
 )
-from serving.http.body_limits import Limits, check_head
 from serving.http.chat_completions import chat_completions
 from serving.http.completions import completions
-from serving.http.errors import ApiError, ClientGone, as_answer
-from serving.http.http_request import Endpoint, Request
+from serving.http.http_request import Endpoint, Limits, Request
 from serving.http.openapi import Route, document
 from serving.registry.loaded_model import ModelRouter
 from serving.server_options import ModelOptions
 
 logger = logging.getLogger("crossover.http")
-CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
+CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in metrics
 
 
 async def openapi(request: Request) -> None:
@@ -54,9 +50,9 @@ _TEXT = ("POST", "/v1/completions", completions, "Continue a text")
 ROUTES = (
     Route(*_CHAT, ChatRequest, Completion[ChatChoice], streams=True),
     Route(*_TEXT, CompletionRequest, Completion[TextChoice], streams=True),
-    Route("GET", "/health", status_routes.health, "The process lives", keyed=False),
-    Route("GET", "/ready", status_routes.ready, "The engine serves", keyed=False),
-    Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", answer="text/plain"),
+    Route("GET", "/health", status_routes.health, "The process lives"),
+    Route("GET", "/ready", status_routes.ready, "The engine serves"),
+    Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", answer=str),
     Route("GET", "/v1/models", status_routes.models, "What is served"),
     Route("GET", "/v1/models/{name}", status_routes.model_card, "One model"),
     Route("POST", "/tokenize", status_routes.tokenize, "To token ids", TokenizeRequest),
@@ -73,7 +69,7 @@ ADMIN_ROUTES = (
 
 
 class App:
-    """Identity, key and limits before the route; errors, counts and a log line after it.
+    """Host, key and route before the handler; errors and counts after it.
 
     `local_names`: a Host that is a name of the DNS is refused. Without `admin_key` there are no
     admin routes.
@@ -104,25 +100,20 @@ class App:
         metrics.open_requests.inc()
         try:
             await self._route(request).handler(request)
-        except ClientGone:
-            request.gone = True
+        except asyncio.CancelledError:
+            if not request.gone:
+                raise
         except Exception as problem:
             await self._fail(request, problem)
         finally:
             metrics.open_requests.dec()
-            if request.release is not None:
-                request.release()
-            status = request.status
-            code = CLIENT_GONE if request.gone or status is None else status
+            request.let_go()
+            code = CLIENT_GONE if request.gone or request.status is None else request.status
             metrics.responses.labels(request.route, str(code)).inc()
-            if logger.isEnabledFor(logging.INFO):
-                logger.info("%s", encode(_log_line(request, code)).decode())
 
     def _route(self, request: Request) -> Route:
-        """Raises ApiError 400 and 431 for a head that cannot be, 401 without the key, 403 for a
-        foreign name of this server, 404 and 405."""
+        """Raises ApiError 403 for a foreign name of this server, 401 without the key, 404, 405."""
         headers, method, path = request.headers, request.scope["method"], request.scope["path"]
-        check_head(request.scope, headers)
         if self._local_names:
             check_host(headers)
         routes = self._table.get(path)
@@ -131,18 +122,18 @@ class App:
             if name and folder in ("", "/v1"):
                 request.parameter = name
                 routes = self._table["/v1/models/{name}"]
-        route = None if routes is None else routes.get(method)
         if path.startswith("/admin/") and self._admin_key is not None:
             check_key(headers, self._admin_key)
-        elif self._api_key is not None and (route is None or route.keyed):
+        elif self._api_key is not None and path not in ("/health", "/ready"):
             check_key(headers, self._api_key)
         if routes is None:
             text = f"there is no {path[:200]} here; /openapi.json lists what there is"
             raise ApiError(404, text, "not_found")
-        if route is None:
+        if method not in routes:
             allowed = ", ".join(sorted(routes))
             text = f"{method} is not allowed on {path[:200]}; {allowed} is"
             raise ApiError(405, text, "method_not_allowed", headers={"Allow": allowed})
+        route = routes[method]
         request.route = route.path
         return route
 
@@ -151,8 +142,7 @@ class App:
         answer = as_answer(problem)
         if answer is None:
             number = request.id.decode()
-            more = {"request_id": number}
-            logger.error("request %s failed", number, exc_info=problem, extra=more)
+            logger.error("request %s failed", number, exc_info=problem)
             text = "the server failed on this request; its log says why"
             answer = ApiError(500, text, "internal_error")
         router = self.endpoint.router
@@ -160,30 +150,6 @@ class App:
         name = "" if model is None else model.served_name
         router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
         await request.fail(answer)
-
-
-def _log_line(request: Request, code: int) -> dict[str, Any]:
-    """One request: what was asked of whom, what came of it, tokens and times."""
-    line: dict[str, Any] = {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "event": "request",
-        "request_id": request.id.decode(),
-        "method": request.scope["method"],
-        "path": request.scope["path"][:200],
-        "status": code,
-        "seconds": round(time.perf_counter() - request.began, 6),
-        "backend": request.backend,
-        "model": request.model and request.model.served_name,
-        "error": request.error,
-    }
-    if request.generated is not None:
-        choices, usage = request.generated.choices, request.generated.usage()
-        line["prompt_tokens"] = usage.prompt_tokens
-        line["completion_tokens"] = usage.completion_tokens
-        line["finish"] = sorted({c.ended_as for c in choices if c.ended_as is not None})
-        firsts = [choice.first for choice in choices if choice.tokens]
-        line["ttft_seconds"] = round(min(firsts) - request.began, 6) if firsts else None
-    return {key: value for key, value in line.items() if value is not None}
 
 
 def check_key(headers: Mapping[bytes, bytes], key: str) -> None:

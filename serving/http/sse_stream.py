@@ -1,9 +1,9 @@
-"""From a valid request to its answer: sequences submitted, deltas written, the client watched.
+"""From a valid request to its answer: sequences submitted, deltas written and counted.
 
     await TextAnswer(request, body, generation).send([(ids, most_tokens)])
 
 The head of a streamed answer leaves with the first delta: until then an error is an answer with its
-own status, and the sequence can move to another engine. A client that goes away cancels its
+own status, and the sequence can move to another engine. A request that ends early cancels its
 sequences.
 """
 
@@ -21,18 +21,17 @@ from msgspec import UNSET, UnsetType
 
 from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
 from serving.errors import EngineState
+from serving.http.api_errors import ApiError, invalid, too_late, try_again
 from serving.http.api_schemas import (
     Completion,
     Finish,
     Generation,
-    PromptTokensDetails,
     StreamOptions,
     Usage,
     encode,
 )
-from serving.http.errors import ApiError, ClientGone, invalid, scrubbed, too_late, try_again
-from serving.http.http_request import Request, event
-from serving.http.tool_calls import Part, Splitter
+from serving.http.http_request import Request, sse_event
+from serving.http.tool_calls import Format, Part, Reasoning, Splitter
 from serving.registry.loaded_model import TEXT_WORK
 from serving.supervisor.inflight_requests import Stream
 
@@ -57,7 +56,6 @@ class Choice:
     submitted: float
     splitter: Splitter | None  # where there may be more in the text than content
     first: float = 0.0  # when its first token was made
-    first_tokens: int = 0  # that came with it
     last: float = 0.0  # when its last tokens came
     tokens: int = 0
     cached: int | None = None
@@ -66,7 +64,6 @@ class Choice:
     text: str = ""  # of an answer that is not streamed
     opened: bool = False
     frame: tuple[bytes, bytes] | None = None  # of plain content: an event around its text
-    written: int = 0  # characters, for text_offset
     details: list[TokenDetail] = field(default_factory=list)  # log-probabilities not written yet
     calls: int = 0  # of tools, written
 
@@ -79,6 +76,8 @@ class Answer(ABC):
     chunk_kind: str
     opening: tuple[Part, ...] = ()  # what precedes a choice's first content
     schema_key = "response_format"  # that an engine's refusal of the schema is about
+    # What splitters look for in the text; None: all of it is content.
+    form: tuple[Reasoning | None, Format | None, frozenset[str]] | None = None
 
     def __init__(self, request: Request, body: Generation, generation: GenerationRequest) -> None:
         """`generation`: without a prompt; its seed is that of the first answer to each prompt."""
@@ -94,11 +93,6 @@ class Answer(ABC):
         has_counts = self.options.continuous_usage_stats
         self.is_plain = generation.sampling.logprobs is None and not has_counts
         self.choices: list[Choice] = []
-        self._turn = asyncio.Lock()  # of writing: one event after the other
-
-    def splitter(self) -> Splitter | None:
-        """What finds the parts of a choice's text; None: all of it is content."""
-        return None
 
     @abstractmethod
     def shown(self, choice: Choice, part: Part) -> Any:
@@ -111,8 +105,7 @@ class Answer(ABC):
     async def send(self, prompts: Sequence[tuple[list[int], int]]) -> None:
         """Submit every sequence of the request, or none, and write its answer.
 
-        `prompts`: token ids, and the most output tokens. Raises ApiError, ClientGone, Unavailable,
-        Overloaded.
+        `prompts`: token ids, and the most output tokens. Raises ApiError, Unavailable, Overloaded.
         """
         count, most_sequences = self.n * len(prompts), self.model.supervisor.most_sequences
         if most_sequences is not None and count > most_sequences:
@@ -126,8 +119,6 @@ class Answer(ABC):
             if size > allowed:
                 text = f"up to {size} of them; {allowed} are allowed without stream"
                 raise invalid(f"logprobs: {text}", "logprobs")
-        self.request.generated = self
-        watcher = asyncio.create_task(self._watch())
         try:
             for ids, most in prompts:
                 for number in range(self.n):
@@ -149,10 +140,10 @@ class Answer(ABC):
             else:
                 await self.request.answer(self._body())
         finally:
-            watcher.cancel()
             for choice in self.choices:
-                choice.stream.cancel()
-                self._ended(choice, FinishReason.CANCELLED)  # unless it has ended
+                choice.stream.cancel()  # unless it has ended
+                if choice.ended_as is None:
+                    self._ended(choice, FinishReason.CANCELLED)
 
     def _submit(self, ids: list[int], most_tokens: int, number: int) -> None:
         sampling = self.generation.sampling
@@ -164,39 +155,27 @@ class Answer(ABC):
             prompt=ids,
             max_tokens=most_tokens,
             sampling=sampling,
-            deadline_seconds=self.request.seconds_left(self.generation.deadline_seconds),
+            deadline_seconds=self.request.seconds_left(),
         )
         stream = self.model.supervisor.submit(sequence)
+        splitter = None if self.form is None else Splitter(*self.form)
         now, index = time.perf_counter(), len(self.choices)
-        self.choices.append(Choice(index, len(ids), stream, now, self.splitter()))
-
-    async def _watch(self) -> None:
-        await self.request.until_gone()
-        if self.request.gone:
-            for choice in self.choices:
-                choice.stream.cancel()
+        self.choices.append(Choice(index, len(ids), stream, now, splitter))
 
     async def _follow(self, choice: Choice) -> None:
         """Take the deltas of one sequence, and write them where the answer is streamed."""
-        request = self.request
         async for delta in choice.stream:
             self._take(choice, delta)
-            if request.gone:
-                raise ClientGone
-            if not self.streamed:
-                choice.text += delta.text
-            elif len(self.choices) == 1:
-                await request.write(self._events(choice, delta.text))
+            if self.streamed:
+                await self.request.write(self._events(choice, delta.text))
             else:
-                async with self._turn:
-                    await request.write(self._events(choice, delta.text))
+                choice.text += delta.text
 
     def _take(self, choice: Choice, delta: Delta) -> None:
-        """Account for one delta. Raises where the sequence did not end as it should."""
+        """Count one delta. Raises where the sequence did not end as it should."""
         choice.details += delta.details
         if delta.tokens:
-            now = time.perf_counter()
-            metrics = self.model.metrics
+            now, metrics = time.perf_counter(), self.model.metrics
             metrics.generation_tokens.inc(delta.tokens)
             if choice.tokens:
                 metrics.inter_token.observe(now - choice.last)
@@ -212,36 +191,26 @@ class Answer(ABC):
     def _began(self, choice: Choice, delta: Delta, now: float) -> None:
         """The first tokens are here."""
         metrics, prompt_tokens = self.model.metrics, choice.prompt_tokens
-        choice.first, choice.first_tokens, choice.cached = now, delta.tokens, delta.cached_tokens
+        choice.first, choice.cached = now, delta.cached_tokens
         queue, prefill = delta.queue_seconds, delta.prefill_seconds
         if queue is not None and prefill is not None:
             metrics.queue.observe(queue)
             metrics.prefill.observe(prefill)
             if not self.streamed:  # all came at once: the engine says when the first was made
-                choice.first, choice.first_tokens = choice.submitted + queue + prefill, 1
+                choice.first = choice.submitted + queue + prefill
         metrics.ttft.observe(choice.first - self.request.began)
         metrics.prompt_tokens.inc(prompt_tokens)
         metrics.cache_queries.inc(prompt_tokens)
         metrics.cache_hits.inc(choice.cached or 0)
-        metrics.prompt_lengths.observe(prompt_tokens)
 
     def _ended(self, choice: Choice, finish: FinishReason) -> None:
-        """Account for the end; only the first one counts."""
-        if choice.ended_as is not None:
-            return
-        choice.ended_as = finish
-        choice.finish = _FINISHES.get(finish)
+        choice.ended_as, choice.finish = finish, _FINISHES.get(finish)
         metrics = self.model.metrics
         metrics.finished[finish].inc()
-        if choice.finish is None:
-            return
-        metrics.e2e.observe(choice.last - self.request.began)
-        metrics.output_lengths.observe(choice.tokens)
-        if choice.tokens:
-            decode_seconds = max(0.0, choice.last - choice.first)
-            metrics.decode.observe(decode_seconds)
-            if choice.tokens > choice.first_tokens:
-                metrics.per_token.observe(decode_seconds / (choice.tokens - choice.first_tokens))
+        if choice.finish is not None:
+            metrics.e2e.observe(choice.last - self.request.began)
+            if choice.tokens > 1:
+                metrics.per_token.observe((choice.last - choice.first) / (choice.tokens - 1))
 
     def _events(self, choice: Choice, text: str) -> bytes:
         """The events that a delta's text becomes; none where it is still held back.
@@ -263,7 +232,6 @@ class Answer(ABC):
                 tokens = 0 if part is ROLE else choice.tokens
                 usage = usage_of(choice.prompt_tokens, tokens, choice.cached)
             data += self._event([self.shown(choice, part)], usage)
-            choice.written += len(part.text)
         if text and self.is_plain and choice.splitter is None and choice.finish is None:
             marked = self._event([self.shown(choice, Part("content", MARK))], usage)
             head, _, tail = marked.partition(encode(MARK))
@@ -278,7 +246,7 @@ class Answer(ABC):
     def _event(self, choices: list[Any], usage: Usage | None | UnsetType) -> bytes:
         """One chunk of a streamed answer."""
         name, kind = self.model.served_name, self.chunk_kind
-        return event(Completion(self.id, kind, self.created, name, choices, usage))
+        return sse_event(Completion(self.id, kind, self.created, name, choices, usage))
 
     def _body(self) -> bytes:
         """The whole answer."""
@@ -294,24 +262,21 @@ class Answer(ABC):
         tokens = sum(choice.tokens for choice in self.choices)
         return usage_of(prompt_tokens, tokens, sum(cached) if cached else None)
 
-    def _failure(self, delta: Delta) -> Exception:
+    def _failure(self, delta: Delta) -> ApiError:
         """What a sequence that ended badly becomes."""
         supervisor, key = self.model.supervisor, delta.parameter
-        if self.request.gone:
-            return ClientGone()
         if delta.finish == FinishReason.DEADLINE:
-            return too_late(self.generation.deadline_seconds or 0.0)
+            return too_late(self.request.deadline_seconds or 0.0)
         text = delta.error or "the request was cancelled by the server"
-        if delta.finish == FinishReason.REFUSED:  # quotes the request, and nothing of ours
+        if delta.finish == FinishReason.REFUSED:
             key = self.schema_key if key == "response_format" else key
             return invalid(text, key, "unsupported_parameter")
         if supervisor.state != EngineState.ready:
-            seconds = supervisor.retry_after_seconds()
-            return try_again(503, scrubbed(text), "engine_failed", seconds)
-        return ApiError(500, scrubbed(text), "engine_failed")
+            return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
+        return ApiError(500, text, "engine_failed")
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:
     """The counts as OpenAI lays them out; unknown cached tokens leave their part out."""
-    details = None if cached_tokens is None else PromptTokensDetails(cached_tokens)
+    details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)

@@ -9,16 +9,15 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from serving.errors import ContextOverflow, EngineState
+from serving.http.api_errors import as_answer, invalid
 from serving.http.api_schemas import DETOKENIZE, TOKENIZE
 from serving.http.chat_completions import chat_prompt
-from serving.http.errors import as_answer, invalid, scrubbed
 from serving.http.http_request import Request
 from serving.http.request_validation import check_ids
 from serving.metrics import CONTENT_TYPE
 from serving.registry.loaded_model import ServedModel
 
 _OF_ENGINE = ("weight_format", "slots", "context_tokens", "kv_tokens")  # as the engine has them
-_COUNTS = ("restarts", "fallbacks", "returns")
 
 
 async def health(request: Request) -> None:
@@ -29,28 +28,24 @@ async def ready(request: Request) -> None:
     """200 where a request can be answered: an engine serves, or is loaded for the request; else a
     503 with the reason."""
     router = request.endpoint.router
-    states = router.states()
-    by_state = {
-        state: name
-        for name, state in reversed(states.items())
-        if state != EngineState.unloaded or router.models[name].on_demand
-    }
-    name = by_state.get(EngineState.ready) or by_state.get(EngineState.unloaded)
-    model = router.first if name is None else router.models[name]
-    supervisor = model.supervisor
+    states, models = router.states(), list(router.models.values())
+    serve = [one for one in models if states[one.served_name] == EngineState.ready]
+    can = [one for one in models if states[one.served_name] == EngineState.unloaded]
+    able = serve or [one for one in can if one.on_demand]
+    model = (able or models)[0]
     about: dict[str, Any] = {
-        "state": supervisor.state,
+        "state": model.supervisor.state,
         "model": model.served_name,
-        "backend": supervisor.label,
+        "backend": model.supervisor.label,
     }
     if len(states) > 1:
         about["models"] = states
-    if name is not None:
+    if able:
         await request.answer(about)
         return
-    problem = as_answer(model.unavailable(supervisor.reason))
+    problem = as_answer(model.unavailable(model.supervisor.reason))
     assert problem is not None, "Unavailable is a 503"
-    about |= {"reason": scrubbed(supervisor.reason or "") or None, "error": problem.body.error}
+    about |= {"reason": model.supervisor.reason, "error": problem.body.error}
     await request.answer(about, problem.status, problem.headers)
 
 
@@ -106,13 +101,10 @@ async def detokenize(request: Request) -> None:
 
 
 async def placement(request: Request) -> None:
-    """The decision as it was made at the start (`explanation`), and what runs now, without paths
-    and addresses. What is not known is null."""
+    """The decision as it was made at the start (`explanation`), and what runs now, of `?model=` or
+    the first. What is not known is null."""
     router = request.endpoint.router
-    query = request.scope["query_string"].decode("latin-1")
-    asked = dict(parse_qsl(query, keep_blank_values=True))
-    for key in asked.keys() - {"model"}:
-        raise invalid(f"unknown query parameter {key[:80]!r}; model is known", key[:80])
+    asked = dict(parse_qsl(request.scope["query_string"].decode("latin-1")))
     model = request.look_at(asked.get("model", router.first.served_name))
     served, now = model.supervisor, time.time()
     engine, loaded = msgspec.structs.asdict(served.config), served.ready
@@ -135,7 +127,9 @@ async def placement(request: Request) -> None:
         "load_seconds": None if loaded is None else loaded.load_seconds,
         "memory": memory,
         "details": {} if loaded is None else loaded.info.details,
-        **{key: getattr(served, key) for key in _COUNTS},
+        "restarts": served.restarts,
+        "fallbacks": served.fallbacks,
+        "returns": served.returns,
         "events": [
             {"seconds_ago": round(now - event.unix_seconds, 3)} | msgspec.structs.asdict(event)
             for event in served.events
@@ -144,12 +138,4 @@ async def placement(request: Request) -> None:
     }
     if len(router.models) > 1:
         found["models"] = router.states()
-    await request.answer(_clean(msgspec.to_builtins(found)))
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, str):
-        return scrubbed(value)
-    if isinstance(value, dict):
-        return {key: _clean(item) for key, item in value.items()}
-    return [_clean(item) for item in value] if isinstance(value, list | tuple) else value
+    await request.answer(found)

@@ -8,8 +8,8 @@ template shows the Hermes format: <tool_call>{"name": ..., "arguments": {...}}</
     splitter.push("<think>2+2</think>Four", True)
     # [Part("reasoning", "2+2"), Part("content", "Four")]
 
-Text is given on as it comes; a call is given on whole. What looks like a call and is none, or was
-cut off, is content.
+Text is given on as it comes, a call whole. What looks like a call and is none, or was cut off, is
+content.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from serving.http.api_errors import invalid
 from serving.http.api_schemas import (
     CalledFunction,
     ChatRequest,
@@ -27,7 +28,6 @@ from serving.http.api_schemas import (
     ToolCall,
     encode,
 )
-from serving.http.errors import invalid
 
 THINK, THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
@@ -42,62 +42,40 @@ def offered(body: ChatRequest | TokenizeRequest) -> list[Tool]:
     return [] if is_none else list(body.tools or [])
 
 
-def format_of(body: ChatRequest, template: str) -> Format | None:
-    """How the model is to write its calls; None: it makes none. Raises ApiError 400."""
-    choice = body.tool_choice
-    if not body.tools and choice in (None, "none", "auto"):
-        return None
-    tools = offered(body)
-    names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise invalid("tools: two functions of the same name", "tools")
-    if isinstance(choice, Tool) and choice.function.name not in names:
-        text = f"tool_choice: tools has no function {choice.function.name!r}"
-        raise invalid(text, "tool_choice")
-    if choice == "required" and not tools:
-        raise invalid("tool_choice: required, and tools names no function", "tool_choice")
-    if not tools:
-        return None
-    constrained = "response_format" if body.response_format is not None else "grammar"
-    if getattr(body, constrained) is not None:
-        text = f"{constrained}: not together with tools, unless tool_choice is none"
-        raise invalid(text, constrained)
-    if choice == "required" or isinstance(choice, Tool):
-        return "list"
-    plain = template.replace('\\"', '"')
-    if _CALL in plain and '"arguments"' in plain and "<function=" not in plain:
-        return "hermes"
-    text = (
-        "tools: this model's chat template has not the Hermes and Qwen format of calls "
-        "(<tool_call>), so tool_choice auto cannot be read; required, a named function and none can"
-    )
-    raise invalid(text, "tools", "unsupported_parameter")
-
-
-def schema_of(body: ChatRequest) -> bytes:
-    """The JSON schema of the calls that must come. Raises ApiError 400."""
+def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | None]:
+    """How the model is to write its calls, None: it makes none; and the JSON schema of calls that
+    must come. Raises ApiError 400."""
     choice, tools = body.tool_choice, offered(body)
     if isinstance(choice, Tool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not tools:
+            text = f"tool_choice: tools has no function {choice.function.name!r}"
+            raise invalid(text, "tool_choice")
+    elif choice == "required" and not tools:
+        raise invalid("tool_choice: required, and tools names no function", "tool_choice")
+    elif not tools:
+        return None, None
+    elif choice != "required":
+        plain = template.replace('\\"', '"')
+        if _CALL in plain and '"arguments"' in plain and "<function=" not in plain:
+            return "hermes", None
+        text = (
+            "tools: this model's chat template has not the Hermes and Qwen format of calls "
+            "(<tool_call>): tool_choice auto cannot be read; required, a named function, none can"
+        )
+        raise invalid(text, "tools", "unsupported_parameter")
     definitions: dict[str, Any] = {}
     calls: list[Any] = []
     for number, tool in enumerate(tools):
-        arguments: Any = {"type": "object"}
-        if tool.function.parameters is not None:
-            arguments = {"$ref": f"#/$defs/f{number}"}
-            definitions[f"f{number}"] = _moved(tool.function.parameters, arguments["$ref"])
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+        place = f"#/$defs/f{number}"
+        definitions[f"f{number}"] = _moved(tool.function.parameters or {"type": "object"}, place)
+        call = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
+        needed = {"required": [*call], "additionalProperties": False}
+        calls.append({"type": "object", "properties": call, **needed})
     schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
     if isinstance(choice, Tool) or body.parallel_tool_calls is False:
         schema["maxItems"] = 1
-    return encode(schema | {"$defs": definitions})
+    return "list", encode(schema | {"$defs": definitions})
 
 
 def _moved(schema: Any, place: str) -> Any:

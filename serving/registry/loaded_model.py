@@ -308,12 +308,6 @@ class ModelRouter:
         self.metrics.add(model.metrics)
 
     @property
-    def slot_tokens(self) -> int:
-        """Tokens that all sequences of a model can have together, of the largest model."""
-        configs = (one.supervisor.config for one in self.models.values())
-        return max((one.slots * one.context_tokens for one in configs), default=0)
-
-    @property
     def first(self) -> ServedModel:
         """The model that is meant where none is named."""
         return next(iter(self.models.values()))

@@ -41,7 +41,6 @@ import uvicorn
 from models.resolve import resolve
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
-from serving.http.body_limits import Limits
 from serving.http.http_server import server_options
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
@@ -101,9 +100,7 @@ async def serving(
     supervisor = Supervisor([gpu, cpu], limits=limits, standby=standby, on_output=lambda _: None)
     app = app_on(supervisor, tokenizer=tokenizer)
     await supervisor.start()
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, **{**server_options(Limits()), "loop": "none"}
-    )
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, **{**server_options(), "loop": "none"})
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
     try:

@@ -47,7 +47,7 @@ def test_the_logits_are_those_of_transformers(
     manifest = read_manifest(folder)
     assert manifest is not None and (manifest.kind, manifest.seed) == ("onnx", None)
     assert manifest.weight_format == weight_format
-    verify(folder, manifest, full=True)
+    verify(folder, manifest)
     tokenizer = (folder / "tokenizer.json").read_bytes()
     assert tokenizer == (hf_folder(shape) / "tokenizer.json").read_bytes()
 

@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +34,7 @@ def test_manifest_comes_back(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "other.gguf") is None
 
 
-def test_a_flipped_bit_is_found_at_the_first_read_and_on_demand(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_at_the_first_read_and_when_the_file_changes(tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     manifest = finished(file)
     flipped = bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]
@@ -44,14 +43,9 @@ def test_a_flipped_bit_is_found_at_the_first_read_and_on_demand(tmp_path: Path) 
         verify(file, manifest)
     file.write_bytes(b"weights" * 100)
     verify(file, manifest)
-    facts = file.stat()
     file.write_bytes(flipped)
-    os.utime(
-        file, ns=(facts.st_atime_ns, facts.st_mtime_ns)
-    )  # damage that leaves size and time as they were
-    verify(file, manifest)
     with pytest.raises(BrokenWeights, match="checksum"):
-        verify(file, manifest, full=True)
+        verify(file, manifest)
 
 
 def test_a_missing_file_of_a_folder_is_named(tmp_path: Path) -> None:

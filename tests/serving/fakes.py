@@ -35,7 +35,7 @@ from serving.engine.ipc_messages import (
     TokenDetail,
 )
 from serving.errors import EngineState, Overloaded, Unavailable
-from serving.http.body_limits import Limits
+from serving.http.http_request import Limits
 from serving.http.http_server import server_options
 from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
@@ -235,7 +235,6 @@ uvicorn.server.asyncio = _ShortPauses()  # type: ignore[attr-defined]
 @contextmanager
 def served(
     app: Any,
-    limits: Limits | None = None,
     supervisor: Supervisor | None = None,
 ) -> Iterator[int]:
     """The app behind a real uvicorn in a thread of its own; gives the port.
@@ -245,7 +244,7 @@ def served(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(256)
-        server = uvicorn.Server(uvicorn.Config(app, **server_options(limits or Limits())))
+        server = uvicorn.Server(uvicorn.Config(app, **server_options()))
         started, asked = threading.Event(), asyncio.Event()
         loops: list[asyncio.AbstractEventLoop] = []
         failures: list[BaseException] = []
@@ -301,7 +300,7 @@ def app_on(
     model = ServedModel(supervisor, vocabulary, metrics)
     model.about = lambda: placement  # type: ignore[method-assign]
     router.add(model)
-    return App(router, limits or Limits(body_bytes=4 << 20), api_key)
+    return App(router, limits or Limits(), api_key)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:

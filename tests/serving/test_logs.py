@@ -21,7 +21,7 @@ from tests.serving.fakes import ask, complete, wait_until
 def test_a_server_whose_log_nobody_takes_stays_true(tmp_path: Path, kind: str) -> None:
     ready_file = tmp_path / "folder" / "ready.json"
     ready_file.parent.mkdir()
-    serve = f"exec {sys.executable} -m serving fake --port 0 --log-requests"
+    serve = f"exec {sys.executable} -m serving fake --port 0"
     command = f"{serve} --ready-file {ready_file} {'>&- 2>&-' if kind == 'closed' else ''}"
     end, out = os.pipe()
     os.close(end)
@@ -44,15 +44,8 @@ def test_a_server_whose_log_nobody_takes_stays_true(tmp_path: Path, kind: str) -
         child.wait(10)
 
 
-def test_a_full_disk_and_a_terminal_that_went_away_raise_nothing() -> None:
+def test_a_full_disk_raises_nothing() -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         out = io.TextIOWrapper(full, write_through=True)
         Narrator(out).say("one", "two")
         out.detach()
-    master, slave = os.openpty()
-    with io.TextIOWrapper(os.fdopen(slave, "wb", buffering=0), write_through=True) as out:
-        narrator = Narrator(out)
-        narrator.progress("weights", 0.5)
-        os.close(master)
-        narrator.progress("weights", 0.7)
-        narrator.say("ready")

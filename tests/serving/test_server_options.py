@@ -122,10 +122,9 @@ def test_a_value_out_of_bounds_is_refused_by_flag_bound_and_value(words: str, sa
     assert isinstance(done.exception, ServingError) and str(done.exception) == said
 
 
-def test_the_help_page_shows_bounds_and_square_brackets_and_choices_are_kept() -> None:
+def test_the_help_page_shows_square_brackets_and_choices_are_kept() -> None:
     shown = CliRunner().invoke(serve, ["--help"], env={"COLUMNS": "200"}).output
-    for part in ("TOML with a [[model]] for each", "<int >= 1>", "<int >= 0, <= 65535>"):
-        assert part in shown
+    assert "TOML with a [[model]] for each" in shown
     done = CliRunner().invoke(serve, ["fake", "--standby", "hot"])
     assert done.exit_code == 2 and "hot" in done.output
 
@@ -186,10 +185,10 @@ def test_one_model_may_be_named_on_the_command_line(tmp_path: Path) -> None:
         ("policy = 'tpu'", "tpu"),
         ("load = 'never'", "never"),
         ("name = '/x'", "is no name"),
-        ("[[models]]", "unknown key 'models'"),
+        ("[[models]]", "unknown field `models`"),
         ("[[model]]\nsource = ''", "model 2: source must name a model"),
         ("[[model]]\nname = 'x'", "model 2: .*source"),
-        ("[[model]", "is no TOML"),
+        ("[[model]", "at line 3"),
     ],
 )
 def test_a_wrong_models_file_is_refused_with_the_key_and_the_place(

@@ -32,7 +32,7 @@ def models(crossover: Ask, cache: Path) -> Ask:
     return functools.partial(crossover, "models", CROSSOVER_CACHE=str(cache))
 
 
-def test_make_then_list_then_repair(models: Ask, cache: Path) -> None:
+def test_make_then_list_then_a_damaged_file(models: Ask, cache: Path) -> None:
     made = models("make", "135m")
     assert made.returncode == 0, made.stderr
     assert "smollm2-135m: 134,515,008 parameters, Q4_0" in made.stdout
@@ -45,10 +45,9 @@ def test_make_then_list_then_repair(models: Ask, cache: Path) -> None:
 
     (file,) = cache.glob("synthetic/smollm2-135m/*.gguf")
     os.truncate(file, 5000)
-    done = models("make", "135m", "--verify")
-    assert done.returncode == 0
-    assert "5000 bytes" in done.stderr and "making it again" in done.stderr
-    assert file.stat().st_size > 80_000_000
+    done = models("make", "135m")
+    assert done.returncode == 2
+    assert "5000 bytes" in done.stderr and "delete it and make it again" in done.stderr
 
 
 def test_a_plan_adds_up_and_agrees_with_what_serve_decides(models: Ask) -> None:
@@ -69,12 +68,8 @@ def test_a_plan_adds_up_and_agrees_with_what_serve_decides(models: Ask) -> None:
     assert found["decision"]["reasons"][0]["cause"] == "insufficient_vram"
 
 
-def test_a_plan_says_the_formula_the_sum_and_the_decision_in_words(models: Ask) -> None:
+def test_a_plan_says_the_sum_and_the_decision_in_words(models: Ask) -> None:
     shown = models("plan", "8b", "--memory", "9GiB", "--vram", "24GiB").stdout
-    assert (
-        "16 slots x 2,048 tokens x 131,072 bytes a token (32 layers x 2 for key and value x 8 "
-        "heads x 128 x 2 bytes) = 4 GiB" in shown
-    )
     gpu = r"GPU torch +bf16 +weights 15 GiB \+ KV 4\.12 GiB \+ .*: fits, 22.8 GiB may be used"
     assert re.search(gpu, shown)
     assert re.search(r"CPU llama_cpp Q4_0 .*: does not fit, 8.55 GiB may be used", shown)
@@ -98,11 +93,10 @@ def test_without_a_name_a_plan_goes_up_the_whole_ladder(models: Ask) -> None:
         ("make 9b", "'9b' is no rung"),
         ("make 1b --format Q9", "'gguf' has no weight format 'Q9'"),
         ("make 1b --backend tpu", "unknown backend 'tpu'"),
-        ("plan 8b --context 999999", "--context 999999 is more than the 131072 tokens"),
         ("plan 8b --memory lots", "--memory 'lots' is no size"),
-        ("plan 8b --vram 24", "did you mean 24GiB?"),
+        ("plan 8b --vram 24", "--vram '24' is no size; write it like 24GiB"),
         ("plan 8b --format Q9", "unknown format 'Q9'"),
-        ("plan 8b --kv-dtype int2", "unknown KV dtype 'int2'"),
+        ("plan 8b --kv-dtype int2", "No such option"),
         ("plan 9b", "'9b' is no rung"),
     ],
 )

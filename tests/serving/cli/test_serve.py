@@ -158,8 +158,7 @@ def test_it_serves_says_where_and_why_and_drains(tmp_path: Path) -> None:
         assert one.process.wait(20) == 0
         assert not one.ready_file.exists() and not Path(f"/proc/{about['engine_pid']}").exists()
         assert one.process.stdout is not None
-        memory = r"memory [\d.]+ MiB predicted, [\d.]+ MiB measured"
-        said = rf"ready: {url} \(fake/cpu, loaded in [\d.]+ s, {memory}\)\n"
+        said = rf"ready: {url} \(fake/cpu, loaded in [\d.]+ s\)\n"
         assert re.fullmatch(said, one.process.stdout.read())
 
 
@@ -274,13 +273,11 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["fake", "--option", "step_seconds"], "not of the form key=value"),
         (["fake", "--cores", "4096"], "--cores names core 4096"),
         (["fake", "--cores", "x"], "--cores 'x' is no list of cores"),
-        (["fake", "--max-body", "lots"], "--max-body 'lots' is no size"),
-        (["fake", "--max-body", "4"], "--max-body '4' is less than 1 KiB; did you mean 4MiB?"),
         (["fake", "--deadline", "-1"], "--deadline must be above 0, got -1.0"),
         (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is no size"),
         (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
-        (["fake", "--api-key-file", "/no/such/file"], "/no/such/file"),
         (["fake", "--ready-file", "/no/such/folder/ready.json"], "--ready-file"),
+        (["fake", "--ready-file", "/tmp"], "--ready-file /tmp: it is a folder"),
         (["fake", "--served-name", ""], "--served-name: name '' is no name"),
         (["135m", "--cache", __file__], "Not a directory; choose another with --cache"),
         (["fake", "--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
@@ -294,13 +291,6 @@ def test_bad_input_is_one_sentence_and_status_2(
     done = crossover("serve", *arguments, "--port", "0", CROSSOVER_CACHE=str(tmp_path))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert message in done.stderr
-
-
-def test_without_descriptors_for_connections_nothing_is_served() -> None:
-    limited = ["bash", "-c", 'ulimit -n 97; exec "$@"', "bash", sys.executable, "-m", "serving"]
-    done = subprocess.run([*limited, "fake", "--port", "0"], cwd=ROOT, capture_output=True)
-    assert done.returncode == 2
-    assert b"98 descriptors at least are needed, ulimit -n says 97" in done.stderr
 
 
 def test_the_console_command_is_the_same_thing_and_teaches() -> None:
@@ -317,7 +307,8 @@ def test_help_is_quick_since_nothing_heavy_is_imported() -> None:
 
 
 def test_doctor_looks_at_this_machine_and_makes_no_folder(tmp_path: Path) -> None:
-    done = run("crossover.py", "doctor", "--json", "--cache", str(tmp_path / "not-there-yet"))
+    cache = str(tmp_path / "not-there-yet")
+    done = run("crossover.py", "doctor", "--json", CROSSOVER_CACHE=cache)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["facts"]["logical_cores"] == os.cpu_count()

@@ -91,7 +91,7 @@ def test_every_model_is_listed_with_its_state_and_the_one_asked_for_is_loaded(ad
     parsed = answer.parse()
     assert parsed.model == "two" and parsed.usage and parsed.usage.completion_tokens == 4
     found = admin.model("two")
-    assert found["state"] == "ready" and found["loads"] == 1 and found["idle_seconds"] < 20
+    assert found["state"] == "ready" and found["idle_seconds"] < 20
     assert admin.client.models.retrieve("two").id == "two"
     ready = ask(admin.port, "GET", "/ready").json
     assert ready["models"] == {"one": "ready", "two": "ready"}
@@ -180,8 +180,8 @@ def test_a_killed_engine_is_replaced_and_the_other_model_goes_on(admin: Admin) -
     pid = admin.until("one", state="ready")["engine_pid"]
     os.kill(pid, signal.SIGKILL)
     assert admin.client.completions.create(model="two", prompt="x", max_tokens=1).model == "two"
-    found = admin.until("one", state="ready", restarts=1)
-    assert found["engine_pid"] != pid
+    wait_until(lambda: admin.model("one")["engine_pid"] not in (None, pid))
+    admin.until("one", state="ready")
 
 
 def test_two_models_of_one_name_are_refused_before_anything_is_served(

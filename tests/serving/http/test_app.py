@@ -153,12 +153,10 @@ def test_log_probabilities_in_both_shapes(port: int) -> None:
         "tokens": ["H", ",", "w"],
         "token_logprobs": [-0.5] * 3,
         "top_logprobs": [{"H": -0.5}, {",": -0.5}, {"w": -0.5}],
-        "text_offset": [0, 1, 2],
     }
     streamed = complete(port, logprobs=1, stream=True).events[:-2]
     shown = [chunk["choices"][0]["logprobs"] for chunk in streamed]
     assert [each["tokens"] for each in shown] == [["H"], [","], ["w"]]
-    assert [each["text_offset"] for each in shown] == [[0], [5], [7]]
 
 
 def test_a_bos_goes_before_a_text_but_not_before_ids_or_a_chat() -> None:

@@ -116,7 +116,7 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
         ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice", "has no function 'order'"),
         (
             {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            *("response_format", "not together with tools"),
+            *("response_format", "not together with calls"),
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
 
 import msgspec
 
 from serving.errors import (
     ContextOverflow,
+    LoadFailed,
     ModelNotNamed,
+    NoRoom,
     Overloaded,
     ServingError,
     TextTooLong,
     Unavailable,
     UnknownModel,
 )
+from serving.placement.placement_policy import NoPlacement
 
 _TYPES = {
     401: "authentication_error",
@@ -37,10 +39,6 @@ class ErrorBody(msgspec.Struct, frozen=True):
     """The body of every answer that is not a success, and of an `error` event inside a stream."""
 
     error: ErrorDetail
-
-
-class ClientGone(Exception):
-    """The client closed the connection: nobody is there to answer."""
 
 
 class ApiError(ServingError):
@@ -84,7 +82,7 @@ def too_late(deadline_seconds: float) -> ApiError:
 
 def as_answer(problem: Exception) -> ApiError | None:
     """The answer to an error of the rooms below; None: a failure of the server itself, a 500."""
-    text = scrubbed(str(problem))
+    text = str(problem)
     match problem:
         case ApiError():
             return problem
@@ -92,10 +90,16 @@ def as_answer(problem: Exception) -> ApiError | None:
             return try_again(503, text, code, seconds)
         case Overloaded(kind=kind, retry_after_seconds=seconds):
             return try_again(429, text, kind, seconds)
+        case NoRoom():
+            return try_again(503, text, "no_room", 5.0)
+        case NoPlacement():
+            return ApiError(507, text, "does_not_fit")
+        case LoadFailed():
+            return ApiError(500, text, "load_failed")
         case UnknownModel():
-            return ApiError(404, str(problem), "model_not_found", "model")
+            return ApiError(404, text, "model_not_found", "model")
         case ModelNotNamed():
-            return invalid(str(problem), "model", "model_required")
+            return invalid(text, "model", "model_required")
         case TextTooLong(parameter=param):
             return invalid(text, param, "text_too_long")
         case ContextOverflow(parameter=param):
@@ -103,14 +107,3 @@ def as_answer(problem: Exception) -> ApiError | None:
         case RecursionError():  # of a schema, of tools, of a template
             return invalid("the body is nested too deeply", code="nested_too_deeply")
     return None
-
-
-_PATH = re.compile(
-    r"(?<![\w:/.])(?!/v1/)(?:~|\.{1,2})?(?:/[\w.@+%=-]+){2,}/?|\b[A-Za-z]:\\[^\s'\"]+"
-)
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{5,}\b|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
-
-
-def scrubbed(message: str) -> str:
-    """The message without file paths and addresses of the server's machine."""
-    return _ADDRESS.sub("<address>", _PATH.sub("<path>", message))
