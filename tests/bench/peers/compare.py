@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -167,6 +168,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     asked = arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C does
     facts = machine("llama-cpp-python", "onnxruntime", "torch")
     print(machine_line(facts))
     present = []

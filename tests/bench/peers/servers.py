@@ -82,7 +82,8 @@ def parsed(text: str) -> Contestant:
 
 def missing(contestant: Contestant) -> str | None:
     """Why it cannot take part, and how it can; None: it can."""
-    if contestant.is_ours or any(PEERS.glob(f"{contestant.engine}*/.complete")):
+    place = "llama-server-*" if contestant.engine == "llama-server" else contestant.engine
+    if contestant.is_ours or any(PEERS.glob(f"{place}/.complete")):
         return None
     return f"not installed, left out: tests/bench/peers/install.sh {contestant.engine}"
 
@@ -190,7 +191,7 @@ def vllm(contestant: Contestant, setup: Setup, path: str) -> list[str]:
         *("env", kv, f"VLLM_CPU_OMP_THREADS_BIND={listed(setup.engine_cores)}"),
         *(program("vllm", "vllm"), "serve", path, "--served-model-name", setup.model),
         *words(f"--port {PORT} --dtype bfloat16 --max-model-len {setup.context_tokens}"),
-        *words(f"--max-num-seqs {setup.slots} --no-enable-prefix-caching"),
+        *words(f"--max-num-seqs {setup.slots} --no-enable-prefix-caching --enforce-eager"),
     ]
 
 
@@ -237,7 +238,7 @@ def started(contestant: Contestant, setup: Setup, log: Path) -> Iterator[Server]
             process.wait(20)
         for one in (*below, process):
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                one.kill()  # vLLM's engine outlives its server
         process.wait()
 
 
