@@ -9,7 +9,7 @@
 #   tests    what is marked gpu: the tokens of transformers, memory refused
 #   floor    the share of the floor that memory bandwidth sets, 1B, 3B and 8B at 1, 8, 32 and 128 rows, with and without the flash kernels;
 #            memory and time of each load
-#   faults   over HTTP: kill -9, memory taken by another process, a device-side assert: causes and times
+#   faults   over HTTP: kill -9, memory taken by another process: causes and times
 #
 # PYTHON: the interpreter, python3 where it is not said. CORES: of every engine, "2 3 4 5". CROSSOVER_CACHE: where weights are made, in RAM.
 # CALL_SECONDS, WHEELS_MIB: a machine with a GPU is often had for minutes only, so a call that takes longer is ended, 540, and wheels that are

@@ -5,7 +5,6 @@ what the process really took.
 
 weights + KV: `said` before the load (BackendInfo.predicted), `found` by the engine after it
 (BackendInfo.measured); they must be within --within of each other, else the exit status is 1.
-`planned` is what placement plans with before any file is there: the KV cache, and all of it.
 Beside them, as the kernel counts: what the process grew by from before the load until every slot
 was full (file-backed pages included), and the peak, which takes in the interpreter, the libraries
 and whatever loading needed for a moment.
@@ -16,17 +15,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from models.ladder import rung
-from models.machine import cpu_flags
-from serving.backends.backend_interface import AUTO
-from serving.placement.memory_estimate import Sizes, forecast
 from tests.bench.engine_child import EngineChild, config_of, engine
 from tests.bench.paired import machine, machine_line
 
-HEADS = (
-    *("weights said", "found", "KV planned", "said", "found", "sum off by", "grew by"),
-    *("peak RSS", "planned"),
-)
+HEADS = ("weights said", "found", "KV said", "found", "sum off by", "grew by", "peak RSS")
 
 
 def main() -> int:
@@ -65,19 +57,14 @@ def measured(
     config = config_of(asked.model, backend, weight_format, threads=len(asked.cores), **sizes)
     with EngineChild(config, asked.cores) as child:
         facts, full = child.facts, child.ask("fill")
-    all_tokens = asked.slots * asked.context
-    spec = rung(asked.model).spec
-    tokens = asked.slots, asked.context, all_tokens
-    plan = forecast(Sizes(spec, *tokens, AUTO, isa=cpu_flags()), backend, "cpu", weight_format)
     said, found = facts["info"]["predicted"], facts["info"]["measured"]
     parts = [part[key] for part in (said, found) for key in ("weight_bytes", "kv_bytes")]
     error = None if None in parts else sum(parts[:2]) / sum(parts[2:]) - 1
-    whole = plan.weight_bytes + plan.kv_bytes + plan.overhead_bytes
+    grew = full["rss_bytes"] - facts["before"]["rss_bytes"]
     cells = [
-        *(mib(parts[0]), mib(parts[2]), mib(plan.kv_bytes), mib(parts[1]), mib(parts[3])),
+        *(mib(parts[0]), mib(parts[2]), mib(parts[1]), mib(parts[3])),
         "-" if error is None else f"{error:+.1%}",
-        *(mib(full["rss_bytes"] - facts["before"]["rss_bytes"]), mib(full["peak_rss_bytes"])),
-        mib(whole),
+        *(mib(grew), mib(full["peak_rss_bytes"])),
     ]
     return cells, error
 

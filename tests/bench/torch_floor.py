@@ -6,9 +6,8 @@ the weights and the KV cache once.
 
 floor = (bytes of all matrices that a token multiplies with + rows x context x KV bytes of a token)
 / bandwidth (as gpt-fast's "bandwidth achieved"); what is printed is floor / measured, by the
-bandwidth that a copy reaches in the same run, and by the data sheet's where
-reports/devices/device_catalog.toml has the device; of each load its seconds, and the bytes that
-were predicted and found. The engine is the backend in a process of its own; figures are medians
+bandwidth that a copy reaches in the same run; of each load its seconds, and the bytes that were
+predicted and found. The engine is the backend in a process of its own; figures are medians
 over --rounds. What --json has already is not measured again.
 """
 
@@ -27,7 +26,6 @@ from typing import Any
 
 from models.ladder import rung
 from models.spec import ModelSpec
-from reports.devices.device_catalog import devices
 from tests.bench.engine_child import EngineChild, config_of
 from tests.bench.paired import machine, machine_line
 
@@ -53,7 +51,6 @@ def main() -> None:
     asked = parser.parse_args()
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         device, copied = pool.submit(copy_rate, asked.device, asked.cores).result()
-    sheet = data_sheet_bandwidth(device)
     facts = machine("torch", "transformers") | {"device": device, "copy_bytes_per_second": copied}
     print(machine_line(facts), flush=True)
     kept: dict[str, Any] = {}
@@ -66,7 +63,7 @@ def main() -> None:
             if asked.json is not None:
                 asked.json.write_text(json.dumps(kept, indent=1))
             if "step_seconds" in found:
-                print(line(name, found["rows"], found, copied, sheet), flush=True)
+                print(line(name, found, copied), flush=True)
             else:
                 print(f"{name:32} {json.dumps(found)}", flush=True)
 
@@ -128,26 +125,12 @@ def floor_bytes(spec: ModelSpec, rows: int, context_tokens: float) -> float:
     return 2 * spec.matrix_parameters + rows * context_tokens * spec.kv_bytes_per_token("bf16")
 
 
-def data_sheet_bandwidth(name: str) -> float | None:
-    """Bytes per second of a GPU as its driver calls it; None where the catalogue has none.
-
-    Drivers leave the form (SXM) out; one that says PCIe is not the SXM card.
-    """
-    said = set(name.replace("-", " ").lower().split())
-    for gpu in (one for one in devices() if one.kind == "gpu"):
-        words = set(gpu.name.lower().split())
-        if words - {"sxm", "pcie"} <= said and not ("pcie" in said and "sxm" in words):
-            return gpu.bandwidth_gb_per_second * 1e9
-    return None
-
-
-def line(name: str, rows: int, found: dict[str, Any], copied: float, sheet: float | None) -> str:
-    """A step's time, the rate, and the shares of the floor's speed."""
-    seconds, least = found["step_seconds"], found["floor_bytes"]
-    shares = f"{least / copied / seconds:.2f} of the floor by the copy's bandwidth"
-    if sheet is not None:
-        shares += f", {least / sheet / seconds:.2f} by the data sheet's"
-    return f"{name:32} {seconds * 1e3:8.2f} ms a step {rows / seconds:9.0f} tokens/s   {shares}"
+def line(name: str, found: dict[str, Any], copied: float) -> str:
+    """A step's time, the rate, and the share of the floor's speed."""
+    seconds = found["step_seconds"]
+    share = found["floor_bytes"] / copied / seconds
+    rate = f"{seconds * 1e3:8.2f} ms a step {found['rows'] / seconds:9.0f} tokens/s"
+    return f"{name:32} {rate}   {share:.2f} of the floor"
 
 
 if __name__ == "__main__":

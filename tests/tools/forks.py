@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from models.isolated import start_python
-from serving.supervisor.engine_process import CONFIG_VARIABLE, SOCKET_VARIABLE
+from serving.engine.ipc_messages import CONFIG_VARIABLE, SOCKET_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 ENGINE = "serving.engine.engine_loop"

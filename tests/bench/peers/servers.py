@@ -191,7 +191,7 @@ def vllm(contestant: Contestant, setup: Setup, path: str) -> list[str]:
         *("env", kv, f"VLLM_CPU_OMP_THREADS_BIND={listed(setup.engine_cores)}"),
         *(program("vllm", "vllm"), "serve", path, "--served-model-name", setup.model),
         *words(f"--port {PORT} --dtype bfloat16 --max-model-len {setup.context_tokens}"),
-        *words(f"--max-num-seqs {setup.slots} --no-enable-prefix-caching --enforce-eager"),
+        *words(f"--max-num-seqs {setup.slots} --no-enable-prefix-caching"),
     ]
 
 
