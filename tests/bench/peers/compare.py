@@ -14,8 +14,9 @@ on --engine-cores, HTTP and the client on --client-cores.
 
 A row is printed and appended to --json as soon as it is measured, and never measured again on the
 same kind of CPU with the same settings: the command can be ended at any time. What failed is a row
-too; delete its line to try it again. At the end stands the table of all rows: medians over rounds,
-and the median (least to greatest) of the rounds' ratios of the first contestant to each other.
+too; delete its line to try it again. At the end stands the table of all rows with these settings:
+medians over rounds, and the median (least to greatest) of the rounds' ratios of the first
+contestant to each other.
 """
 
 from __future__ import annotations
@@ -184,7 +185,14 @@ def main() -> None:
         for number in range(asked.rounds):
             for contestant in reversed(chosen) if number % 2 else chosen:
                 measure(contestant, model, number, asked, rows, facts)
-    print(*table(rows.rows, [one.name for one in asked.named], asked.models), sep="\n")
+    like = [row for row in rows.rows if row.asked == settings(asked)]
+    print(*table(like, [one.name for one in asked.named], asked.models), sep="\n")
+
+
+def settings(asked: argparse.Namespace) -> dict[str, Any]:
+    """What rows must have in common to stand in one table."""
+    names = ("prompt", "output", "spread", "temperature", "seconds", "engine_cores", "option")
+    return {name: getattr(asked, name) for name in names} | {"slots": max(asked.streams)}
 
 
 def measure(
@@ -196,14 +204,13 @@ def measure(
     facts: dict[str, Any],
 ) -> None:
     """One contestant's part of a round: what of it is not measured yet."""
-    names = ("prompt", "output", "spread", "temperature", "seconds", "engine_cores", "option")
     base = Measured(
         cpu=f"{facts['cpu']}, {next((one for one in KINDS if one in facts['isa']), 'no AVX2')}",
         contestant=contestant.name,
         model=model,
         streams=0,
         round=number,
-        asked={name: getattr(asked, name) for name in names},
+        asked=settings(asked),
         machine=facts,
     )
     todo = [

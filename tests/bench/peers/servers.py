@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -30,7 +31,6 @@ from serving.backends.backend_table import BACKENDS, spec_of
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PEERS = cache_dir(None) / "peers"
-PORT = 18431
 START_SECONDS = 900.0  # a load, and what vLLM compiles before it
 
 
@@ -56,6 +56,7 @@ class Setup(NamedTuple):
     engine_cores: tuple[int, ...]
     client_cores: tuple[int, ...]
     options: tuple[str, ...] = ()  # KEY=VALUE for ours
+    port: int = 0  # a free one is chosen
 
     @property
     def threads(self) -> str:
@@ -158,7 +159,9 @@ def crossover(contestant: Contestant, setup: Setup, path: str) -> list[str]:
     return [
         *(("env", "-C", another, f"PYTHONPATH={another}") if another else ()),
         *(sys.executable, "-m", "crossover", "serve", setup.model),
-        *words(f"--backend {contestant.engine} --format {contestant.weight_format} --port {PORT}"),
+        *words(
+            f"--backend {contestant.engine} --format {contestant.weight_format} --port {setup.port}"
+        ),
         *words(f"--slots {setup.slots} --context {setup.context_tokens} --policy cpu-only"),
         *words(f"--cores {listed(setup.engine_cores)} --api-cores {listed(setup.client_cores)}"),
         *(part for option in setup.options for part in ("--option", option)),
@@ -170,7 +173,7 @@ def llama_server(contestant: Contestant, setup: Setup, path: str) -> list[str]:
     mask = hex(sum(1 << core for core in setup.engine_cores))
     return [
         *(str(built), "-m", path),
-        *words(f"--port {PORT} --no-webui -t {setup.threads} -tb {setup.threads}"),
+        *words(f"--port {setup.port} --no-webui -t {setup.threads} -tb {setup.threads}"),
         *words(f"--cpu-mask {mask} --cpu-strict 1"),
         *words(f"-np {setup.slots} -c {setup.slots * setup.context_tokens}"),
     ]
@@ -180,7 +183,7 @@ def library(contestant: Contestant, setup: Setup, path: str) -> list[str]:
     """OpenVINO GenAI, onnxruntime-genai."""
     return [
         *(program(contestant.engine), str(HERE / "endpoint.py"), contestant.engine, path),
-        *(str(PORT), str(setup.slots), str(setup.context_tokens)),
+        *(str(setup.port), str(setup.slots), str(setup.context_tokens)),
         *(listed(setup.engine_cores), listed(setup.client_cores)),
     ]
 
@@ -190,7 +193,7 @@ def vllm(contestant: Contestant, setup: Setup, path: str) -> list[str]:
     return [
         *("env", kv, f"VLLM_CPU_OMP_THREADS_BIND={listed(setup.engine_cores)}"),
         *(program("vllm", "vllm"), "serve", path, "--served-model-name", setup.model),
-        *words(f"--port {PORT} --dtype bfloat16 --max-model-len {setup.context_tokens}"),
+        *words(f"--port {setup.port} --dtype bfloat16 --max-model-len {setup.context_tokens}"),
         *words(f"--max-num-seqs {setup.slots} --no-enable-prefix-caching"),
     ]
 
@@ -211,6 +214,8 @@ def started(contestant: Contestant, setup: Setup, log: Path) -> Iterator[Server]
     """The server for as long as the block runs, from the moment that it is ready. Raises
     RuntimeError with the end of its log where it does not start.
     """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        setup = setup._replace(port=free.getsockname()[1])
     launcher = LAUNCHERS.get(contestant.engine, crossover)
     path, tokenizer_path = weights(contestant, setup.model)
     command = launcher(contestant, setup, path)
@@ -218,7 +223,7 @@ def started(contestant: Contestant, setup: Setup, log: Path) -> Iterator[Server]
     bound = str(ROOT / "loadtests" / "host" / "parent_bound.py")
     both = listed(tuple(sorted({*setup.engine_cores, *setup.client_cores})))
     wrapper = [sys.executable, "-I", "-S", bound, str(os.getpid()), both, "0"]
-    url = f"http://127.0.0.1:{PORT}"
+    url = f"http://127.0.0.1:{setup.port}"
     with log.open("w") as out:
         process = subprocess.Popen(
             [*wrapper, *command], stdout=out, stderr=out, env=environment(), start_new_session=True
