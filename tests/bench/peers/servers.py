@@ -31,7 +31,7 @@ from serving.backends.backend_table import BACKENDS, spec_of
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PEERS = cache_dir(None) / "peers"
-START_SECONDS = 900.0  # a load, and what vLLM compiles before it
+START_SECONDS = 1800.0  # a load, and what vLLM compiles before each
 
 
 class Contestant(NamedTuple):
