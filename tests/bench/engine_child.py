@@ -33,7 +33,7 @@ import numpy.typing as npt
 from models.resolve import resolve
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import backend_class, spec_of
-from serving.hardware.machine_facts import anonymous_bytes, peak_resident_bytes, resident_bytes
+from serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
 from serving.sampling.step_rows import Row, Sampling
 from serving.supervisor.engine_process import allocator
 
@@ -146,10 +146,9 @@ def main() -> None:
 
 
 def memory() -> dict[str, int]:
-    """This process now: resident bytes, those that no file backs, and the most there ever were."""
+    """This process now: resident bytes, and the most there ever were."""
     return {
         "rss_bytes": resident_bytes() or 0,
-        "anonymous_bytes": anonymous_bytes(),
         "peak_rss_bytes": peak_resident_bytes(),
     }
 

@@ -83,7 +83,7 @@ def measured(model: str, asked: argparse.Namespace, kept: dict[str, Any]) -> Any
     )
     with EngineChild(config, asked.cores) as child:
         info = child.facts["info"]
-        bytes_ = {"predicted": info["predicted"], "found": info["measured"]}
+        bytes_ = {"predicted": info.get("predicted"), "found": info.get("measured")}
         yield f"{model}, load", {"seconds": child.facts["load_seconds"]} | bytes_
         for rows in todo:
             job = {"rows": rows, "context": asked.context}
