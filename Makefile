@@ -63,7 +63,6 @@ test-vulkan:
 
 clients: $(STAMP)
 	tests/end_to_end/clients/install.sh
-	tests/bench/driver_peers/install.sh
 	CROSSOVER_CLIENTS=1 $(BIN)/python -m pytest tests/end_to_end/test_clients.py
 
 lint: $(STAMP)

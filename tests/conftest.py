@@ -2,6 +2,7 @@
 visibly where there is none.
 """
 
+import functools
 import gc
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.tools.command_line import CommandLines
+from tests.tools.forks import Forks
 
 # Engines in a test's own process: other workers of the suite use the cores too, and a thread that
 # spins keeps them from the one that it waits for.
@@ -94,17 +95,17 @@ def measuring_lock_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="session")
 def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """`crossover("serve", "--port", "0", VARIABLE="x")`: a command line that ends by itself, run in
-    a process of its own (tests.tools.command_line).
+    a process of its own (tests.tools.forks).
     """
-    lines = CommandLines(
+    forks = Forks(
         "crossover",
         "serving.cli.launch",
         "serving.cli.models_command",
         "models.resolve",
         "loadtests.cli.campaign_command",
     )
-    yield lines.run
-    lines.close()
+    yield functools.partial(forks.run, "crossover:main")
+    forks.close()
 
 
 @pytest.fixture(scope="session")

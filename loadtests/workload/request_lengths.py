@@ -140,7 +140,7 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class JointTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Lengths of a trace without the trace, in tokens of `tokenizer`; made by tests/tools.
+    """Lengths of a trace without the trace, in tokens of `tokenizer`.
 
     No lognormal passes a Kolmogorov-Smirnov test on any public trace (D is 0.07 to 0.22), so a
     preset is the empirical joint distribution: quantiles of the prompt length, and for each band

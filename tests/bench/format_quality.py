@@ -16,16 +16,12 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from models.conversion import reference_logits, text_sequences
 from models.resolve import resolve
-from serving.backends.backend_interface import EngineConfig
-from serving.backends.backend_table import weights_of
-from tests.bench.engines_in_process import COMMAND, engine
+from tests.bench.engine_child import EngineChild, config_of, engine
 from tests.bench.paired import machine, machine_line
-from tests.bench.peers.jobs import Child
 
 DEFAULT = (
     "llama_cpp:BF16 llama_cpp:Q8_0 llama_cpp:Q4_K_M llama_cpp:Q4_0 onnx:int8 onnx:int4 torch:bf16"
@@ -55,23 +51,17 @@ def main() -> None:
         logits = reference_logits(Path(source.path), source.spec, np.array(ids, np.int64))
         np.save(reference, logits)
         for backend, weight_format in arguments.engines:
-            kind, _ = weights_of(backend)
-            found = resolve(arguments.model, kind=kind, weight_format=weight_format)
-            config = EngineConfig(
-                backend=backend,
-                model_path=found.path,
-                model_name=found.name,
-                weight_format=found.weight_format,
-                tokenizer_path=found.tokenizer_path,
+            config = config_of(
+                *(arguments.model, backend, weight_format),
                 slots=arguments.sequences,
                 context_tokens=-(-arguments.tokens // 64) * 64,
                 threads=len(arguments.cores),
             )
-            with Child(COMMAND, msgspec.to_builtins(config), arguments.cores) as child:
-                answer = child.ask({"do": "quality", "ids": ids, "reference": str(reference)})
+            with EngineChild(config, arguments.cores) as child:
+                answer = child.ask("quality", ids=ids, reference=str(reference))
             print(
                 f"{backend + ' ' + weight_format:24}{max(answer['kl_nats'], 0):>10.2g}"
-                f"{answer['agreement']:>20.1%}{weight_bytes(Path(found.path)) / 1e6:>13.0f}",
+                f"{answer['agreement']:>20.1%}{weight_bytes(Path(config.model_path)) / 1e6:>13.0f}",
                 flush=True,
             )
 

@@ -7,9 +7,9 @@
 #   tests/bench/gpu.sh FOLDER --device cpu   the rehearsal: every call on a CPU, with a small model and few steps
 #
 #   tests    what is marked gpu: the tokens of transformers, memory refused
-#   micro    attention by kernel, kernels of one step, memory and time of a load
-#   floor    the share of the floor that memory bandwidth sets, 1B, 3B and 8B at 1, 8, 32 and 128 rows, with and without the flash kernels
-#   faults   over HTTP: kill -9, memory taken by another process, a device-side assert: causes and times
+#   floor    the share of the floor that memory bandwidth sets, 1B, 3B and 8B at 1, 8, 32 and 128 rows, with and without the flash kernels;
+#            memory and time of each load
+#   faults   over HTTP: kill -9, memory taken by another process: causes and times
 #
 # PYTHON: the interpreter, python3 where it is not said. CORES: of every engine, "2 3 4 5". CROSSOVER_CACHE: where weights are made, in RAM.
 # CALL_SECONDS, WHEELS_MIB: a machine with a GPU is often had for minutes only, so a call that takes longer is ended, 540, and wheels that are
@@ -46,9 +46,9 @@ if [[ -d $out/wheels ]]; then
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} CROSSOVER_CACHE=${CROSSOVER_CACHE:-/dev/shm/crossover} HF_HUB_OFFLINE=1
 read -r -a cores <<<"${CORES:-2 3 4 5}"
-big=8b models=(llama-3.2-1b llama-3.2-3b llama-3.1-8b) rows=(1 8 32 128) contexts=(384 2048) steps=64 rounds=3
+big=8b models=(llama-3.2-1b llama-3.2-3b llama-3.1-8b) rows=(1 8 32 128) steps=64 rounds=3
 if [[ $device == cpu ]]; then
-  big=135m models=(smollm2-135m) rows=(1 2) contexts=(128) steps=4 rounds=1
+  big=135m models=(smollm2-135m) rows=(1 2) steps=4 rounds=1
   read -r -a cores <<<"${CORES:-0}"
 else
   "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no GPU here")'
@@ -61,7 +61,6 @@ call() {
     "$python" -m pytest tests/serving/backends/torch -m gpu -p no:cacheprovider \
       -o filterwarnings=default
     ;;
-  micro) "$python" -m tests.bench.gpu_micro --device "$device" --model "$big" --rows "${rows[@]}" --contexts "${contexts[@]}" --json "$out/micro.json" ;;
   floor)
     for attention in auto sdpa; do
       "$python" -m tests.bench.torch_floor --device "$device" --attention "$attention" --models "${models[@]}" --rows "${rows[@]}" \
@@ -70,7 +69,7 @@ call() {
     ;;
   faults) "$python" -m tests.bench.gpu_faults --device "$device" --model "$big" --json "$out/faults.json" ;;
   *)
-    echo "no call $1; there are tests micro floor faults" >&2
+    echo "no call $1; there are tests floor faults" >&2
     return 2
     ;;
   esac
@@ -80,7 +79,7 @@ if [[ ${1:-} == --only ]]; then  # this script, under the limit of one call
   call "$2"
   exit
 fi
-all=(tests micro floor faults)
+all=(tests floor faults)
 wanted=("$@")
 if [[ ${#wanted[@]} == 0 ]]; then
   for one in "${all[@]}"; do

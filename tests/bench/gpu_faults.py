@@ -6,7 +6,6 @@
   kill      the engine is killed (SIGKILL)
   balloon   another process takes all of the GPU's memory, then the engine is killed: it must load
             on the CPU, and go back when the balloon is gone
-  assert    a device-side assert, by a token beyond the vocabulary: what the engine calls it
 
 The table has of each fault its cause, the engine that served after it, and the seconds from the
 fault to the first answer of a request that was sent after it. On the CPU there is only `kill`.
@@ -41,23 +40,6 @@ while True:
         held.append(torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda"))
     time.sleep(0.02)
 """
-ASSERTION = """
-import sys, numpy
-from models.resolve import resolve
-from serving.backends.backend_interface import EngineConfig
-from serving.backends.torch.backend import TorchBackend
-from serving.sampling.step_rows import Row
-files = resolve(sys.argv[1], kind="hf", weight_format="bf16")
-config = EngineConfig("torch", files.path, "m", weight_format="bf16", device="gpu", slots=2,
-                      context_tokens=256)
-backend = TorchBackend(config, lambda what, fraction: None)
-try:
-    beyond = numpy.array([backend.info.vocabulary + 5], numpy.int32)
-    backend.step([Row(0, beyond, 0, wants_token=True)])
-    print("nothing happened")
-except Exception as problem:
-    print(f"{type(problem).__name__}: {problem}")
-"""
 PATIENCE_SECONDS = 180.0
 
 
@@ -77,8 +59,6 @@ def main() -> None:
             with balloon():
                 found.append(strike(url, "kill", "balloon"))
             found.append(returned(url))
-    if arguments.device == "gpu":
-        found.append(asserted(arguments.model))
     for line in found:
         print(json.dumps(line), flush=True)
     if arguments.json is not None:
@@ -129,13 +109,6 @@ def returned(url: str) -> dict[str, Any]:
             return {"fault": "return", "seconds": time.monotonic() - began, "engine": "gpu"}
         time.sleep(0.5)
     return {"fault": "return", "seconds": None, "engine": "cpu"}
-
-
-def asserted(model: str) -> dict[str, Any]:
-    """What the engine says of a token that HTTP lets nobody send."""
-    command = [sys.executable, "-c", ASSERTION, model]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    return {"fault": "assert", "seconds": None, "said": done.stdout.strip().splitlines()[-1:]}
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -189,9 +190,16 @@ class Result:
 
 
 def closed_loop(
-    url: str, prompts: list[str], lengths: list[int], streams: int, model: str, **extra: Any
+    url: str,
+    prompts: list[str],
+    lengths: list[int],
+    streams: int,
+    model: str,
+    most_seconds: float | None = None,
+    **extra: Any,
 ) -> Result:
-    """Send every prompt once, `streams` at a time, each for an answer of its length.
+    """Send every prompt once, `streams` at a time, each for an answer of its length; none after
+    `most_seconds`.
 
     Raises RuntimeError where no request brought a token.
     """
@@ -205,23 +213,23 @@ def closed_loop(
     ][::-1]
     done: list[tuple[Outcome, int]] = []
 
-    async def user() -> None:
-        while queue:
+    async def user(end: float) -> None:
+        while queue and asyncio.get_running_loop().time() < end:
             data, length = queue.pop()
             done.append((await client.ask(data), length))
 
     async def drive() -> float:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        await asyncio.gather(*(user() for _ in range(streams)))
+        end = math.inf if most_seconds is None else start + most_seconds
+        await asyncio.gather(*(user(end) for _ in range(streams)))
         return loop.time() - start
 
     seconds = run(drive())
-    begun = [one for one, _ in done if one.chunks]
+    begun = [one for one, _ in done if one.chunks and one.status == 200]
     if not begun:
-        raise RuntimeError(
-            f"none of {len(done)} requests brought a token: {[one.error for one, _ in done][:3]}"
-        )
+        said = [one.error or one.body[:200] for one, _ in done][:3]
+        raise RuntimeError(f"none of {len(done)} requests brought a token: {said}")
     tokens = [made(one, asked) for one, asked in done]
     failed = [one.error is not None or one.status != 200 or not one.chunks for one, _ in done]
     ttft = np.array([one.ttft for one in begun])

@@ -2,11 +2,9 @@
 what the process really took.
 
     python -m tests.bench.memory --model smollm2-135m llama_cpp:Q4_0 onnx:int4 onnx:fp32 torch:bf16
-    torch:int4
 
 weights + KV: `said` before the load (BackendInfo.predicted), `found` by the engine after it
 (BackendInfo.measured); they must be within --within of each other, else the exit status is 1.
-`planned` is what placement plans with before any file is there: the KV cache, and all of it.
 Beside them, as the kernel counts: what the process grew by from before the load until every slot
 was full (file-backed pages included), and the peak, which takes in the interpreter, the libraries
 and whatever loading needed for a moment.
@@ -15,24 +13,12 @@ and whatever loading needed for a moment.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from models.ladder import rung
-from models.machine import cpu_flags
-from serving.backends.backend_interface import AUTO
-from serving.placement.memory_estimate import Sizes, forecast
-from serving.supervisor.engine_process import allocator
-from tests.bench.engines_in_process import COMMAND, engine, settings
+from tests.bench.engine_child import EngineChild, config_of, engine
 from tests.bench.paired import machine, machine_line
-from tests.bench.peers.jobs import Child
 
-MIB = 1 << 20
-WIDTHS = (14, 9, 12, 9, 9, 12, 10, 10, 10)
+HEADS = ("weights said", "found", "KV said", "found", "sum off by", "grew by", "peak RSS")
 
 
 def main() -> int:
@@ -45,104 +31,46 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--cores", type=int, nargs="+", default=[0])
     parser.add_argument("--within", type=float, default=0.05)
-    parser.add_argument("--json", type=Path, help="keeps all figures, in bytes")
-    arguments = parser.parse_args()
-    facts = machine("llama-cpp-python", "onnxruntime", "torch")
-    print(machine_line(facts))
-    print(f"{arguments.model}, {arguments.slots} slots of {arguments.context} tokens, MiB")
-    headings = zip(
-        (
-            *("weights said", "found", "KV planned", "said", "found", "sum off by", "grew by"),
-            *("peak RSS", "planned"),
-        ),
-        WIDTHS,
-        strict=True,
-    )
-    print(" " * 28 + "".join(f"{heading:>{width}}" for heading, width in headings), flush=True)
-    out = {}
-    for backend, weight_format in arguments.engines:
-        config = settings(
-            arguments.model,
-            backend,
-            weight_format,
-            arguments.slots,
-            arguments.context,
-            len(arguments.cores),
-            {},
-        )
-        with Child(
-            COMMAND, msgspec.to_builtins(config), arguments.cores, allocator(backend)
-        ) as child:
-            full = child.ask({"do": "fill"})
-            sizes = Sizes(
-                rung(arguments.model).spec,
-                arguments.slots,
-                arguments.context,
-                arguments.slots * arguments.context,
-                AUTO,
-                isa=cpu_flags(),
-            )
-            plan = forecast(sizes, backend, "cpu", weight_format)
-            found = figures(child.facts, full) | {"planned": msgspec.to_builtins(plan)}
-            out[f"{backend} {weight_format}"] = found
-        print(f"{backend + ' ' + weight_format:28}{line(found)}", flush=True)
-    if arguments.json:
-        kept = {
-            "machine": facts,
-            "model": arguments.model,
-            "slots": arguments.slots,
-            "context_tokens": arguments.context,
-            "engines": out,
-        }
-        arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    wide = [
-        name
-        for name, found in out.items()
-        if found["error"] is None or abs(found["error"]) > arguments.within
-    ]
+    asked = parser.parse_args()
+    print(machine_line(machine("llama-cpp-python", "onnxruntime", "torch")))
+    print(f"{asked.model}, {asked.slots} slots of {asked.context} tokens, MiB")
+    print(" " * 20 + "".join(f"{head:>14}" for head in HEADS), flush=True)
+    wide = []
+    for backend, weight_format in asked.engines:
+        name = f"{backend} {weight_format}"
+        cells, error = measured(backend, weight_format, asked)
+        print(f"{name:20}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
+        if error is None or abs(error) > asked.within:
+            wide.append(name)
     if wide:
-        print(f"further off than {arguments.within:.0%}: {', '.join(wide)}")
+        print(f"further off than {asked.within:.0%}: {', '.join(wide)}")
     return 1 if wide else 0
 
 
-def figures(facts: dict[str, Any], full: dict[str, int]) -> dict[str, Any]:
-    """Bytes by name; `error` is the share by which weights + KV were said too high, None where the
-    engine does not account for both.
+def measured(
+    backend: str, weight_format: str, asked: argparse.Namespace
+) -> tuple[list[str], float | None]:
+    """The cells of an engine's line, and the share by which weights + KV were said too high; None
+    where the engine does not account for both.
     """
+    sizes = {"slots": asked.slots, "context_tokens": asked.context}
+    config = config_of(asked.model, backend, weight_format, threads=len(asked.cores), **sizes)
+    with EngineChild(config, asked.cores) as child:
+        facts, full = child.facts, child.ask("fill")
     said, found = facts["info"]["predicted"], facts["info"]["measured"]
-    sums = [
-        None
-        if None in (part["weight_bytes"], part["kv_bytes"])
-        else part["weight_bytes"] + part["kv_bytes"]
-        for part in (said, found)
+    parts = [part[key] for part in (said, found) for key in ("weight_bytes", "kv_bytes")]
+    error = None if None in parts else sum(parts[:2]) / sum(parts[2:]) - 1
+    grew = full["rss_bytes"] - facts["before"]["rss_bytes"]
+    cells = [
+        *(mib(parts[0]), mib(parts[2]), mib(parts[1]), mib(parts[3])),
+        "-" if error is None else f"{error:+.1%}",
+        *(mib(grew), mib(full["peak_rss_bytes"])),
     ]
-    return {
-        "said": said,
-        "found": found,
-        "error": sums[0] / sums[1] - 1 if sums[0] is not None and sums[1] else None,
-        "grew_bytes": full["rss_bytes"] - facts["before"]["rss_bytes"],
-        "grew_anonymous_bytes": full["anonymous_bytes"] - facts["before"]["anonymous_bytes"],
-        "peak_rss_bytes": full["peak_rss_bytes"],
-        "load_seconds": facts["load_seconds"],
-    }
+    return cells, error
 
 
-def line(found: dict[str, Any]) -> str:
-    """The figures of one engine as a line of the table."""
-
-    def mib(size: int | None) -> str:
-        return "-" if size is None else f"{size / MIB:.1f}"
-
-    error = "-" if found["error"] is None else f"{found['error']:+.1%}"
-    said, taken, planned = found["said"], found["found"], found["planned"]
-    sizes = [
-        *(said["weight_bytes"], taken["weight_bytes"]),
-        *(planned["kv_bytes"], said["kv_bytes"], taken["kv_bytes"]),
-    ]
-    whole = planned["weight_bytes"] + planned["kv_bytes"] + planned["overhead_bytes"]
-    ends = [mib(size) for size in (found["grew_bytes"], found["peak_rss_bytes"], whole)]
-    cells = [*map(mib, sizes), error, *ends]
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
+def mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / (1 << 20):.1f}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "gpu.sh"
-CALLS = ["pytest", "gpu_micro", "torch_floor", "torch_floor", "gpu_faults"]
+CALLS = ["pytest", "torch_floor", "torch_floor", "gpu_faults"]
 
 
 def called(
@@ -34,9 +34,9 @@ def called(
 
 
 def test_a_rehearsal_makes_every_call_once_and_goes_on_after_a_failure(tmp_path: Path) -> None:
-    status, calls = called(tmp_path, fails="gpu_micro")
+    status, calls = called(tmp_path, fails="gpu_faults")
     assert status == 1 and calls == CALLS, "one that fails stops no other"
-    assert called(tmp_path) == (0, ["gpu_micro"]), "only what is not done"
+    assert called(tmp_path) == (0, ["gpu_faults"]), "only what is not done"
     assert called(tmp_path) == (0, [])
 
 
@@ -44,15 +44,15 @@ def test_a_call_can_be_named_and_an_unknown_one_is_refused(tmp_path: Path) -> No
     assert called(tmp_path, "faults") == (0, ["gpu_faults"])
     status, calls = called(tmp_path, "flor")
     assert status == 1 and calls == []
-    assert "there are tests micro floor faults" in (tmp_path / "out/flor.txt").read_text()
+    assert "there are tests floor faults" in (tmp_path / "out/flor.txt").read_text()
 
 
 def test_a_call_is_ended_when_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CALL_SECONDS", "0.3")
-    assert called(tmp_path, "micro", does="exec sleep 20") == (1, ["gpu_micro"])
-    assert not (tmp_path / "out/micro.done").exists()
+    assert called(tmp_path, "faults", does="exec sleep 20") == (1, ["gpu_faults"])
+    assert not (tmp_path / "out/faults.done").exists()
 
 
 def test_wheels_are_refused_by_no_size(tmp_path: Path) -> None:

@@ -1,42 +1,43 @@
 """The torch engine against the floor that memory sets: a decode step can be no quicker than reading
 the weights and the KV cache once.
 
-    python -m tests.bench.torch_floor --device gpu --models llama-3.2-1b llama-3.2-3b llama-3.1-8b
-    --rows 1 8 32 128 python -m tests.bench.torch_floor --device cpu --models smollm2-135m --rows 1
-    8
+    python -m tests.bench.torch_floor --device gpu --models llama-3.1-8b --rows 1 8 32 128
+    python -m tests.bench.torch_floor --device cpu --models smollm2-135m --rows 1 8
 
 floor = (bytes of all matrices that a token multiplies with + rows x context x KV bytes of a token)
 / bandwidth (as gpt-fast's "bandwidth achieved"); what is printed is floor / measured, by the
-bandwidth that a copy reaches in the same run, and by the data sheet's where
-reports/devices/device_catalog.toml has the device. The engine is the backend in a process of its
-own, without scheduler and HTTP; figures are medians over --rounds.
+bandwidth that a copy reaches in the same run; of each load its seconds, and the bytes that were
+predicted and found. The engine is the backend in a process of its own; figures are medians
+over --rounds. What --json has already is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
-import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-import msgspec
-
-from models.resolve import resolve
+from models.ladder import rung
 from models.spec import ModelSpec
-from reports.devices.device_catalog import devices
-from serving.backends.backend_interface import EngineConfig
-from tests.bench.paired import Figures, Series, machine, machine_line
-from tests.bench.peers.jobs import Child
+from tests.bench.engine_child import EngineChild, config_of
+from tests.bench.paired import machine, machine_line
+
+COPIES = 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--models", nargs="+", default=["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
-    )
-    parser.add_argument("--format", choices=("bf16", "fp32"), default="bf16")
+    rungs = ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
+    parser.add_argument("--models", nargs="+", default=rungs)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--attention", choices=("auto", "flash", "sdpa"), default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
@@ -46,117 +47,90 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cores", type=int, nargs="+", default=[0])
-    parser.add_argument(
-        "--json", type=Path, help="keeps every run; one that is there is gone on with"
-    )
-    arguments = parser.parse_args()
-    facts = machine("torch", "transformers")
-    buffer_bytes = 1 << (31 if arguments.device == "gpu" else 28)
-    settings = {
-        "device": "cuda" if arguments.device == "gpu" else "cpu",
-        "threads": len(arguments.cores),
-        "bytes": buffer_bytes,
-    }
-    with Child(
-        [sys.executable, "-m", "tests.bench.peers.bandwidth"], settings, arguments.cores
-    ) as child:
-        copied: float = child.ask({})["bytes_per_second"]
-        device: str = child.facts["device"]
-    sheet = data_sheet_bandwidth(device)
-    facts |= {
-        "device": device,
-        "copy_gb_per_second": round(copied / 1e9, 1),
-        "data_sheet_gb_per_second": sheet and round(sheet / 1e9),
-    }
+    parser.add_argument("--json", type=Path, help="keeps every figure as it comes")
+    asked = parser.parse_args()
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        device, copied = pool.submit(copy_rate, asked.device, asked.cores).result()
+    facts = machine("torch", "transformers") | {"device": device, "copy_bytes_per_second": copied}
     print(machine_line(facts), flush=True)
-    about = {
-        key: getattr(arguments, key)
-        for key in ("format", "device", "attention", "rows", "context", "steps", "cores")
-    }
-    series = Series.opened(arguments.json, about, facts)
-    for model in arguments.models:
-        found = resolve(model, kind="hf", weight_format=arguments.format)
-        config = EngineConfig(
-            backend="torch",
-            model_path=found.path,
-            model_name=found.name,
-            weight_format=arguments.format,
-            tokenizer_path=found.tokenizer_path,
-            device=arguments.device,
-            slots=max(arguments.rows),
-            context_tokens=-(-(arguments.context + arguments.steps) // 64) * 64,
-            threads=len(arguments.cores),
-            options={"attention": arguments.attention},
-        )
-        with Child(
-            [sys.executable, "-m", "tests.bench.peers.engine_steps"],
-            msgspec.to_builtins(config),
-            arguments.cores,
-        ) as child:
-            for rows in arguments.rows:
-                job = {
-                    "do": "decode",
-                    "rows": rows,
-                    "context": arguments.context,
-                    "steps": arguments.steps,
-                }
-                child.ask({**job, "steps": 2})  # first touches, graphs
-                runs: list[Figures] = [
-                    {"step_seconds": child.ask(job)["seconds"] / arguments.steps}
-                    for _ in range(arguments.rounds)
-                ]
-                kept = series.add(f"{model}, {rows} rows", {"crossover": runs})["crossover"]
-                series.save(arguments.json)
-                seconds = statistics.median(
-                    run["step_seconds"] for run in kept if run["step_seconds"] is not None
-                )
-                least = floor_bytes(
-                    found.spec, arguments.format, rows, arguments.context + arguments.steps / 2
-                )
-                print(
-                    line(
-                        f"{model} {arguments.format}, {rows} rows",
-                        rows,
-                        seconds,
-                        least,
-                        copied,
-                        sheet,
-                    ),
-                    flush=True,
-                )
+    kept: dict[str, Any] = {}
+    if asked.json is not None and asked.json.exists():
+        kept = json.loads(asked.json.read_text())
+    kept.setdefault("machines", []).append(facts)
+    for model in asked.models:
+        for name, found in measured(model, asked, kept):
+            kept[name] = found
+            if asked.json is not None:
+                asked.json.write_text(json.dumps(kept, indent=1))
+            if "step_seconds" in found:
+                print(line(name, found, copied), flush=True)
+            else:
+                print(f"{name:32} {json.dumps(found)}", flush=True)
 
 
-def floor_bytes(spec: ModelSpec, weight_format: str, rows: int, context_tokens: float) -> float:
+def measured(model: str, asked: argparse.Namespace, kept: dict[str, Any]) -> Any:
+    """Name and figures of each thing that is not kept yet: the load, then the rows."""
+    todo = [rows for rows in asked.rows if f"{model}, {rows} rows" not in kept]
+    if not todo:
+        return
+    config = config_of(
+        *(model, "torch", "bf16"),
+        device=asked.device,
+        slots=max(asked.rows),
+        context_tokens=-(-(asked.context + asked.steps) // 64) * 64,
+        threads=len(asked.cores),
+        options={"attention": asked.attention},
+    )
+    with EngineChild(config, asked.cores) as child:
+        info = child.facts["info"]
+        bytes_ = {"predicted": info.get("predicted"), "found": info.get("measured")}
+        yield f"{model}, load", {"seconds": child.facts["load_seconds"]} | bytes_
+        for rows in todo:
+            job = {"rows": rows, "context": asked.context}
+            child.ask("decode", **job, steps=2)  # first touches, graphs
+            took = [child.ask("decode", **job, steps=asked.steps) for _ in range(asked.rounds)]
+            least = floor_bytes(rung(model).spec, rows, asked.context + asked.steps / 2)
+            seconds = statistics.median(took) / asked.steps
+            found = {"rows": rows, "step_seconds": seconds, "floor_bytes": least, "rounds": took}
+            yield f"{model}, {rows} rows", found
+
+
+def copy_rate(device: str, cores: Sequence[int]) -> tuple[str, float]:
+    """The device's name, and bytes per second, read and written together, of the best of COPIES
+    copies between two buffers far larger than any cache (the STREAM benchmark's copy).
+    """
+    import torch
+
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    is_gpu = device == "gpu"
+    source = torch.ones(1 << (29 if is_gpu else 26), device="cuda" if is_gpu else "cpu")
+    target = torch.zeros_like(source)
+
+    def once() -> float:
+        started = time.perf_counter()
+        target.copy_(source)
+        if is_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    rate = 2 * source.nbytes / min(once() for _ in range(COPIES))
+    return torch.cuda.get_device_name() if is_gpu else "cpu", rate
+
+
+def floor_bytes(spec: ModelSpec, rows: int, context_tokens: float) -> float:
     """What a decode step must read at the least, in bytes: every matrix once (the head, not the
     embedding table), and each row's KV.
     """
-    element = 2 if weight_format == "bf16" else 4
-    return element * spec.matrix_parameters + rows * context_tokens * spec.kv_bytes_per_token(
-        weight_format
-    )
+    return 2 * spec.matrix_parameters + rows * context_tokens * spec.kv_bytes_per_token("bf16")
 
 
-def data_sheet_bandwidth(name: str) -> float | None:
-    """Bytes per second of a GPU as its driver calls it; None where the catalogue has none.
-
-    Drivers leave the form (SXM) out; one that says PCIe is not the SXM card.
-    """
-    said = set(name.replace("-", " ").lower().split())
-    for gpu in (one for one in devices() if one.kind == "gpu"):
-        words = set(gpu.name.lower().split())
-        if words - {"sxm", "pcie"} <= said and not ("pcie" in said and "sxm" in words):
-            return gpu.bandwidth_gb_per_second * 1e9
-    return None
-
-
-def line(
-    name: str, rows: int, seconds: float, least_bytes: float, copied: float, sheet: float | None
-) -> str:
-    """A step's time, the rate, and the shares of the floor's speed."""
-    shares = f"{least_bytes / copied / seconds:.2f} of the floor by the copy's bandwidth"
-    if sheet is not None:
-        shares += f", {least_bytes / sheet / seconds:.2f} by the data sheet's"
-    return f"{name:32} {seconds * 1e3:8.2f} ms a step {rows / seconds:9.0f} tokens/s   {shares}"
+def line(name: str, found: dict[str, Any], copied: float) -> str:
+    """A step's time, the rate, and the share of the floor's speed."""
+    seconds = found["step_seconds"]
+    share = found["floor_bytes"] / copied / seconds
+    rate = f"{seconds * 1e3:8.2f} ms a step {found['rows'] / seconds:9.0f} tokens/s"
+    return f"{name:32} {rate}   {share:.2f} of the floor"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 
 from models.errors import BrokenWeights, ModelError
 from models.isolated import run_aside, run_python, without_secrets
-from tests.tools.command_line import ROOT
+from tests.tools.forks import ROOT
 
 WORK = "tests.models.isolated_work"
 # Modules that our processes import: none may come from the folder that they run in.

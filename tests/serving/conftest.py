@@ -13,7 +13,7 @@ import pytest
 from models.tokenizer import shipped
 from serving.backends.backend_interface import EngineConfig
 from tests.serving.children import VOCABULARY
-from tests.tools import engine_forks
+from tests.tools import forks
 
 if TYPE_CHECKING:
     from tests.serving.fakes import FakeSupervisor
@@ -46,8 +46,8 @@ def config(tokenizer_path: str) -> Callable[..., EngineConfig]:
 
 @pytest.fixture(scope="session")
 def forked_engines() -> Iterator[None]:
-    """Engines of the fake backend start as forks: see tests.tools.engine_forks."""
-    with engine_forks.forked_engines():
+    """Engines of the fake backend start as forks: see tests.tools.forks."""
+    with forks.forked_engines():
         yield
 
 

@@ -123,55 +123,15 @@ def is_format(fmt: str) -> bool:
     return fmt.upper() in _bits()
 
 
-_APPLE = re.compile(r"M([1-9])(?: (Pro|Max|Ultra))?\D*(\d+)?[\s-]*(?:GPU )?core", re.IGNORECASE)
-_APPLE_GBS = {
-    "1": 68,
-    "1Pro": 200,
-    "1Max": 400,
-    "1Ultra": 800,
-    "2": 100,
-    "2Pro": 200,
-    "2Max": 400,
-    "2Ultra": 800,
-    "3": 100,
-    "3Pro": 150,
-    "3Max": 400,
-    "3Ultra": 800,
-    "4": 120,
-    "4Pro": 273,
-    "4Max": 546,
-    "5": 153,
-    "5Pro": 307,
-    "5Max": 614,
-    "3Max30": 300,
-    "4Max32": 410,
-}
-APPLE_TFLOPS_A_CORE = {"1": 0.325, "2": 0.355, "3": 0.39, "4": 0.46, "5": 0.46}
-
-
 @cache
 def chip(name: str) -> Chip:
-    """The first entry of devices.csv whose pattern is in the name; Apple's GPUs by their cores.
-
-    Raises KeyError for none.
-    """
+    """The first entry of devices.csv of which a part is in the name. Raises KeyError for none."""
     for row in _table("devices.csv"):
         if any(part in name for part in row["match"].split("|")):
             numbers = _numbers(row, ("match", "name", "memory", "chip"))
             facts = {**numbers, **{key: row[key] for key in ("name", "memory", "chip")}}
             return msgspec.convert(facts, Chip)
-    found = _APPLE.search(name)
-    if not found:
-        raise KeyError(f"no facts of a device called {name!r}")
-    generation, size, cores = found[1], found[2] or "", int(found[3] or 10)
-    gbs = _APPLE_GBS.get(f"{generation}{size}{cores}", _APPLE_GBS[generation + size])
-    return Chip(
-        name=f"Apple M{generation} {size} {cores}c",
-        memory="apple",
-        chip=f"m{generation}",
-        gbs=gbs,
-        tflops16=cores * APPLE_TFLOPS_A_CORE[generation],
-    )
+    raise KeyError(f"no facts of a device called {name!r}")
 
 
 @cache

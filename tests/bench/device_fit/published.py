@@ -25,13 +25,6 @@ from tests.bench.device_fit.facts import (
 
 CLOSED_LOOP, ENERGY, POWER = "gpu_serving_closed_loop", "serving_energy", "single_stream_power"
 ENERGY_PROMPT_TOKENS = 200  # a guess: of ML.ENERGY's chat requests
-# Apple machines by what their model number says of the GPU.
-_MACS = {
-    "M1 Max Mac": "M1 Max 32-core",
-    "M1 Ultra (48": "M1 Ultra 48-core",
-    "M4 Mac mini": "M4 10-core",
-    "Studio (M3 Ultra": "M3 Ultra 80-core",
-}
 _WEAK_HOSTS = re.compile("Pi |HiFive|Radxa|System76|Minisforum")
 
 
@@ -77,7 +70,6 @@ def case_of(line: dict[str, str]) -> PublishedCase:
     fmt = line["quant"]
     if kind == POWER:
         fmt = "MXFP4" if "gpt-oss" in line["model"] else "Q4_K_M"
-    hardware = next((now for was, now in _MACS.items() if was in hardware), hardware)
     is_strix = "Framework" in hardware or "395" in hardware
     if is_strix and (line["hw_class"] not in ("gpu", "igpu") or "CPU" in engine):
         raise KeyError("the CPU of a device whose GPU is known")

@@ -3,10 +3,10 @@
 # interface, and what is written to measure it. None of their dependencies is ours, so each has an environment of its own.
 #
 #   tests/end_to_end/clients/install.sh              # LangChain and LlamaIndex (350 MB), LiteLLM (200 MB), OpenAI's JavaScript client and
-#                                                    # the AI SDK (40 MB, by npm), and vLLM's benchmark client (1.9 GB)
+#                                                    # the AI SDK (40 MB, by npm), GuideLLM and AIPerf, and vLLM's benchmark client (1.9 GB)
 #   tests/end_to_end/clients/install.sh frameworks   # all but the last
 #
-# GuideLLM and AIPerf are installed by tests/bench/driver_peers/install.sh. Everything lies in $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or
+# Everything lies in $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or
 # ~/.cache/crossover, under peers/. A second call installs nothing. vLLM is installed without the packages that its GPU engine needs:
 # `vllm bench serve` runs without them, on a machine without a GPU too.
 set -euo pipefail
@@ -54,6 +54,8 @@ javascript() {  # name, then packages of npm
 
 install frameworks-1 "langchain-openai==1.7.3 llama-index-llms-openai==0.8.3 llama-index-llms-openai-like==0.8.1"
 install litellm-1 "litellm==1.106.2 mcp==2.3.0"
+install guidellm-0.8.1 "torch==2.13.0" "torch==2.13.0 guidellm==0.8.1"
+install aiperf-0.13 "aiperf==0.13.*"
 javascript js-1 openai@6.30.1 ai@6.0.322 @ai-sdk/openai-compatible@2.0.87
 [[ $WHAT == frameworks ]] || install vllm-bench-0.33.0 \
     "torch==2.13.0 numpy" \

@@ -207,10 +207,10 @@ def test_a_gpu_is_seen_by_the_files_that_it_holds_open(tmp_path: Path) -> None:
 
 
 def test_llama_server_is_started_asked_and_ended(start: Start, tmp_path: Path) -> None:
-    """Where tests/bench/llama_server/build.sh has built it."""
+    """Where tests/bench/peers/build_llama_server.sh has built it."""
     program = next((cache_dir(None) / "peers").glob("llama-server-*/bin/llama-server"), None)
     if program is None:
-        pytest.skip("llama-server is not built: tests/bench/llama_server/build.sh")
+        pytest.skip("llama-server is not built: tests/bench/peers/build_llama_server.sh")
     model = tmp_path / "tiny.gguf"
     write_gguf(TINY_LLAMA, model, "F16", seed=3)
     words = "-m {model} --host {host} --port {port} --no-webui -np {slots} -c {kv_tokens}"

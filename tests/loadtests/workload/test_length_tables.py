@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from loadtests.workload.request_lengths import PRESETS, Workload, draw
-from tests.tools.length_tables import joint_table
 
 # Published quantiles of the traces (p5, p25, p50, p75, p90, p95, p99), mean, and rank correlation:
 # what a preset must reproduce.
@@ -63,15 +62,3 @@ def test_presets_reproduce_their_trace(preset):
             assert below - 0.02 <= level <= at_most + 0.02
     assert pairs.mean(axis=0) == pytest.approx((mean_prompt, mean_output), rel=0.05)
     assert stats.spearmanr(pairs).statistic == pytest.approx(spearman, abs=0.03)
-
-
-def test_a_table_keeps_what_long_prompts_do_to_answers():
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(10, 1000, 20_000)
-    pairs = np.column_stack([prompts, 5 + prompts // 10 + rng.integers(0, 5, 20_000)])
-    drawn = joint_table(pairs, source="s", licence="l", tokenizer="t").sample(
-        rng.random((20_000, 2))
-    )
-    assert np.corrcoef(drawn.T)[0, 1] > 0.98
-    with pytest.raises(ValueError, match="too few"):
-        joint_table(pairs[:399], source="s", licence="l", tokenizer="t")

@@ -20,7 +20,6 @@ from tests.serving.backends.backend_steps import Make, generate, prompt_of
 from tests.serving.backends.hf_folders import generated, hf_folder
 from tests.shapes import TINY, TINY_LLAMA
 from tests.tools.fake_cuda import FakeCuda, install_flash
-from tests.tools.step_counts import kernels_of_a_layer, traced
 
 
 @pytest.fixture
@@ -129,12 +128,3 @@ def test_slots_are_what_fits_beside_the_largest_step(
 def test_errors_of_cudas_libraries_are_memory_or_not(text: str, kind: type[Exception]) -> None:
     with pytest.raises(kind), memory_errors("a step"):
         raise RuntimeError(text)
-
-
-@pytest.mark.parametrize("prompts", [False, True])
-def test_a_layer_is_twelve_kernels(prompts: bool) -> None:
-    kernels, host = traced("8b", packed=True, prompts=prompts)
-    assert kernels_of_a_layer(kernels) <= 12, kernels.calls
-    assert not kernels.blocking and not host.made
-    plain, _ = traced("8b", packed=False, prompts=prompts)
-    assert plain.total > kernels.total

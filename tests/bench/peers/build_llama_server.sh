@@ -2,8 +2,8 @@
 # Builds llama.cpp's own llama-server and llama-batched-bench from the source that the llama-cpp-python wheel is made of, so that
 # the peer runs the very same kernels as the llama_cpp backend: same commit, same compiler, same native flags.
 #
-#   tests/bench/llama_server/build.sh            # prints the folder with the two programs
-#   JOBS=4 tests/bench/llama_server/build.sh
+#   tests/bench/peers/build_llama_server.sh            # prints the folder with the two programs
+#   JOBS=4 tests/bench/peers/build_llama_server.sh
 #
 # Everything lies in $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or ~/.cache/crossover, under peers/. A second call builds nothing.
 set -euo pipefail

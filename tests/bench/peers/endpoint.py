@@ -1,0 +1,168 @@
+"""A library behind our endpoint's /v1/completions: OpenVINO GenAI or onnxruntime-genai, which have
+no such server of their own.
+
+    PYTHON endpoint.py ENGINE FOLDER PORT SLOTS CONTEXT_TOKENS ENGINE_CORES HTTP_CORES
+
+Runs in the engine's own environment and imports nothing of ours. One thread drives the library's
+own scheduler (continuous batching in OpenVINO; onnxruntime-genai has it on CUDA only, and takes a
+fixed batch to its end on a CPU). Answers are greedy and as long as asked.
+"""
+
+import asyncio
+import json
+import os
+import queue
+import sys
+import threading
+import traceback
+
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+
+class OpenVino:
+    """`add` gives a handle, `step` the (handle, new tokens) of one step."""
+
+    def __init__(self, folder, slots, context, threads):
+        import openvino_genai
+
+        self._library, self._ids = openvino_genai, 0
+        config = openvino_genai.SchedulerConfig()
+        config.max_num_seqs = slots
+        config.cache_size = 0
+        config.num_kv_blocks = slots * (context // 32 + 2)
+        config.enable_prefix_caching = False
+        settings = {"INFERENCE_NUM_THREADS": threads}
+        self._pipe = openvino_genai.ContinuousBatchingPipeline(folder, config, "CPU", settings)
+        self._running = []
+
+    def add(self, ids, tokens):
+        import openvino
+
+        asked = self._library.GenerationConfig(max_new_tokens=tokens, ignore_eos=True)
+        asked.do_sample = False
+        self._ids += 1
+        handle = self._pipe.add_request(self._ids, openvino.Tensor(np.array([ids])), asked)
+        self._running.append(handle)
+        return handle
+
+    def step(self):
+        self._pipe.step()
+        for handle in list(self._running):
+            if handle.can_read():
+                yield handle, [i for one in handle.read().values() for i in one.generated_ids]
+            if handle.get_status() != self._library.GenerationStatus.RUNNING:
+                self._running.remove(handle)
+
+
+class OnnxRuntime:
+    """The same."""
+
+    def __init__(self, folder, slots, context, threads):
+        import onnxruntime_genai
+
+        self._library = onnxruntime_genai
+        config = onnxruntime_genai.Config(folder)
+        model = {"decoder": {"session_options": {"intra_op_num_threads": threads}}}
+        batch = {"static_batching": {"max_batch_size": slots}}
+        config.overlay(json.dumps({"model": model, "engine": batch}))
+        self._engine = onnxruntime_genai.Engine(onnxruntime_genai.Model(config))
+        self._events = self._engine.create_event_buffer(4 * slots)
+
+    def add(self, ids, tokens):
+        most = self._library.RequestOptions()
+        most.set_max_session_tokens(len(ids) + tokens)
+        request = self._engine.create_request(options=most)
+        asked = self._library.TurnOptions(request)
+        asked.set_do_sample(False)
+        asked.set_min_generated_tokens(tokens)
+        asked.set_max_generated_tokens(tokens)
+        request.begin_turn(np.array(ids, np.int32), asked)
+        return request
+
+    def step(self):
+        flags = self._library.EngineEventFlags
+        for event in self._engine.run(self._events):
+            said = int(event.flags)
+            if said & int(flags.FAILED):
+                raise RuntimeError(f"the engine failed: {event.error_code}")
+            yield event.request, [event.token] if said & int(flags.TOKEN) else []
+            if said & int(flags.TURN_FINISHED):
+                event.request.close()
+
+
+def drive(engine, asked):
+    """Takes (ids, tokens, tell) from the queue `asked`; tells each request its new tokens."""
+    open_, handles = {}, {}  # by id of the handle: how it is told, and what it still has to get
+    while True:
+        while not open_ or not asked.empty():
+            ids, tokens, tell = asked.get()
+            handle = engine.add(ids, tokens)
+            open_[id(handle)], handles[id(handle)] = [tell, tokens], handle
+        for handle, found in engine.step():
+            if (one := open_.get(id(handle))) is not None:
+                one[0](found)
+                one[1] -= len(found)
+                if one[1] <= 0:
+                    del open_[id(handle)], handles[id(handle)]
+
+
+def app(tokenizer, asked):
+    async def completions(request):
+        body, loop, told = await request.json(), asyncio.get_running_loop(), asyncio.Queue()
+        ids, tokens = tokenizer.encode(body["prompt"]).ids, body["max_tokens"]
+        asked.put((ids, tokens, lambda new: loop.call_soon_threadsafe(told.put_nowait, new)))
+
+        async def events():
+            left = tokens
+            while left > 0:
+                new = await told.get()
+                left -= len(new)
+                end = None if left > 0 else "length"
+                text = tokenizer.decode(new, skip_special_tokens=False)
+                yield event(choices=[{"index": 0, "text": text, "finish_reason": end}])
+            count = {"prompt_tokens": len(ids), "completion_tokens": tokens}
+            yield event(choices=[], usage=count) + "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def health(_):
+        return PlainTextResponse("ok")
+
+    ways = [Route("/v1/completions", completions, methods=["POST"]), Route("/health", health)]
+    return Starlette(routes=ways)
+
+
+def event(**fields):
+    return f"data: {json.dumps(fields)}\n\n"
+
+
+def main():
+    kind, folder, port, slots, context, *cores = sys.argv[1:]
+    engine_cores, http_cores = ([int(core) for core in each.split(",")] for each in cores)
+    kinds = {"openvino-genai": OpenVino, "onnxruntime-genai": OnnxRuntime}
+    asked, loaded = queue.Queue(), threading.Event()
+
+    def work():
+        try:
+            os.sched_setaffinity(0, engine_cores)  # threads that the engine starts take it over
+            engine = kinds[kind](folder, int(slots), int(context), len(engine_cores))
+            loaded.set()
+            drive(engine, asked)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # or the requests would wait for ever
+
+    threading.Thread(target=work, daemon=True).start()
+    loaded.wait()
+    os.sched_setaffinity(0, http_cores)
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    uvicorn.run(app(tokenizer, asked), host="127.0.0.1", port=int(port), log_level="warning")
+
+
+if __name__ == "__main__":
+    main()
