@@ -11,13 +11,12 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import gevent
 import gevent.event
 import gevent.pool
-import numpy as np
+import msgspec
 from locust import User, events, task
 from locust.env import Environment
 from locust.runners import LocalRunner, MasterRunner, WorkerRunner
@@ -25,21 +24,12 @@ from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 from loadtests.errors import LoadError
 from loadtests.load_generator.dispatcher import Dispatcher
 from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.load_options import add_options, plan_of_locust
-from loadtests.load_generator.load_plan import (
-    Begin,
-    Failed,
-    Order,
-    Ready,
-    Recorded,
-    Settled,
-    Share,
-    Stop,
-    Wire,
-)
+from loadtests.load_generator.load_options import BY_HAND, LoadOptions, add_options, plan_of
+from loadtests.load_generator.load_plan import Begin, Failed, Order, Ready, Recorded, Share, Wire
 from loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE, Pipe
-from loadtests.load_generator.locust_workers import MasterSide, WorkerSide
+from loadtests.load_generator.locust_workers import Master, Worker
 from models.errors import CrossoverError, printable
+from serving.bounds import converted
 
 
 class Traffic(User):  # type: ignore[misc]  # Locust is untyped
@@ -56,59 +46,53 @@ class Sender:
     def __init__(self, tell: Callable[[Wire], None]) -> None:
         self._tell = tell
         self._dispatcher: Dispatcher | None = None
-        self._level = 0
 
     def obey(self, order: Order) -> None:
         dispatcher = self._dispatcher
-        match order:
-            case Share():
-                if dispatcher is not None:  # of a level that failed elsewhere
-                    dispatcher.stop()
-                self._dispatcher = None
-                self._level += 1
-                gevent.spawn(self._answer, self._level, lambda: self._prepare(order))
-            case Begin(origin) if dispatcher is not None:
-                gevent.spawn(self._answer, self._level, lambda: dispatcher.run(origin))
-            case Stop() if dispatcher is not None:
-                dispatcher.stop()
-            case Settled() if dispatcher is not None:
-                dispatcher.others_settled.set()
+        if isinstance(order, Share):
+            gevent.spawn(self._answer, lambda: self._prepare(order))
+        elif dispatcher is None:
+            return
+        elif isinstance(order, Begin):
+            gevent.spawn(self._answer, lambda: dispatcher.run(order.origin))
+        else:
+            dispatcher.stop()
 
     def _prepare(self, order: Share) -> Ready:
-        level = self._level
-        made = Dispatcher(order.plan, order.share, order.shares, lambda w: self._told(level, w))
-        self._dispatcher = made
-        return Ready(f"crossover {version('llm-crossover')}, numpy {np.__version__}")
+        self._dispatcher = Dispatcher(order.plan, order.share, order.shares, self._tell)
+        return Ready()
 
-    def _answer(self, level: int, work: Callable[[], Wire]) -> None:
+    def _answer(self, work: Callable[[], Wire]) -> None:
         try:
-            self._told(level, work())
+            self._tell(work())
         except Exception as problem:  # in a greenlet: nobody else would hear of it
             is_known = isinstance(problem, LoadError | OSError)
             logging.error("%s", printable(str(problem)), exc_info=not is_known)
-            self._told(level, Failed(f"{problem}"))
-
-    def _told(self, level: int, wire: Wire) -> None:
-        """Answers of a level that is over are nobody's any more."""
-        if level == self._level:
-            self._tell(wire)
+            self._tell(Failed(f"{problem}"))
 
 
 class ByHand:
     """Without LoadGenerator: Locust's start begins a level of its options, its stop ends it.
 
     A request is one entry of its statistics, as long as it took from the moment it was due.
+    Without a rate there are as many users as Locust is told, each with one request at a time.
     """
 
     def __init__(self, environment: Environment) -> None:
-        options = environment.parsed_options
+        self._options = options = environment.parsed_options
         if not isinstance(environment.runner, LocalRunner):
-            raise SystemExit("load of several processes: `crossover load --workers`, or --master")
+            raise SystemExit("load of several processes: `crossover load --workers`")
         if not options.host:
             raise SystemExit("say where to send to, for example --host http://127.0.0.1:8000")
+        known = {name: getattr(options, name) for name in BY_HAND} | {"url": options.host}
+        try:
+            given = converted(known, LoadOptions, "", lambda name: f"--{name.replace('_', '-')}")
+            self._plan = plan_of(given, concurrency=1 if given.rate is None else None)
+        except CrossoverError as problem:
+            raise SystemExit(printable(str(problem))) from None
         self._environment = environment
+        self._seconds = options.run_time
         self._end = environment.runner.quit if options.headless else environment.runner.stop
-        self._own = dict(vars(options))
         if options.headless:  # Locust's clock would begin before the requests are made
             options.run_time = None
         self._dispatcher: Dispatcher | None = None
@@ -118,9 +102,11 @@ class ByHand:
 
     def _start(self, **_: Any) -> None:
         """In the greenlet that starts Locust's users after it."""
-        given = vars(self._environment.parsed_options)
+        changes = {"window_seconds": self._options.run_time or self._seconds}
+        if self._plan.rate is None:
+            changes["concurrency"] = self._options.num_users or 1
         try:
-            plan = plan_of_locust(given, self._own, given["run_time"] or self._own["run_time"])
+            plan = msgspec.structs.replace(self._plan, **changes)
             self._dispatcher = Dispatcher(plan, 0, 1, self._tell)
         except (CrossoverError, OSError) as problem:
             logging.error("%s", printable(str(problem)))
@@ -170,11 +156,11 @@ def on_init(environment: Environment, **_: Any) -> None:
         return
     os.chdir(os.environ[FOLDER_VARIABLE])
     if isinstance(runner, WorkerRunner):
-        side = WorkerSide(runner)
+        side = Worker(runner)
         side.join(Sender(side.tell).obey)
         return
-    pipe: Pipe[Order] = Pipe(socket.socket(fileno=int(os.environ[PIPE_VARIABLE])), Order)
-    kind = MasterSide(runner, pipe.send) if isinstance(runner, MasterRunner) else Sender(pipe.send)
+    pipe = Pipe(socket.socket(fileno=int(os.environ[PIPE_VARIABLE])), Order)
+    kind = Master(runner, pipe.send) if isinstance(runner, MasterRunner) else Sender(pipe.send)
 
     def obey_pipe() -> None:
         """The runner's orders, until it closes the pipe."""

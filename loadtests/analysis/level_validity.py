@@ -124,8 +124,6 @@ def _of_load(level: Level, slo: Slo, judged: Judged, samples: Sequence[ResourceS
             f"{slo.target:.4g} of them are; {requests_to_hold(slo)} are the least, all good",
         )
     busy = None if level.finished is None else level.finished.generator_busy_share
-    if busy is None:
-        busy = _mean(one.client.cpu_share for one in samples if one.client is not None)
     if busy is not None and busy > CLIENT_BUSY_SHARE:
         yield (
             "GeneratorBusy",

@@ -505,7 +505,7 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
             interval_seconds=campaign.sample_seconds,
         )
         stack.enter_context(bench.sampler)
-        more = {"target": msgspec.to_builtins(facts), "sampling": bench.sampler.missing}
+        more = {"target": msgspec.to_builtins(facts)}
         state.event(msgspec.structs.replace(ready, unix_seconds=time.time(), **more))
         for note in facts.notes:
             progress.say(f"  note: {note}")

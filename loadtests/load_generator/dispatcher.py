@@ -20,7 +20,7 @@ import msgspec
 
 from loadtests.host.precise_timer import Alarm
 from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Recorded, Settled, Wire
+from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Recorded, Wire
 from loadtests.load_generator.openai_endpoint import pool_for, probe
 from loadtests.load_generator.request_factory import Request, RequestFactory
 from loadtests.load_generator.sse_timestamps import Answer, GaveUp, stream
@@ -32,7 +32,7 @@ YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
 
 
 class Dispatcher:
-    """Share `share` of `shares`. `tell` takes each record and Late, and Settled once.
+    """Share `share` of `shares`. `tell` takes each record and Late.
 
     Requests are made when it is, so that `run` only sends. Raises LoadError.
     """
@@ -41,7 +41,6 @@ class Dispatcher:
         self, plan: LoadPlan, share: int, shares: int, tell: Callable[[Wire], None]
     ) -> None:
         self.plan = plan
-        self.others_settled = gevent.event.Event()  # the level's other processes are, too
         self._tell = tell
         self._pool = pool_for(plan.target)
         facts = plan.facts or probe(plan.target, self._pool)
@@ -61,7 +60,7 @@ class Dispatcher:
         self._running: set[Any] = set()  # greenlets with a request on its way
         self._counted: set[int] = set()  # requests on their way that were due before the end
         self._waiting: dict[int, float] = {}  # index -> due seconds, until the first token
-        self._answers: dict[str, dict[int, str]] = {}  # session -> turn -> the server's words
+        self._answers: dict[tuple[str, int], str] = {}  # (session, turn): the server's words
         self._alarm = Alarm()
 
     def run(self, origin: float) -> Ended:
@@ -95,8 +94,8 @@ class Dispatcher:
             self._alarm.close()
         account, wall_seconds = self._account, clock() - origin
         account.cpu_seconds = time.process_time() - cpu_seconds
-        if busy_seconds is not None and wall_seconds > 0:
-            account.busy_share = round(((_busy_seconds() or 0.0) - busy_seconds) / wall_seconds, 4)
+        if wall_seconds > 0:
+            account.busy_share = round((_busy_seconds() - busy_seconds) / wall_seconds, 4)
         return account
 
     def stop(self) -> None:
@@ -161,42 +160,29 @@ class Dispatcher:
         answer = Answer(answered, None if session is None else [])
         wire = request.wire
         if turn:  # its prompt continues the answers before it
-            seen = self._answers.get(session, {})
-            before = [seen[number] for number in range(turn) if number in seen]
-            if len(before) == turn:
+            before = [self._answers.get((session, number)) for number in range(turn)]
+            if all(words is not None for words in before):
                 wire = self._factory.with_answers(request, before)
             else:
                 asked = msgspec.structs.replace(asked, stand_in=True)
-        record = stream(
-            self._pool,
-            wire,
-            asked,
-            origin=self._origin,
-            timeout_seconds=self.plan.target.timeout_seconds,
-            answer=answer,
-        )
+        most_seconds = self.plan.target.timeout_seconds
+        record = stream(self._pool, wire, asked, self._origin, most_seconds, answer)
         answered()
         self._running.discard(me)
         self._counted.discard(index)
         if session is not None and record.error is None:
-            self._answers.setdefault(session, {})[turn] = "".join(answer.text or ())
+            self._answers[session, turn] = "".join(answer.text or ())
         self._account.recorded += 1
         self._tell(Recorded(record))
         if not self._counted:
             self._idle.set()
 
     def _end_following(self) -> None:
-        """Nothing more is sent once every counted request has ended or broken every TTFT limit.
-
-        Those of other processes too: theirs end beside our load.
-        """
+        """Nothing more is sent once every counted request has ended or broken the TTFT limit."""
         until = self._origin + self.plan.duration_seconds + self.plan.follow_seconds
         gevent.sleep(0)  # requests that were due last have not begun yet
         while self._is_open() and clock() < until and not self._over.wait(FOLLOW_EVERY_SECONDS):
             pass
-        self._tell(Settled())
-        left = max(0.0, until - clock())
-        gevent.wait([self.others_settled, self._over], timeout=left, count=1)
         self.send_no_more()
 
     def _is_open(self) -> bool:
@@ -237,11 +223,11 @@ class Dispatcher:
                 gevent.sleep(0.001)
 
 
-def _busy_seconds() -> float | None:
+def _busy_seconds() -> float:
     """How long this thread has run, or had no core to run on (man 5 proc, schedstat)."""
     try:
         with open("/proc/thread-self/schedstat") as file:
             ran, waited, _ = file.read().split()
     except OSError:
-        return None
+        return time.process_time()
     return (int(ran) + int(waited)) / 1e9

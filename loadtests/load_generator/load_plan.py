@@ -71,10 +71,32 @@ def check_count(rate: float, seconds: float) -> None:
         )
 
 
-class Started(msgspec.Struct, frozen=True, tag="started"):
-    """The clock of the level starts at this moment."""
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """Part `share` of `shares` of a level. Answered with Ready or Failed."""
 
-    unix_seconds: float
+    plan: LoadPlan
+    share: int = 0
+    shares: int = 1
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The level's t0 is `origin` on the machine's monotonic clock."""
+
+    origin: float
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """The level is decided: send nothing more, and wait for nothing that is on its way."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """All requests of a share are made."""
+
+
+class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
+    """A request has ended."""
+
+    record: RequestRecord
 
 
 class Late(msgspec.Struct, frozen=True, tag="late"):
@@ -94,57 +116,21 @@ class Ended(msgspec.Struct, kw_only=True, tag="ended"):
     busy_share: float | None = None  # of the busiest process: at work, or ready and without a core
 
 
-Told = Started | RequestRecord | Late | Ended | None  # to the runner; None: a moment has passed
-
-
-class Share(msgspec.Struct, frozen=True, tag="share"):
-    """Part `share` of `shares` of a level. Answered with Ready or Failed."""
-
-    plan: LoadPlan
-    share: int = 0
-    shares: int = 1
-
-
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The level's t0 is `origin` on the machine's monotonic clock."""
-
-    origin: float
-
-
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The level is decided: send nothing more, and wait for nothing that is on its way."""
-
-
-class Settled(msgspec.Struct, frozen=True, tag="settled"):
-    """All requests that count are good or bad: of one process; and back to all, of every one."""
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """All requests of a share are made, by a process with these versions."""
-
-    versions: str
-
-
-class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
-    """A request has ended."""
-
-    record: RequestRecord
-
-
-class Workers(msgspec.Struct, frozen=True, tag="workers"):
-    """Locust's workers that have joined the master, one name each."""
-
-    names: list[str]
-
-
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The level cannot be run."""
 
     problem: str
 
 
-Order = Share | Begin | Stop | Settled  # the runner's, over the pipe; its end: quit
-Wire = Workers | Ready | Recorded | Late | Settled | Ended | Failed  # the answers
+class Started(msgspec.Struct, frozen=True):
+    """The clock of the level starts at this moment."""
+
+    unix_seconds: float
+
+
+Order = Share | Begin | Stop  # the runner's, over the pipe; its end: quit
+Wire = Ready | Recorded | Late | Ended | Failed  # the answers
+Told = Started | RequestRecord | Late | Ended | None  # to the runner; None: a moment has passed
 
 
 def total(accounts: Sequence[Ended]) -> Ended:

@@ -14,9 +14,7 @@ import re
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
 
-from loadtests.checked_files import key
 from loadtests.errors import EndpointRefuses, TargetUnusable
 from loadtests.load_generator.http_connection import (
     Pool,
@@ -28,6 +26,7 @@ from loadtests.load_generator.http_connection import (
 )
 from loadtests.load_generator.sse_timestamps import stream
 from loadtests.records.request_record import RequestRecord
+from serving.bounds import Positive, option
 
 PROBE_TOKENS = 8
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog."
@@ -42,21 +41,33 @@ _KEPT = "and a run folder would keep it: put a key into an environment variable 
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where load is sent to."""
+    """Where load is sent to: a table of a campaign, and options of `crossover load`."""
 
-    url: Annotated[str, key("the endpoint's base URL, e.g. http://127.0.0.1:8000")]
-    model: Annotated[str | None, key("model name; none: the first that /v1/models lists")] = None
-    api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
+    url: Annotated[
+        str,
+        option("", "the endpoint's base URL, e.g. http://127.0.0.1:8000", is_argument=True),
+    ]
+    model: Annotated[
+        str | None, option("", "model name; none: the first that /v1/models lists")
+    ] = None
+    api: Annotated[Literal["completions", "chat"], option("", "the route that is measured")] = (
         "completions"
     )
     api_key_env: Annotated[
-        str | None, key("the variable that holds the key; --trust names it too")
+        str | None,
+        option(
+            "",
+            "environment variable that holds the key; of a campaign, --trust names it too",
+            metavar="NAME",
+        ),
     ] = None
-    verify_tls: Annotated[bool, key("check the server's certificate")] = True
-    extra_body: Annotated[dict[str, Any], key("added to every request")] = {}
-    timeout_seconds: Annotated[float, Meta(gt=0, description="limit of one request")] = 600.0
+    verify_tls: Annotated[bool, option("", "check the server's certificate")] = True
+    extra_body: Annotated[
+        dict[str, Any], option("", "added to every request", metavar="KEY=VALUE")
+    ] = {}
+    timeout_seconds: Annotated[Positive, option("", "limit of one request")] = 600.0
     ready_seconds: Annotated[
-        float, Meta(gt=0, description="how long to wait for the endpoint's first answer")
+        Positive, option("", "how long to wait for the endpoint's first answer")
     ] = 60.0
 
 

@@ -9,13 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 import loadtests
-from loadtests.errors import LoadError
-from loadtests.load_generator.load_options import LoadOptions, plan_of_locust
 from loadtests.workload.arrivals import Poisson, due_times
-from serving.errors import ServingError
 
 LOCUSTFILE = Path(loadtests.__file__).parent / "locustfile.py"
 
@@ -42,16 +37,16 @@ def test_headless_locust_sends_when_due_and_counts_each_request_once(
     assert 330 <= seen["max_response_time"] < 5000
 
 
-def test_no_form_sends_a_key_elsewhere_and_values_are_checked() -> None:
-    defaults = {name: getattr(LoadOptions(), name) for name in LoadOptions.__struct_fields__}
-    own = {**defaults, "host": "http://a", "api_key_env": "KEY", "num_users": 3}
-    assert plan_of_locust({**own, "model": ""}, own, 5.0).concurrency == 3
-    plan = plan_of_locust({**own, "rate": "2.5", "seed": 7}, own, 5.0)
-    assert (plan.rate, plan.seed, plan.window_seconds) == (2.5, 7, 5.0)
-    for name, value in {"host": "http://b", "api_key_env": "HOME", "verify_tls": "false"}.items():
-        with pytest.raises(LoadError, match=f"{name} can only be set on the command line"):
-            plan_of_locust({**own, name: value}, own, 5.0)
-    with pytest.raises(LoadError, match="--rate must be above 0, got '0'"):
-        plan_of_locust({**own, "rate": "0"}, own, 5.0)
-    with pytest.raises(ServingError, match="--rate must be finite"):
-        plan_of_locust({**own, "rate": "inf"}, own, 5.0)
+def test_options_by_hand_are_checked() -> None:
+    for words, message in (
+        (["--rate", "0"], "--rate must be above 0, got 0.0"),
+        (["--workload", "tea"], "'tea' is not one of"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "locust", "-f", LOCUSTFILE, "--headless", "--host", "x", *words],
+            env={**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[1])},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode != 0 and message in done.stderr

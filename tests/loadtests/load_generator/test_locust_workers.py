@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from loadtests.errors import LevelInterrupted, LoadError
 from loadtests.host.child_processes import Child
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.load_options import parse_arrivals
-from loadtests.load_generator.load_plan import Ended, LoadPlan
+from loadtests.load_generator.load_plan import Begin, Ended, LoadPlan, Share
 from loadtests.load_generator.locust_process import LoadGenerator
-from loadtests.load_generator.locust_workers import allowed
+from loadtests.load_generator.locust_workers import within
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.arrivals import Poisson, due_times
@@ -34,14 +35,11 @@ def fleet(url: str, count: int, folder: Path) -> Iterator[tuple[LoadGenerator, l
         place = free.getsockname()[:2]
     joined: list[Child] = []
     with ExitStack() as stack:
-        with LoadGenerator(log=folder / "log", listen=place) as master:
+        with LoadGenerator(log=folder / "log", processes=count, listen=place) as master:
             for number in range(count):
                 words = ("load", url, "--join", f"{place[0]}:{place[1]}")
                 command = [sys.executable, "-m", "crossover", *words]
                 joined.append(stack.enter_context(Child(command, log=folder / f"{number}.log")))
-            names: list[list[str]] = []
-            master.wait_for_workers(count, 60.0, names.append)
-            assert len(names[-1]) == count
             yield master, joined
         for one in joined:
             one.wait(20.0)
@@ -83,18 +81,17 @@ def test_workers_send_one_arrival_process_to_the_url_of_their_own_command(
 
 def test_a_worker_that_joined_obeys_within_its_own_command() -> None:
     """A stranger's plan: neither its URL nor its key nor its files are ours."""
-    plan = LoadPlan(
-        target=Target(url="http://evil", model="m", api_key_env="HOME", verify_tls=False),
-        rate=1.0,
-    )
+    theirs = Target(url="http://evil", api_key_env="HOME", verify_tls=False)
     own = Target(url="http://mine", api_key_env="KEY")
-    found = allowed(plan, own)
-    assert found.target == Target(url="http://mine", model="m", api_key_env="KEY")
+    plan = LoadPlan(target=theirs, rate=1.0)
+    found = within(Share(plan, 1, 2), own)
+    assert found == Share(msgspec.structs.replace(plan, target=own), 1, 2)
+    assert isinstance(began := within(Begin(1e9), own), Begin) and began.origin < 1e9
     trace = LoadPlan(target=own, rate=1.0, arrivals=parse_arrivals("trace:path=/etc/passwd"))
     rows = LoadPlan(target=own, rate=1.0, workload=Workload(file="/etc/passwd"))
     for files in (trace, rows):
         with pytest.raises(LoadError, match="reads no trace on its machine"):
-            allowed(files, own)
+            within(Share(files), own)
 
 
 def test_a_lost_worker_fails_the_level(truth_server: Start, tmp_path: Path) -> None:
@@ -108,13 +105,8 @@ def test_a_lost_worker_fails_the_level(truth_server: Start, tmp_path: Path) -> N
         joined[1].stop()
 
 
-def test_a_master_says_where_it_cannot_listen_and_who_did_not_come(tmp_path: Path) -> None:
+def test_a_master_says_where_it_cannot_listen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LoadError, match=f"127.0.0.1:{port} cannot be listened on"):
             LoadGenerator(listen=("127.0.0.1", port))
-    with (
-        LoadGenerator(log=tmp_path / "log", listen=("127.0.0.1", port)) as master,
-        pytest.raises(LoadError, match="0 of 1 workers joined within 3 s"),
-    ):
-        master.wait_for_workers(1, 3.0, lambda names: None)
