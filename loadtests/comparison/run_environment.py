@@ -28,7 +28,7 @@ MACHINE: dict[str, str] = {
     "memory_total_bytes": "memory",
     "gpus": "GPUs",
 }
-CAMPAIGN: tuple[str, ...] = ("workload", "workloads", "arrivals", "slo", "engines")
+CAMPAIGN: tuple[str, ...] = ("workload", "workloads", "arrivals", "slo", "engines", "seed")
 SERVER: tuple[str, ...] = (
     *("slots", "context_tokens", "kv_tokens", "kv_dtype", "policy", "prefill_tokens"),
     *("step_seconds_target", "prefix_reuse", "options"),
