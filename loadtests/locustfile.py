@@ -1,7 +1,8 @@
-"""What runs inside Locust: a sender of shares, led over a pipe, by a master, or by hand.
+"""What runs inside Locust: a sender of levels, led over a pipe or by hand.
 
 LoadGenerator starts it, and orders come over its pipe, one level after the other until it closes.
-Or a person does: `locust -f loadtests/locustfile.py --host http://127.0.0.1:8000 --rate 2`.
+Or a person does: `locust -f loadtests/locustfile.py --host http://127.0.0.1:8000 --rate 2`, of
+several processes and machines too: `--processes 4`; `--master` and `--worker`.
 `import locust` patches the process: nothing but Locust may import this module.
 """
 
@@ -19,15 +20,23 @@ import gevent.pool
 import msgspec
 from locust import User, events, task
 from locust.env import Environment
-from locust.runners import LocalRunner, MasterRunner, WorkerRunner
+from locust.runners import MasterRunner, WorkerRunner
 
 from loadtests.errors import LoadError
 from loadtests.load_generator.dispatcher import Dispatcher
 from loadtests.load_generator.http_connection import clock
 from loadtests.load_generator.load_options import BY_HAND, LoadOptions, add_options, plan_of
-from loadtests.load_generator.load_plan import Begin, Failed, Order, Ready, Recorded, Share, Wire
+from loadtests.load_generator.load_plan import (
+    Begin,
+    Failed,
+    LoadPlan,
+    Order,
+    Prepare,
+    Ready,
+    Recorded,
+    Wire,
+)
 from loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE, Pipe
-from loadtests.load_generator.locust_workers import Master, Worker
 from models.errors import CrossoverError, printable
 from serving.bounds import converted
 
@@ -41,7 +50,7 @@ class Traffic(User):  # type: ignore[misc]  # Locust is untyped
 
 
 class Sender:
-    """One process's share of one level after the other. `tell` takes its answers."""
+    """One level after the other. `tell` takes its answers."""
 
     def __init__(self, tell: Callable[[Wire], None]) -> None:
         self._tell = tell
@@ -49,17 +58,15 @@ class Sender:
 
     def obey(self, order: Order) -> None:
         dispatcher = self._dispatcher
-        if isinstance(order, Share):
-            gevent.spawn(self._answer, lambda: self._prepare(order))
-        elif dispatcher is None:
-            return
-        elif isinstance(order, Begin):
+        if isinstance(order, Prepare):
+            gevent.spawn(self._answer, lambda: self._prepare(order.plan))
+        elif dispatcher is not None and isinstance(order, Begin):
             gevent.spawn(self._answer, lambda: dispatcher.run(order.origin))
-        else:
+        elif dispatcher is not None:
             dispatcher.stop()
 
-    def _prepare(self, order: Share) -> Ready:
-        self._dispatcher = Dispatcher(order.plan, order.share, order.shares, self._tell)
+    def _prepare(self, plan: LoadPlan) -> Ready:
+        self._dispatcher = Dispatcher(plan, self._tell)
         return Ready()
 
     def _answer(self, work: Callable[[], Wire]) -> None:
@@ -74,44 +81,62 @@ class Sender:
 class ByHand:
     """Without LoadGenerator: Locust's start begins a level of its options, its stop ends it.
 
-    A request is one entry of its statistics, as long as it took from the moment it was due.
-    Without a rate there are as many users as Locust is told, each with one request at a time.
+    A request is one entry of its statistics, as long as it took from the moment it was due. Of
+    several workers each sends its part of the rate, with arrivals of its own. A worker sends where
+    its own command says, with its own key.
     """
 
     def __init__(self, environment: Environment) -> None:
-        self._options = options = environment.parsed_options
-        if not isinstance(environment.runner, LocalRunner):
-            raise SystemExit("load of several processes: `crossover load --workers`")
+        self._environment, self._runner = environment, environment.runner
+        options = environment.parsed_options
         if not options.host:
             raise SystemExit("say where to send to, for example --host http://127.0.0.1:8000")
-        known = {name: getattr(options, name) for name in BY_HAND} | {"url": options.host}
-        try:
-            given = converted(known, LoadOptions, "", lambda name: f"--{name.replace('_', '-')}")
-            self._plan = plan_of(given, concurrency=1 if given.rate is None else None)
-        except CrossoverError as problem:
-            raise SystemExit(printable(str(problem))) from None
-        self._environment = environment
-        self._seconds = options.run_time
-        self._end = environment.runner.quit if options.headless else environment.runner.stop
+        self._own = {"url": options.host, "api_key_env": options.api_key_env}
+        self._seconds = options.run_time or 30.0
+        self._is_worker = isinstance(self._runner, WorkerRunner)
+        self._end = self._runner.quit if options.headless else self._runner.stop
         if options.headless:  # Locust's clock would begin before the requests are made
             options.run_time = None
+        self._left = 0  # workers that have not ended
         self._dispatcher: Dispatcher | None = None
         self._level = gevent.pool.Group()
         environment.events.test_start.add_listener(self._start)
         environment.events.test_stopping.add_listener(self._stop)
+        if not self._is_worker:
+            self._runner.register_message("crossover_done", self._on_done)
+            try:
+                self._plan()
+            except CrossoverError as problem:
+                raise SystemExit(printable(str(problem))) from None
+
+    def _plan(self) -> LoadPlan:
+        """Of Locust's options, which a worker has from its master. Raises CrossoverError."""
+        options = self._environment.parsed_options
+        known = {name: getattr(options, name) for name in BY_HAND} | self._own
+        given = converted(known, LoadOptions, "", lambda name: f"--{name.replace('_', '-')}")
+        if given.rate is None:
+            raise LoadError("say how many requests a second, for example --rate 2")
+        if self._is_worker:
+            seed, rate = given.seed + self._runner.worker_index, given.rate / options.workers
+            given = msgspec.structs.replace(given, seed=seed, rate=rate)
+        return plan_of(given, window_seconds=getattr(options, "seconds", self._seconds))
 
     def _start(self, **_: Any) -> None:
-        """In the greenlet that starts Locust's users after it."""
-        changes = {"window_seconds": self._options.run_time or self._seconds}
-        if self._plan.rate is None:
-            changes["concurrency"] = self._options.num_users or 1
+        """In the greenlet that starts Locust's users after it; a master tells its workers then."""
+        options = self._environment.parsed_options
+        if not self._is_worker:
+            options.seconds = options.run_time or self._seconds
+            options.workers = self._left = 1
+        if isinstance(self._runner, MasterRunner):
+            options.workers = self._left = len(self._runner.clients.ready)
+            return
         try:
-            plan = msgspec.structs.replace(self._plan, **changes)
-            self._dispatcher = Dispatcher(plan, 0, 1, self._tell)
+            plan = self._plan()
+            self._dispatcher = Dispatcher(plan, self._tell)
         except (CrossoverError, OSError) as problem:
             logging.error("%s", printable(str(problem)))
             self._environment.process_exit_code = 2
-            gevent.spawn(self._end)
+            self._runner.send_message("crossover_done")
             raise gevent.GreenletExit from problem  # no users are started
         logging.info("%s for %g s", plan.load_in_words, plan.window_seconds)
         self._level.spawn(self._run, self._dispatcher)
@@ -121,7 +146,12 @@ class ByHand:
             dispatcher.run(clock())
         finally:
             if self._dispatcher is dispatcher:  # else Locust stops already
-                gevent.spawn(self._end)
+                self._runner.send_message("crossover_done")
+
+    def _on_done(self, **_: Any) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            gevent.spawn(self._end)
 
     def _stop(self, **_: Any) -> None:
         """Nothing more is sent; Locust goes on once the answers on their way are there."""
@@ -155,19 +185,15 @@ def on_init(environment: Environment, **_: Any) -> None:
         ByHand(environment)
         return
     os.chdir(os.environ[FOLDER_VARIABLE])
-    if isinstance(runner, WorkerRunner):
-        side = Worker(runner)
-        side.join(Sender(side.tell).obey)
-        return
     pipe = Pipe(socket.socket(fileno=int(os.environ[PIPE_VARIABLE])), Order)
-    kind = Master(runner, pipe.send) if isinstance(runner, MasterRunner) else Sender(pipe.send)
+    sender = Sender(pipe.send)
 
     def obey_pipe() -> None:
         """The runner's orders, until it closes the pipe."""
         try:
             while True:
                 for order in pipe.receive():
-                    kind.obey(order)
+                    sender.obey(order)
         except EOFError:
             environment.process_exit_code = 0  # failed requests are results
             runner.quit()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 import typer
 
 from loadtests.errors import Incomplete, LoadError
 from loadtests.load_generator.load_options import LoadOptions, plan_of
-from loadtests.load_generator.openai_endpoint import Target
-from serving.bounds import Count, Positive, flags_of, option
+from serving.bounds import Count, Positive, option
 from serving.cli.parameters import command_of
 
 if TYPE_CHECKING:
@@ -51,19 +48,6 @@ class CommandOptions(LoadOptions, frozen=True, kw_only=True):
         Path | None,
         option("", "Keep the records in a new run folder in this one. Default: none kept."),
     ] = None
-    workers: Annotated[Count, option("", "Processes of this machine that share the load.")] = 1
-    bind: Annotated[
-        str | None,
-        option(
-            "",
-            "Wait at HOST[:PORT] for these workers to --join from elsewhere. Whoever reaches it "
-            "may take part: the protocol knows no keys.",
-        ),
-    ] = None
-    join: Annotated[
-        str | None,
-        option("", "Be a worker of the command that waits there, for as long as it does."),
-    ] = None
 
 
 def _load(options: CommandOptions) -> None:
@@ -73,18 +57,12 @@ def _load(options: CommandOptions) -> None:
     crossover load http://127.0.0.1:8000 --rate 2
     crossover load http://127.0.0.1:8000 --concurrency 8 --workload 256x64 --duration 60
     crossover load https://api.example.com/v1 --api chat --api-key-env KEY --rate 0.5
-    crossover load http://10.0.0.5:8000 --rate 800 --workers 4
-    crossover load http://10.0.0.5:8000 --rate 800 --workers 2 --bind 10.0.0.7
-    crossover load http://10.0.0.5:8000 --join 10.0.0.7     # on each of the two
     """
     from loadtests.host.child_processes import signals_interrupt
 
     try:
         with signals_interrupt():
-            if options.join is None:
-                _send(options)
-            else:
-                _join(options, options.join)
+            _send(options)
     except KeyboardInterrupt:
         kept = "" if options.out is None else f"; the records so far are in {options.out}"
         raise Incomplete(f"stopped{kept}") from None
@@ -93,37 +71,10 @@ def _load(options: CommandOptions) -> None:
 load = command_of(CommandOptions, _load)
 
 
-def _join(options: CommandOptions, master: str) -> None:
-    from loadtests.load_generator.locust_workers import PORT, run_worker
-
-    for field in msgspec.structs.fields(CommandOptions):
-        is_own = field.name in (*Target.__struct_fields__, "join")
-        if not is_own and getattr(options, field.name) != field.default:
-            flag = flags_of(CommandOptions)[field.name]
-            raise LoadError(f"--join takes no {flag}: the command that waits there says it")
-    target = plan_of(options, concurrency=1).target
-    host, port = parse_place("--join", master, PORT)
-    typer.echo(f"joining {host}:{port}; sends to {target.url} and nowhere else", err=True)
-    run_worker(host, port, target)
-    typer.echo("the master has ended", err=True)
-
-
-def parse_place(flag: str, text: str, port: int) -> tuple[str, int]:
-    """ "HOST" or "HOST:PORT"; an IPv6 address with a port stands in brackets. Raises LoadError."""
-    with contextlib.suppress(ValueError):  # its port is no port
-        if text.count(":") > 1 and not text.startswith("["):
-            text = f"[{text}]"
-        parts = urlsplit(f"//{text}")
-        if parts.hostname and parts.netloc == text and "@" not in text:
-            return parts.hostname, port if parts.port is None else parts.port
-    raise LoadError(f"{flag} must be HOST or HOST:PORT, got {text!r}")
-
-
 def _send(options: CommandOptions) -> None:
     from loadtests.analysis.slo import SLO_PRESETS
     from loadtests.campaign.progress import Progress
     from loadtests.load_generator.locust_process import LoadGenerator
-    from loadtests.load_generator.locust_workers import PORT
 
     if (options.rate is None) == (options.concurrency is None):
         raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
@@ -137,16 +88,11 @@ def _send(options: CommandOptions) -> None:
         cell=CELL,
         level=LEVEL,
     )
-    listen = None if options.bind is None else parse_place("--bind", options.bind, PORT)
     with (
         Progress() as progress,
         tempfile.TemporaryDirectory(prefix="crossover-load-") as nowhere,
-        LoadGenerator(
-            log=Path(nowhere) / "log", processes=options.workers, listen=listen
-        ) as generator,
+        LoadGenerator(log=Path(nowhere) / "log") as generator,
     ):
-        if listen is not None:
-            progress.say(f"waiting for {options.workers} to --join {options.bind}")
         level, run = _measure(plan, slo, options.out or Path(nowhere), generator, progress)
     show_level(level, slo, run)
     if options.out is not None:

@@ -1,4 +1,4 @@
-"""One process at work on its share of a level: every request leaves when it is due.
+"""A level at work: every request leaves when it is due.
 
 Open loop: one greenlet sends each request at its due time, whether or not earlier ones have ended.
 Closed loop: one greenlet a user sends one request after the other.
@@ -32,24 +32,20 @@ YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
 
 
 class Dispatcher:
-    """Share `share` of `shares`. `tell` takes each record and Late.
+    """One level. `tell` takes each record and Late.
 
     Requests are made when it is, so that `run` only sends. Raises LoadError.
     """
 
-    def __init__(
-        self, plan: LoadPlan, share: int, shares: int, tell: Callable[[Wire], None]
-    ) -> None:
+    def __init__(self, plan: LoadPlan, tell: Callable[[Wire], None]) -> None:
         self.plan = plan
         self._tell = tell
         self._pool = pool_for(plan.target)
         facts = plan.facts or probe(plan.target, self._pool)
-        shares = min(shares, plan.concurrency or shares)
-        self._factory = RequestFactory(plan, facts, self._pool, share, shares)
+        self._factory = RequestFactory(plan, facts, self._pool)
         self._scheduled = self._factory.scheduled() if plan.concurrency is None else []
-        self._users = len(range(share, plan.concurrency or 0, shares))
         # Of a closed loop that ends after so many: one session after the other, the last one first.
-        wanted = len(range(share, plan.requests or 0, shares)) if self._users else 0
+        wanted = (plan.requests or 0) if plan.concurrency else 0
         self._ready = [self._factory.next_session() for _ in range(wanted)][::-1]
         self._account = Ended()
         self._origin = 0.0  # t0 of the level, on `clock`
@@ -71,7 +67,7 @@ class Dispatcher:
         self._origin = origin
         cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
         watcher = gevent.spawn(self._tell_late)
-        users = [gevent.spawn(self._use) for _ in range(self._users)]
+        users = [gevent.spawn(self._use) for _ in range(self.plan.concurrency or 0)]
         try:
             end_seconds = self.plan.duration_seconds
             counted = [one for one in self._scheduled if one.record.due_seconds < end_seconds]

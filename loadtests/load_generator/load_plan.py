@@ -9,8 +9,6 @@ All times are seconds since the level's start, on one CLOCK_MONOTONIC for all pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from loadtests.errors import LoadError
@@ -71,12 +69,10 @@ def check_count(rate: float, seconds: float) -> None:
         )
 
 
-class Share(msgspec.Struct, frozen=True, tag="share"):
-    """Part `share` of `shares` of a level. Answered with Ready or Failed."""
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Make the requests of a level. Answered with Ready or Failed."""
 
     plan: LoadPlan
-    share: int = 0
-    shares: int = 1
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -90,7 +86,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """All requests of a share are made."""
+    """All requests of the level are made."""
 
 
 class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
@@ -106,14 +102,14 @@ class Late(msgspec.Struct, frozen=True, tag="late"):
 
 
 class Ended(msgspec.Struct, kw_only=True, tag="ended"):
-    """The account of a level, after its last record: of one process, or of all together."""
+    """The account of a level, after its last record."""
 
     due: int = 0  # requests whose time came
     recorded: int = 0
     gave_up: int = 0  # requests ended by the client at the end of the drain time
     stopped_seconds: float | None = None  # when stop() came; None: the level ran its full time
     cpu_seconds: float = 0.0
-    busy_share: float | None = None  # of the busiest process: at work, or ready and without a core
+    busy_share: float | None = None  # of the time: at work, or ready and without a core
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -128,20 +124,6 @@ class Started(msgspec.Struct, frozen=True):
     unix_seconds: float
 
 
-Order = Share | Begin | Stop  # the runner's, over the pipe; its end: quit
+Order = Prepare | Begin | Stop  # the runner's, over the pipe; its end: quit
 Wire = Ready | Recorded | Late | Ended | Failed  # the answers
 Told = Started | RequestRecord | Late | Ended | None  # to the runner; None: a moment has passed
-
-
-def total(accounts: Sequence[Ended]) -> Ended:
-    """The accounts of several processes as one."""
-    stops = [one.stopped_seconds for one in accounts if one.stopped_seconds is not None]
-    shares = [one.busy_share for one in accounts if one.busy_share is not None]
-    return Ended(
-        due=sum(one.due for one in accounts),
-        recorded=sum(one.recorded for one in accounts),
-        gave_up=sum(one.gave_up for one in accounts),
-        stopped_seconds=min(stops, default=None),
-        cpu_seconds=sum(one.cpu_seconds for one in accounts),
-        busy_share=max(shares, default=None),
-    )

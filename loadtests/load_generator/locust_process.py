@@ -5,9 +5,7 @@
             ...
             generator.stop()                     # the level is decided
 
-It stays for one level after the other. With `processes`, or with `listen`, it is Locust's master,
-and so many of Locust's workers send: of this machine, or those that join from elsewhere
-(locust_workers.py). To the runner all of them are one.
+It stays for one level after the other.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from loadtests.errors import LevelInterrupted, LoadError
+from loadtests.errors import LevelInterrupted
 from loadtests.host.child_processes import Child
 from loadtests.load_generator.load_plan import (
     Begin,
@@ -34,9 +32,9 @@ from loadtests.load_generator.load_plan import (
     Late,
     LoadPlan,
     Order,
+    Prepare,
     Ready,
     Recorded,
-    Share,
     Started,
     Stop,
     Told,
@@ -51,24 +49,6 @@ PIPE_VARIABLE = "CROSSOVER_PIPE"  # the number of its file descriptor
 # to this one once it has read its options.
 FOLDER_VARIABLE = "CROSSOVER_FOLDER"
 _READ_BYTES = 1 << 18
-
-
-def locust_child(*options: str, variables: Mapping[str, str], **settings: Any) -> Child:
-    """Locust with our locustfile. `settings`: of Child."""
-    command = [sys.executable, "-m", "locust", "-f", f"{PACKAGE_ROOT}/loadtests/locustfile.py"]
-    ours = {FOLDER_VARIABLE: os.getcwd(), "OPENBLAS_NUM_THREADS": "1"}
-    return Child(
-        [*command, "--headless", "--only-summary", "--loglevel", "WARNING", *options],
-        environment={**ours, **variables},
-        urgent=True,
-        folder=PACKAGE_ROOT,
-        **settings,
-    )
-
-
-def url_host(host: str) -> str:
-    """An IPv6 address stands in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 class Pipe:
@@ -102,47 +82,32 @@ class Pipe:
 
 
 class LoadGenerator:
-    """Starts at once, and imports Locust while its parent goes on.
+    """Starts at once, and imports Locust while its parent goes on."""
 
-    `processes`: how many share a level. `listen`: (host, port) where these join from elsewhere.
-    Raises LoadError where nothing can listen there.
-    """
-
-    def __init__(
-        self,
-        *,
-        log: Path | None = None,
-        cores: tuple[int, ...] = (),
-        processes: int = 1,
-        listen: tuple[str, int] | None = None,
-    ) -> None:
-        self._settings = {"log": log, "cores": cores}
-        self._processes = processes
-        self._listen = listen
-        self._children: list[Child] = []
-        self._pipe: Pipe | None = None
+    def __init__(self, *, log: Path | None = None, cores: tuple[int, ...] = ()) -> None:
+        self._log, self._cores = log, cores
         self._is_running = False  # a level
         self._start()
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """Of its processes, for the sampler."""
-        return tuple(child.pid for child in self._children)
+    def pid(self) -> int:
+        """Of its process, for the sampler."""
+        return self._child.pid
 
     def run(self, plan: LoadPlan) -> Iterator[Told]:
         """What it tells of a level as it comes, and None about every TICK_SECONDS.
 
-        The last is Ended. Where it is left early, its processes are ended, and the next level gets
-        new ones. Raises LevelInterrupted when it fails, loses requests or a process ends.
+        The last is Ended. Where it is left early, its process is ended, and the next level gets a
+        new one. Raises LevelInterrupted when it fails, loses requests or ends.
         """
         if self._is_running:  # a level that was left in the middle
             self._end()
-        if not self._children:
+        if self._child.poll() is not None:
             self._start()
         self._is_running = True
         recorded, ticked = 0, time.monotonic()
         try:
-            self._order(Share(plan, shares=self._processes))
+            self._order(Prepare(plan))
             while self._is_running:
                 for wire in self._heard():
                     match wire:
@@ -177,58 +142,45 @@ class LoadGenerator:
             self._order(Stop())
 
     def _start(self) -> None:
-        is_master = self._processes > 1 or self._listen is not None
-        host, port = self._listen or ("127.0.0.1", 0)
-        options: list[str] = []
-        if is_master:
-            try:  # tried first: Locust would say it in its log alone
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                with socket.create_server((host, port), family=family) as free:
-                    port = free.getsockname()[1]
-            except OSError as problem:
-                reason = problem.strerror or str(problem)
-                raise LoadError(f"{host}:{port} cannot be listened on: {reason}") from problem
-            place, number = url_host(host), str(port)
-            options = ["--master", "--master-bind-host", place, "--master-bind-port", number]
+        locustfile = f"{PACKAGE_ROOT}/loadtests/locustfile.py"
+        command = [sys.executable, "-m", "locust", "-f", locustfile]
         ours, its = socket.socketpair()
         with its:
-            variables, passed = {PIPE_VARIABLE: str(its.fileno())}, (its.fileno(),)
-            child = locust_child(*options, variables=variables, pass_fds=passed, **self._settings)
-        self._children.append(child)
+            self._child = Child(
+                [*command, "--headless", "--only-summary", "--loglevel", "WARNING"],
+                environment={
+                    FOLDER_VARIABLE: os.getcwd(),
+                    PIPE_VARIABLE: str(its.fileno()),
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
+                log=self._log,
+                cores=self._cores,
+                urgent=True,
+                folder=PACKAGE_ROOT,
+                pass_fds=(its.fileno(),),
+            )
         self._pipe = Pipe(ours, Wire)
-        if is_master and self._listen is None:
-            options = ["--worker", "--master-host", host, "--master-port", str(port)]
-            for _ in range(self._processes):
-                self._children.append(locust_child(*options, variables={}, **self._settings))
 
     def _order(self, order: Order) -> None:
-        assert self._pipe is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _heard says how it ended
             self._pipe.send(order)
 
     def _heard(self) -> list[Wire]:
-        """What came within a tick. Raises LevelInterrupted where a process has ended."""
-        assert self._pipe is not None
+        """What came within a tick. Raises LevelInterrupted where the process has ended."""
+        if not select.select([self._pipe.socket], [], [], TICK_SECONDS)[0]:
+            return []
         try:
-            if select.select([self._pipe.socket], [], [], TICK_SECONDS)[0]:
-                return self._pipe.receive()
+            return self._pipe.receive()
         except EOFError:
-            self._children[0].wait(5)
-        for child in self._children:
-            if child.poll() is not None:
-                how = child.how_it_ended()
-                raise LevelInterrupted(f"the load generator ended early ({how})")
-        return []
+            self._child.wait(5)
+            how = self._child.how_it_ended()
+            raise LevelInterrupted(f"the load generator ended early ({how})") from None
 
     def _end(self, timeout_seconds: float = 0.0) -> None:
-        """Its processes; within `timeout_seconds` they may quit by themselves."""
-        if self._pipe is not None:
-            self._pipe.socket.close()
-        for child in self._children:
-            child.wait(timeout_seconds)
-            child.stop(timeout_seconds)
-        self._pipe = None
-        self._children.clear()
+        """The process; within `timeout_seconds` it may quit by itself."""
+        self._pipe.socket.close()
+        self._child.wait(timeout_seconds)
+        self._child.stop(timeout_seconds)
         self._is_running = False
 
     def __enter__(self) -> LoadGenerator:

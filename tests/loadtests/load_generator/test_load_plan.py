@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.cli.load_command import load, parse_place
+from loadtests.cli.load_command import load
 from loadtests.errors import LoadError
 from loadtests.load_generator.load_options import parse_arrivals, parse_workload
 from loadtests.load_generator.load_plan import LoadPlan
@@ -42,12 +42,10 @@ def test_workloads_and_arrivals_as_people_write_them() -> None:
     ("given", "message"),
     [
         ({}, "give either --rate"),
-        ({"rate": 1.0, "bind": "host:tea"}, "--bind must be HOST or HOST:PORT"),
-        ({"join": "host", "rate": 1.0}, "--join takes no --rate"),
         ({"rate": 1.0, "extra_body": ["{"]}, "--extra-body '{' is not of the form key=value"),
         ({"rate": 1e12}, "requests/s for 30 s are 3e.13 requests; a level has at most 2,000,000"),
         ({"url": "http://[::1", "rate": 1.0}, r"'http://\[::1' has no good host or port"),
-        ({"rate": 1.0, "workers": 0}, "--workers must be at least 1, got 0"),
+        ({"concurrency": 0}, "--concurrency must be at least 1, got 0"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
@@ -55,13 +53,3 @@ def test_options_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(CrossoverError, match=message):
         load(**({"url": "http://127.0.0.1:9", "extra_body": None} | given))
-
-
-def test_places() -> None:
-    assert parse_place("--join", "host", 5557) == ("host", 5557)
-    assert parse_place("--join", "10.0.0.7:99", 5557) == ("10.0.0.7", 99)
-    assert parse_place("--join", "::1", 5557) == ("::1", 5557)
-    assert parse_place("--join", "[::1]:99", 5557) == ("::1", 99)
-    for wrong in ("", "host:tea", "host:99999", "host/path", "bob@host"):
-        with pytest.raises(LoadError, match=f"--join must be HOST or HOST:PORT, got {wrong!r}"):
-            parse_place("--join", wrong, 5557)
