@@ -10,7 +10,6 @@ from loadtests.workload.request_lengths import Workload
 
 FACTS = TargetFacts(
     model="m",
-    models=["m"],
     usage=True,
     continuous_usage=True,
     ignore_eos=True,
