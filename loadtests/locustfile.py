@@ -97,17 +97,20 @@ class ByHand:
         self._end = self._runner.quit if options.headless else self._runner.stop
         if options.headless:  # Locust's clock would begin before the requests are made
             options.run_time = None
-        self._left = 0  # workers that have not ended
+        self._left: set[str] = set()  # of a master: workers that have not ended
+        self._is_done = False  # of a worker, until it has told so
         self._dispatcher: Dispatcher | None = None
         self._level = gevent.pool.Group()
         environment.events.test_start.add_listener(self._start)
         environment.events.test_stopping.add_listener(self._stop)
-        if not self._is_worker:
-            self._runner.register_message("crossover_done", self._on_done)
-            try:
-                self._plan()
-            except CrossoverError as problem:
-                raise SystemExit(printable(str(problem))) from None
+        if self._is_worker:  # its end comes with its last numbers
+            environment.events.report_to_master.add_listener(self._report)
+            return
+        environment.events.worker_report.add_listener(self._take_report)
+        try:
+            self._plan()
+        except CrossoverError as problem:
+            raise SystemExit(printable(str(problem))) from None
 
     def _plan(self) -> LoadPlan:
         """Of Locust's options, which a worker has from its master. Raises CrossoverError."""
@@ -126,9 +129,9 @@ class ByHand:
         options = self._environment.parsed_options
         if not self._is_worker:
             options.seconds = options.run_time or self._seconds
-            options.workers = self._left = 1
         if isinstance(self._runner, MasterRunner):
-            options.workers = self._left = len(self._runner.clients.ready)
+            self._left = {client.id for client in self._runner.clients.ready}
+            options.workers = len(self._left)
             return
         try:
             plan = self._plan()
@@ -136,7 +139,7 @@ class ByHand:
         except (CrossoverError, OSError) as problem:
             logging.error("%s", printable(str(problem)))
             self._environment.process_exit_code = 2
-            self._runner.send_message("crossover_done")
+            self._done()
             raise gevent.GreenletExit from problem  # no users are started
         logging.info("%s for %g s", plan.load_in_words, plan.window_seconds)
         self._level.spawn(self._run, self._dispatcher)
@@ -146,12 +149,21 @@ class ByHand:
             dispatcher.run(clock())
         finally:
             if self._dispatcher is dispatcher:  # else Locust stops already
-                self._runner.send_message("crossover_done")
+                self._done()
 
-    def _on_done(self, **_: Any) -> None:
-        self._left -= 1
-        if self._left <= 0:
+    def _done(self) -> None:
+        self._is_done = True
+        if not self._is_worker:
             gevent.spawn(self._end)
+
+    def _report(self, data: dict[str, Any], **_: Any) -> None:
+        data["crossover_done"], self._is_done = self._is_done, False
+
+    def _take_report(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
+        if data.get("crossover_done"):
+            self._left.discard(client_id)
+            if not self._left:
+                gevent.spawn(self._end)
 
     def _stop(self, **_: Any) -> None:
         """Nothing more is sent; Locust goes on once the answers on their way are there."""

@@ -42,8 +42,8 @@ def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> La
         if len(threads) == 1:
             return Layout(threads, threads, threads, 1, ("engine, API and client share one core",))
         # Two hardware threads share the core's execution units.
-        shared = ("engine and client share one physical core", "API and client share a core")
-        return Layout(threads[:1], threads[1:], threads[1:], 1, shared)
+        both = ("engine and client share one physical core", "API and client share a core")
+        return Layout(threads[:1], threads[1:], threads[1:], 1, both)
     engine = tuple(core for group in physical[:count] for core in group)
     if count > apart:
         return Layout(engine, usable, usable, count)

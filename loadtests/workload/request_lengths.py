@@ -97,10 +97,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def most_output_tokens(self) -> float:
         """No answer is asked to be longer; infinite where nothing says so."""
-        fixed = math.inf
-        if self.output_tokens is not None:
-            fixed = max(1, round(self.output_tokens * self.scale))
-        return min(self.limits[1], fixed)
+        fixed = self.output_tokens
+        return min(self.limits[1], math.inf if fixed is None else max(1, round(fixed * self.scale)))
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -199,20 +197,16 @@ def draw(
 
 def in_words(workload: Workload) -> str:
     """The lengths for people: "chat lengths x 0.1, answers of at most 64 tokens"."""
-    words = [f"{workload.preset} lengths"]
-    if workload.preset is None:
-        words = [f"lengths of {workload.file or workload.replay}"]
+    source = workload.file or workload.replay
+    first = f"lengths of {source}" if source else f"{workload.preset} lengths"
     if workload.prompt_tokens is not None:
-        words = [
+        first = (
             f"prompts of {workload.prompt_tokens} and answers of {workload.output_tokens} tokens"
-        ]
-    if workload.scale != 1:
-        words[0] += f" x {workload.scale:g}"
+        )
+    words = [first if workload.scale == 1 else f"{first} x {workload.scale:g}"]
     for name, cap in zip(("prompts", "answers"), workload.limits, strict=True):
-        if cap < math.inf:
-            words.append(f"{name} of at most {cap} tokens")
-    if workload.turns > 1:
-        words.append(f"sessions of {workload.turns:g} turns")
+        words += [f"{name} of at most {cap} tokens"] if cap < math.inf else []
+    words += [f"sessions of {workload.turns:g} turns"] if workload.turns > 1 else []
     if workload.shared_prefix_tokens:
         words.append(f"{workload.shared_prefix_tokens} tokens of shared prefix")
     return ", ".join(words)
