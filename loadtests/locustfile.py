@@ -120,6 +120,8 @@ class ByHand:
         if given.rate is None:
             raise LoadError("say how many requests a second, for example --rate 2")
         if self._is_worker:
+            if given.arrivals.startswith("trace"):  # whoever is its master would name files
+                raise LoadError("a worker reads no trace: replay it from one process")
             seed, rate = given.seed + self._runner.worker_index, given.rate / options.workers
             given = msgspec.structs.replace(given, seed=seed, rate=rate)
         return plan_of(given, window_seconds=getattr(options, "seconds", self._seconds))

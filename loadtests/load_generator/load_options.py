@@ -98,6 +98,7 @@ def parse_arrivals(text: str) -> Arrivals:
         raise LoadError(f"--arrivals {text!r} is not one of {', '.join(map(str, kinds))}")
     pairs = [setting.partition("=")[::2] for setting in settings]
     try:
-        return msgspec.convert(dict(pairs, kind=kind), Arrivals, strict=False)  # type: ignore[no-any-return]
+        found: Arrivals = msgspec.convert(dict(pairs, kind=kind), Arrivals, strict=False)
+        return found
     except msgspec.ValidationError as problem:
         raise LoadError(f"--arrivals {text!r}: {problem}; write gamma:cv=2") from problem

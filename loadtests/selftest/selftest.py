@@ -5,8 +5,7 @@ are compared with what the server says it did.
 
     times    one and four tokens a chunk, with and without stalls of 2 s: TTFT, TPOT, E2E, gaps
     counts   answers that are cut off, and 429s of a full queue
-    arrivals Poisson as the server saw it
-    lateness send lag, the client's CPU, and a rate that one core should sustain
+    pace     Poisson arrivals as the server saw them, send lag, the client's CPU
     worlds   campaigns on servers that batch by a known step law: is the limit found?
 """
 
@@ -47,14 +46,11 @@ from loadtests.selftest.selftest_checks import (
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law import StepLaw
-from loadtests.workload.arrivals import Arrivals, Constant, Poisson
 from loadtests.workload.request_lengths import Workload
 from serving.hardware.machine_facts import allowed_cores
 
 TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 2.0
-ARRIVAL_RATE, ARRIVAL_SECONDS = 600.0, 3.0
-SUSTAINED_RATE = 1000.0
-POISSON = Poisson()
+RATE, PACE_SECONDS = 600.0, 3.0
 # An engine some ten times as fast as a small model's on a CPU, so that a short level sees enough.
 LAW = StepLaw(
     base_seconds=0.005,
@@ -120,9 +116,7 @@ class Bench:
         self._files += 1
         return self._folder / f"{self._files}-{name}"
 
-    def load(
-        self, rate: float, seconds: float, tokens: int, arrivals: Arrivals = POISSON, **truth: Any
-    ) -> Loaded:
+    def load(self, rate: float, seconds: float, tokens: int, **truth: Any) -> Loaded:
         """One level on a server of its own, as the runner has it sent."""
         generator = LoadGenerator(log=self.file("locust.log"), cores=self._layout.client)
         with generator, self.server(**truth) as url:
@@ -130,7 +124,6 @@ class Bench:
             plan = LoadPlan(
                 target=target,
                 workload=Workload(prompt_tokens=16, output_tokens=tokens),
-                arrivals=arrivals,
                 rate=rate,
                 window_seconds=seconds,
                 drain_seconds=20.0,
@@ -178,23 +171,18 @@ def counts(bench: Bench) -> list[Row]:
     return failure_rows("failures and refusals", loaded.records, loaded.log)
 
 
-def arrivals(bench: Bench) -> list[Row]:
-    """When requests reach the server."""
-    loaded = bench.load(ARRIVAL_RATE, ARRIVAL_SECONDS, 1, ttft=0.01)
-    arrived = np.sort(np.array([entry["arrived"] for entry in loaded.log.values()]))
-    lag = lag_row("Poisson", loaded.records, 0.002)
-    return [lag, *arrival_rows("Poisson", arrived, ARRIVAL_RATE)]
-
-
-def lateness(bench: Bench) -> list[Row]:
-    """A rate that one core should sustain with room to spare."""
-    loaded = bench.load(SUSTAINED_RATE, 3.0, 1, Constant(), ttft=0.01)
-    world = f"{SUSTAINED_RATE:.0f} requests/s"
-    ok = sum(record.error is None for record in loaded.records)
+def pace(bench: Bench) -> list[Row]:
+    """Poisson arrivals at a rate that one core should sustain with room to spare."""
+    records, account, log = bench.load(RATE, PACE_SECONDS, 1, ttft=0.01)
+    arrived = np.sort(np.array([entry["arrived"] for entry in log.values()]))
+    world = f"Poisson, {RATE:.0f} requests/s"
+    ok = sum(record.error is None for record in records)
+    cpu = account.cpu_seconds / PACE_SECONDS
     return [
-        Row(world, "answers", len(loaded.log), ok, 0, "count"),
-        lag_row(world, loaded.records, 0.010),
-        Row(world, "client CPU of one core", None, loaded.account.cpu_seconds / 3.0, 0.8, "number"),
+        Row(world, "answers", len(log), ok, 0, "count"),
+        lag_row(world, records, 0.002),
+        Row(world, "client CPU of one core", None, cpu, 0.5, "number"),
+        *arrival_rows(world, arrived, RATE),
     ]
 
 
@@ -248,7 +236,7 @@ def worlds(bench: Bench) -> list[Row]:
 
 def run_selftest(progress: Progress) -> list[Row]:
     """All parts. Raises LoadError where one cannot run at all."""
-    parts = (times, counts, arrivals, lateness, worlds)
+    parts = (times, counts, pace, worlds)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="crossover-selftest-") as folder:
         bench = Bench(Path(folder))
