@@ -32,7 +32,7 @@ PROMPTS_OFF_SHARE = 0.02
 DISTURBED = "Disturbed"
 ADVICE = {
     "TooFewSamples": "measure longer",
-    "GeneratorBusy": "give it more processes or cores, or a machine of its own",
+    "GeneratorBusy": "give it a core or a machine of its own",
     "LateSends": "give the load generator a core of its own",
     "Swapping": "use a smaller model or format, fewer slots, or free memory",
     "Unsteady": "measure longer, or at a lower rate",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import gevent
 import msgspec
 
 from loadtests.load_generator.http_connection import Pool
@@ -52,7 +53,12 @@ class RequestFactory:
             seconds = plan.duration_seconds + plan.follow_seconds
             due = due_times(plan.arrivals, plan.rate or 0.0, seconds, plan.seed).tolist()
             asks = draw(plan.workload, len(due), plan.seed, due_seconds=due)
-        return [self._request(ask, at) for ask, at in zip(asks, due, strict=True)]
+        made: list[Request] = []
+        for ask, at in zip(asks, due, strict=True):
+            made.append(self._request(ask, at))
+            if len(made) % 512 == 0:
+                gevent.sleep(0.001)  # a heartbeat may pass, or Locust's master misses its worker
+        return made
 
     def next_session(self) -> list[Request]:
         """The turns of the next session of a closed level; without sessions, the next request."""
