@@ -290,11 +290,11 @@ def _rows(mine: Cells, theirs: Cells) -> list[tuple[Row, list[list[float]]]]:
     found = []
     for load, metric in arms[0]:
         if (load, metric) in arms[1]:
-            values = [arm[load, metric] for arm in arms]
-            runs = len(values[0]), len(values[1])
+            both = [arm[load, metric] for arm in arms]
+            runs = len(both[0]), len(both[1])
             few = f"{runs[0]} and {runs[1]} runs have it" if min(runs) < LEAST_RUNS else ""
             row = Row(cell=mine[0].key, load=load, metric=metric, runs=runs, reason=few)
-            found.append((row, values))
+            found.append((row, both))
     return found
 
 
@@ -302,8 +302,8 @@ def _judged(found: Sequence[tuple[Row, list[list[float]]]]) -> list[Row]:
     """All metrics, tested together: p-values are corrected for their number (Holm 1979)."""
     tests = sum(not row.reason for row, _ in found)
     rows = [
-        msgspec.structs.replace(row, **difference(*values, 0 if row.reason else tests))
-        for row, values in found
+        msgspec.structs.replace(row, **difference(mine, theirs, 0 if row.reason else tests))
+        for row, (mine, theirs) in found
     ]
     tested = [i for i, row in enumerate(rows) if row.p is not None]
     corrected = 0.0

@@ -156,8 +156,9 @@ class Dispatcher:
         answer = Answer(answered, None if session is None else [])
         wire = request.wire
         if turn:  # its prompt continues the answers before it
-            before = [self._answers.get((session, number)) for number in range(turn)]
-            if all(words is not None for words in before):
+            places = [(session, number) for number in range(turn)]
+            before = [self._answers[place] for place in places if place in self._answers]
+            if len(before) == turn:
                 wire = self._factory.with_answers(request, before)
             else:
                 asked = msgspec.structs.replace(asked, stand_in=True)

@@ -109,7 +109,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 def _of_line(line: str) -> dict[str, Any]:
     row: dict[str, Any] = json.loads(line)
     row = row.get("response", {}).get("body", row)
-    return row | row.get("usage", {})
+    return {**row, **row.get("usage", {})}
 
 
 def _seconds(stamp: Any) -> float:
