@@ -117,7 +117,9 @@ def test_every_command_that_is_shown_can_be_parsed(page: Path) -> None:
             command = command.get_command(command.context_class(command), name)
         context = command.make_context(name, list(words))
         if name == "load":
-            given = {key: value for key, value in context.params.items() if value not in (None, [])}
+            given = {
+                key: value for key, value in context.params.items() if value not in (None, [], ())
+            }
             converted(given, CommandOptions, "")
 
 
