@@ -1,7 +1,8 @@
-"""What runs inside Locust: a sender of shares, led over a pipe, by a master, or by hand.
+"""What runs inside Locust: a sender of levels, led over a pipe or by hand.
 
 LoadGenerator starts it, and orders come over its pipe, one level after the other until it closes.
-Or a person does: `locust -f loadtests/locustfile.py --host http://127.0.0.1:8000 --rate 2`.
+Or a person does: `locust -f loadtests/locustfile.py --host http://127.0.0.1:8000 --rate 2`, of
+several processes and machines too: `--processes 4`; `--master` and `--worker`.
 `import locust` patches the process: nothing but Locust may import this module.
 """
 
@@ -11,35 +12,33 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import gevent
 import gevent.event
 import gevent.pool
-import numpy as np
+import msgspec
 from locust import User, events, task
 from locust.env import Environment
-from locust.runners import LocalRunner, MasterRunner, WorkerRunner
+from locust.runners import MasterRunner, WorkerRunner
 
 from loadtests.errors import LoadError
 from loadtests.load_generator.dispatcher import Dispatcher
 from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.load_options import add_options, plan_of_locust
+from loadtests.load_generator.load_options import BY_HAND, LoadOptions, add_options, plan_of
 from loadtests.load_generator.load_plan import (
     Begin,
     Failed,
+    LoadPlan,
     Order,
+    Prepare,
     Ready,
     Recorded,
-    Settled,
-    Share,
-    Stop,
     Wire,
 )
 from loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE, Pipe
-from loadtests.load_generator.locust_workers import MasterSide, WorkerSide
 from models.errors import CrossoverError, printable
+from serving.bounds import converted
 
 
 class Traffic(User):  # type: ignore[misc]  # Locust is untyped
@@ -51,81 +50,98 @@ class Traffic(User):  # type: ignore[misc]  # Locust is untyped
 
 
 class Sender:
-    """One process's share of one level after the other. `tell` takes its answers."""
+    """One level after the other. `tell` takes its answers."""
 
     def __init__(self, tell: Callable[[Wire], None]) -> None:
         self._tell = tell
         self._dispatcher: Dispatcher | None = None
-        self._level = 0
 
     def obey(self, order: Order) -> None:
         dispatcher = self._dispatcher
-        match order:
-            case Share():
-                if dispatcher is not None:  # of a level that failed elsewhere
-                    dispatcher.stop()
-                self._dispatcher = None
-                self._level += 1
-                gevent.spawn(self._answer, self._level, lambda: self._prepare(order))
-            case Begin(origin) if dispatcher is not None:
-                gevent.spawn(self._answer, self._level, lambda: dispatcher.run(origin))
-            case Stop() if dispatcher is not None:
-                dispatcher.stop()
-            case Settled() if dispatcher is not None:
-                dispatcher.others_settled.set()
+        if isinstance(order, Prepare):
+            gevent.spawn(self._answer, lambda: self._prepare(order.plan))
+        elif dispatcher is not None and isinstance(order, Begin):
+            gevent.spawn(self._answer, lambda: dispatcher.run(order.origin))
+        elif dispatcher is not None:
+            dispatcher.stop()
 
-    def _prepare(self, order: Share) -> Ready:
-        level = self._level
-        made = Dispatcher(order.plan, order.share, order.shares, lambda w: self._told(level, w))
-        self._dispatcher = made
-        return Ready(f"crossover {version('llm-crossover')}, numpy {np.__version__}")
+    def _prepare(self, plan: LoadPlan) -> Ready:
+        self._dispatcher = Dispatcher(plan, self._tell)
+        return Ready()
 
-    def _answer(self, level: int, work: Callable[[], Wire]) -> None:
+    def _answer(self, work: Callable[[], Wire]) -> None:
         try:
-            self._told(level, work())
+            self._tell(work())
         except Exception as problem:  # in a greenlet: nobody else would hear of it
             is_known = isinstance(problem, LoadError | OSError)
             logging.error("%s", printable(str(problem)), exc_info=not is_known)
-            self._told(level, Failed(f"{problem}"))
-
-    def _told(self, level: int, wire: Wire) -> None:
-        """Answers of a level that is over are nobody's any more."""
-        if level == self._level:
-            self._tell(wire)
+            self._tell(Failed(f"{problem}"))
 
 
 class ByHand:
     """Without LoadGenerator: Locust's start begins a level of its options, its stop ends it.
 
-    A request is one entry of its statistics, as long as it took from the moment it was due.
+    A request is one entry of its statistics, as long as it took from the moment it was due. Of
+    several workers each sends its part of the rate, with arrivals of its own. A worker sends where
+    its own command says, with its own key.
     """
 
     def __init__(self, environment: Environment) -> None:
+        self._environment, self._runner = environment, environment.runner
         options = environment.parsed_options
-        if not isinstance(environment.runner, LocalRunner):
-            raise SystemExit("load of several processes: `crossover load --workers`, or --master")
         if not options.host:
             raise SystemExit("say where to send to, for example --host http://127.0.0.1:8000")
-        self._environment = environment
-        self._end = environment.runner.quit if options.headless else environment.runner.stop
-        self._own = dict(vars(options))
+        self._own = {"url": options.host, "api_key_env": options.api_key_env}
+        self._seconds = options.run_time or 30.0
+        self._is_worker = isinstance(self._runner, WorkerRunner)
+        self._end = self._runner.quit if options.headless else self._runner.stop
         if options.headless:  # Locust's clock would begin before the requests are made
             options.run_time = None
+        self._left: set[str] = set()  # of a master: workers that have not ended
+        self._is_done = False  # of a worker, until it has told so
         self._dispatcher: Dispatcher | None = None
         self._level = gevent.pool.Group()
         environment.events.test_start.add_listener(self._start)
         environment.events.test_stopping.add_listener(self._stop)
+        if self._is_worker:  # its end comes with its last numbers
+            environment.events.report_to_master.add_listener(self._report)
+            return
+        environment.events.worker_report.add_listener(self._take_report)
+        try:
+            self._plan()
+        except CrossoverError as problem:
+            raise SystemExit(printable(str(problem))) from None
+
+    def _plan(self) -> LoadPlan:
+        """Of Locust's options, which a worker has from its master. Raises CrossoverError."""
+        options = self._environment.parsed_options
+        known = {name: getattr(options, name) for name in BY_HAND} | self._own
+        given = converted(known, LoadOptions, "", lambda name: f"--{name.replace('_', '-')}")
+        if given.rate is None:
+            raise LoadError("say how many requests a second, for example --rate 2")
+        if self._is_worker:
+            if given.arrivals.startswith("trace"):  # whoever is its master would name files
+                raise LoadError("a worker reads no trace: replay it from one process")
+            seed, rate = given.seed + self._runner.worker_index, given.rate / options.workers
+            given = msgspec.structs.replace(given, seed=seed, rate=rate)
+        return plan_of(given, window_seconds=getattr(options, "seconds", self._seconds))
 
     def _start(self, **_: Any) -> None:
-        """In the greenlet that starts Locust's users after it."""
-        given = vars(self._environment.parsed_options)
+        """In the greenlet that starts Locust's users after it; a master tells its workers then."""
+        options = self._environment.parsed_options
+        if not self._is_worker:
+            options.seconds = options.run_time or self._seconds
+        if isinstance(self._runner, MasterRunner):
+            self._left = {client.id for client in self._runner.clients.ready}
+            options.workers = len(self._left)
+            return
         try:
-            plan = plan_of_locust(given, self._own, given["run_time"] or self._own["run_time"])
-            self._dispatcher = Dispatcher(plan, 0, 1, self._tell)
+            plan = self._plan()
+            self._dispatcher = Dispatcher(plan, self._tell)
         except (CrossoverError, OSError) as problem:
             logging.error("%s", printable(str(problem)))
             self._environment.process_exit_code = 2
-            gevent.spawn(self._end)
+            self._done()
             raise gevent.GreenletExit from problem  # no users are started
         logging.info("%s for %g s", plan.load_in_words, plan.window_seconds)
         self._level.spawn(self._run, self._dispatcher)
@@ -135,6 +151,20 @@ class ByHand:
             dispatcher.run(clock())
         finally:
             if self._dispatcher is dispatcher:  # else Locust stops already
+                self._done()
+
+    def _done(self) -> None:
+        self._is_done = True
+        if not self._is_worker:
+            gevent.spawn(self._end)
+
+    def _report(self, data: dict[str, Any], **_: Any) -> None:
+        data["crossover_done"], self._is_done = self._is_done, False
+
+    def _take_report(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
+        if data.get("crossover_done"):
+            self._left.discard(client_id)
+            if not self._left:
                 gevent.spawn(self._end)
 
     def _stop(self, **_: Any) -> None:
@@ -169,19 +199,15 @@ def on_init(environment: Environment, **_: Any) -> None:
         ByHand(environment)
         return
     os.chdir(os.environ[FOLDER_VARIABLE])
-    if isinstance(runner, WorkerRunner):
-        side = WorkerSide(runner)
-        side.join(Sender(side.tell).obey)
-        return
-    pipe: Pipe[Order] = Pipe(socket.socket(fileno=int(os.environ[PIPE_VARIABLE])), Order)
-    kind = MasterSide(runner, pipe.send) if isinstance(runner, MasterRunner) else Sender(pipe.send)
+    pipe = Pipe(socket.socket(fileno=int(os.environ[PIPE_VARIABLE])), Order)
+    sender = Sender(pipe.send)
 
     def obey_pipe() -> None:
         """The runner's orders, until it closes the pipe."""
         try:
             while True:
                 for order in pipe.receive():
-                    kind.obey(order)
+                    sender.obey(order)
         except EOFError:
             environment.process_exit_code = 0  # failed requests are results
             runner.quit()

@@ -21,7 +21,7 @@ import yaml
 import crossover
 from loadtests.analysis import level_validity
 from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.cli.load_command import CommandOptions, check_machines
+from loadtests.cli.load_command import CommandOptions
 from serving.bounds import converted
 from serving.http.api_schemas import CHAT, COMPLETION, decode
 from serving.server_options import ServeOptions, models_of
@@ -117,7 +117,10 @@ def test_every_command_that_is_shown_can_be_parsed(page: Path) -> None:
             command = command.get_command(command.context_class(command), name)
         context = command.make_context(name, list(words))
         if name == "load":
-            check_machines(converted(context.params, CommandOptions, ""))
+            given = {
+                key: value for key, value in context.params.items() if value not in (None, [], ())
+            }
+            converted(given, CommandOptions, "")
 
 
 def _shown(text: str, kind: str) -> list[str]:

@@ -32,7 +32,7 @@ PROMPTS_OFF_SHARE = 0.02
 DISTURBED = "Disturbed"
 ADVICE = {
     "TooFewSamples": "measure longer",
-    "GeneratorBusy": "give it more processes or cores, or a machine of its own",
+    "GeneratorBusy": "give it a core or a machine of its own",
     "LateSends": "give the load generator a core of its own",
     "Swapping": "use a smaller model or format, fewer slots, or free memory",
     "Unsteady": "measure longer, or at a lower rate",
@@ -124,8 +124,6 @@ def _of_load(level: Level, slo: Slo, judged: Judged, samples: Sequence[ResourceS
             f"{slo.target:.4g} of them are; {requests_to_hold(slo)} are the least, all good",
         )
     busy = None if level.finished is None else level.finished.generator_busy_share
-    if busy is None:
-        busy = _mean(one.client.cpu_share for one in samples if one.client is not None)
     if busy is not None and busy > CLIENT_BUSY_SHARE:
         yield (
             "GeneratorBusy",

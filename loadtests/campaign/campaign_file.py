@@ -67,12 +67,6 @@ NOT_OF_SERVER = (
 )
 
 
-class Load(Table, frozen=True):
-    """Who sends the load."""
-
-    workers: Annotated[Count, key("processes of this machine that share the load")] = 1
-
-
 class Hardware(Table, frozen=True):
     """One hardware budget: how much of this machine a cell may use."""
 
@@ -163,7 +157,6 @@ class CampaignFile(Table, frozen=True):
         None
     )
     server: Annotated[Server, key("how the server of each cell is started")] = Server()
-    load: Annotated[Load, key("who sends the load")] = Load()
     workload: Annotated[
         Workload | None, key("lengths of prompts and answers; none: the preset chat")
     ] = None

@@ -346,7 +346,7 @@ class _Sitting:
             f"{place}{which}: at most {formatting.duration(until - spent)} of measuring"
         )
         if block == 1:
-            layout = layout_of(state.cell, allowed_cores(), self._campaign.load.workers)
+            layout = layout_of(state.cell, allowed_cores())
             for line in layout.shared if layout is not None else ():
                 self._progress.detail(f"  note: {line}")
         return part

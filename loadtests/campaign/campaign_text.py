@@ -152,7 +152,7 @@ def show_plan(plan: Plan) -> None:
         if why is not None:
             typer.echo(f"  {cell.key}: skipped, {why.reason}")
             continue
-        layout = layout_of(cell, allowed_cores(), settings.load.workers)
+        layout = layout_of(cell, allowed_cores())
         place = cell.url
         if layout is not None:
             place = (

@@ -208,7 +208,7 @@ def policy_of(server: Server) -> SchedulingPolicy:
 def question_of(cell: Cell, campaign: Campaign) -> Question:
     """What the cell's engines are timed with."""
     server = campaign.server
-    layout = layout_of(cell, allowed_cores(), campaign.load.workers)
+    layout = layout_of(cell, allowed_cores())
     assert layout is not None
     if is_rung(cell.model):
         spec = rung(cell.model).spec
@@ -229,15 +229,12 @@ def question_of(cell: Cell, campaign: Campaign) -> Question:
     )
 
 
-def layout_of(cell: Cell, usable: tuple[int, ...], load_generators: int = 1) -> Layout | None:
-    """The cores of a cell whose load so many processes send; None for an endpoint.
-
-    Raises BadCampaign for more than there are.
-    """
+def layout_of(cell: Cell, usable: tuple[int, ...]) -> Layout | None:
+    """The cores of a cell; None for an endpoint. Raises BadCampaign for more than there are."""
     if cell.url is not None:
         return None
     try:
-        return divide_cores(usable, cell.hardware.cores, load_generators)
+        return divide_cores(usable, cell.hardware.cores)
     except ValueError as problem:
         raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
 

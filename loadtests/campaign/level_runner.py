@@ -211,7 +211,7 @@ class ServerBench:
             started_unix_seconds=unix_seconds,
         )
         self._samples.clear()
-        self.sampler.client, self.sampler.level = self._generator.pids[0], asked.name
+        self.sampler.client, self.sampler.level = self._generator.pid, asked.name
         self._state.event(level.started)
         level.engine_time = self._clock.read() if self._clock is not None else None
 
@@ -473,7 +473,7 @@ def level_text(level: Level, slo: Slo) -> str:
 def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
     """Starts the server of a cell and stops it at the end. Raises LoadError."""
     campaign, logs = state.campaign, state.run.folder / "logs"
-    layout = layout_of(state.cell, allowed_cores(), campaign.load.workers)
+    layout = layout_of(state.cell, allowed_cores())
     server = server_of(state.cell, campaign, layout, logs)
     with contextlib.ExitStack() as stack:
         stack.callback(server.stop)
@@ -493,7 +493,6 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
             LoadGenerator(
                 log=logs / f"{state.key}.locust.log",
                 cores=layout.client if layout is not None else (),
-                processes=campaign.load.workers,
             )
         )
         bench = ServerBench(state, server, facts, policy, generator, progress)
@@ -505,7 +504,7 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
             interval_seconds=campaign.sample_seconds,
         )
         stack.enter_context(bench.sampler)
-        more = {"target": msgspec.to_builtins(facts), "sampling": bench.sampler.missing}
+        more = {"target": msgspec.to_builtins(facts)}
         state.event(msgspec.structs.replace(ready, unix_seconds=time.time(), **more))
         for note in facts.notes:
             progress.say(f"  note: {note}")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from loadtests.records.run_folder import RunRecords
     from loadtests.simulation.calibration_file import MachineFile, ModelSteps
 
-MEASURED, SAID = "What is measured", "What you say of the machine"
 CELL_SECONDS = 120.0  # of measuring, at most, for each model
+CONTEXT_TOKENS = 256.0  # of each stream whose speed is told
 LIBRARIES = {"llama_cpp": "llama-cpp-python", "onnx": "onnxruntime", "torch": "torch"}
 
 
@@ -33,34 +33,22 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
     models: Annotated[
         tuple[str, ...],
         option(
-            MEASURED,
+            "",
             "Rungs, files, folders or hub ids. Default: smollm2-135m and smollm2-360m, made with "
             "random weights if need be.",
             metavar="MODEL...",
             is_argument=True,
         ),
     ] = ("smollm2-135m", "smollm2-360m")
-    backend: Annotated[str, option(MEASURED, "The engine; best: the CPU's fastest.")] = "llama_cpp"
-    weight_format: Annotated[
-        str | None, option(MEASURED, "Weight format. Default: the backend's own.", "format")
-    ] = None
-    slots: Annotated[Count, option(MEASURED, "Sequences that run at the same time.")] = 8
-    threads: Annotated[
-        Count | None, option(MEASURED, "Of the engine. Default: as `crossover serve` decides.")
-    ] = None
-    cache: Annotated[
-        str | None,
-        option(MEASURED, "Cache of weights. Default: $CROSSOVER_CACHE or ~/.cache/crossover."),
-    ] = None
+    backend: Annotated[str, option("", "The engine; best: the CPU's fastest.")] = "llama_cpp"
+    slots: Annotated[Count, option("", "Sequences that run at the same time.")] = 8
     out: Annotated[str, option("", "The file to write.", metavar="FILE")] = "machine.json"
     beside_others: Annotated[
         bool, option("", "Measure although a campaign measures on this machine.")
     ] = False
-    name: Annotated[
-        str, option(SAID, "What plans and reports call it. Default: its CPU and cores.")
-    ] = ""
-    watts: Annotated[Positive | None, option(SAID, "Its power under load.")] = None
-    dollars_per_hour: Annotated[Seconds | None, option(SAID, "What an hour of it costs.")] = None
+    name: Annotated[str, option("", "What plans call it. Default: its CPU and cores.")] = ""
+    watts: Annotated[Positive | None, option("", "Its power under load.")] = None
+    dollars_per_hour: Annotated[Seconds | None, option("", "What an hour of it costs.")] = None
 
 
 def _calibrate(options: CalibrateOptions) -> None:
@@ -99,11 +87,12 @@ def plan_of(options: CalibrateOptions) -> Plan:
     """A campaign that calibrates each model and confirms nothing. Raises BadCampaign."""
     from loadtests.campaign.campaign_file import parse_campaign
 
+    models = list(dict.fromkeys(options.models))
     keys = {
         "name": "calibrate",
-        "models": list(dict.fromkeys(options.models)),
+        "models": models,
+        "budget_seconds": CELL_SECONDS * len(models),
         "backends": [options.backend],
-        "formats": [options.weight_format] if options.weight_format else [],
         "server.slots": options.slots,
         "server.policy": "cpu-only",
         "workload.preset": "sharegpt",
@@ -112,13 +101,8 @@ def plan_of(options: CalibrateOptions) -> Plan:
         "slo.ttft_seconds": 3600.0,  # that no model fails
         "slo.target": 0.5,
         "search.confirm": 0,
-        "search.budget_seconds": CELL_SECONDS,
-        **({} if options.cache is None else {"server.cache": options.cache}),
     }
-    lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
-    if options.threads is not None:
-        lines.append(f"hardware = [{{ threads = {options.threads} }}]")
-    return parse_campaign("\n".join(lines))
+    return parse_campaign("\n".join(f"{key} = {json.dumps(keys[key])}" for key in keys))
 
 
 def machine_of(run: RunRecords, options: CalibrateOptions) -> MachineFile:
@@ -139,14 +123,14 @@ def machine_of(run: RunRecords, options: CalibrateOptions) -> MachineFile:
         measured_on=datetime.datetime.now(datetime.UTC).date().isoformat(),
         name=options.name or f"{facts.cpu_model}, {facts.usable_cores:g} cores",
         hardware=hardware_of(facts, total_bytes()),
-        models=tuple(_models_of(run, options)),
+        models=tuple(_models_of(run)),
         taken_share=round(min(1.0, max(shares)), 4) if shares else None,
         watts=options.watts,
         dollars_per_hour=options.dollars_per_hour,
     )
 
 
-def _models_of(run: RunRecords, options: CalibrateOptions) -> Iterator[ModelSteps]:
+def _models_of(run: RunRecords) -> Iterator[ModelSteps]:
     from loadtests.campaign.cell_selection import with_engine
     from loadtests.campaign.run_state import campaign_of
     from loadtests.records.run_journal import Calibrated, CellReady, CellSkipped, of_kind
@@ -165,12 +149,11 @@ def _models_of(run: RunRecords, options: CalibrateOptions) -> Iterator[ModelStep
             raise LoadError(f"{cell.key} has no step law: {why[0]}")
         cell = with_engine(cell, run.events)
         kind, file_format = weights_of(cell.backend, cell.weight_format)
-        files = resolve(cell.model, kind=kind, weight_format=file_format, cache=options.cache)
         library = LIBRARIES.get(cell.backend)
         yield ModelSteps(
             backend=cell.backend,
             version=importlib.metadata.version(library) if library else "",
-            model=files.spec,
+            model=resolve(cell.model, kind=kind, weight_format=file_format).spec,
             weight_format=cell.weight_format,
             threads=of_kind(run.events, CellReady, cell.key)[-1].info.threads,
             policy=msgspec.convert(made[-1].policy, SchedulingPolicy),
@@ -185,16 +168,14 @@ def in_words(found: MachineFile) -> list[str]:
 
     lines = []
     for one in found.models:
-        slots, context = one.policy.slots, 256.0
-        decode = [
-            f"{significant(rows / one.law.seconds(rows, 0, rows * context))} with {rows}"
-            for rows in dict.fromkeys((1, slots))
-        ]
         prompt = significant(512 / one.law.seconds(0, 512, 0))
+        decode = ", ".join(
+            f"{significant(rows / one.law.seconds(rows, 0, rows * CONTEXT_TOKENS))} with {rows}"
+            for rows in dict.fromkeys((1, one.policy.slots))
+        )
         lines.append(
             f"{one.model.name} {one.weight_format} on {one.backend}: prompts {prompt} tokens/s, "
-            f"decode tokens/s by streams: {', '.join(decode)} "
-            f"(steps within {one.law.error or 0.0:.0%})"
+            f"decode tokens/s by streams: {decode} (steps within {one.law.error or 0.0:.0%})"
         )
     if found.taken_share is not None and found.taken_share > 0.03:
         lines.append(

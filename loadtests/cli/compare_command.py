@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
-from msgspec import Meta
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
@@ -22,10 +21,7 @@ if TYPE_CHECKING:
     from loadtests.comparison.compare_runs import Comparison
 
 
-COLUMNS = (
-    *("cell", "load", "metric", "runs", "first", "second", "difference", "95 % interval"),
-    *("detectable", "verdict"),
-)
+COLUMNS = "cell,load,metric,runs,first,second,difference,95 % interval,detectable,verdict"
 
 
 class TwoArms(TyperCommand):
@@ -63,20 +59,9 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="FACT",
         ),
     ] = None
-    least: Annotated[
-        Annotated[float, Meta(ge=0)],
-        option(
-            "", "Differences below this share are no difference.", metavar="<float range> [x>=0.0]"
-        ),
-    ] = 0.01
-    as_json: Annotated[bool, option("", "Print the comparison as JSON.", "json")] = False
     fail_on: Annotated[
-        Literal["slower", "different"] | None,
-        option(
-            "",
-            "End with status 1 where anything is slower, or differs at all; with status 2 "
-            "where that is not known.",
-        ),
+        Literal["slower"] | None,
+        option("", "End with status 1 where anything is slower, 2 where that is not known."),
     ] = None
 
 
@@ -89,9 +74,8 @@ def _compare(options: CompareOptions) -> None:
     with both values, unless --allow names it.
 
     \b
-    crossover campaign repeat runs/A runs/B --times 2    # in turns: A B A B
-    crossover compare --fail-on slower A1 A2 A3 -- B1 B2 B3    # folders: `repeat` prints them
-    crossover compare old-version/ new-version/          # folders of runs
+    crossover compare --fail-on slower A1 A2 A3 -- B1 B2 B3    # begun in turns: A1 B1 A2 B2 A3 B3
+    crossover compare old-version/ new-version/                # folders of runs
     """
     from loadtests.comparison.compare_runs import compare, read_arm
 
@@ -103,19 +87,11 @@ def _compare(options: CompareOptions) -> None:
                 "crossover compare A1 A2 A3 -- B1 B2 B3"
             )
         first, second = first[:1], first[1:]
-    found = compare(
-        read_arm(first), read_arm(second), allow=options.allow or (), least=options.least
-    )
-    if options.as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
-    else:
-        show_comparison(found, Console(width=None if sys.stdout.isatty() else 200))
-    if options.fail_on is None:
-        return
-    if found.verdict == "not known":
-        raise LoadError(f"--fail-on {options.fail_on}: not known: {found.reason}")
-    is_other = found.verdict == "faster" and options.fail_on == "different"
-    if found.verdict in ("slower", "different") or is_other:
+    found = compare(read_arm(first), read_arm(second), allow=options.allow or ())
+    show_comparison(found, Console(width=None if sys.stdout.isatty() else 200))
+    if options.fail_on is not None and found.verdict == "not known":
+        raise LoadError(f"--fail-on slower: not known: {found.reason}")
+    if options.fail_on is not None and found.verdict in ("slower", "different"):
         raise typer.Exit(1)
 
 
@@ -125,8 +101,6 @@ comparison.command("compare", cls=TwoArms)(command_of(CompareOptions, _compare))
 
 def show_comparison(found: Comparison, console: Console) -> None:
     """Print in what two arms of runs differ."""
-    for word, arm in (("first", found.first), ("second", found.second)):
-        console.print(f"{word}: {', '.join(arm)}", style="dim", markup=False)
     words = f"{found.verdict}: {found.reason}" if found.reason else found.verdict
     reach = [row.detectable for row in found.rows if row.detectable is not None]
     if reach and not found.reason:
@@ -135,7 +109,7 @@ def show_comparison(found: Comparison, console: Console) -> None:
     console.print(f"second against first: {words}", style="bold", markup=False)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
-    table = Table(*COLUMNS, box=None, pad_edge=False)
+    table = Table(*COLUMNS.split(","), box=None, pad_edge=False)
     for row in found.rows:
         apart = "-" if row.ratio is None else f"{row.ratio - 1:+.1%}"
         interval = detectable = "-"

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from loadtests.analysis.level import Level, levels_of
 from loadtests.analysis.percentiles import distribution
-from loadtests.comparison.run_environment import CELL, FACTS, MACHINE, differences, versions_apart
+from loadtests.comparison.run_environment import CELL, FACTS, differences, versions_apart
 from loadtests.errors import BadRunFolder, NotComparable
 from loadtests.records.run_folder import MANIFEST, RunManifest, RunRecords, read_records
 from loadtests.records.run_journal import CellFinished, EngineChosen, LevelPurpose, of_kind
@@ -38,7 +38,6 @@ LEAST_RUNS = 3  # of an arm
 LEAST_SHARE = 0.01  # smaller differences are of no use to anybody
 LEAST_SPREAD = 1e-4  # standard deviation of ln(value) below which equal values are not believed
 LIMIT, TOKENS = "limit", "output tokens/s"
-CONFOUNDED = "the arms' requests were drawn by different seeds, each arm's by its own"
 
 Verdict = Literal["faster", "slower", "no difference", "not known"]
 
@@ -49,7 +48,6 @@ class CellValues(msgspec.Struct, frozen=True):
     key: str
     facts: dict[str, str]  # of run_environment.CELL, and the workload's name
     values: dict[str, dict[str, float]]
-    seeds: dict[str, frozenset[int]]  # of arrivals, lengths and prompts, by load
     left_out: int = 0  # levels that were cut short, not valid, or with requests missing
 
 
@@ -82,8 +80,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """`verdict` is "different" where some metrics are faster and others slower."""
 
-    first: list[str]  # run ids
-    second: list[str]
     verdict: Verdict | Literal["different"]
     reason: str  # why it is not known
     rows: list[Row]
@@ -128,11 +124,9 @@ def _cell(run: RunRecords, cell: dict[str, Any], levels: Sequence[Level]) -> Cel
     for level in filter(_counts, asked):
         by_load[formatting.load(level.rate, level.started.concurrency, 4)].append(level)
     values = {load: _mean([_values_of(one) for one in same]) for load, same in by_load.items()}
-    seeds = {load: frozenset(one.started.seed for one in same) for load, same in by_load.items()}
     ended = of_kind(run.events, CellFinished, key)
     if ended and ended[-1].capacity is not None and ended[-1].capacity.limit:
         values[""] = {LIMIT: ended[-1].capacity.limit}
-        seeds[""] = frozenset().union(*seeds.values())
     return CellValues(
         key=key,
         facts={
@@ -141,7 +135,6 @@ def _cell(run: RunRecords, cell: dict[str, Any], levels: Sequence[Level]) -> Cel
             "hardware": ", ".join(f"{k} {v}" for k, v in sorted(hardware.items()) if v is not None),
         },
         values=values,
-        seeds=seeds,
         left_out=len(asked) - sum(map(len, by_load.values())),
     )
 
@@ -178,16 +171,9 @@ def _geometric(values: Sequence[float]) -> float:
 
 
 def compare(
-    first: Sequence[RunValues],
-    second: Sequence[RunValues],
-    *,
-    allow: Sequence[str] = (),
-    least: float = LEAST_SHARE,
+    first: Sequence[RunValues], second: Sequence[RunValues], *, allow: Sequence[str] = ()
 ) -> Comparison:
-    """The second arm against the first. NotComparable: runs differ in a fact not allowed to.
-
-    Differences below `least` (a share) are no difference.
-    """
+    """The second arm against the first. NotComparable: runs differ in a fact not allowed to."""
     notes = _check(first, second, allow)
     found: list[tuple[Row, list[list[float]]]] = []
     for mine, theirs in _pairs(first, second, allow):
@@ -197,10 +183,9 @@ def compare(
             notes.append(f"{mine[0].key}: {left_out} levels were cut short or not valid")
         if not any(row.load not in ("", "alone") for row, _ in own):
             notes.append(
-                f"{mine[0].key}: no rate was measured in both arms: `crossover campaign repeat` "
-                "measures a run's rates again, `search.rates` gives some"
+                f"{mine[0].key}: no rate was measured in both arms: `search.rates` gives some"
             )
-    rows = _judged(found, least)
+    rows = _judged(found)
     said = {row.verdict for row in rows}
     order: tuple[Verdict, ...] = ("faster", "slower", "no difference")
     verdict: Verdict | Literal["different"] = next((w for w in order if w in said), "not known")
@@ -211,14 +196,7 @@ def compare(
         reason = next((row.reason for row in rows if row.reason), "no metric is in both arms")
         if min(len(first), len(second)) < LEAST_RUNS:
             reason = f"{len(first)} and {len(second)} runs; {LEAST_RUNS} an arm are needed"
-    return Comparison(
-        first=[run.manifest.run_id for run in first],
-        second=[run.manifest.run_id for run in second],
-        verdict=verdict,
-        reason=reason,
-        rows=rows,
-        notes=notes,
-    )
+    return Comparison(verdict=verdict, reason=reason, rows=rows, notes=notes)
 
 
 def _check(
@@ -233,28 +211,29 @@ def _check(
     if times > 1:
         raise NotComparable(f"run {run_id} is named {times} times: a run is one value of one arm")
     notes: list[str] = []
-    pairs = [(arm[0], run) for arm in (first, second) for run in arm[1:]]
-    for one, other in [*pairs, (first[0], second[0])]:
-        is_one_arm = (one, other) in pairs  # the same thing, measured twice
+    within = [(arm[0], run) for arm in (first, second) for run in arm[1:]]
+    for one, other in [*within, (first[0], second[0])]:
         for apart in differences(one.manifest, other.manifest):
             what = f"{apart.name}: {apart.first} and {apart.second}"
-            if is_one_arm or apart.fact not in allow:
-                how = f"compare them all the same with --allow {apart.fact}"
-                if is_one_arm:
-                    thing = "machine" if apart.fact in MACHINE else apart.name
-                    how = f"an arm is of one {thing}: name them in different arms"
-                ids = f"{one.manifest.run_id} and {other.manifest.run_id}"
-                raise NotComparable(f"runs {ids} differ in {what}; {how}")
-            notes.append(f"differs: {what}")
+            how = f"compare them all the same with --allow {apart.fact}"
+            if (one, other) in within:  # the same thing, measured twice
+                how = f"an arm is of one {apart.name}: name them in different arms"
+            elif apart.fact in allow:
+                notes.append(f"differs: {what}")
+                continue
+            ids = f"{one.manifest.run_id} and {other.manifest.run_id}"
+            raise NotComparable(f"runs {ids} differ in {what}; {how}")
         notes += [f"versions differ: {v}" for v in versions_apart(one.manifest, other.manifest)]
     stamps = [
-        (run.manifest.created, arm) for arm, of in (("A", first), ("B", second)) for run in of
+        (run.manifest.created, arm)
+        for arm, of in zip("AB", (first, second), strict=True)
+        for run in of
     ]
     begun = "".join(arm for _, arm in sorted(stamps))
     if not is_interleaved(begun):
         notes.append(
             f"the runs are not interleaved in time ({' '.join(begun)}): a drift of the machine "
-            "looks like a difference; measure in turns: crossover campaign repeat A B --times 3"
+            "looks like a difference; measure in turns"
         )
     return list(dict.fromkeys(notes))
 
@@ -272,32 +251,24 @@ Cells = list[CellValues]  # one cell in the runs of an arm that have it
 def _pairs(
     first: Sequence[RunValues], second: Sequence[RunValues], allow: Sequence[str]
 ) -> list[tuple[Cells, Cells]]:
-    """Cells that are the same thing but for what may differ."""
+    """Cells that are the same thing but for what may differ; the very same where there is one."""
     keys = [fact for fact in (*CELL, "workload") if fact not in allow]
     ours, others = _cells(first), _cells(second)
     found: list[tuple[Cells, Cells]] = []
     for mine in ours:
-        alike = [
-            theirs
-            for theirs in others
-            if all(mine[0].facts[key] == theirs[0].facts[key] for key in keys)
-        ]
-        if len(alike) > 1:  # several differ only in what may differ: the one that is the same
-            alike = [theirs for theirs in alike if theirs[0].facts == mine[0].facts]
-        found += [(mine, theirs) for theirs in alike]
+        facts = mine[0].facts
+        alike = [one for one in others if all(facts[key] == one[0].facts[key] for key in keys)]
+        same = [one for one in alike if facts == one[0].facts]
+        found += [(mine, theirs) for theirs in same or alike]
     if found:
         return found
-    one, other = ours[0][0], others[0][0]
-    why = f"{one.key} could be any of {', '.join(cells[0].key for cells in others)}"
-    for fact in keys:
-        if one.facts[fact] != other.facts[fact]:
-            why = (
-                f"their first cells differ in {fact}, {one.facts[fact]!r} and "
-                f"{other.facts[fact]!r}; compare them all the same with --allow {fact}"
-            )
-            break
-    ids = f"no cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}"
-    raise NotComparable(f"{ids}: {why}")
+    one, other = ours[0][0].facts, others[0][0].facts
+    fact = next(key for key in keys if one[key] != other[key])
+    raise NotComparable(
+        f"no cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}: their "
+        f"first cells differ in {fact}, {one[fact]!r} and {other[fact]!r}; compare them all the "
+        f"same with --allow {fact}"
+    )
 
 
 def _cells(arm: Sequence[RunValues]) -> list[Cells]:
@@ -310,58 +281,37 @@ def _cells(arm: Sequence[RunValues]) -> list[Cells]:
 
 def _rows(mine: Cells, theirs: Cells) -> list[tuple[Row, list[list[float]]]]:
     """Every metric at every load that is in both arms, before the test, with its values."""
+    arms = [defaultdict[tuple[str, str], list[float]](list) for _ in range(2)]
+    for arm, cells in zip(arms, (mine, theirs), strict=True):
+        for cell in cells:
+            for load, values in cell.values.items():
+                for metric, value in values.items():
+                    arm[load, metric].append(value)
     found = []
-    for load in dict.fromkeys(load for cell in mine for load in cell.values):
-        arms = [[cell for cell in arm if load in cell.values] for arm in (mine, theirs)]
-        if not all(arms):
-            continue
-        why = CONFOUNDED if confounded(*([c.seeds[load] for c in arm] for arm in arms)) else ""
-        for name in dict.fromkeys(
-            name for arm in arms for cell in arm for name in cell.values[load]
-        ):
-            values = [
-                [cell.values[load][name] for cell in arm if name in cell.values[load]]
-                for arm in arms
-            ]
-            runs = len(values[0]), len(values[1])
+    for load, metric in arms[0]:
+        if (load, metric) in arms[1]:
+            both = [arm[load, metric] for arm in arms]
+            runs = len(both[0]), len(both[1])
             few = f"{runs[0]} and {runs[1]} runs have it" if min(runs) < LEAST_RUNS else ""
-            row = Row(cell=mine[0].key, load=load, metric=name, runs=runs, reason=why or few)
-            found.append((row, values))
+            row = Row(cell=mine[0].key, load=load, metric=metric, runs=runs, reason=few)
+            found.append((row, both))
     return found
 
 
-def confounded(first: Sequence[frozenset[int]], second: Sequence[frozenset[int]]) -> bool:
-    """Whether runs of an arm share arrivals, lengths and prompts that the other arm does not have.
-
-    Then what these happened to be looks like a difference of the arms, however many runs there are.
-    Each item holds the seeds of one run. Runs that share nothing, or all the same, are comparable.
-    """
-    for mine, theirs in ((first, second), (second, first)):
-        times = Counter(seed for seeds in mine for seed in seeds)
-        shared = {seed for seed, count in times.items() if count > 1}
-        if 2 * len(shared & frozenset().union(*theirs)) < len(shared):
-            return True
-    return False
-
-
-def _judged(found: Sequence[tuple[Row, list[list[float]]]], least: float) -> list[Row]:
+def _judged(found: Sequence[tuple[Row, list[list[float]]]]) -> list[Row]:
     """All metrics, tested together: p-values are corrected for their number (Holm 1979)."""
     tests = sum(not row.reason for row, _ in found)
-    rows = []
-    for row, (mine, theirs) in found:
-        if mine and theirs:
-            apart = difference(mine, theirs, 0 if row.reason else tests)
-            row = msgspec.structs.replace(row, **apart)
-        rows.append(row)
-    places = sorted(
-        (i for i, row in enumerate(rows) if row.p is not None), key=lambda i: rows[i].p or 0.0
-    )
+    rows = [
+        msgspec.structs.replace(row, **difference(mine, theirs, 0 if row.reason else tests))
+        for row, (mine, theirs) in found
+    ]
+    tested = [i for i, row in enumerate(rows) if row.p is not None]
     corrected = 0.0
-    for rank, at in enumerate(places):
+    for rank, at in enumerate(sorted(tested, key=lambda i: rows[i].p or 0.0)):
         row = rows[at]
         corrected = max(corrected, (tests - rank) * (row.p or 0.0))
         verdict: Verdict = "no difference"
-        if corrected < ALPHA and row.ratio and abs(row.ratio - 1) > least:
+        if corrected < ALPHA and row.ratio and abs(row.ratio - 1) > LEAST_SHARE:
             verdict = "faster" if (row.ratio > 1) == (row.metric in (LIMIT, TOKENS)) else "slower"
         rows[at] = msgspec.structs.replace(row, verdict=verdict)
     return rows

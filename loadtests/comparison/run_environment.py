@@ -9,7 +9,7 @@ they are what one compares, and `versions_apart` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ MACHINE: dict[str, str] = {
     "memory_total_bytes": "memory",
     "gpus": "GPUs",
 }
-CAMPAIGN: tuple[str, ...] = ("workload", "workloads", "arrivals", "slo", "engines")
+CAMPAIGN: tuple[str, ...] = ("workload", "workloads", "arrivals", "slo", "engines", "seed")
 SERVER: tuple[str, ...] = (
     *("slots", "context_tokens", "kv_tokens", "kv_dtype", "policy", "prefill_tokens"),
     *("step_seconds_target", "prefix_reuse", "options"),
@@ -36,6 +36,12 @@ SERVER: tuple[str, ...] = (
 # Matched cell by cell, not run by run.
 CELL: tuple[str, ...] = ("model", "format", "backend", "hardware", "url")
 FACTS: tuple[str, ...] = (*MACHINE, *CAMPAIGN, *SERVER, *CELL)
+SHOWN: dict[str, Callable[[Any], Any]] = {
+    "memory_total_bytes": formatting.size,
+    "allowed_cores": len,
+    "isa": lambda names: " ".join(sorted(names)) or "none",
+    "gpus": lambda gpus: ", ".join(str(gpu.get("name")) for gpu in gpus) or "none",
+}
 SAME_MEMORY = 0.02  # a kernel update moves MemTotal by less
 
 
@@ -94,17 +100,7 @@ def _of_machines(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
 
 def _shown(fact: str, value: Any) -> str:
     """A machine's fact as people read it."""
-    if value is None:
-        return "not known"
-    if fact == "memory_total_bytes":
-        return formatting.size(value)
-    if fact == "allowed_cores":
-        return str(len(value))
-    if fact == "isa":
-        return " ".join(sorted(value)) or "none"
-    if fact == "gpus":
-        return ", ".join(str(gpu.get("name")) for gpu in value) or "none"
-    return str(value)
+    return "not known" if value is None else str(SHOWN.get(fact, str)(value))
 
 
 def _apart(fact: str, name: str, mine: Any, theirs: Any) -> Iterator[FactDifference]:

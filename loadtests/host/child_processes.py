@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from models.isolated import start_python
+from models.machine import read_text
 
 PARENT_BOUND = Path(__file__).with_name("parent_bound.py")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -93,12 +94,7 @@ class Child:
 
 def last_line(log: Path, start: str = "") -> str:
     """The last line of a log that begins so and is not empty; "" where there is none."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, log.stat().st_size - 4096))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:
-        return ""
+    lines = read_text(log)[-4096:].split("\n")
     kept = (line.strip() for line in reversed(lines) if line.startswith(start))
     return next(filter(None, kept), "")
 

@@ -21,51 +21,34 @@ class Layout(msgspec.Struct, frozen=True):
     shared: tuple[str, ...] = ()  # what shares cores: named warnings for the report
 
 
-def divide_cores(
-    usable: tuple[int, ...], engine_cores: int | None = None, load_generators: int = 1
-) -> Layout:
+def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> Layout:
     """Cores for engine, API and client. `engine_cores` are physical ones; None: as many as can be.
 
     Up to SHARED_CORES the engine has all; API and client have them too and go before it. With
     more, or where it asks for so few, API and client get one physical core each, or share one of
-    two or three. Of several load generators each gets a physical core, as far as the engine's
-    `engine_cores` (None: one at least) leave some. Hyper-threads of a core stay together. Raises
-    ValueError for too many.
+    two or three. Hyper-threads of a core stay together. Raises ValueError for too many.
     """
     physical = _physical_cores(usable)
     spare = 2 if len(physical) >= 4 else 1
     apart = max(1, len(physical) - spare)
     most = len(physical) if len(usable) <= SHARED_CORES else apart
-    if engine_cores is not None and not 1 <= engine_cores <= most:
+    count = engine_cores or most
+    if not 1 <= count <= most or engine_cores == 0:
         raise ValueError(
             f"{engine_cores} cores for the engine, and this machine can give it 1 to {most}"
         )
-    count = engine_cores or most
-    if engine_cores is None and len(usable) > SHARED_CORES:
-        count = max(1, apart + 1 - load_generators)
-    engine = tuple(core for group in physical[:count] for core in group)
     if len(physical) == 1:
         threads = physical[0]
         if len(threads) == 1:
             return Layout(threads, threads, threads, 1, ("engine, API and client share one core",))
         # Two hardware threads share the core's execution units.
-        return Layout(
-            threads[:1],
-            threads[1:],
-            threads[1:],
-            1,
-            ("engine and client share one physical core", "API and client share a core"),
-        )
+        both = ("engine and client share one physical core", "API and client share a core")
+        return Layout(threads[:1], threads[1:], threads[1:], 1, both)
+    engine = tuple(core for group in physical[:count] for core in group)
     if count > apart:
         return Layout(engine, usable, usable, count)
-    clients = min(load_generators, len(physical) - count - spare + 1)
-    client = tuple(core for group in physical[-clients:] for core in group)
-    shared = ["API and client share a core"] if spare == 1 else []
-    if clients < load_generators:
-        cores = "one core" if clients == 1 else f"{clients} cores"
-        shared.append(f"{load_generators} load generators share {cores}")
-    api = physical[-clients - spare + 1]
-    return Layout(engine, api, client, count, tuple(shared))
+    shared = ("API and client share a core",) if spare == 1 else ()
+    return Layout(engine, physical[-spare], physical[-1], count, shared)
 
 
 def _physical_cores(usable: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What load costs, once a second beside it: CPU, memory, swap, GPU, watts.
+"""What load costs, once a second beside it: memory, swap, GPU, watts, and who else had the cores.
 
     with Sampler("cell", folder.sample, server=server_pid) as sampler:
         sampler.client = locust_pid
@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from loadtests.errors import LoadError
-from loadtests.host.core_watch import CoreWatch, Pids
+from loadtests.host.core_watch import CoreWatch
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
 from models.machine import read_text
 from serving.hardware.gpus import memory_of, tell, uuid_of
@@ -63,19 +63,11 @@ class Sampler:
         self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
         self.latest: CoresSample | None = None  # of the last sample, level or not
         self.failure: Exception | None = None
-        self.missing: dict[str, str] = {}  # what cannot be read here, and why
         self._cell = cell
         self._sink = sink
+        self._server, self._is_ours = server, is_ours
         self._interval_seconds = interval_seconds
-        subject: Pids = self._client_pids
-        self._groups = {"client": ProcessGroup(subject)}
-        if server is not None:
-            subject = (lambda: engine_pids(server)) if is_ours else lambda: family(server)
-            self._groups["engine"] = ProcessGroup(subject)
-        if server is not None and is_ours:
-            api: Pids = lambda: [pid for pid in family(server) if not _is_engine(pid)]  # noqa: E731
-            self._groups["api"] = ProcessGroup(api)
-        self._watch = CoreWatch(subject, os.getpid())
+        self._watch = CoreWatch(self._subject, os.getpid())
         self._gpu = None if server is None else Gpu()
         self._rapl = None if server is None else Rapl()
         self._level: str | None = None
@@ -103,7 +95,7 @@ class Sampler:
             return
         try:
             # the rest of the level that ends, or the mark that one which begins counts from
-            rest = self._watch.read(scan=True)
+            rest = self._watch.read()
             if self._level is not None and rest is not None:
                 self.cores.append(rest)
             if name is not None:
@@ -112,8 +104,11 @@ class Sampler:
         finally:
             self._lock.release()
 
-    def _client_pids(self) -> list[int]:
-        """The runner itself, without its children, where it sends no load."""
+    def _subject(self) -> list[int]:
+        """Whose cores are watched: the engine's; of an endpoint, the load generator's."""
+        if self._server is not None:
+            return engine_pids(self._server) if self._is_ours else family(self._server)
+        # The runner itself, without its children, where it sends no load.
         return [self.client] if self.client == os.getpid() else family(self.client)
 
     def _sample(self) -> None:
@@ -121,12 +116,12 @@ class Sampler:
             self.latest = self._watch.read()
             if self._level is not None and self.latest is not None:
                 self.cores.append(self.latest)
-            found: dict[str, Any] = {name: one.sample() for name, one in self._groups.items()}
+            found: dict[str, Any] = {}
             if self._gpu is not None and self._rapl is not None:
-                found |= self._gpu.read(self._groups["engine"].pids)
+                engine = self._subject()
+                found = self._gpu.read(engine)
                 found["cpu_watts"] = self._rapl.read()
-                self.missing |= self._gpu.missing
-                self.missing |= {"cpu_watts": self._rapl.reason} if self._rapl.reason else {}
+                found["engine"] = _memory_of(engine)
             self._sink(
                 ResourceSample(
                     cell=self._cell,
@@ -148,34 +143,13 @@ class Sampler:
             self.failure = problem
 
 
-class ProcessGroup:
-    """Some processes that are one to us. Their CPU share is known from the second sample on."""
-
-    def __init__(self, pids: Pids) -> None:
-        self._now = pids
-        self._cpu: dict[int, float] = {}
-        self._at = 0.0
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The processes of the last sample."""
-        return tuple(self._cpu)
-
-    def sample(self) -> ProcessSample | None:
-        now, rss = time.monotonic(), 0
-        cpu: dict[int, float] = {}
-        for pid in self._now():
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                with process.oneshot():
-                    times = process.cpu_times()
-                    cpu[pid] = times.user + times.system
-                    rss += process.memory_info().rss
-        used = sum(total - self._cpu[pid] for pid, total in cpu.items() if pid in self._cpu)
-        is_known = bool(cpu) and cpu.keys() <= self._cpu.keys() and now > self._at
-        share = round(used / (now - self._at), 4) if is_known else None
-        self._cpu, self._at = cpu, now
-        return ProcessSample(rss_bytes=rss, cpu_share=share) if cpu else None
+def _memory_of(pids: Sequence[int]) -> ProcessSample | None:
+    """Of some processes that are one to us; None: none is there."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            found.append(psutil.Process(pid).memory_info().rss)
+    return ProcessSample(rss_bytes=sum(found)) if found else None
 
 
 def family(pid: int) -> list[int]:
@@ -201,71 +175,52 @@ def _is_engine(pid: int) -> bool:
 class Gpu:
     """The engine's NVIDIA GPU by NVML: what its driver does not tell is None.
 
-    Drivers and CUDA count GPUs differently, so the one that is read is that of the engine: where
-    its processes are listed, else the first. Power is a mean of about a second; the energy counter
-    has no gaps. Utilisation is the share of time in which some kernel ran: a slow decode has 99 %.
+    Drivers and CUDA count GPUs differently, so the one that is read is that of the engine: the one
+    whose UUID it was given (a container hides who runs there) or where it is listed, else the
+    first. Power is a mean of about a second; the energy counter has no gaps.
     """
 
     def __init__(self, nvml: Any = None) -> None:
         """`nvml`: a module with pynvml's functions; None: pynvml itself."""
-        self.missing: dict[str, str] = {}
-        self._device: Any = None
-        self._engine: Sequence[int] = ()
-        try:
+        self._all: list[Any] = []
+        with contextlib.suppress(Exception):  # no package, no driver, no device
             self._nvml = nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
             count = self._nvml.nvmlDeviceGetCount()
             self._all = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-            self._device = self._all[0]
-        except Exception as problem:  # no package, no driver, no device
-            self.missing["gpu"] = f"no NVIDIA GPU to be read: {problem}"
 
     def read(self, engine: Sequence[int] = ()) -> dict[str, Any]:
         """The gpu_* fields of a ResourceSample. `engine`: the engine's processes."""
-        if self._device is None:
+        if not self._all:
             return {}
-        if engine != self._engine:
-            self._engine = engine
-            self._device = self._engines_gpu()
-        nvml, one = self._nvml, self._device
+        nvml, one = self._nvml, max(self._all, key=lambda device: self._runs(device, engine))
 
         def throttled() -> list[str]:
             bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(one)
             return [name for bit, name in THROTTLES.items() if bits & bit]
 
-        found = {
+        return {
             "gpu_memory_bytes": tell(lambda: int(memory_of(nvml, one).used)),
-            "gpu_utilisation": tell(lambda: nvml.nvmlDeviceGetUtilizationRates(one).gpu / 100),
             "gpu_watts": tell(lambda: nvml.nvmlDeviceGetPowerUsage(one) / 1000),
             "gpu_energy_joules": tell(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(one) / 1000),
             "gpu_throttled": tell(throttled),
         }
-        self.missing = {
-            name: "this driver does not tell" for name, value in found.items() if value is None
-        }
-        return found
 
-    def _engines_gpu(self) -> Any:
-        """The one whose UUID an engine was given (a container hides who runs there), or runs on."""
-        given = [told for pid in self._engine if (told := _visible(pid)).startswith("GPU-")]
-        named = [one for one in self._all if uuid_of(self._nvml, one) in given]
-
-        def runs_here(device: Any) -> bool:
-            running = tell(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(device)) or []
-            return bool({process.pid for process in running} & set(self._engine))
-
-        return [*named, *filter(runs_here, self._all), self._device][0]
-
-
-def _visible(pid: int) -> str:
-    try:
-        return psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES", "")
-    except (psutil.Error, OSError):
-        return ""
+    def _runs(self, device: Any, engine: Sequence[int]) -> bool:
+        """Whether the engine does, as far as it can be seen."""
+        if len(self._all) == 1:
+            return True
+        running = tell(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(device)) or []
+        given = uuid_of(self._nvml, device)
+        return any(
+            given == tell(lambda one: psutil.Process(one).environ()["CUDA_VISIBLE_DEVICES"], pid)
+            or pid in [process.pid for process in running]
+            for pid in engine
+        )
 
 
 class Rapl:
-    """Watts of all CPU packages, from energy counters; `reason`: why they cannot be read."""
+    """Watts of all CPU packages, from energy counters."""
 
     def __init__(self, root: Path = RAPL, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -276,24 +231,16 @@ class Rapl:
             if path.name.count(":") == 1 and read_text(path / "name").strip() != "psys"
         ]
         self._before: tuple[float, list[int]] | None = None
-        self.reason = ""
-        if not self._packages:
-            self.reason = f"{root} has no intel-rapl: a virtual machine, or a CPU without counters"
 
     def read(self) -> float | None:
         """Mean since the last call; None at the first, and where the counters do not say it."""
-        if not self._packages:
-            return None
         try:
             joules = [int((path / "energy_uj").read_text()) for path in self._packages]
             ranges = [int((path / "max_energy_range_uj").read_text()) for path in self._packages]
-        except (OSError, ValueError) as problem:
-            why = getattr(problem, "strerror", None) or problem
-            self.reason = f"{self._packages[0].name} cannot be read: {why}"
-            self._packages = []
+        except (OSError, ValueError):
             return None
         before, self._before = self._before, (self._clock(), joules)
-        if before is None or self._before[0] <= before[0]:
+        if not joules or before is None or self._before[0] <= before[0]:
             return None
         counted = zip(joules, before[1], ranges, strict=True)
         used = [((new - old) % (limit + 1), limit) for new, old, limit in counted]

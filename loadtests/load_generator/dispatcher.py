@@ -1,4 +1,4 @@
-"""One process at work on its share of a level: every request leaves when it is due.
+"""A level at work: every request leaves when it is due.
 
 Open loop: one greenlet sends each request at its due time, whether or not earlier ones have ended.
 Closed loop: one greenlet a user sends one request after the other.
@@ -20,7 +20,7 @@ import msgspec
 
 from loadtests.host.precise_timer import Alarm
 from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Recorded, Settled, Wire
+from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Recorded, Wire
 from loadtests.load_generator.openai_endpoint import pool_for, probe
 from loadtests.load_generator.request_factory import Request, RequestFactory
 from loadtests.load_generator.sse_timestamps import Answer, GaveUp, stream
@@ -32,25 +32,20 @@ YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
 
 
 class Dispatcher:
-    """Share `share` of `shares`. `tell` takes each record and Late, and Settled once.
+    """One level. `tell` takes each record and Late.
 
     Requests are made when it is, so that `run` only sends. Raises LoadError.
     """
 
-    def __init__(
-        self, plan: LoadPlan, share: int, shares: int, tell: Callable[[Wire], None]
-    ) -> None:
+    def __init__(self, plan: LoadPlan, tell: Callable[[Wire], None]) -> None:
         self.plan = plan
-        self.others_settled = gevent.event.Event()  # the level's other processes are, too
         self._tell = tell
         self._pool = pool_for(plan.target)
         facts = plan.facts or probe(plan.target, self._pool)
-        shares = min(shares, plan.concurrency or shares)
-        self._factory = RequestFactory(plan, facts, self._pool, share, shares)
+        self._factory = RequestFactory(plan, facts, self._pool)
         self._scheduled = self._factory.scheduled() if plan.concurrency is None else []
-        self._users = len(range(share, plan.concurrency or 0, shares))
         # Of a closed loop that ends after so many: one session after the other, the last one first.
-        wanted = len(range(share, plan.requests or 0, shares)) if self._users else 0
+        wanted = (plan.requests or 0) if plan.concurrency else 0
         self._ready = [self._factory.next_session() for _ in range(wanted)][::-1]
         self._account = Ended()
         self._origin = 0.0  # t0 of the level, on `clock`
@@ -61,7 +56,7 @@ class Dispatcher:
         self._running: set[Any] = set()  # greenlets with a request on its way
         self._counted: set[int] = set()  # requests on their way that were due before the end
         self._waiting: dict[int, float] = {}  # index -> due seconds, until the first token
-        self._answers: dict[str, dict[int, str]] = {}  # session -> turn -> the server's words
+        self._answers: dict[tuple[str, int], str] = {}  # (session, turn): the server's words
         self._alarm = Alarm()
 
     def run(self, origin: float) -> Ended:
@@ -72,7 +67,7 @@ class Dispatcher:
         self._origin = origin
         cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
         watcher = gevent.spawn(self._tell_late)
-        users = [gevent.spawn(self._use) for _ in range(self._users)]
+        users = [gevent.spawn(self._use) for _ in range(self.plan.concurrency or 0)]
         try:
             end_seconds = self.plan.duration_seconds
             counted = [one for one in self._scheduled if one.record.due_seconds < end_seconds]
@@ -95,8 +90,8 @@ class Dispatcher:
             self._alarm.close()
         account, wall_seconds = self._account, clock() - origin
         account.cpu_seconds = time.process_time() - cpu_seconds
-        if busy_seconds is not None and wall_seconds > 0:
-            account.busy_share = round(((_busy_seconds() or 0.0) - busy_seconds) / wall_seconds, 4)
+        if wall_seconds > 0:
+            account.busy_share = round((_busy_seconds() - busy_seconds) / wall_seconds, 4)
         return account
 
     def stop(self) -> None:
@@ -161,42 +156,30 @@ class Dispatcher:
         answer = Answer(answered, None if session is None else [])
         wire = request.wire
         if turn:  # its prompt continues the answers before it
-            seen = self._answers.get(session, {})
-            before = [seen[number] for number in range(turn) if number in seen]
+            places = [(session, number) for number in range(turn)]
+            before = [self._answers[place] for place in places if place in self._answers]
             if len(before) == turn:
                 wire = self._factory.with_answers(request, before)
             else:
                 asked = msgspec.structs.replace(asked, stand_in=True)
-        record = stream(
-            self._pool,
-            wire,
-            asked,
-            origin=self._origin,
-            timeout_seconds=self.plan.target.timeout_seconds,
-            answer=answer,
-        )
+        most_seconds = self.plan.target.timeout_seconds
+        record = stream(self._pool, wire, asked, self._origin, most_seconds, answer)
         answered()
         self._running.discard(me)
         self._counted.discard(index)
         if session is not None and record.error is None:
-            self._answers.setdefault(session, {})[turn] = "".join(answer.text or ())
+            self._answers[session, turn] = "".join(answer.text or ())
         self._account.recorded += 1
         self._tell(Recorded(record))
         if not self._counted:
             self._idle.set()
 
     def _end_following(self) -> None:
-        """Nothing more is sent once every counted request has ended or broken every TTFT limit.
-
-        Those of other processes too: theirs end beside our load.
-        """
+        """Nothing more is sent once every counted request has ended or broken the TTFT limit."""
         until = self._origin + self.plan.duration_seconds + self.plan.follow_seconds
         gevent.sleep(0)  # requests that were due last have not begun yet
         while self._is_open() and clock() < until and not self._over.wait(FOLLOW_EVERY_SECONDS):
             pass
-        self._tell(Settled())
-        left = max(0.0, until - clock())
-        gevent.wait([self.others_settled, self._over], timeout=left, count=1)
         self.send_no_more()
 
     def _is_open(self) -> bool:
@@ -237,11 +220,11 @@ class Dispatcher:
                 gevent.sleep(0.001)
 
 
-def _busy_seconds() -> float | None:
+def _busy_seconds() -> float:
     """How long this thread has run, or had no core to run on (man 5 proc, schedstat)."""
     try:
         with open("/proc/thread-self/schedstat") as file:
             ran, waited, _ = file.read().split()
     except OSError:
-        return None
+        return time.process_time()
     return (int(ran) + int(waited)) / 1e9

@@ -5,7 +5,8 @@
 
 A greenlet sends its request in one piece and is woken once, when the answer is whole. Meanwhile
 the loop calls `Connection._readable`: bytes are taken from the kernel, stamped, and parsed some
-pieces later (httptools), at the end of the answer at the latest.
+pieces later (httptools), at the end of the answer at the latest. Answers have a length or come in
+chunks, as every server of an OpenAI API sends them.
 Works inside Locust and outside it: nothing is patched, and Locust's patches are not used.
 """
 
@@ -33,8 +34,7 @@ clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all process
 
 CONNECT_SECONDS = 30.0
 IDLE_SECONDS = 2.0  # idle for longer: not used again, since servers close theirs after 5 s
-HEAD_BYTES = 65536  # most of an answer's status line and headers; more ends the connection
-WHOLE_BYTES = 64 << 20  # most of an answer that `fetch` keeps
+MOST_BYTES = 64 << 20  # of one answer; more ends the connection
 LATER = 16  # pieces put aside before they are parsed: parsing is cheapest by the dozen
 _buffer = bytearray(1 << 18)  # shared: what was read is parsed or copied before the next read
 _view = memoryview(_buffer)
@@ -42,14 +42,11 @@ _NO_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 # The system's own socket, also where Locust has put gevent's in its place.
 _Socket = gevent.monkey.get_original("socket", "socket")
 # How far an answer has come. FLOWING: chunks follow that may be parsed later.
-_AWAITED, _BEGUN, _HEADED, _FLOWING, _WHOLE = range(5)
+_AWAITED, _HEADED, _FLOWING, _WHOLE = range(4)
 
 
 class Reader(Protocol):
-    """Who takes an answer. Called from the event loop, so it must not wait.
-
-    Where it raises ConnectionError, the connection ends.
-    """
+    """Who takes an answer. Called from the event loop, so it must not wait."""
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Status and headers are here."""
@@ -61,11 +58,10 @@ class Reader(Protocol):
 class Connection:
     """One connection, kept between requests. Its parser's callbacks are its own `on_*` methods."""
 
-    def __init__(self, sock: Any, tls: Tls | None) -> None:
+    def __init__(self, sock: Any) -> None:
         self.parked = 0.0  # when it last became idle
         self.is_unanswered = False  # the server closed it before the first byte of an answer
         self._sock = sock
-        self._tls = tls
         self._parser = httptools.HttpResponseParser(self)
         self._reader: Any = None  # of the answer on its way; None: idle
         self._waiter: Any = None
@@ -81,11 +77,9 @@ class Connection:
         False: the connection is closed and takes no other request.
         """
         self._state = _AWAITED
-        self._ends_by_close = True  # neither a length nor chunks tell the end of the body
-        self._is_chunked = False
         self._headers: list[tuple[bytes, bytes]] = []
-        self._head_bytes = 0  # read before they were whole
-        self._is_reusable = False
+        self._is_chunked = self._is_reusable = False
+        self._bytes = 0
         self._reader = reader
         try:
             self._send(wire)
@@ -101,7 +95,7 @@ class Connection:
             with contextlib.suppress(*_NO_HTTP):
                 self._parse_unread()
             is_closed = isinstance(problem, ConnectionResetError | BrokenPipeError)
-            self.is_unanswered = is_closed and self._head_bytes == 0
+            self.is_unanswered = is_closed and not self._bytes
             self.close()
             raise
         finally:
@@ -125,51 +119,46 @@ class Connection:
         self._sock.close()
 
     def _send(self, wire: bytes) -> None:
-        if self._tls is not None:
-            wire = self._tls.sealed(wire)
         sent = 0
         while sent < len(wire):
             try:
                 sent += self._sock.send(memoryview(wire)[sent:] if sent else wire)
-            except BlockingIOError:
+            except (BlockingIOError, ssl.SSLWantWriteError):
                 gevent.socket.wait_write(self._sock.fileno())
 
     def _readable(self) -> None:
         """The event loop's callback: bytes are here, or the connection's end."""
         try:
             count = self._sock.recv_into(_buffer)
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError):
             return
         except OSError as problem:
             self._end(problem)
             return
         now = clock()
+        self._bytes += count
         if not count:
-            self._end(None)
+            place = "within its answer" if self._bytes else "before it answered"
+            self._end(ConnectionResetError(f"the server closed the connection {place}"))
             return
         if self._reader is None:
             self._end(ConnectionResetError("the server sent bytes that belong to no request"))
             return
-        if self._state <= _BEGUN:
-            self._head_bytes += count
-            # A read may hold a large piece of the body behind the head.
-            if self._head_bytes > HEAD_BYTES + len(_buffer):
-                self._end(ConnectionError(f"an answer's head of more than {HEAD_BYTES} bytes"))
-                return
-        data = _view[:count]
+        if self._bytes > MOST_BYTES:
+            self._end(ConnectionError(f"an answer of more than {MOST_BYTES} bytes"))
+            return
         try:
-            if self._state == _FLOWING and self._tls is None and len(self._unread) < LATER:
-                piece = bytes(data)
+            if self._state == _FLOWING and len(self._unread) < LATER:
+                piece = bytes(_view[:count])
                 self._unread.append((now, piece))
                 # An answer ends so; where that came in two reads, the second is shorter.
-                if count >= 4 and not piece.endswith(b"\r\n\r\n"):
-                    return
-                self._parse_unread()
+                if count < 4 or piece.endswith(b"\r\n\r\n"):
+                    self._parse_unread()
             else:
                 self._parse_unread()
                 self._received = now
-                self._parser.feed_data(data if self._tls is None else self._tls.opened(data))
-        except (*_NO_HTTP, ssl.SSLError) as problem:
+                self._parser.feed_data(_view[:count])
+        except _NO_HTTP as problem:
             why = problem.__context__ or problem
             self._end(ConnectionError(f"an answer that is no HTTP: {why}"))
             return
@@ -184,84 +173,30 @@ class Connection:
             for self._received, data in unread:
                 self._parser.feed_data(data)
 
-    def _end(self, problem: OSError | None) -> None:
+    def _end(self, problem: OSError) -> None:
         """The connection is over, by the server's doing or by an error."""
         self._watcher.stop()
-        with contextlib.suppress(*_NO_HTTP):
-            self._parse_unread()
-        place = "before it answered"
-        if self._reader is not None and self._state != _AWAITED:
-            place = "within its answer"
-            if problem is None and self._state != _BEGUN and self._ends_by_close:
-                self._state = _WHOLE
-        self._trouble = problem or ConnectionResetError(f"the server closed the connection {place}")
+        self._trouble = problem
         if self._waiter is not None:
             self._waiter.switch(None)
 
     # httptools calls these, while an answer is read.
 
-    def on_message_begin(self) -> None:
-        if self._state == _WHOLE:
-            raise ConnectionError("a second answer to one request")  # ends the connection
-        self._state = max(self._state, _BEGUN)
-
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name, value))
+        self._is_chunked = self._is_chunked or name.lower() == b"transfer-encoding"
 
     def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < 200:  # 100 Continue and the like: the answer is still to come
-            self._headers = []
-            return
-        found = {name.lower() for name, _ in self._headers}
-        self._is_chunked = b"transfer-encoding" in found
-        self._ends_by_close = not self._is_chunked and b"content-length" not in found
         self._state = _HEADED
-        self._reader.head(status, self._headers)
+        self._reader.head(self._parser.get_status_code(), self._headers)
 
     def on_body(self, data: bytes) -> None:
         may_wait = self._reader.body(data, self._received)
         self._state = _FLOWING if may_wait and self._is_chunked else _HEADED
 
     def on_message_complete(self) -> None:
-        if self._state in (_HEADED, _FLOWING):
-            self._state = _WHOLE
-            self._is_reusable = self._parser.should_keep_alive()
-
-
-class Tls:
-    """TLS over a socket that knows nothing of it: bytes in and out of memory."""
-
-    def __init__(self, context: ssl.SSLContext, host: str, sock: Any) -> None:
-        """Shakes hands. Raises OSError (ssl.SSLError is one)."""
-        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._object = context.wrap_bio(self._in, self._out, server_hostname=host)
-        is_done = False
-        while not is_done:
-            with contextlib.suppress(ssl.SSLWantReadError):
-                self._object.do_handshake()
-                is_done = True
-            data = self._out.read()
-            while data:
-                gevent.socket.wait_write(sock.fileno(), CONNECT_SECONDS)
-                data = data[sock.send(data) :]
-            if not is_done:
-                gevent.socket.wait_read(sock.fileno(), CONNECT_SECONDS)
-                if not (received := sock.recv(65536)):
-                    raise ConnectionResetError("the connection was closed within the TLS handshake")
-                self._in.write(received)
-
-    def sealed(self, data: bytes) -> bytes:
-        self._object.write(data)
-        return self._out.read()
-
-    def opened(self, data: memoryview) -> bytes:
-        self._in.write(data)
-        parts: list[bytes] = []
-        with contextlib.suppress(ssl.SSLWantReadError):
-            while part := self._object.read(65536):
-                parts.append(part)
-        return b"".join(parts)
+        self._state = _WHOLE
+        self._is_reusable = self._parser.should_keep_alive()
 
 
 class Pool:
@@ -347,8 +282,13 @@ class Pool:
                     problem = sock.getsockopt(names.SOL_SOCKET, names.SO_ERROR)
                 if problem:
                     raise OSError(problem, os.strerror(problem))
-                context, host = self._context, self._address[0]
-                return Connection(sock, None if context is None else Tls(context, host, sock))
+                if self._context is not None:
+                    name = self._address[0]
+                    sock = self._context.wrap_socket(
+                        sock, server_hostname=name, do_handshake_on_connect=False
+                    )
+                    _shake_hands(sock)
+                return Connection(sock)
             except BaseException as problem_here:
                 sock.close()
                 if not isinstance(problem_here, OSError):
@@ -358,6 +298,17 @@ class Pool:
 
 
 connect = Pool
+
+
+def _shake_hands(sock: Any) -> None:
+    while True:
+        try:
+            sock.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            gevent.socket.wait_read(sock.fileno(), CONNECT_SECONDS)
+        except ssl.SSLWantWriteError:
+            gevent.socket.wait_write(sock.fileno(), CONNECT_SECONDS)
 
 
 def post_bytes(pool: Pool, path: str, body: Any) -> bytes:
@@ -390,8 +341,6 @@ class _Whole:
 
     def body(self, data: bytes, received: float) -> bool:
         self.data += data
-        if len(self.data) > WHOLE_BYTES:
-            raise ConnectionError(f"an answer of more than {WHOLE_BYTES} bytes")
         return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from typing import Annotated, Any, get_args
 
 import msgspec
@@ -12,13 +12,17 @@ from loadtests.load_generator.load_plan import LoadPlan
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.request_lengths import Workload
-from serving.bounds import Positive, about, converted, explained, flags_of, option, unbounded
+from serving.bounds import Positive, about, option, unbounded
 
-# Whoever reaches Locust's page sets any option: it would send keys where they do not belong.
-COMMAND_LINE_ONLY = ("host", "api_key_env", "verify_tls")
+BY_HAND = ("rate", "workload", "arrivals", "model", "api", "api_key_env", "seed")
+_FIXED = re.compile(r"(?P<prompt_tokens>\d+)x(?P<output_tokens>\d+)")
+_NAMED = re.compile(
+    r"(?P<preset>\w+)(\*(?P<scale>[^:]+))?"
+    r"(:(?P<max_prompt_tokens>[^:]*)(:(?P<max_output_tokens>[^:]*))?)?"
+)
 
 
-class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+class LoadOptions(Target, frozen=True, kw_only=True):
     """What is sent, where to and when."""
 
     rate: Annotated[
@@ -36,43 +40,12 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: Annotated[
         str, option("", "poisson, constant, gamma:cv=2, on_off:on_seconds=5:off_seconds=15 ...")
     ] = "poisson"
-    model: Annotated[
-        str | None, option("", "Model name. Default: the first that the endpoint lists.")
-    ] = None
-    api: Annotated[str, option("", "The route: completions or chat.")] = "completions"
-    api_key_env: Annotated[
-        str | None, option("", "Environment variable that holds the API key.", metavar="NAME")
-    ] = None
-    verify_tls: Annotated[bool, option("", "Check the endpoint's certificate.")] = True
-    extra_body: Annotated[
-        str | None,
-        option(
-            *("", "JSON object of fields added to every request, for example '{\"top_k\": 1}'."),
-            metavar="JSON",
-        ),
-    ] = None
     seed: Annotated[int, option("", "Seed of arrivals, lengths and texts.")] = 1
 
 
-def plan_of(url: str, options: LoadOptions, **level: Any) -> LoadPlan:
+def plan_of(options: LoadOptions, **level: Any) -> LoadPlan:
     """The plan of options. `level`: LoadPlan's other fields. Raises LoadError naming the option."""
-    if options.api not in ("completions", "chat"):
-        raise LoadError(f"--api must be completions or chat, got {options.api!r}")
-    try:
-        body = msgspec.json.decode(options.extra_body or "{}", type=dict[str, Any])
-    except msgspec.MsgspecError as problem:
-        raise LoadError(
-            f'--extra-body must be a JSON object such as {{"top_k": 1}}, '
-            f"got {options.extra_body!r}: {problem}"
-        ) from problem
-    target = Target(
-        url=url,
-        model=options.model,
-        api="chat" if options.api == "chat" else "completions",
-        api_key_env=options.api_key_env,
-        verify_tls=options.verify_tls,
-        extra_body=body,
-    )
+    target = Target(*(getattr(options, name) for name in Target.__struct_fields__))
     check_target(target)
     return LoadPlan(
         target=target,
@@ -85,36 +58,20 @@ def plan_of(url: str, options: LoadOptions, **level: Any) -> LoadPlan:
 
 
 def add_options(parser: Any) -> None:
-    """LoadOptions on Locust's command line and web page, which is on loopback by default."""
-    parser.set_defaults(web_host="127.0.0.1", run_time="30s")
-    flags, kinds = flags_of(LoadOptions), {int: int, float | None: float}
-    for field in msgspec.structs.fields(LoadOptions):
-        parser.add_argument(
-            flags[field.name],
-            type=kinds.get(unbounded(field.type), str),
-            default=field.default,
-            help=about(field).text,
-            include_in_web_ui=field.name not in COMMAND_LINE_ONLY,
-        )
-
-
-def plan_of_locust(given: Mapping[str, Any], own: Mapping[str, Any], seconds: float) -> LoadPlan:
-    """The plan of Locust's options: text, where its page has set them, and "" for an empty field.
-
-    `own`: as its command line has them. Raises CrossoverError.
+    """LoadOptions on Locust's command line. Its page, on loopback by default, sets none of them:
+    whoever reaches it would send keys where they do not belong.
     """
-    for name in COMMAND_LINE_ONLY:
-        if given[name] != own[name]:
-            raise LoadError(f"{name} can only be set on the command line: it has {own[name]!r}")
-    flags = flags_of(LoadOptions)
-    known = {name: given[name] for name in flags if given[name] not in (None, "")}
-    try:
-        options = msgspec.convert(known, LoadOptions, strict=False)
-    except msgspec.ValidationError as problem:
-        raise LoadError(explained(str(problem), known, flags.__getitem__)) from problem
-    options = converted(msgspec.structs.asdict(options), LoadOptions, "", flags.__getitem__)
-    users = None if options.rate is not None else given["num_users"] or 1
-    return plan_of(given["host"], options, concurrency=users, window_seconds=seconds)
+    parser.set_defaults(web_host="127.0.0.1", run_time="30s")
+    kinds = {int: int, float | None: float}
+    for field in msgspec.structs.fields(LoadOptions):
+        if field.name in BY_HAND:
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                type=kinds.get(unbounded(field.type), str),
+                default=field.default,
+                help=about(field).text,
+                include_in_web_ui=False,
+            )
 
 
 def parse_workload(text: str) -> Workload:
@@ -122,19 +79,10 @@ def parse_workload(text: str) -> Workload:
 
     "chat*0.1:512:64": lengths times 0.1, then the caps. Raises LoadError for anything else.
     """
-    fields: dict[str, Any] = {}
-    prompt, cross, output = text.partition("x")
-    if cross and prompt.isdigit() and output.isdigit():
-        fields = {"prompt_tokens": prompt, "output_tokens": output}
-    else:
-        source, _, caps = text.partition(":")
-        most_prompt, _, most_output = caps.partition(":")
-        preset, _, scale = source.partition("*")
-        named = {"preset": preset, "scale": scale}
-        named |= {"max_prompt_tokens": most_prompt, "max_output_tokens": most_output}
-        fields = {name: value for name, value in named.items() if value}
+    found = _FIXED.fullmatch(text) or _NAMED.fullmatch(text)
     try:
-        return msgspec.convert(fields, Workload, strict=False)
+        known = {name: value for name, value in found.groupdict().items() if value} if found else {}
+        return msgspec.convert(known, Workload, strict=False)
     except msgspec.ValidationError as problem:
         raise LoadError(
             f"--workload {text!r}: {problem}; write a preset (chat), a scale and caps behind it "
@@ -148,12 +96,9 @@ def parse_arrivals(text: str) -> Arrivals:
     kinds = [one.__struct_config__.tag for one in get_args(Arrivals)]
     if kind not in kinds:
         raise LoadError(f"--arrivals {text!r} is not one of {', '.join(map(str, kinds))}")
-    pairs = [setting.partition("=") for setting in settings]
-    if wrong := ["".join(pair) for pair in pairs if not pair[1]]:
-        raise LoadError(f"--arrivals {text!r}: {wrong[0]!r} is no key=value")
-    raw = {"kind": kind} | {name: value for name, _, value in pairs}
+    pairs = [setting.partition("=")[::2] for setting in settings]
     try:
-        found: Arrivals = msgspec.convert(raw, Arrivals, strict=False)
+        found: Arrivals = msgspec.convert(dict(pairs, kind=kind), Arrivals, strict=False)
         return found
     except msgspec.ValidationError as problem:
-        raise LoadError(f"--arrivals {text!r}: {problem}") from problem
+        raise LoadError(f"--arrivals {text!r}: {problem}; write gamma:cv=2") from problem

@@ -9,8 +9,6 @@ All times are seconds since the level's start, on one CLOCK_MONOTONIC for all pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from loadtests.errors import LoadError
@@ -71,38 +69,10 @@ def check_count(rate: float, seconds: float) -> None:
         )
 
 
-class Started(msgspec.Struct, frozen=True, tag="started"):
-    """The clock of the level starts at this moment."""
-
-    unix_seconds: float
-
-
-class Late(msgspec.Struct, frozen=True, tag="late"):
-    """These requests have waited longer than `late_seconds` for their first token; told once."""
-
-    indices: list[int]
-
-
-class Ended(msgspec.Struct, kw_only=True, tag="ended"):
-    """The account of a level, after its last record: of one process, or of all together."""
-
-    due: int = 0  # requests whose time came
-    recorded: int = 0
-    gave_up: int = 0  # requests ended by the client at the end of the drain time
-    stopped_seconds: float | None = None  # when stop() came; None: the level ran its full time
-    cpu_seconds: float = 0.0
-    busy_share: float | None = None  # of the busiest process: at work, or ready and without a core
-
-
-Told = Started | RequestRecord | Late | Ended | None  # to the runner; None: a moment has passed
-
-
-class Share(msgspec.Struct, frozen=True, tag="share"):
-    """Part `share` of `shares` of a level. Answered with Ready or Failed."""
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Make the requests of a level. Answered with Ready or Failed."""
 
     plan: LoadPlan
-    share: int = 0
-    shares: int = 1
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -115,14 +85,8 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The level is decided: send nothing more, and wait for nothing that is on its way."""
 
 
-class Settled(msgspec.Struct, frozen=True, tag="settled"):
-    """All requests that count are good or bad: of one process; and back to all, of every one."""
-
-
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """All requests of a share are made, by a process with these versions."""
-
-    versions: str
+    """All requests of the level are made."""
 
 
 class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
@@ -131,10 +95,21 @@ class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
     record: RequestRecord
 
 
-class Workers(msgspec.Struct, frozen=True, tag="workers"):
-    """Locust's workers that have joined the master, one name each."""
+class Late(msgspec.Struct, frozen=True, tag="late"):
+    """These requests have waited longer than `late_seconds` for their first token; told once."""
 
-    names: list[str]
+    indices: list[int]
+
+
+class Ended(msgspec.Struct, kw_only=True, tag="ended"):
+    """The account of a level, after its last record."""
+
+    due: int = 0  # requests whose time came
+    recorded: int = 0
+    gave_up: int = 0  # requests ended by the client at the end of the drain time
+    stopped_seconds: float | None = None  # when stop() came; None: the level ran its full time
+    cpu_seconds: float = 0.0
+    busy_share: float | None = None  # of the time: at work, or ready and without a core
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -143,19 +118,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     problem: str
 
 
-Order = Share | Begin | Stop | Settled  # the runner's, over the pipe; its end: quit
-Wire = Workers | Ready | Recorded | Late | Settled | Ended | Failed  # the answers
+class Started(msgspec.Struct, frozen=True):
+    """The clock of the level starts at this moment."""
+
+    unix_seconds: float
 
 
-def total(accounts: Sequence[Ended]) -> Ended:
-    """The accounts of several processes as one."""
-    stops = [one.stopped_seconds for one in accounts if one.stopped_seconds is not None]
-    shares = [one.busy_share for one in accounts if one.busy_share is not None]
-    return Ended(
-        due=sum(one.due for one in accounts),
-        recorded=sum(one.recorded for one in accounts),
-        gave_up=sum(one.gave_up for one in accounts),
-        stopped_seconds=min(stops, default=None),
-        cpu_seconds=sum(one.cpu_seconds for one in accounts),
-        busy_share=max(shares, default=None),
-    )
+Order = Prepare | Begin | Stop  # the runner's, over the pipe; its end: quit
+Wire = Ready | Recorded | Late | Ended | Failed  # the answers
+Told = Started | RequestRecord | Late | Ended | None  # to the runner; None: a moment has passed

@@ -5,9 +5,7 @@
             ...
             generator.stop()                     # the level is decided
 
-It stays for one level after the other. With `processes`, so many children send their shares of
-one arrival process from the same moment; with `listen`, Locust's workers on other machines do
-(locust_workers.py), and to the runner all of them are one.
+It stays for one level after the other.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
-from loadtests.errors import LevelInterrupted, LoadError
+from loadtests.errors import LevelInterrupted
 from loadtests.host.child_processes import Child
 from loadtests.load_generator.load_plan import (
     Begin,
@@ -34,16 +32,13 @@ from loadtests.load_generator.load_plan import (
     Late,
     LoadPlan,
     Order,
+    Prepare,
     Ready,
     Recorded,
-    Settled,
-    Share,
     Started,
     Stop,
     Told,
     Wire,
-    Workers,
-    total,
 )
 from models.isolated import PACKAGE_ROOT
 
@@ -54,23 +49,9 @@ PIPE_VARIABLE = "CROSSOVER_PIPE"  # the number of its file descriptor
 # to this one once it has read its options.
 FOLDER_VARIABLE = "CROSSOVER_FOLDER"
 _READ_BYTES = 1 << 18
-Incoming = TypeVar("Incoming")
 
 
-def locust_child(*options: str, variables: Mapping[str, str], **settings: Any) -> Child:
-    """Locust with our locustfile. `settings`: of Child."""
-    command = [sys.executable, "-m", "locust", "-f", f"{PACKAGE_ROOT}/loadtests/locustfile.py"]
-    ours = {FOLDER_VARIABLE: os.getcwd(), "OPENBLAS_NUM_THREADS": "1"}
-    return Child(
-        [*command, "--headless", "--only-summary", "--loglevel", "WARNING", *options],
-        environment={**ours, **variables},
-        urgent=True,
-        folder=PACKAGE_ROOT,
-        **settings,
-    )
-
-
-class Pipe(Generic[Incoming]):
+class Pipe:
     """One end: a JSON line a message. `incoming` is the union of what the other end sends.
 
     A process killed within a message loses that message only.
@@ -81,22 +62,14 @@ class Pipe(Generic[Incoming]):
         self._decode = msgspec.json.Decoder(incoming).decode
         self._encode = msgspec.json.Encoder().encode
         self._unread = b""
-        self._unsent = bytearray()
-        self._is_sending = False
+        self._sending = threading.Lock()  # another greenlet may be in the middle of a message
 
     def send(self, message: Order | Wire) -> None:
-        """Within gevent, another greenlet may be in the middle of one."""
-        self._unsent += self._encode(message) + b"\n"
-        if self._is_sending:
-            return
-        self._is_sending = True
-        try:
-            while self._unsent:
-                del self._unsent[: self.socket.send(self._unsent)]
-        finally:
-            self._is_sending = False
+        data = self._encode(message) + b"\n"
+        with self._sending:
+            self.socket.sendall(data)
 
-    def receive(self) -> list[Incoming]:
+    def receive(self) -> list[Any]:
         """Messages that have come; waits for bytes. Raises EOFError after the last."""
         try:
             data = self.socket.recv(_READ_BYTES)
@@ -108,83 +81,34 @@ class Pipe(Generic[Incoming]):
         return [self._decode(line) for line in lines]
 
 
-class Conductor:
-    """Several senders of a level as one: orders go to all, and of all answers one is made."""
-
-    def __init__(
-        self, senders: Mapping[Any, Callable[[Order], None]], tell: Callable[[Wire], None]
-    ) -> None:
-        self._senders = senders
-        self._tell = tell
-        self._answered: dict[type, dict[Any, Any]] = {Ready: {}, Settled: {}, Ended: {}}
-
-    def obey(self, order: Order) -> None:
-        for number, send in enumerate(self._senders.values()):
-            send(Share(order.plan, number, len(self._senders)) if type(order) is Share else order)
-
-    def take(self, who: Any, wire: Wire) -> None:
-        """An answer of one of them."""
-        answered = self._answered.get(type(wire))
-        if answered is None:
-            self._tell(wire)
-            return
-        answered[who] = wire
-        if len(answered) < len(self._senders):
-            return
-        if isinstance(wire, Settled):
-            self.obey(wire)
-            return
-        if isinstance(wire, Ended):
-            wire = total(list(answered.values()))
-        elif len(versions := sorted({one.versions for one in answered.values()})) > 1:
-            wire = Failed(f"load generators of different versions: {' and '.join(versions)}")
-        self._tell(wire)
-
-
 class LoadGenerator:
-    """Starts at once, and imports Locust while its parent goes on.
+    """Starts at once, and imports Locust while its parent goes on."""
 
-    `listen`: (host, port) of a master for workers from elsewhere. Raises LoadError where nothing
-    can listen there.
-    """
-
-    def __init__(
-        self,
-        *,
-        log: Path | None = None,
-        cores: tuple[int, ...] = (),
-        processes: int = 1,
-        listen: tuple[str, int] | None = None,
-    ) -> None:
-        self._settings = {"log": log, "cores": cores}
-        self._processes = processes
-        self._listen = listen
-        self._children: list[Child] = []
-        self._pipes: dict[socket.socket, Pipe[Wire]] = {}
-        self._conductor: Conductor | None = None  # of the level that runs
-        self._told: deque[Wire] = deque()
+    def __init__(self, *, log: Path | None = None, cores: tuple[int, ...] = ()) -> None:
+        self._log, self._cores = log, cores
+        self._is_running = False  # a level
         self._start()
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """Of its processes, for the sampler."""
-        return tuple(child.pid for child in self._children)
+    def pid(self) -> int:
+        """Of its process, for the sampler."""
+        return self._child.pid
 
     def run(self, plan: LoadPlan) -> Iterator[Told]:
         """What it tells of a level as it comes, and None about every TICK_SECONDS.
 
-        The last is Ended. Where it is left early, its processes are ended, and the next level gets
-        new ones. Raises LevelInterrupted when it fails, loses requests or a process ends.
+        The last is Ended. Where it is left early, its process is ended, and the next level gets a
+        new one. Raises LevelInterrupted when it fails, loses requests or ends.
         """
-        if self._conductor is not None:  # of a level that was left in the middle
+        if self._is_running:  # a level that was left in the middle
             self._end()
-        if not self._children:
+        if self._child.poll() is not None:
             self._start()
-        self._conduct()
+        self._is_running = True
         recorded, ticked = 0, time.monotonic()
         try:
-            self._order(Share(plan))
-            while self._conductor is not None:
+            self._order(Prepare(plan))
+            while self._is_running:
                 for wire in self._heard():
                     match wire:
                         case Ready():
@@ -203,93 +127,61 @@ class LoadGenerator:
                                     f"the load generator lost requests: {wire.due} were due, "
                                     f"{wire.recorded} ended, {recorded} are on record"
                                 )
-                            self._conductor = None
+                            self._is_running = False
                             yield wire
-                if time.monotonic() - ticked >= TICK_SECONDS and self._conductor is not None:
+                if time.monotonic() - ticked >= TICK_SECONDS and self._is_running:
                     ticked = time.monotonic()
                     yield None
         finally:
-            if self._conductor is not None:
+            if self._is_running:
                 self._end()
 
     def stop(self) -> None:
         """The level is decided: nothing more is sent, and what is on its way is ended."""
-        if self._conductor is not None:
+        if self._is_running:
             self._order(Stop())
 
-    def wait_for_workers(
-        self, count: int, seconds: float, say: Callable[[list[str]], None]
-    ) -> None:
-        """Until so many have joined; `say` hears their names. Raises LoadError for too few."""
-        names: list[str] = []
-        until = time.monotonic() + seconds
-        self._conduct()
-        while len(names) < count:
-            for wire in self._heard():
-                if isinstance(wire, Workers):
-                    names = wire.names
-                    say(names)
-            if time.monotonic() > until:
-                raise LoadError(f"{len(names)} of {count} workers joined within {seconds:g} s")
-        self._conductor = None
-
     def _start(self) -> None:
-        options: list[str] = []
-        if self._listen is not None:
-            host, port = self._listen
-            try:  # tried first: Locust would say it in its log alone
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                socket.create_server((host, port), family=family).close()
-            except OSError as problem:
-                reason = problem.strerror or str(problem)
-                raise LoadError(f"{host}:{port} cannot be listened on: {reason}") from problem
-            place = f"[{host}]" if ":" in host else host
-            options = ["--master", "--master-bind-host", place, "--master-bind-port", str(port)]
-        for _ in range(self._processes):
-            ours, its = socket.socketpair()
-            with its:
-                variables, passed = {PIPE_VARIABLE: str(its.fileno())}, (its.fileno(),)
-                child = locust_child(
-                    *options, variables=variables, pass_fds=passed, **self._settings
-                )
-            self._children.append(child)
-            self._pipes[ours] = Pipe(ours, Wire)
-
-    def _conduct(self) -> None:
-        self._told.clear()
-        senders = {end: pipe.send for end, pipe in self._pipes.items()}
-        self._conductor = Conductor(senders, self._told.append)
+        locustfile = f"{PACKAGE_ROOT}/loadtests/locustfile.py"
+        command = [sys.executable, "-m", "locust", "-f", locustfile]
+        ours, its = socket.socketpair()
+        with its:
+            self._child = Child(
+                [*command, "--headless", "--only-summary", "--loglevel", "WARNING"],
+                environment={
+                    FOLDER_VARIABLE: os.getcwd(),
+                    PIPE_VARIABLE: str(its.fileno()),
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
+                log=self._log,
+                cores=self._cores,
+                urgent=True,
+                folder=PACKAGE_ROOT,
+                pass_fds=(its.fileno(),),
+            )
+        self._pipe = Pipe(ours, Wire)
 
     def _order(self, order: Order) -> None:
-        assert self._conductor is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _heard says how it ended
-            self._conductor.obey(order)
+            self._pipe.send(order)
 
-    def _heard(self) -> Iterator[Wire]:
-        """What came within a tick. Raises LevelInterrupted where a process has ended."""
-        assert self._conductor is not None
-        for end in select.select(list(self._pipes), [], [], TICK_SECONDS)[0]:
-            try:
-                for wire in self._pipes[end].receive():
-                    self._conductor.take(end, wire)
-            except EOFError:
-                child = self._children[list(self._pipes).index(end)]
-                child.wait(5)
-                how = child.how_it_ended()
-                raise LevelInterrupted(f"the load generator ended early ({how})") from None
-        while self._told:
-            yield self._told.popleft()
+    def _heard(self) -> list[Wire]:
+        """What came within a tick. Raises LevelInterrupted where the process has ended."""
+        if not select.select([self._pipe.socket], [], [], TICK_SECONDS)[0]:
+            return []
+        try:
+            return self._pipe.receive()
+        except EOFError:
+            self._child.wait(5)
+            how = self._child.how_it_ended()
+            raise LevelInterrupted(f"the load generator ended early ({how})") from None
 
     def _end(self, timeout_seconds: float = 0.0) -> None:
-        """Its processes; within `timeout_seconds` they may quit by themselves."""
-        for end in self._pipes:
-            end.close()
-        for child in self._children:
-            child.wait(timeout_seconds)
-            child.stop(timeout_seconds)
-        self._pipes.clear()
-        self._children.clear()
-        self._conductor = None
+        """The process; within `timeout_seconds` it may quit by itself."""
+        self._pipe.socket.close()
+        self._child.wait(timeout_seconds)
+        self._child.stop(timeout_seconds)
+        self._is_running = False
 
     def __enter__(self) -> LoadGenerator:
         return self

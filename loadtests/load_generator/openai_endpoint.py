@@ -10,13 +10,10 @@ refused is left out of all requests, and `notes` say so.
 from __future__ import annotations
 
 import os
-import re
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
 
-from loadtests.checked_files import key
 from loadtests.errors import EndpointRefuses, TargetUnusable
 from loadtests.load_generator.http_connection import (
     Pool,
@@ -28,71 +25,63 @@ from loadtests.load_generator.http_connection import (
 )
 from loadtests.load_generator.sse_timestamps import stream
 from loadtests.records.request_record import RequestRecord
+from serving.bounds import Positive, option
 
 PROBE_TOKENS = 8
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog."
-# What names a secret, and how the secrets of well-known services begin.
-SECRET_NAME = re.compile(
-    "api[_-]?key|(access|private|secret)[_-]?key|"
-    "(access|auth|bearer|hf|id|refresh)[_-]?token|^token$|secret|passw|credential|authorization",
-    re.IGNORECASE,
-)
-SECRET_TEXT = re.compile(r"(sk-|hf_|gh[pousr]_|github_pat_|xox[abp]-|bearer )\S{6}", re.IGNORECASE)
-_KEPT = "and a run folder would keep it: put a key into an environment variable and name that"
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where load is sent to."""
+    """Where load is sent to: a table of a campaign, and options of `crossover load`."""
 
-    url: Annotated[str, key("the endpoint's base URL, e.g. http://127.0.0.1:8000")]
-    model: Annotated[str | None, key("model name; none: the first that /v1/models lists")] = None
-    api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
+    url: Annotated[
+        str,
+        option("", "the endpoint's base URL, e.g. http://127.0.0.1:8000", is_argument=True),
+    ]
+    model: Annotated[
+        str | None, option("", "model name; none: the first that /v1/models lists")
+    ] = None
+    api: Annotated[Literal["completions", "chat"], option("", "the route that is measured")] = (
         "completions"
     )
     api_key_env: Annotated[
-        str | None, key("the variable that holds the key; --trust names it too")
+        str | None,
+        option(
+            "",
+            "environment variable that holds the key; of a campaign, --trust names it too",
+            metavar="NAME",
+        ),
     ] = None
-    verify_tls: Annotated[bool, key("check the server's certificate")] = True
-    extra_body: Annotated[dict[str, Any], key("added to every request")] = {}
-    timeout_seconds: Annotated[float, Meta(gt=0, description="limit of one request")] = 600.0
+    verify_tls: Annotated[bool, option("", "check the server's certificate")] = True
+    extra_body: Annotated[
+        dict[str, Any], option("", "added to every request", metavar="KEY=VALUE")
+    ] = {}
+    timeout_seconds: Annotated[Positive, option("", "limit of one request")] = 600.0
     ready_seconds: Annotated[
-        float, Meta(gt=0, description="how long to wait for the endpoint's first answer")
+        Positive, option("", "how long to wait for the endpoint's first answer")
     ] = 60.0
 
 
 def check_target(target: Target) -> None:
-    """Raises TargetUnusable for no URL, and a secret where a run folder would keep it."""
-    if "@" in re.split("[/?#]", target.url.split("://", 1)[-1])[0]:
-        raise TargetUnusable(f"the url holds a user or a password, {_KEPT} with api_key_env")
-    if (place := _secret_place(target.extra_body)) is not None:
-        raise TargetUnusable(f"extra_body{place} looks like a secret, {_KEPT} with api_key_env")
+    """Raises TargetUnusable for no URL, and for one with a password, which a run would keep."""
+    if "@" in target.url.split("://", 1)[-1].split("/")[0]:
+        raise TargetUnusable(
+            "the url holds a user or a password, and a run folder would keep it: put a key into an "
+            "environment variable and name that with api_key_env"
+        )
     connect(target.url, verify_tls=target.verify_tls)
-
-
-def _secret_place(value: Any) -> str | None:
-    """Where a key, token or password is in a request's body; None: nowhere that names tell."""
-    if isinstance(value, str):
-        return "" if SECRET_TEXT.match(value) else None
-    items = enumerate(value) if isinstance(value, list) else ()
-    for name, inside in value.items() if isinstance(value, dict) else items:
-        is_secret = isinstance(inside, str) and SECRET_NAME.search(str(name))
-        if (place := "" if is_secret else _secret_place(inside)) is not None:
-            return f"[{name!r}]{place}"
-    return None
 
 
 class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an endpoint said of itself when it was probed."""
 
     model: str
-    models: list[str]
     usage: bool  # token counts at the end of a stream
     continuous_usage: bool  # token counts beside every chunk
     ignore_eos: bool  # outputs of the asked length
     min_tokens: bool
     tokenizer: Literal["vllm", "llama.cpp"] | None  # which shape of /tokenize; None: there is none
     backend: str | None = None  # X-Crossover-Backend
-    server: str | None = None  # Server header
     prompt_overhead_tokens: int = 0  # that the server adds to every prompt: BOS, chat template
     notes: list[str] = []
 
@@ -140,7 +129,7 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
     if pool is None:
         with pool_for(target) as pool:
             return probe(target, pool)
-    models, server = _models(target, pool)
+    models = _models(target, pool)
     model = target.model or (models[0] if models else None)
     if model is None:
         raise TargetUnusable(f"{target.url} lists no models; say which one with `model`")
@@ -156,7 +145,7 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
         (True, False, False, False),
         (False, False, False, False),
     ):
-        facts = TargetFacts(model, models, *extras, tokenizer, server=server)
+        facts = TargetFacts(model, *extras, tokenizer)
         wire = request_bytes(pool, target, facts, PROBE_TEXT, PROBE_TOKENS)
         asked = RequestRecord(cell="", level="", index=0, due_seconds=0.0)
         record = stream(pool, wire, asked, origin=clock(), timeout_seconds=target.timeout_seconds)
@@ -212,22 +201,21 @@ def count_tokens(pool: Pool, facts: TargetFacts, text: str) -> int:
     return count
 
 
-def _models(target: Target, pool: Pool) -> tuple[list[str], str | None]:
-    """Names of models, and the Server header."""
-    status, headers, body = fetch(pool, get_bytes(pool, "/v1/models"), target.ready_seconds)
-    server = headers.get("server")
+def _models(target: Target, pool: Pool) -> list[str]:
+    """Names of models; none: the endpoint does not list them."""
+    status, _, body = fetch(pool, get_bytes(pool, "/v1/models"), target.ready_seconds)
     if status in (401, 403):
         hint = "it wants a key: name its environment variable with api_key_env"
         if target.api_key_env:
             hint = "the key is wrong"
         raise TargetUnusable(f"{target.url} answered {status}; {hint}")
     if status == 404:
-        return [], server
+        return []
     if status != 200:
         said = body[:200].decode(errors="replace")
         raise TargetUnusable(f"{target.url}/v1/models answered {status}: {said}")
     try:
-        return [str(model["id"]) for model in msgspec.json.decode(body)["data"]], server
+        return [str(model["id"]) for model in msgspec.json.decode(body)["data"]]
     except (msgspec.MsgspecError, LookupError, TypeError) as problem:
         raise TargetUnusable(
             f"{target.url}/v1/models is not what OpenAI's API returns"

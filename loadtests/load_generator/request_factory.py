@@ -1,4 +1,4 @@
-"""Makes the requests of one process's share of a level, as bytes ready to send.
+"""Makes the requests of a level, as bytes ready to send.
 
 Nothing is made while the clock runs: all requests of an open level are bytes before it starts.
 """
@@ -11,15 +11,13 @@ from typing import Any
 import gevent
 import msgspec
 
-from loadtests.load_generator.http_connection import Pool, clock
+from loadtests.load_generator.http_connection import Pool
 from loadtests.load_generator.load_plan import LoadPlan
 from loadtests.load_generator.openai_endpoint import TargetFacts, count_tokens, request_bytes
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.arrivals import due_times
 from loadtests.workload.exact_prompts import PromptMaker
 from loadtests.workload.request_lengths import Ask, draw
-
-SILENT_SECONDS = 0.2  # that making requests keeps all else of the process waiting
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -31,30 +29,23 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class RequestFactory:
-    """Makes the requests of share `share` of `shares` of a level."""
+    """Makes the requests of a level."""
 
-    def __init__(
-        self, plan: LoadPlan, facts: TargetFacts, pool: Pool, share: int = 0, shares: int = 1
-    ) -> None:
+    def __init__(self, plan: LoadPlan, facts: TargetFacts, pool: Pool) -> None:
         self._plan = plan
         self._facts = facts
         self._pool = pool
-        self._share = share
-        self._shares = shares
 
         def count(text: str) -> int:
             return count_tokens(pool, facts, text) + facts.prompt_overhead_tokens
 
         self._maker = PromptMaker(count if facts.tokenizer is not None else None, seed=plan.seed)
         self._drawn: list[Ask] = []
-        self._begun = 0  # asks of the sessions that have begun, of all shares
+        self._begun = 0  # asks of the sessions that have begun
         self._said: dict[str, list[str]] = {}  # session -> the user's words of each turn
 
     def scheduled(self) -> list[Request]:
-        """All requests of this share of an open level, by due time.
-
-        A session stays with one process, which must see the answers its turns continue.
-        """
+        """All requests of an open level, by due time."""
         plan = self._plan
         if plan.asks is not None:
             asks, due = list(plan.asks), list(plan.due)
@@ -63,25 +54,20 @@ class RequestFactory:
             due = due_times(plan.arrivals, plan.rate or 0.0, seconds, plan.seed).tolist()
             asks = draw(plan.workload, len(due), plan.seed, due_seconds=due)
         made: list[Request] = []
-        silent_since = clock()
-        for ask, due_seconds in zip(asks, due, strict=True):
-            if clock() - silent_since > SILENT_SECONDS:
-                gevent.sleep(0.001)  # a heartbeat may pass, or the master calls its worker lost
-                silent_since = clock()
-            if self._is_mine(ask):
-                made.append(self._request(ask, due_seconds))
+        for ask, at in zip(asks, due, strict=True):
+            made.append(self._request(ask, at))
+            if len(made) % 512 == 0:
+                gevent.sleep(0.001)  # a heartbeat may pass, or Locust's master misses its worker
         return made
 
     def next_session(self) -> list[Request]:
         """The turns of the next session of a closed level; without sessions, the next request."""
-        while True:
-            turns = [self._drawn_at(self._begun)]
-            if self._plan.workload.turns > 1:  # without due times its turns are adjacent
-                while (ask := self._drawn_at(self._begun + len(turns))).session == turns[0].session:
-                    turns.append(ask)
-            self._begun += len(turns)
-            if self._is_mine(turns[0]):
-                return [self._request(ask, 0.0) for ask in turns]
+        turns = [self._drawn_at(self._begun)]
+        if self._plan.workload.turns > 1:  # without due times its turns are adjacent
+            while (ask := self._drawn_at(self._begun + len(turns))).session == turns[0].session:
+                turns.append(ask)
+        self._begun += len(turns)
+        return [self._request(ask, 0.0) for ask in turns]
 
     def with_answers(self, request: Request, answers: Sequence[str]) -> bytes:
         """The bytes of a later turn with the server's real answers in place of filler.
@@ -103,10 +89,6 @@ class RequestFactory:
         if position >= len(self._drawn):
             self._drawn = draw(self._plan.workload, max(256, 2 * position), self._plan.seed)
         return self._drawn[position]
-
-    def _is_mine(self, ask: Ask) -> bool:
-        number = ask.index if ask.session is None else ask.session
-        return number % self._shares == self._share
 
     def _wire(self, prompt: Any, output_tokens: int) -> bytes:
         return request_bytes(self._pool, self._plan.target, self._facts, prompt, output_tokens)

@@ -1,7 +1,6 @@
 """The machine beside the load, as it is written down about once a second.
 
-loadtests.host.resource_sampler reads it. Missing is None; why a value is missing is said once per
-cell (`sampling` of CellReady).
+loadtests.host.resource_sampler reads it. Missing is None.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ import msgspec
 
 
 class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One process group at one moment. CPU is a share of one core: 1.0 = one core busy."""
+    """One process group at one moment."""
 
     rss_bytes: int | None = None
-    cpu_share: float | None = None
 
 
 class Stranger(msgspec.Struct, frozen=True):
@@ -45,20 +43,14 @@ class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
 
 class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The machine beside the load at one moment, in Unix seconds.
-
-    Why a value is None is said once per cell (`sampling` of CellReady).
-    """
+    """The machine beside the load at one moment, in Unix seconds."""
 
     cell: str
     level: str | None = None
     unix_seconds: float
     engine: ProcessSample | None = None
-    api: ProcessSample | None = None
-    client: ProcessSample | None = None
     swap_used_bytes: int | None = None
     gpu_memory_bytes: int | None = None  # used, by whomever
-    gpu_utilisation: float | None = None  # 0..1
     gpu_watts: float | None = None
     gpu_energy_joules: float | None = None  # a counter, since its driver was loaded
     # why its clock is held down, idling left out; []: it is not, None: not told

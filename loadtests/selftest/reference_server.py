@@ -14,11 +14,11 @@ engine does: steps whose length the law says, one token a step to each that deco
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -141,158 +141,139 @@ class Server:
     def __init__(self, truth: Truth) -> None:
         self.truth = truth
         self.log: dict[str, dict[str, Any]] = {}
-        self._busy = 0
-        self._waiting: deque[Stream] = deque()
-        self._batch = Batch(truth, clock()) if truth.law is not None else None
-        self._moments: list[tuple[float, int, Callable[[], None]]] = []
+        self._slots = asyncio.Semaphore(truth.slots)
+        self._waiting = 0
+        self._batch = Batch(truth, clock())
+        self._is_asked = asyncio.Event()
+        self._moments: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = 0
         self._alarm = Alarm()
 
     async def run(self) -> None:
         """For ever."""
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._alarm.fd, self._ring)
-        listening = await loop.create_server(lambda: Connection(self), "127.0.0.1", 0, backlog=4096)
+        asyncio.get_running_loop().add_reader(self._alarm.fd, self._ring)
+        listening = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=4096)
         print(listening.sockets[0].getsockname()[1], flush=True)
-        await listening.serve_forever()
+        await (listening.serve_forever() if self.truth.law is None else self._compute())
 
-    def at(self, moment: float, what: Callable[[], None]) -> None:
-        """Calls `what` at `moment` on `clock`."""
+    async def _compute(self) -> None:
+        """The steps of the Batch."""
+        batch = self._batch
+        while True:
+            self._is_asked.clear()
+            batch.begin(clock())
+            while batch.ends is not None:
+                await self._until(batch.ends)
+                for stream in batch.end():
+                    stream.write()
+            if not batch.waiting:
+                await self._is_asked.wait()
+
+    async def _until(self, moment: float) -> None:
+        """`moment` on `clock`."""
         self._order += 1
-        heapq.heappush(self._moments, (moment, self._order, what))
+        future = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._moments, (moment, self._order, future))
         if self._moments[0][1] == self._order:
             self._alarm.set(moment)
+        await future
 
     def _ring(self) -> None:
         while self._moments and self._moments[0][0] <= clock():
-            heapq.heappop(self._moments)[2]()
+            future = heapq.heappop(self._moments)[2]
+            if not future.done():
+                future.set_result(None)
         if self._moments:
             self._alarm.set(self._moments[0][0])
         else:
             self._alarm.stop()
 
-    def enter(self, stream: Stream) -> bool:
-        """A slot, or a place in the queue. False: the queue is full."""
-        if (batch := self._batch) is not None:
-            batch.waiting.append(stream)
-            if batch.ends is None:
-                batch.begin(clock())
-                self._await_step(batch)
-            return True
-        if self._busy < self.truth.slots:
-            self._busy += 1
-            stream.begin()
-            return True
-        self._waiting = deque(other for other in self._waiting if not other.is_over)
-        if self.truth.waiting is not None and len(self._waiting) >= self.truth.waiting:
-            return False
-        self._waiting.append(stream)
-        return True
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One client's connection: requests in, answers out, one at a time."""
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while not writer.is_closing():
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                first, *lines = head.split("\r\n")
+                pairs = [line.partition(":") for line in lines]
+                headers = {name.lower(): value.strip() for name, _, value in pairs}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                key, path = headers.get("authorization", ""), first.split(" ")[1]
+                if path.endswith("completions") and self.truth.key in (None, key[7:]):
+                    await self._complete(path, msgspec.json.decode(body), clock(), reader, writer)
+                else:
+                    _answer(writer, *self._say(path, key, body))
+        writer.close()
 
-    def _await_step(self, batch: Batch) -> None:
-        def step() -> None:
-            for stream in batch.end():
-                stream.write()
-            self._await_step(batch)
-
-        if batch.ends is not None:
-            self.at(batch.ends, step)
-
-    def leave(self) -> None:
-        """A slot is free."""
-        self._busy -= 1
-        while self._waiting:
-            stream = self._waiting.popleft()
-            if not stream.is_over:
-                self._busy += 1
-                stream.begin()
-                return
-
-
-class Connection(asyncio.Protocol):
-    """One client's connection: requests in, answers out, one at a time."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.transport: Any = None
-        self.stream: Stream | None = None
-        self._in = bytearray()
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-
-    def connection_lost(self, problem: Exception | None) -> None:
-        if self.stream is not None:
-            self.stream.end(False)
-
-    def data_received(self, data: bytes) -> None:
-        self._in += data
-        self.take(clock())
-
-    def take(self, arrived: float) -> None:
-        """Acts on each request that is here in full."""
-        while self.stream is None and (end := self._in.find(b"\r\n\r\n")) >= 0:
-            first, *lines = self._in[:end].decode("latin-1").split("\r\n")
-            pairs = [line.partition(":") for line in lines]
-            headers = {name.lower(): value.strip() for name, _, value in pairs}
-            whole = end + 4 + int(headers.get("content-length", 0))
-            if len(self._in) < whole:
-                return
-            body = bytes(self._in[end + 4 : whole])
-            del self._in[:whole]
-            method, path, _ = first.split(" ")
-            self._act(method, path, headers, body, arrived)
-
-    def _answer(self, status: int, body: Any) -> None:
-        data = json_bytes(body)
-        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n\r\n"
-        self.transport.write(head.encode() + data)
-
-    def _act(
-        self, method: str, path: str, headers: dict[str, str], body: bytes, arrived: float
-    ) -> None:
-        truth = self.server.truth
-        if truth.key and headers.get("authorization") != f"Bearer {truth.key}":
-            self._answer(401, {"error": {"message": "no"}})
-        elif path == "/truth":
-            self._answer(200, self.server.log)
-        elif path == "/metrics" or (path == "/tokenize" and truth.tokenizer is None):
-            self._answer(404, {})
-        elif method == "GET":
-            self._answer(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
-        elif path == "/tokenize":
+    def _say(self, path: str, key: str, body: bytes) -> tuple[int, Any]:
+        truth = self.truth
+        if truth.key and key != f"Bearer {truth.key}":
+            return 401, {"error": {"message": "no"}}
+        if path == "/truth":
+            return 200, self.log
+        if path == "/metrics" or (path == "/tokenize" and truth.tokenizer is None):
+            return 404, {}
+        if path == "/tokenize":
             asked = msgspec.json.decode(body)
             words = asked.get("prompt" if truth.tokenizer == "vllm" else "content", "").split()
-            self._answer(200, {"tokens": [len(word) for word in words], "count": len(words)})
-        else:
-            self._complete(path, msgspec.json.decode(body), arrived)
+            return 200, {"tokens": [len(word) for word in words], "count": len(words)}
+        return 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
-    def _complete(self, path: str, body: dict[str, Any], arrived: float) -> None:
-        server = self.server
-        truth = server.truth
+    async def _complete(
+        self,
+        path: str,
+        body: dict[str, Any],
+        arrived: float,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        truth = self.truth
         if "truth" in body:
             truth = msgspec.convert(msgspec.to_builtins(truth) | body["truth"], Truth)
-        number = len(server.log) + 1
-        entry = server.log[f"request-{number}"] = {"arrived": arrived, "chunks": [], "status": 200}
+        number = len(self.log) + 1
+        entry = self.log[f"request-{number}"] = {"arrived": arrived, "chunks": [], "status": 200}
         fields = body.keys() | (body.get("stream_options") or {}).keys()
         is_failing = number > truth.fail_after and number % truth.fail_every == 0
         fail = (truth.fail or "") if is_failing else ""
-        stream = Stream(self, truth, path, body, fail, number, entry)
+        stream = Stream(reader, writer, truth, path, body, fail, number, entry)
         if fail == "slam":
             entry["status"] = 0
-            self.transport.abort()
+            writer.transport.abort()
             return
         if fields & set(truth.refuse):
             entry["status"] = 400
         elif fail.startswith("status:"):
             entry["status"] = int(fail[7:])
-        else:
-            self.stream = stream
-            if server.enter(stream):
-                return
-            self.stream = None
+        elif truth.waiting is not None and self._slots.locked() and self._waiting >= truth.waiting:
             entry["status"] = 429
-        self._answer(entry["status"], {"error": {"message": "as told"}})
+        if entry["status"] != 200:
+            _answer(writer, entry["status"], {"error": {"message": "as told"}})
+        elif truth.law is not None:
+            self._batch.waiting.append(stream)
+            self._is_asked.set()
+            await stream.over.wait()
+        else:
+            self._waiting += 1
+            await self._slots.acquire()
+            self._waiting -= 1
+            try:
+                await self._alone(stream)
+            finally:
+                self._slots.release()
+
+    async def _alone(self, stream: Stream) -> None:
+        """An answer with chunks at its own times."""
+        if stream.fail == "hang":
+            await stream.reader.read(1)
+            return
+        truth, stalled = stream.truth, 0.0
+        first = clock() + truth.ttft
+        written = 0
+        while not stream.is_over:
+            if written == truth.stall_at and stream.number % truth.stall_every == 0:
+                stalled = truth.stall
+            await self._until(first + written * truth.gap + stalled)
+            stream.write()
+            written += 1
 
 
 class Stream:
@@ -300,7 +281,8 @@ class Stream:
 
     def __init__(
         self,
-        client: Connection,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
         truth: Truth,
         path: str,
         body: dict[str, Any],
@@ -308,107 +290,77 @@ class Stream:
         number: int,
         entry: dict[str, Any],
     ) -> None:
-        self.is_over = False
+        self.reader, self.truth, self.fail, self.number = reader, truth, fail, number
+        self.over = asyncio.Event()
         self.made = 0  # steps of a Batch that gave it a token
         self.left = 0  # prompt tokens that a Batch has still to compute
-        self._client = client
-        self._truth = truth
-        self._fail = fail
-        self._number = number
+        self._writer = writer
         self._entry = entry
         self._is_chat = path.endswith("chat/completions")
-        self.output_tokens = int(body.get("max_tokens") or body.get("max_completion_tokens") or 16)
+        self.output_tokens = int(body.get("max_tokens") or 16)
         prompt = body.get("prompt")
         if self._is_chat:
             prompt = " ".join(str(one.get("content")) for one in body["messages"])
         self.prompt_tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt or [])
         self._options = (body.get("stream_options") or {}) if truth.usage else {}
         self._sent = 0
-        self._has_slot = False
-        self._first = 0.0  # when the first chunk is due
-        self._stalled = 0.0
         entry["body"] = {key: value for key, value in body.items() if key != "prompt"}
         if truth.echo:
             entry["prompt"] = prompt
 
-    def begin(self) -> None:
-        """It has a slot now, where there is no Batch."""
-        self._has_slot = True
-        if self._fail != "hang":
-            self._first = clock() + self._truth.ttft
-            self._client.server.at(self._first, self._step)
-
-    def _step(self) -> None:
-        """Writes one chunk and says when the next is due."""
-        truth = self._truth
-        self.write()
-        if self.is_over:
-            return
-        written = len(self._entry["chunks"])
-        if written == truth.stall_at and self._number % truth.stall_every == 0:
-            self._stalled = truth.stall
-        due = self._first + written * truth.gap + self._stalled
-        self._client.server.at(due, self._step)
+    @property
+    def is_over(self) -> bool:
+        """Whole, cut off, or its client has gone."""
+        return self.over.is_set() or self.reader.at_eof() or self._writer.is_closing()
 
     def write(self) -> None:
         """The next chunk, and the end of the answer behind the last."""
-        if self.is_over or self._fail == "hang":
+        if self.is_over:
             return
-        truth, chunks = self._truth, self._entry["chunks"]
+        truth, chunks, fail = self.truth, self._entry["chunks"], self.fail
         out = b""
         if not chunks:
             out = (
                 "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-                f"Transfer-Encoding: chunked\r\nX-Request-Id: request-{self._number}\r\n\r\n"
+                f"Transfer-Encoding: chunked\r\nX-Request-Id: request-{self.number}\r\n\r\n"
             ).encode()
             if self._is_chat:
                 out += self._event(self._choice("", role="assistant"))
-        if self._fail != "no_content":
+        if fail != "no_content":
             tokens = min(truth.chunk_tokens, self.output_tokens - self._sent)
             self._sent += tokens
             counts = self._usage() if self._options.get("continuous_usage_stats") else {}
-            word = f"w{self._number} " if truth.echo else "ab "
+            word = f"w{self.number} " if truth.echo else "ab "
             out += self._event(self._choice(word * tokens) | counts)
             if not chunks:
                 self._entry["first_tokens"] = tokens
             self._entry["tokens"] = self._sent
             chunks.append(clock())
-        breaks = self._fail in ("cut", "error", "garbage") and self._sent >= self.output_tokens / 2
-        if not (breaks or self._fail == "no_content" or self._sent >= self.output_tokens):
-            self._client.transport.write(out)
-            return
-        is_cut = self._fail == "cut"
-        self._client.transport.write(out if is_cut else out + self._last())
-        self.end(not is_cut)
+        breaks = fail in ("cut", "error", "garbage") and self._sent >= self.output_tokens / 2
+        is_last = breaks or fail == "no_content" or self._sent >= self.output_tokens
+        is_cut = is_last and fail == "cut"
+        self._writer.write(out + self._last() if is_last and not is_cut else out)
+        if is_last:
+            self._entry["whole"] = not is_cut
+            self.over.set()
         if is_cut:
-            self._client.transport.close()
+            self._writer.close()
 
     def _last(self) -> bytes:
         """The end of the answer, as it was told to be."""
         out = b""
-        if self._fail == "error":
+        if self.fail == "error":
             out += self._event({"error": {"message": "as told"}})
-        elif self._fail == "garbage":
-            out += self._chunk(b"data: {nonsense\n\n")
-        is_done = self._truth.done and self._fail != "error"
+        elif self.fail == "garbage":
+            out += _chunk(b"data: {nonsense\n\n")
+        is_done = self.truth.done and self.fail != "error"
         if is_done:
             out += self._event(self._choice("", finish="length"))
         if self._options.get("include_usage"):
             out += self._event({"model": MODEL, "choices": []} | self._usage())
         if is_done:
-            out += self._chunk(b"data: [DONE]\n\n")
+            out += _chunk(b"data: [DONE]\n\n")
         return out + b"0\r\n\r\n"
-
-    def end(self, whole: bool) -> None:
-        """It is over: whole, cut off, or its client has gone."""
-        if not self.is_over:
-            self.is_over = True
-            self._entry["whole"] = whole
-            if self._has_slot:
-                self._client.server.leave()
-            if whole:
-                self._client.stream = None
-                self._client.take(clock())
 
     def _usage(self) -> dict[str, Any]:
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self._sent}
@@ -421,21 +373,26 @@ class Stream:
         if self._is_chat:
             said = {"delta": ({"role": role} if role else {}) | {"content": text}}
         choice = {"index": 0, "finish_reason": finish} | said
-        return {"id": f"request-{self._number}", "model": MODEL, "choices": [choice]}
+        return {"id": f"request-{self.number}", "model": MODEL, "choices": [choice]}
 
     def _event(self, body: dict[str, Any]) -> bytes:
-        return self._chunk(b"data: " + json_bytes(body) + b"\n\n")
+        return _chunk(b"data: " + json_bytes(body) + b"\n\n")
 
-    def _chunk(self, data: bytes) -> bytes:
-        return b"%x\r\n%s\r\n" % (len(data), data)
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def _answer(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
+    data = json_bytes(body)
+    head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
 
 
 def main() -> None:
     truth = msgspec.json.decode(sys.argv[1], type=Truth) if len(sys.argv) > 1 else Truth()
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(Server(truth).run())
-    except KeyboardInterrupt:
-        pass
 
 
 if __name__ == "__main__":

@@ -72,13 +72,12 @@ class Piecewise(_Process, frozen=True, tag="piecewise"):
 
 
 class Trace(_Process, frozen=True, tag="trace"):
-    """Replay of recorded stamps, time stretched to the asked rate, repeated when it ends."""
+    """Replay of recorded stamps, time stretched to the asked rate, repeated when it ends.
+
+    Coarse stamps (Mooncake: 3 s) are spread over their step.
+    """
 
     path: Annotated[str, Meta(description="file with the recorded stamps")]
-    dither_seconds: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
-        Meta(description="spread of coarse stamps (Mooncake: 3 s); none: their step; 0: none"),
-    ] = None
 
 
 Arrivals = Constant | Poisson | Gamma | OnOff | Piecewise | Trace
@@ -197,10 +196,9 @@ def _replay(rng: np.random.Generator, trace: Trace, rate: float, duration_second
             f"trace {trace.path}: {len(stamps)} stamps are too few to replay: "
             "at least two different ones are needed"
         )
-    step = trace.dither_seconds
-    if step is None:  # the step that stamps were rounded to, where half coincide with another
-        gaps = np.diff(stamps)
-        step = float(np.min(gaps[gaps > 0])) if np.mean(gaps == 0) >= 0.5 else 0.0
+    # The step that stamps were rounded to, where half coincide with another.
+    gaps = np.diff(stamps)
+    step = float(np.min(gaps[gaps > 0])) if np.mean(gaps == 0) >= 0.5 else 0.0
     last = float(stamps[-1])
     span = last + (step or last / (len(stamps) - 1))  # the last stamp has a gap after it as well
     stretch = len(stamps) / (span * rate)

@@ -6,8 +6,7 @@
 
 Lengths come from a preset (joint quantile table of a public trace), from `prompt_tokens` and
 `output_tokens` (all requests the same), from `file` (rows drawn at random) or from `replay` (rows
-in their order). `scale` multiplies, then the caps apply: `cap = "truncate"` cuts longer lengths to
-the cap, `cap = "redraw"` draws such pairs again.
+in their order). `scale` multiplies, then longer lengths are cut to the caps.
 
 In a campaign file: `workload = { preset = "chat", max_prompt_tokens = 512 }`.
 """
@@ -16,9 +15,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -26,7 +25,6 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from loadtests.checked_files import key
-from loadtests.errors import LoadError
 from loadtests.workload.arrivals import generator
 from loadtests.workload.traces import load_trace
 
@@ -35,7 +33,6 @@ Tokens = Annotated[int, Meta(ge=1)]
 PRESETS: tuple[str, ...] = ("chat", "code", "sharegpt", "summarise")
 
 _LENGTHS, _SESSIONS, _GROUPS = 0x0B, 0x0C, 0x0D  # streams of draws under one seed
-_DRAWN_AT_ONCE = 1024  # a constant: a longer level starts like a shorter one
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -60,10 +57,6 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 1.0
     max_prompt_tokens: Annotated[Tokens | None, key("cap of a prompt's length")] = None
     max_output_tokens: Annotated[Tokens | None, key("cap of an answer's length")] = None
-    cap: Annotated[
-        Literal["truncate", "redraw"],
-        key("lengths above a cap: cut (truncate), or drawn again (redraw)"),
-    ] = "truncate"
     turns: Annotated[
         float, Meta(ge=1, description="mean turns of a session (geometric); 1: no sessions")
     ] = 1.0
@@ -104,10 +97,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @property
     def most_output_tokens(self) -> float:
         """No answer is asked to be longer; infinite where nothing says so."""
-        fixed = math.inf
-        if self.output_tokens is not None:
-            fixed = max(1, round(self.output_tokens * self.scale))
-        return min(self.limits[1], fixed)
+        fixed = self.output_tokens
+        return min(self.limits[1], math.inf if fixed is None else max(1, round(fixed * self.scale)))
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -142,9 +133,8 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
 class JointTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Lengths of a trace without the trace, in tokens of `tokenizer`.
 
-    No lognormal passes a Kolmogorov-Smirnov test on any public trace (D is 0.07 to 0.22), so a
-    preset is the empirical joint distribution: quantiles of the prompt length, and for each band
-    of prompt lengths quantiles of the output length. Between quantiles the inverse is linear.
+    An empirical joint distribution, since no lognormal fits any public trace: quantiles of the
+    prompt length, and for each band of prompt lengths quantiles of the output length.
     """
 
     source: str
@@ -207,70 +197,37 @@ def draw(
 
 def in_words(workload: Workload) -> str:
     """The lengths for people: "chat lengths x 0.1, answers of at most 64 tokens"."""
-    words = [f"{workload.preset} lengths"]
-    if workload.preset is None:
-        words = [f"lengths of {workload.file or workload.replay}"]
+    source = workload.file or workload.replay
+    first = f"lengths of {source}" if source else f"{workload.preset} lengths"
     if workload.prompt_tokens is not None:
-        words = [
+        first = (
             f"prompts of {workload.prompt_tokens} and answers of {workload.output_tokens} tokens"
-        ]
-    if workload.scale != 1:
-        words[0] += f" x {workload.scale:g}"
+        )
+    words = [first if workload.scale == 1 else f"{first} x {workload.scale:g}"]
     for name, cap in zip(("prompts", "answers"), workload.limits, strict=True):
-        if cap < math.inf:
-            words.append(f"{name} of at most {cap} tokens")
-    if workload.turns > 1:
-        words.append(f"sessions of {workload.turns:g} turns")
+        words += [f"{name} of at most {cap} tokens"] if cap < math.inf else []
+    words += [f"sessions of {workload.turns:g} turns"] if workload.turns > 1 else []
     if workload.shared_prefix_tokens:
         words.append(f"{workload.shared_prefix_tokens} tokens of shared prefix")
     return ", ".join(words)
 
 
 def _drawn(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
-    """n pairs, scaled and within the caps, by cutting off or by drawing again."""
-    sample: Callable[[int], Pairs]
+    """n pairs, scaled and cut to the caps."""
     if workload.preset is not None:
-        table = preset_table(workload.preset)
-        sample = lambda count: table.sample(rng.random((count, 2)))  # noqa: E731
-    elif (path := workload.file or workload.replay) is not None:
-        rows = load_trace(path).pairs
-        sample = lambda count: rows[rng.integers(len(rows), size=count)]  # noqa: E731
+        pairs = preset_table(workload.preset).sample(rng.random((n, 2)))
+    elif workload.file is not None:
+        rows = load_trace(workload.file).pairs
+        pairs = rows[rng.integers(len(rows), size=n)]
+    elif workload.replay is not None:
+        rows = load_trace(workload.replay).pairs
+        pairs = rows[np.arange(n) % len(rows)]  # from the start again when they end
     else:
-        both = np.array([workload.prompt_tokens, workload.output_tokens], dtype=np.int64)
-        sample = lambda count: np.tile(both, (count, 1))  # noqa: E731
-
-    def scaled(pairs: Pairs) -> Pairs:
-        found: Pairs = np.maximum(1, np.rint(pairs * workload.scale)).astype(np.int64)
-        return found
-
-    def fitting(pairs: Pairs) -> Pairs:
-        if workload.cap == "truncate":
-            fits: Pairs = np.minimum(pairs, workload.limits).astype(np.int64)
-        else:
-            fits = pairs[np.all(pairs <= workload.limits, axis=1)]
-        return fits
-
-    if workload.replay is not None:
-        kept = fitting(scaled(rows))
-        if len(kept) == 0:
-            raise LoadError(
-                f"replay {workload.replay}: no row fits max_prompt_tokens and max_output_tokens"
-            )
-        return kept[np.arange(n) % len(kept)]  # from the start again when they end
-    if workload.cap == "truncate":
-        return fitting(scaled(sample(n)))
-    parts = [np.empty((0, 2), dtype=np.int64)]
-    found = tried = 0
-    while found < n:
-        parts.append(fitting(scaled(sample(_DRAWN_AT_ONCE))))
-        found += len(parts[-1])
-        tried += _DRAWN_AT_ONCE
-        if tried >= 16_384 and found < 0.001 * tried:
-            raise LoadError(
-                f"cap = 'redraw': fewer than 1 in 1,000 fit of {in_words(workload)}; "
-                "raise the caps, lower scale, or use cap = 'truncate'"
-            )
-    return np.concatenate(parts)[:n]
+        both = np.array([[workload.prompt_tokens, workload.output_tokens]], dtype=np.int64)
+        pairs = np.repeat(both, n, axis=0)
+    scaled = np.maximum(1, np.rint(pairs * workload.scale))
+    found: Pairs = np.minimum(scaled, workload.limits).astype(np.int64)
+    return found
 
 
 def _as_sessions(

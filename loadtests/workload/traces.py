@@ -62,26 +62,24 @@ def load_trace(path: str) -> TraceRows:
     if not Path(path).is_file():
         raise LoadError(f"trace {path}: there is no such file")
     rows: list[tuple[float | None, int, int]] = []
-    for number, row in _rows(Path(path)):
-        kind = next((one for one in _KINDS if one.prompt in row and one.output in row), None)
-        if kind is None:
-            known = "; ".join(f"{one.prompt}, {one.output}" for one in _KINDS)
-            raise LoadError(
-                f"trace {path}, line {number}: columns {', '.join(sorted(map(str, row)))} are of "
-                f"no known kind; known are: {known}"
-            )
-        try:
+    number = 1
+    try:
+        for number, raw in _rows(Path(path)):
+            row = _of_line(raw) if isinstance(raw, str) else raw
+            kind = next((one for one in _KINDS if one.prompt in row and one.output in row), None)
+            if kind is None:
+                known = "; ".join(f"{one.prompt}, {one.output}" for one in _KINDS)
+                raise LoadError(
+                    f"trace {path}, line {number}: columns {', '.join(sorted(map(str, row)))} are "
+                    f"of no known kind; known are: {known}"
+                )
             prompt, output = int(float(row[kind.prompt])), int(float(row[kind.output]))
             stamp = row.get(kind.stamp)
             seconds = None if stamp is None else _seconds(stamp) / kind.units_per_second
-        except (ValueError, TypeError) as problem:
-            raise LoadError(f"trace {path}, line {number}: cannot be read ({problem})") from None
-        if prompt < 0 or output < 0:
-            raise LoadError(
-                f"trace {path}, line {number}: lengths must be 0 or more, got {prompt} and {output}"
-            )
-        if prompt and output:
-            rows.append((seconds, prompt, output))
+            if prompt > 0 and output > 0:
+                rows.append((seconds, prompt, output))
+    except (OSError, ValueError, TypeError, AttributeError, csv.Error) as problem:
+        raise LoadError(f"trace {path}, line {number}: cannot be read ({problem})") from None
     if not rows:
         raise LoadError(f"trace {path}: it has no rows with a prompt and an answer")
     stamps = [seconds for seconds, _, _ in rows if seconds is not None]
@@ -90,33 +88,28 @@ def load_trace(path: str) -> TraceRows:
             f"trace {path}: {len(rows) - len(stamps)} of {len(rows)} rows have no stamp; "
             "give all of them one, or none"
         )
-    if stamps:
-        rows.sort(key=lambda row: row[0] or 0.0)
+    rows.sort(key=lambda row: row[0] or 0.0)  # stable: as they stand without stamps
     return TraceRows(
         seconds=np.sort(np.array(stamps, dtype=np.float64)) - min(stamps, default=0.0),
         pairs=np.array([pair for _, *pair in rows], dtype=np.int64),
     )
 
 
-def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row with the number of its line."""
-    number = 1
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            is_csv = not lines.readline().lstrip().startswith("{")
-            lines.seek(0)
-            if is_csv:
-                yield from enumerate(csv.DictReader(lines, skipinitialspace=True), start=2)
-                return
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    row = json.loads(line)
-                    row = row.get("response", {}).get("body", row)
-                    yield number, row | row.get("usage", {})
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
-        raise LoadError(f"trace {file}: cannot be read ({problem})") from None
-    except (ValueError, TypeError, AttributeError) as problem:
-        raise LoadError(f"trace {file}, line {number}: cannot be read ({problem})") from None
+def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Each row of a CSV, or line of JSON, with the number of its line."""
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        is_csv = not lines.readline().lstrip().startswith("{")
+        lines.seek(0)
+        if is_csv:
+            yield from enumerate(csv.DictReader(lines, skipinitialspace=True), start=2)
+        else:
+            yield from ((n, line) for n, line in enumerate(lines, start=1) if line.strip())
+
+
+def _of_line(line: str) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads(line)
+    row = row.get("response", {}).get("body", row)
+    return {**row, **row.get("usage", {})}
 
 
 def _seconds(stamp: Any) -> float:

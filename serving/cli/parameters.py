@@ -26,7 +26,7 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
 
     def command(**given: Any) -> None:
         for name in pairs:
-            given[name] = parse_options(given[name] or ())
+            given[name] = parse_options(given[name] or (), flags[name])
         known = {name: value for name, value in given.items() if value is not None}
         raise typer.Exit(run(converted(known, kind, "", flags.__getitem__)) or 0)
 
@@ -57,7 +57,7 @@ def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parame
     )
 
 
-def parse_options(pairs: list[str] | tuple[str, ...]) -> dict[str, Any]:
+def parse_options(pairs: list[str] | tuple[str, ...], flag: str) -> dict[str, Any]:
     """("step_seconds=0.01", "mlock=true") -> {"step_seconds": 0.01, "mlock": True}.
 
     A value is JSON where it can be, else text. Raises ServingError.
@@ -66,9 +66,9 @@ def parse_options(pairs: list[str] | tuple[str, ...]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
-            raise ServingError(f"--option {pair!r} is not of the form key=value")
+            raise ServingError(f"{flag} {pair!r} is not of the form key=value")
         if key in options:
-            raise ServingError(f"--option {key} is given twice")
+            raise ServingError(f"{flag} {key} is given twice")
         try:
             options[key] = json.loads(value)
         except ValueError:

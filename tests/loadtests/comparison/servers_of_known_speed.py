@@ -94,18 +94,15 @@ class Servers:
         self._sd = sd
         self._rng = np.random.default_rng(seed)
 
-    def arm(
-        self, name: str, runs: int, slower: float = 1.0, *, seeds: list[int] | None = None
-    ) -> list[RunValues]:
-        """Begun in turns with the other arm; `seeds` of the levels, none: drawn anew each run."""
+    def arm(self, name: str, runs: int, slower: float = 1.0) -> list[RunValues]:
+        """Begun in turns with the other arm; each run with arrivals and lengths of its own."""
         found = []
         for i in range(runs):
             rng, scale = self._rng, slower * math.exp(self._sd * self._rng.normal())
-            seed = int(rng.integers(SEEDS)) if seeds is None else seeds[i]
-            unique = frozenset({int(rng.integers(1 << 40)) if seeds is None else seed})
+            seed = int(rng.integers(SEEDS))
             values = {f"{rate}/s": level(rate, round(scale / STEP), seed) for rate in (1.5, 2.2)}
             values["alone"] = {"TPOT mean": scale * 0.023, "TTFT mean": scale * 0.1}
             values[""] = {"limit": 3.0 / scale * math.exp(0.03 * rng.normal())}
-            cell = CellValues("c", CELL, values, dict.fromkeys(values, unique))
+            cell = CellValues("c", CELL, values)
             found.append(RunValues(manifest(f"{name}{i}", at=2 * i + (name > "a")), [cell]))
         return found

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from loadtests.errors import LoadError
-from loadtests.host.resource_sampler import Gpu, ProcessGroup, Rapl, Sampler
-from loadtests.records.resource_sample import ProcessSample, ResourceSample
+from loadtests.host.resource_sampler import Gpu, Rapl, Sampler
+from loadtests.records.resource_sample import ResourceSample
 from tests.tools.waiting import wait_for
 
 
 def test_samples_carry_the_level_that_runs() -> None:
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    load = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     seen: list[ResourceSample] = []
     try:
         with Sampler("c", seen.append, interval_seconds=0.2) as sampler:
             wait_for(lambda: seen)
-            sampler.client = busy.pid
+            sampler.client = load.pid
             sampler.level = "l"
             wait_for(lambda: sum(sample.level == "l" for sample in seen) >= 4)
             sampler.level = None
@@ -33,15 +33,12 @@ def test_samples_carry_the_level_that_runs() -> None:
                 "all of a level's samples are here when it ends"
             )
     finally:
-        busy.kill()
-        busy.wait()
+        load.kill()
+        load.wait()
     assert sampler.failure is None
-    shares = [
-        s.client.cpu_share
-        for s in of_level
-        if s.client is not None and s.client.cpu_share is not None
-    ]
-    assert shares and 0.1 < max(shares) <= 1.1, shares
+    assert sum(one.busy_seconds or 0.0 for one in sampler.cores) > 0.02, (
+        "the load generator's cores are watched where the engine is not ours"
+    )
     assert all(sample.engine is None and sample.gpu_memory_bytes is None for sample in seen), (
         "nobody there is None, not 0"
     )
@@ -70,42 +67,11 @@ def test_a_server_is_seen_as_engine_and_api() -> None:
     )
     server = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
     seen: list[ResourceSample] = []
-    with Sampler("c", seen.append, server=server.pid, interval_seconds=0.2) as sampler:
-        wait_for(
-            lambda: [s for s in seen if s.engine is not None and s.engine.cpu_share is not None]
-        )
-        missing = sampler.missing
+    with Sampler("c", seen.append, server=server.pid, interval_seconds=0.2):
+        wait_for(lambda: [s for s in seen if s.cores is not None and s.cores.busy_seconds])
     server.communicate(b"")
     last = seen[-1]
-    assert (
-        last.engine is not None
-        and last.api is not None
-        and last.engine.rss_bytes
-        and last.api.rss_bytes
-    )
-    assert (last.engine.cpu_share or 0) > (last.api.cpu_share or 0)
-    if last.gpu_memory_bytes is None:
-        assert "no NVIDIA GPU to be read" in missing["gpu"], "what is not measured has its reason"
-    if last.cpu_watts is None:
-        assert "intel-rapl" in missing["cpu_watts"]
-
-
-def test_an_engine_that_is_replaced_has_no_share_across_two_processes() -> None:
-    first, second = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
-    now = [first.pid]
-    try:
-        group = ProcessGroup(lambda: now)
-        group.sample()
-        assert (group.sample() or ProcessSample()).cpu_share is not None
-        now[0] = second.pid
-        engine = group.sample()
-        assert engine is not None and engine.rss_bytes and engine.cpu_share is None
-        now.clear()
-        assert group.sample() is None
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.wait()
+    assert last.engine is not None and last.engine.rss_bytes
 
 
 def fake_nvml(**changes: Any) -> Any:
@@ -118,7 +84,6 @@ def fake_nvml(**changes: Any) -> Any:
         "DeviceGetHandleByIndex": "gpu0",
         "DeviceGetMemoryInfo": SimpleNamespace(total=80 << 30, used=20 << 30),
         "DeviceGetComputeRunningProcesses": processes,
-        "DeviceGetUtilizationRates": SimpleNamespace(gpu=87, memory=40),
         "DeviceGetPowerUsage": 412_500,  # milliwatts
         "DeviceGetCurrentClocksEventReasons": bits,
     }
@@ -127,21 +92,17 @@ def fake_nvml(**changes: Any) -> Any:
 
 
 def test_a_gpu_is_read_in_our_units_and_what_it_does_not_tell_is_none() -> None:
-    gpu = Gpu(fake_nvml())
-    found = gpu.read([7])
+    found = Gpu(fake_nvml()).read([7])
     assert found["gpu_memory_bytes"] == 20 << 30
-    assert (found["gpu_utilisation"], found["gpu_watts"]) == (0.87, 412.5)
-    assert found["gpu_throttled"] == ["power cap", "hardware thermal"] and "gpu" not in gpu.missing
-    assert found["gpu_energy_joules"] is None
-    assert gpu.missing == {"gpu_energy_joules": "this driver does not tell"}
+    assert found["gpu_watts"] == 412.5 and found["gpu_energy_joules"] is None
+    assert found["gpu_throttled"] == ["power cap", "hardware thermal"]
 
 
-def test_a_driver_that_does_not_start_is_said() -> None:
+def test_a_driver_that_does_not_start_tells_nothing() -> None:
     def unloaded() -> None:
         raise RuntimeError("Driver Not Loaded")
 
-    gpu = Gpu(fake_nvml(nvmlInit=unloaded))
-    assert gpu.read() == {} and gpu.missing["gpu"] == "no NVIDIA GPU to be read: Driver Not Loaded"
+    assert Gpu(fake_nvml(nvmlInit=unloaded)).read() == {}
 
 
 def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
@@ -155,7 +116,7 @@ def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
     assert rapl.read() is None
     (package / "energy_uj").write_text("100000")  # it wrapped around: 0.2 J
     watts = rapl.read()
-    assert watts == pytest.approx(2.0, rel=0.01) and not rapl.reason
+    assert watts == pytest.approx(2.0, rel=0.01)
     whole = tmp_path / "intel-rapl:1"
     whole.mkdir()
     (whole / "name").write_text("psys\n")  # the platform: it holds the package once more
@@ -169,5 +130,5 @@ def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
     (package / "energy_uj").write_text("20000")
     assert again.read() is None, "set back, or wrapped around more than once: nobody knows"
     (package / "energy_uj").write_text("nonsense")
-    assert rapl.read() is None and "intel-rapl:0 cannot be read" in rapl.reason
+    assert rapl.read() is None
     assert Rapl(tmp_path / "nothing").read() is None

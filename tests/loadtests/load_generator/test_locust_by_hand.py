@@ -9,15 +9,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 import loadtests
-from loadtests.errors import LoadError
-from loadtests.load_generator.load_options import LoadOptions, plan_of_locust
 from loadtests.workload.arrivals import Poisson, due_times
-from serving.errors import ServingError
 
 LOCUSTFILE = Path(loadtests.__file__).parent / "locustfile.py"
+
+
+def locust(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "locust", "-f", LOCUSTFILE, "--headless", "--json", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
 
 
 def test_headless_locust_sends_when_due_and_counts_each_request_once(
@@ -25,15 +31,7 @@ def test_headless_locust_sends_when_due_and_counts_each_request_once(
 ) -> None:
     """Those on their way at the end of --run-time too; failures are failures."""
     url = truth_server(ttft=0.3, gap=0.01, fail="status:500", fail_every=4, case="by hand")
-    done = subprocess.run(
-        [sys.executable, "-m", "locust", "-f", LOCUSTFILE, "--host", url, "--headless", "--json"]
-        + "--rate 20 --run-time 2 --workload 16x4".split(),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = locust(tmp_path, "--host", url, *"--rate 20 --run-time 2 --workload 16x4".split())
     assert done.returncode == 1, done.stderr[-2000:]  # Locust's own, where requests failed
     (seen,) = json.loads(done.stdout)
     assert seen["name"] == "answer, from due to end"
@@ -42,16 +40,23 @@ def test_headless_locust_sends_when_due_and_counts_each_request_once(
     assert 330 <= seen["max_response_time"] < 5000
 
 
-def test_no_form_sends_a_key_elsewhere_and_values_are_checked() -> None:
-    defaults = {name: getattr(LoadOptions(), name) for name in LoadOptions.__struct_fields__}
-    own = {**defaults, "host": "http://a", "api_key_env": "KEY", "num_users": 3}
-    assert plan_of_locust({**own, "model": ""}, own, 5.0).concurrency == 3
-    plan = plan_of_locust({**own, "rate": "2.5", "seed": 7}, own, 5.0)
-    assert (plan.rate, plan.seed, plan.window_seconds) == (2.5, 7, 5.0)
-    for name, value in {"host": "http://b", "api_key_env": "HOME", "verify_tls": "false"}.items():
-        with pytest.raises(LoadError, match=f"{name} can only be set on the command line"):
-            plan_of_locust({**own, name: value}, own, 5.0)
-    with pytest.raises(LoadError, match="--rate must be above 0, got '0'"):
-        plan_of_locust({**own, "rate": "0"}, own, 5.0)
-    with pytest.raises(ServingError, match="--rate must be finite"):
-        plan_of_locust({**own, "rate": "inf"}, own, 5.0)
+def test_workers_share_the_rate_and_send_where_their_own_command_says(
+    truth_server: Callable[..., str], tmp_path: Path
+) -> None:
+    url = truth_server(ttft=0.05, case="workers")
+    words = "--rate 30 --run-time 2 --workload 16x4 --processes 2".split()
+    done = locust(tmp_path, "--host", url, *words)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (seen,) = json.loads(done.stdout[done.stdout.index("[\n") :])  # behind those of the workers
+    each = [len(due_times(Poisson(), 15.0, 2.0, seed)) for seed in (1, 2)]
+    assert seen["num_requests"] == sum(each) and not seen["num_failures"]
+
+
+def test_options_by_hand_are_checked(tmp_path: Path) -> None:
+    for words, message in (
+        ([], "say how many requests a second"),
+        (["--rate", "0"], "--rate must be above 0, got 0.0"),
+        (["--rate", "1", "--workload", "tea"], "'tea' is not one of"),
+    ):
+        done = locust(tmp_path, "--host", "x", *words)
+        assert done.returncode != 0 and message in done.stderr

@@ -1,4 +1,4 @@
-"""Locust as a real child against a server that knows the truth: due times, lag, drains, workers."""
+"""Locust as a real child against a server that knows the truth: due times, lag, drains."""
 
 from __future__ import annotations
 
@@ -33,12 +33,6 @@ USERS = 3
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
     """One load generator for all levels of this module: it takes one plan after the other."""
     with LoadGenerator(log=tmp_path_factory.mktemp("alone") / "log") as generator:
-        yield generator
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
-    with LoadGenerator(log=tmp_path_factory.mktemp("two") / "log", processes=2) as generator:
         yield generator
 
 
@@ -123,20 +117,8 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     )
 
 
-def test_two_processes_send_one_arrival_process(two: LoadGenerator, truth_server: Start) -> None:
-    url = truth_server(case="workers")
-    records, _, _ = level(two, url, rate=20.0, window_seconds=2.0)
-    due = due_times(Poisson(), 20.0, 2.0, 5)
-    assert sorted(record.index for record in records) == list(range(len(due)))
-    for record in records:
-        assert math.isclose(record.due_seconds, due[record.index], abs_tol=1e-6)
-
-
 @pytest.mark.clock
-@pytest.mark.parametrize("generator", ["alone", "two"])
-def test_a_level_that_is_decided_stops_at_once(
-    generator: str, truth_server: Start, request: pytest.FixtureRequest
-) -> None:
+def test_a_level_that_is_decided_stops_at_once(alone: LoadGenerator, truth_server: Start) -> None:
     """The next request is due in a minute, and one that hangs is on its way: nobody waits."""
     hung = Target(url=truth_server(case="stop"), extra_body={"truth": {"fail": "hang"}})
     plan = plan_of(
@@ -149,7 +131,7 @@ def test_a_level_that_is_decided_stops_at_once(
         late_seconds=0.2,
     )
     began = time.monotonic()
-    messages = told(request.getfixturevalue(generator), plan, stop_at=Late)
+    messages = told(alone, plan, stop_at=Late)
     assert time.monotonic() - began < 5.0
     late, recorded, account = messages[1:]
     assert late == Late([0]) and isinstance(recorded, RequestRecord) and isinstance(account, Ended)
@@ -171,16 +153,15 @@ def test_what_a_load_generator_cannot_do_is_said_and_the_next_level_runs(
 
 def test_a_killed_load_generator_leaves_what_it_told(truth_server: Start, tmp_path: Path) -> None:
     url = truth_server(case="kill")
-    with LoadGenerator(log=tmp_path / "log", processes=2) as generator:
+    with LoadGenerator(log=tmp_path / "log") as generator:
         records = 0
         with pytest.raises(LevelInterrupted, match="ended early .*SIGKILL"):
             for message in generator.run(plan_of(url, rate=50.0, window_seconds=60.0)):
                 records += isinstance(message, RequestRecord)
                 if records == 20:
-                    os.killpg(generator.pids[1], signal.SIGKILL)
+                    os.killpg(generator.pid, signal.SIGKILL)
         assert records >= 20
         level(generator, url, rate=20.0, window_seconds=1.0)
-        assert len(generator.pids) == 2, "the next level has new ones"
 
 
 def test_a_level_that_is_left_ends_its_processes(truth_server: Start, tmp_path: Path) -> None:
@@ -188,16 +169,16 @@ def test_a_level_that_is_left_ends_its_processes(truth_server: Start, tmp_path: 
     with LoadGenerator(log=tmp_path / "log") as generator:
         running = generator.run(plan_of(url, rate=50.0, window_seconds=60.0))
         assert isinstance(next(one for one in running if one is not None), Started)
-        (before,) = generator.pids
+        before = generator.pid
         running.close()  # type: ignore[attr-defined]
-        assert not generator.pids and not os.path.exists(f"/proc/{before}")
+        assert not os.path.exists(f"/proc/{before}")
 
 
-def test_given_requests_leave_when_they_are_due(two: LoadGenerator, truth_server: Start) -> None:
+def test_given_requests_leave_when_they_are_due(alone: LoadGenerator, truth_server: Start) -> None:
     """A burst, and one more: with the lengths that were asked, whatever the workload says."""
     asks = tuple(Ask(index, 10 + index, 5) for index in range(4))
     records, _, log = level(
-        two, truth_server(case="given"), asks=asks, due=(0.0, 0.0, 0.0, 0.2), window_seconds=5.0
+        alone, truth_server(case="given"), asks=asks, due=(0.0, 0.0, 0.0, 0.2), window_seconds=5.0
     )
     records.sort(key=lambda record: record.index)
     assert [record.prompt_tokens for record in records] == [10, 11, 12, 13]
@@ -205,12 +186,9 @@ def test_given_requests_leave_when_they_are_due(two: LoadGenerator, truth_server
     assert all((r.ended_seconds or 9) < 1.0 for r in records), "and the level ends with the last"
 
 
-@pytest.mark.parametrize("generator", ["alone", "two"])
-def test_single_streams_are_as_many_as_asked(
-    generator: str, truth_server: Start, request: pytest.FixtureRequest
-) -> None:
-    url, generating = truth_server(case="single"), request.getfixturevalue(generator)
-    records, _, _ = level(generating, url, concurrency=1, requests=5, window_seconds=30.0)
+def test_single_streams_are_as_many_as_asked(alone: LoadGenerator, truth_server: Start) -> None:
+    url = truth_server(case="single")
+    records, _, _ = level(alone, url, concurrency=1, requests=5, window_seconds=30.0)
     assert sorted(record.index for record in records) == [0, 1, 2, 3, 4]
     records.sort(key=lambda record: record.index)
     for before, after in pairwise(records):
@@ -259,22 +237,6 @@ def test_load_goes_on_until_the_last_answer_that_counts(
     unanswered = [record for record in later if record.error is not None]
     assert len(unanswered) == account.gave_up > 5
     assert all("every answer that counts is there" in (r.error_message or "") for r in unanswered)
-
-
-def test_load_goes_on_until_the_last_answer_of_any_load_generator(
-    two: LoadGenerator, truth_server: Start
-) -> None:
-    """One has its last answer at 1.9 s, the other at 2.15 s: what is due at 2.0 s is sent."""
-    records, _, _ = level(
-        two,
-        truth_server(slots=99, ttft=0.85, case="both"),
-        rate=4.0,
-        arrivals=Constant(),
-        window_seconds=1.3,
-        follow_seconds=20.0,
-    )
-    assert sorted(record.index for record in records) == list(range(9))
-    assert all(record.error is None for record in records if record.due_seconds < 1.3)
 
 
 def test_load_goes_on_for_no_request_that_is_bad_already(

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.errors import LoadError
 from loadtests.workload.arrivals import Poisson, due_times
 from loadtests.workload.exact_prompts import PromptMaker
 from loadtests.workload.request_lengths import PRESETS, Workload, draw, in_words
@@ -32,32 +31,16 @@ def write(path, text):
 def test_asks_are_seeded_and_a_longer_level_starts_like_a_shorter_one():
     for workload in (
         Workload(preset="chat"),
-        Workload(preset="chat", max_prompt_tokens=500, cap="redraw"),
         Workload(prompt_tokens=7, output_tokens=3),
     ):
         assert draw(workload, 50, 1) == draw(workload, 200, 1)[:50]
     assert draw(Workload(preset="chat"), 50, 1) != draw(Workload(preset="chat"), 50, 2)
 
 
-def test_truncating_keeps_every_request_and_redrawing_keeps_the_shape_below():
-    cut = lengths(
-        draw(Workload(preset="chat", max_prompt_tokens=512, max_output_tokens=200), 20_000, 1)
-    )
+def test_caps_cut():
+    capped = Workload(preset="chat", max_prompt_tokens=512, max_output_tokens=200)
     whole = lengths(draw(Workload(preset="chat"), 20_000, 1))
-    assert np.array_equal(cut, np.minimum(whole, (512, 200)))
-    redrawn = lengths(
-        draw(
-            Workload(preset="chat", max_prompt_tokens=512, max_output_tokens=200, cap="redraw"),
-            20_000,
-            1,
-        )
-    )
-    fitting = whole[(whole[:, 0] <= 512) & (whole[:, 1] <= 200)]
-    assert redrawn.max(axis=0) == pytest.approx((512, 200), abs=2)
-    assert redrawn.mean(axis=0) == pytest.approx(fitting.mean(axis=0), rel=0.03)
-    assert np.mean(redrawn[:, 0] == 512) < 0.01 < np.mean(cut[:, 0] == 512)
-    with pytest.raises(LoadError, match="fewer than 1 in 1,000 fit of code"):
-        draw(Workload(preset="code", max_prompt_tokens=2, cap="redraw"), 10, 1)
+    assert np.array_equal(lengths(draw(capped, 20_000, 1)), np.minimum(whole, (512, 200)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -115,7 +98,6 @@ def test_lengths_are_said_in_words(workload, words):
         {"preset": "chat", "max_prompt_tokens": 0},
         {"preset": "chat", "turns": 0.5},
         {"preset": "chat", "think_seconds": -1},
-        {"preset": "chat", "cap": "drop"},
         {"replay": "x", "turns": 3},
         {"preset": "chat", "promt_tokens": 3},
         {"preset": "chat", "prefix_groups": 0},

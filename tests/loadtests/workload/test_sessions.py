@@ -1,9 +1,6 @@
 """Conversations whose later turns continue from what the server really answered."""
 
-import itertools
 import json
-
-import pytest
 
 from loadtests.load_generator.http_connection import connect
 from loadtests.load_generator.load_plan import LoadPlan
@@ -13,7 +10,6 @@ from loadtests.workload.request_lengths import Workload
 
 FACTS = TargetFacts(
     model="m",
-    models=["m"],
     usage=True,
     continuous_usage=True,
     ignore_eos=True,
@@ -23,10 +19,10 @@ FACTS = TargetFacts(
 TALK = Workload(prompt_tokens=20, output_tokens=10, turns=3.0, think_seconds=1.0)
 
 
-def prompts(share: int = 0, shares: int = 1) -> RequestFactory:
+def prompts() -> RequestFactory:
     target = Target(url="http://127.0.0.1:9", api="chat")
     plan = LoadPlan(target=target, workload=TALK, rate=5.0, window_seconds=60.0, facts=FACTS)
-    return RequestFactory(plan, FACTS, connect(target.url), share, shares)
+    return RequestFactory(plan, FACTS, connect(target.url))
 
 
 def body(wire: bytes) -> dict:
@@ -69,13 +65,3 @@ def test_a_later_turn_carries_the_real_answers() -> None:
     assert body(maker.with_answers(second, ["yes!"]))["messages"] == sent["messages"][:3], (
         "each turn starts with the whole one before it"
     )
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_session_stays_with_one_load_generator(workers: int) -> None:
-    shares = [prompts(index, workers).scheduled() for index in range(workers)]
-    sessions = [{r.record.session for r in share} for share in shares]
-    assert all(not a & b for a, b in itertools.combinations(sessions, 2))
-    together = sorted((r.record.due_seconds, r.record.index) for share in shares for r in share)
-    alone = [(r.record.due_seconds, r.record.index) for r in prompts().scheduled()]
-    assert together == alone, "the arrivals are the process that was asked, whoever sends them"

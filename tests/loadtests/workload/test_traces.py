@@ -73,7 +73,7 @@ def test_traces_of_every_kind_are_read(tmp_path, name, text, seconds, pairs):
             "line 2: columns prompt_tokens are of no known kind",
         ),
         ('{"prompt_tokens": 1, "output_tokens": 2}\n{"prompt_tokens"\n', "line 2: cannot be read"),
-        ('{"prompt_tokens": -1, "output_tokens": 2}\n', "must be 0 or more"),
+        ('{"prompt_tokens": -1, "output_tokens": 2}\n', "has no rows"),
         (
             '{"prompt_tokens": 1, "output_tokens": 2}\n{"prompt_tokens": 1, "output_tokens": 2, '
             '"seconds": 1}\n',

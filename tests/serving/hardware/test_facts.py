@@ -154,14 +154,15 @@ def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
     ]
     try:
         said = [one.stdout.readline() for one in found if one.stdout is not None]
-        before = {pid: one.cpu_seconds for pid, one in processes(pids=[p.pid for p in found])}
+        before = processes()
         time.sleep(1.0)
-        after = {pid: one.cpu_seconds for pid, one in processes(pids=[p.pid for p in found])}
+        after = processes()
     finally:
         for one in found:
             one.kill()
             one.communicate()
-    lowered, other = (after[one.pid] - before[one.pid] for one in found)
+    pids = [one.pid for one in found]
+    lowered, other = (after[pid].cpu_seconds - before[pid].cpu_seconds for pid in pids)
     assert said[0] == b"None\n" and 0 <= lowered < 0.25 * other
 
 
