@@ -309,6 +309,10 @@ class LevelRows:
         self._failure: list[str | None] = []
         self._backend: list[str | None] = []
 
+    @property
+    def count(self) -> int:
+        return len(self._failure)
+
     def add(self, record: RequestRecord) -> None:
         for name, attribute in _NUMBERS.items():
             value = getattr(record, attribute)

@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from loadtests.analysis.slo import SLO_PRESETS, Slo
-from loadtests.campaign.external_servers import Engine, command_of, formats_of, places, wrong
+from loadtests.campaign.external_servers import Engine, formats_of, places, wrong
 from loadtests.checked_files import Table, converted, key, parse_toml, read_toml
 from loadtests.errors import BadCampaign, LoadError, TargetUnusable
 from loadtests.load_generator.load_plan import DEFAULT_WORKLOAD, check_count
@@ -125,9 +125,6 @@ class Search(Table, frozen=True):
     rates: Annotated[
         list[Positive], key("measure levels at these rates (requests/s) in place of a search")
     ] = []
-    budget_seconds: Annotated[
-        Positive, key("measuring time of each cell where the campaign has none for all")
-    ] = 600.0
 
 
 class OneCell(Table, frozen=True):
@@ -157,7 +154,7 @@ class CampaignFile(Table, frozen=True):
     ] = msgspec.field(default_factory=lambda: [Hardware()])
     cells: Annotated[list[OneCell], key("combinations, beside models x formats x backends")] = []
     engines: Annotated[
-        list[Engine], key("engines of others, beside backends; only with --allow-commands")
+        list[Engine], key("engines of others, beside backends; only with --trust")
     ] = []
     target: Annotated[Target | None, key("an endpoint that runs already, in place of models")] = (
         None
@@ -175,7 +172,7 @@ class CampaignFile(Table, frozen=True):
     search: Annotated[Search, key("how a capacity is found")] = Search()
     budget_seconds: Annotated[
         Positive | None,
-        key("measuring time of all cells together; none: search.budget_seconds for each"),
+        key("measuring time of all cells together; none: 600 for each"),
     ] = None
     seed: Annotated[int, key("seed of prompts and arrivals")] = 1
     sample_seconds: Annotated[Positive, key("time between two samples of CPU and memory")] = 1.0
@@ -205,37 +202,15 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     is_best: bool = False  # the engine is the CPU's best, chosen when the cell starts
 
 
-class RepeatedLevel(msgspec.Struct, frozen=True, array_like=True):
-    """A level of another run, to be measured again."""
-
-    rate: float | None  # requests/s; None: single-stream requests
-    seconds: float
-    seed: int | None = None  # None: drawn anew
-
-
 class Campaign(CampaignFile, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """The file with its SLO and lengths looked up, as the manifest keeps it."""
 
     slo: Slo  # type: ignore[assignment]
     workload: Workload  # the first, where there are several
     engines: dict[str, Engine] = {}  # type: ignore[assignment]  # by name
-    repeats: str | None = None  # the run whose levels are measured again
-    cell_levels: dict[str, tuple[RepeatedLevel, ...]] = {}  # of a repeat, by cell
 
     def workload_of(self, cell: Cell) -> Workload:
         return self.workloads[cell.workload] if cell.workload else self.workload
-
-    def asked_levels(self, cell: Cell) -> list[RepeatedLevel] | None:
-        """The levels of a cell where nothing is searched: those repeated, or the asked rates."""
-        if self.repeats is not None:
-            levels = self.cell_levels.get(cell.key, ())
-            alone = [one for one in levels if one.rate is None]
-            return alone[:1] + [one for one in levels if one.rate is not None]
-        search = self.search
-        if not search.rates:
-            return None
-        loaded = [RepeatedLevel(rate, search.level_seconds) for rate in search.rates]
-        return [RepeatedLevel(None, search.single_stream_seconds), *loaded]
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -250,30 +225,21 @@ class Plan(msgspec.Struct, frozen=True):
         return not self.cells
 
 
-def read_campaign(path: Path, *, budget_seconds: float | None = None) -> Plan:
-    """The campaign in a TOML file; `budget_seconds` takes the place of the file's.
-
-    Raises BadCampaign: the file, and every fault in it.
-    """
+def read_campaign(path: Path) -> Plan:
+    """The campaign in a TOML file. Raises BadCampaign: the file, and every fault in it."""
     raw, text = read_toml(path, BadCampaign)
     try:
-        return _plan_of(raw, text, budget_seconds)
+        return _plan_of(raw, text)
     except BadCampaign as problem:
         raise BadCampaign(f"{path}: {problem}") from problem
 
 
-def parse_campaign(
-    text: str, *, budget_seconds: float | None = None, models: Sequence[str] = ()
-) -> Plan:
+def parse_campaign(text: str, *, models: Sequence[str] = ()) -> Plan:
     """The campaign in a TOML text; `models` take the place of "auto". Raises BadCampaign."""
-    return _plan_of(parse_toml(text, BadCampaign), text, budget_seconds, models)
+    return _plan_of(parse_toml(text, BadCampaign), text, models)
 
 
-def _plan_of(
-    raw: dict[str, Any], text: str, budget_seconds: float | None, models: Sequence[str] = ()
-) -> Plan:
-    if budget_seconds is not None:
-        raw["budget_seconds"] = budget_seconds
+def _plan_of(raw: dict[str, Any], text: str, models: Sequence[str] = ()) -> Plan:
     file = converted(raw, CampaignFile, BadCampaign)
     faults = list(_faults(file))
     try:
@@ -310,25 +276,20 @@ def slo_of(spec: str | SloSpec) -> Slo:
     return msgspec.structs.replace(SLO_PRESETS[spec.preset], **changes)
 
 
-def check_trust(plan: Plan, trusted: Sequence[str], *, allow_commands: bool = False) -> None:
-    """A campaign, or its run folder, may be a stranger's: the command line says what it may use.
+def check_trust(plan: Plan) -> None:
+    """A campaign, or its run folder, may be a stranger's: only the command line trusts it.
 
-    Raises BadCampaign where it names code (module:Class) or the variable of a key that is not among
-    `trusted`, and where it has commands without `allow_commands`.
+    Raises BadCampaign where it names a command, code (module:Class) or the variable of a key.
     """
     target = plan.campaign.target
-    named = {cell.backend: "runs as code" for cell in plan.cells if ":" in cell.backend}
+    named = [engine.command for engine in plan.campaign.engines.values()]
+    named += [f"the code of {cell.backend}" for cell in plan.cells if ":" in cell.backend]
     if target is not None and target.api_key_env is not None:
-        named[target.api_key_env] = f"is an environment variable that {target.url} is sent"
-    for name, what in named.items():
-        if name not in trusted:
-            raise BadCampaign(f"{name!r} {what}; if you trust the campaign, say so: --trust {name}")
-    engines = plan.campaign.engines.values()
-    if engines and not allow_commands:
-        commands = "; ".join(printable(command_of(engine)) for engine in engines)
+        named.append(f"the variable {target.api_key_env}, which {target.url} is sent")
+    if named:
         raise BadCampaign(
-            f"the campaign runs commands: {commands}; "
-            "if you trust each of them, say so: --allow-commands"
+            f"the campaign uses {'; '.join(map(printable, named))}; "
+            "if you trust each of them, say so: --trust"
         )
 
 

@@ -2,7 +2,6 @@
 
     folder = run(read_campaign(path), Path("runs"), progress)
     resume(folder, progress)                        # confirm=True: what was only estimated, too
-    run(repeat_of(folder), Path("runs"), progress)
 
 All state is the run folder, which is read once, at resume. A level that was not finished is
 abandoned, and measured again under another name. Whatever this process starts ends with it.
@@ -31,6 +30,7 @@ from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target, che
 from loadtests.campaign.cell_runner import CellRun, capacity_of
 from loadtests.campaign.cell_selection import (
     WhyNot,
+    budget_of,
     fastest_engine,
     layout_of,
     shares,
@@ -58,7 +58,6 @@ from loadtests.records.run_journal import (
     LevelFinished,
     LevelStarted,
     RunFinished,
-    RunResumed,
     RunStarted,
     SkipCause,
     of_kind,
@@ -103,7 +102,7 @@ def run(
         folder = new_folder(out, plan.campaign.name)
         manifest = manifest_of(plan, folder.name, facts, command or sys.argv)
         with RunFolder.create(folder, manifest) as opened:
-            opened.event(RunStarted(cells=len(plan.cells)))
+            opened.event(RunStarted())
             progress.say(f"run {folder}: {len(plan.cells)} cells")
             states = [CellState(opened, plan.campaign, cell) for cell in plan.cells]
             _Sitting(opened, plan.campaign, states, facts, progress, world).go()
@@ -115,8 +114,7 @@ def resume(
     progress: Progress,
     *,
     confirm: bool = False,
-    trusted: Sequence[str] = (),
-    allow_commands: bool = False,
+    trust: bool = False,
     beside_others: bool = False,
     world: World | None = None,
 ) -> Path:
@@ -130,7 +128,8 @@ def resume(
     opened, records = RunFolder.open_existing(folder)
     with opened, _lock(f"run {folder}", beside_others):
         campaign, cells = campaign_of(opened.manifest)
-        check_trust(Plan(campaign, cells, ""), trusted, allow_commands=allow_commands)
+        if not trust:
+            check_trust(Plan(campaign, cells, ""))
         levels = levels_of(records)
         states = [
             CellState(opened, campaign, cell, [one for one in levels if one.cell == cell.key])
@@ -146,18 +145,20 @@ def resume(
         if found := machine_differences(opened.manifest, msgspec.to_builtins(facts)):
             apart = "; ".join(f"{one.name} {one.first} then, {one.second} now" for one in found)
             raise BadRunFolder(f"{folder} was begun on another machine ({apart}): start a new run")
-        _note_resumed(opened, records.dropped_bytes)
-        for state in retried:
+        last = opened.events[-1] if opened.events else None
+        _close_open_level(opened, "the runner ended within it")
+        if not isinstance(last, RunFinished | Interrupted) or last.cell:
+            opened.event(Interrupted(reason="the runner was killed"))
+        opened.event(RunStarted())
+        done = sum(state.ended is not None for state in states) - len(retried)
+        for state in (*retried, *again):
             state.ended = None
-        done = sum(state.ended is not None for state in states)
         progress.say(
             f"going on with {folder}: {done} of {len(cells)} cells and {len(levels)} levels are "
             f"done{f', {len(again)} to confirm' if again else ''}"
         )
         for damage in records.damage():
             progress.say(f"left out: {damage}", style="yellow")
-        for state in again:
-            state.ended = None
         _Sitting(opened, campaign, states, facts, progress, world, again).go()
     return folder
 
@@ -170,17 +171,6 @@ def _is_estimated(state: CellState) -> bool:
 
 def _had_no_server(state: CellState) -> bool:
     return isinstance(state.ended, CellSkipped) and state.ended.cause is SkipCause.SERVER
-
-
-def _note_resumed(opened: RunFolder, dropped_bytes: dict[str, int]) -> None:
-    """Writes that a run goes on, and how it had ended. `dropped_bytes`: cut-off last lines."""
-    last = opened.events[-1] if opened.events else None
-    _close_open_level(opened, "the runner ended within it")
-    has_ended = isinstance(last, RunFinished) or isinstance(last, Interrupted) and not last.cell
-    if not has_ended:
-        kind = last.kind if last is not None else None
-        opened.event(Interrupted(reason="the runner was killed", last_event=kind))
-    opened.event(RunResumed(dropped_bytes=dropped_bytes))
 
 
 def _lock(what: str, beside_others: bool) -> contextlib.AbstractContextManager[Any]:
@@ -229,8 +219,8 @@ class _Sitting:
         self._open_bench = world.open_bench or (lambda state: open_bench(state, progress))
         self._given_up: set[str] = set()  # in this sitting
         self._again = {state.key for state in again}
-        is_searched = campaign.repeats is None and not campaign.search.rates
-        self._blocks = campaign.search.starts if is_searched and campaign.target is None else 1
+        is_searched = not campaign.search.rates and campaign.target is None
+        self._blocks = campaign.search.starts if is_searched else 1
         self._confirmed = to_confirm(campaign, [state.cell for state in states]) | self._again
 
     def go(self) -> None:
@@ -356,10 +346,6 @@ class _Sitting:
         if state.key in self._again:
             needed = capacity_of(state).confirm_seconds or 0.0
             return CONFIRM_MARGIN * needed + CONFIRM_SECONDS
-        whole = self._campaign.budget_seconds
-        if whole is None:
-            return max(0.0, self._campaign.search.budget_seconds - state.spent_seconds)
-        left = max(0.0, whole - sum(one.spent_seconds for one in self.states))
         to_come = [
             one.cell
             for one in self.states
@@ -367,7 +353,12 @@ class _Sitting:
             or not (one.ended or one.key in self._given_up)
             and why_not(one.cell, self._campaign, self._facts) is None
         ]
-        return shares(self._campaign, to_come, self._confirmed, left)[state.key]
+        return shares(to_come, self._confirmed, self._left_seconds)[state.key]
+
+    @property
+    def _left_seconds(self) -> float:
+        whole = budget_of(self._campaign, len(self.states))
+        return max(0.0, whole - sum(state.spent_seconds for state in self.states))
 
     def _tell_cells(self, now: str) -> None:
         """All cells for the moving lines, and how much may still be measured."""
@@ -380,8 +371,4 @@ class _Sitting:
                 found[state.key] = f"skipped, {ended.reason}"
             else:
                 found[state.key] = "now" if state.key == now else "waits"
-        whole = self._campaign.budget_seconds
-        if whole is None:
-            whole = self._campaign.search.budget_seconds * len(self.states)
-        left = whole - sum(state.spent_seconds for state in self.states)
-        self._progress.cells(found, max(0.0, left) or None)
+        self._progress.cells(found, self._left_seconds or None)

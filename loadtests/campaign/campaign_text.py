@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,15 @@ from rich.table import Table
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import Level, levels_of
 from loadtests.campaign.campaign_file import Campaign, Plan
-from loadtests.campaign.cell_selection import engine_values, layout_of, shares, to_confirm, why_not
-from loadtests.campaign.external_servers import command_of
+from loadtests.campaign.cell_selection import (
+    budget_of,
+    engine_values,
+    layout_of,
+    shares,
+    to_confirm,
+    why_not,
+)
+from loadtests.campaign.external_servers import argv
 from loadtests.campaign.level_runner import level_text
 from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
@@ -145,8 +153,8 @@ def show_plan(plan: Plan) -> None:
     typer.echo(f"{settings.name}: {what}\n  {_asked(settings)}")
     reasons = {cell.key: why_not(cell, settings, facts) for cell in cells}
     can = [cell for cell in cells if reasons[cell.key] is None]
-    whole = settings.budget_seconds or settings.search.budget_seconds * len(can)
-    seconds = shares(settings, can, to_confirm(settings, cells), whole)
+    whole = budget_of(settings, len(can))
+    seconds = shares(can, to_confirm(settings, cells), whole)
     for cell in cells:
         why = reasons[cell.key]
         if why is not None:
@@ -161,11 +169,9 @@ def show_plan(plan: Plan) -> None:
             )
         typer.echo(f"  {cell.key}: at most {formatting.duration(seconds[cell.key])}; {place}")
         if cell.engine and layout is not None:
-            engine = settings.engines[cell.engine]
             values = engine_values(cell, settings.server, layout, cell.model)
-            typer.echo(
-                f"    runs, only with --allow-commands: {printable(command_of(engine, values))}"
-            )
+            command = shlex.join(argv(settings.engines[cell.engine].command, values))
+            typer.echo(f"    runs, only with --trust: {printable(command)}")
         for line in layout.shared if layout is not None else ():
             typer.echo(f"    note: {line}")
     typer.echo(

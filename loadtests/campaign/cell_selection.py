@@ -2,14 +2,13 @@
 
 why_not(cell, campaign, facts)           # None, or the reason with its arithmetic
 fastest_engine(cell, campaign, facts, progress)     # of the CPU's, where the cell asks for it
-shares(campaign, cells, 600.0)           # {cell key: seconds}
+shares(cells, confirmed, 600.0)          # {cell key: seconds}
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -32,16 +31,14 @@ from serving.errors import Cause, ServingError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from serving.placement.fastest_backend import (
     BEST,
-    EngineCandidate,
-    EngineChoice,
     EngineTimes,
     Question,
-    choice_lines,
     fastest_backend,
 )
 from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
 from serving.server_options import Policy
 
+CELL_SECONDS = 600.0  # of measuring, where the campaign does not say
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
 
 
@@ -125,62 +122,36 @@ def fastest_engine(
         tick,
     )
     workload, policy = campaign.workload_of(cell), policy_of(campaign.server)
-    candidates = tuple(
-        one
-        if one.times is None
-        else msgspec.structs.replace(
-            one,
-            requests_per_second=capacity(
-                law_of_times(one.times), policy, workload, campaign.slo
-            ).rate,
+    best, reason = (found.backend, found.weight_format), found.reason
+    rates: dict[tuple[str, str], float] = {}
+    for one in found.candidates:
+        if one.times is not None and not one.why_not:
+            held = capacity(law_of_times(one.times), policy, workload, campaign.slo)
+            rates[one.backend, one.weight_format] = held.rate
+    if len(rates) > 1 and max(rates.values()) > 0:
+        best = max(rates, key=lambda engine: rates[engine])
+        told = ", ".join(
+            f"{' '.join(engine)} {formatting.requests(rate)}" for engine, rate in rates.items()
+        )
+        reason = f"of the engines that can run here it holds most by its step times: {told}"
+    progress.say(f"{cell.key}: best engine: {' '.join(best)}, {reason}")
+    ratings = [
+        EngineRating(
+            backend=one.backend,
+            weight_format=one.weight_format,
+            is_chosen=(one.backend, one.weight_format) == best,
+            why_not=one.why_not,
+            requests_per_second=rates.get((one.backend, one.weight_format)),
         )
         for one in found.candidates
-    )
-    found = msgspec.structs.replace(found, candidates=candidates)
-    possible = [one for one in candidates if not one.why_not and one.times is not None]
-    best = max(possible, key=lambda one: one.requests_per_second or 0.0, default=None)
-    if best is not None and len(possible) > 1 and best.requests_per_second:
-        told = ", ".join(
-            f"{one.name} {formatting.requests(one.requests_per_second)}" for one in possible
-        )
-        found = msgspec.structs.replace(
-            found,
-            backend=best.backend,
-            weight_format=best.weight_format,
-            reason=f"of the engines that can run here it holds most by its step times: {told}",
-        )
-    first, *more = choice_lines(found)
-    progress.say(f"{cell.key}: {first}")
-    for line in more:
-        progress.detail(f"  {line}")
+    ]
     return EngineChosen(
         cell=cell.key,
-        backend=found.backend,
-        weight_format=found.weight_format,
-        reason=found.reason,
-        engines=[_rating(one, found) for one in candidates],
+        backend=best[0],
+        weight_format=best[1],
+        reason=reason,
+        engines=ratings,
         spent_seconds=round(time.monotonic() - began, 3),
-    )
-
-
-def _rating(one: EngineCandidate, choice: EngineChoice) -> EngineRating:
-    times = one.times
-    told: dict[str, Any] = {}
-    if times is not None:
-        told = {
-            "slots": times.slots,
-            "prompt_tokens_per_second": times.prompt_tokens_per_second,
-            "decode_tokens_per_second": 1 / times.decode_seconds,
-            "decode_slots_tokens_per_second": times.slots / times.decode_slots_seconds,
-            "requests_per_second": one.requests_per_second,
-        }
-    return EngineRating(
-        backend=one.backend,
-        weight_format=one.weight_format,
-        is_chosen=(one.backend, one.weight_format) == (choice.backend, choice.weight_format),
-        why_not=one.why_not,
-        measured_on=one.measured_on,
-        **told,
     )
 
 
@@ -267,17 +238,17 @@ def to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
     return {cell.key for cell in cells if cell.model in models[: campaign.search.confirm]}
 
 
-def shares(
-    campaign: Campaign, cells: Sequence[Cell], confirmed: set[str], seconds: float
-) -> dict[str, float]:
+def budget_of(campaign: Campaign, cells: int) -> float:
+    """Seconds of measuring, of so many cells together."""
+    return campaign.budget_seconds or CELL_SECONDS * cells
+
+
+def shares(cells: Sequence[Cell], confirmed: set[str], seconds: float) -> dict[str, float]:
     """Seconds of measuring for each cell that is to come, of those that are left.
 
     One that is estimated only needs little; the others share the rest evenly.
     """
-    if not cells:
-        return {}
-    little = min(ESTIMATE_SECONDS, seconds / len(cells))
-    few = [cell for cell in cells if cell.key not in confirmed]
-    many = len(cells) - len(few)
-    rest = (seconds - little * len(few)) / many if many else 0.0
+    little = min(ESTIMATE_SECONDS, seconds / max(1, len(cells)))
+    many = sum(cell.key in confirmed for cell in cells)
+    rest = (seconds - little * (len(cells) - many)) / max(1, many)
     return {cell.key: rest if cell.key in confirmed else little for cell in cells}

@@ -3,8 +3,8 @@
     engine = Engine(name="vllm", command="vllm serve {model} --port {port}")
     argv(engine.command, {"model": "/weights", "port": 8000})
 
-A command is a stranger's code: `crossover campaign run` starts one only with --allow-commands, and
-its words never see a shell. server_launch.py starts it.
+A command is a stranger's code: `crossover campaign run` starts one only with --trust, and its words
+never see a shell. server_launch.py starts it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ class Engine(Table, frozen=True):
     api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
         "completions"
     )
-    environment: Annotated[
-        dict[str, str], key("variables set for it, beside those of this shell")
-    ] = {}
 
 
 def formats_of(engine: Engine, asked: list[str]) -> list[str]:
@@ -75,12 +72,6 @@ def places(command: str) -> set[str]:
     return set(_PLACE.findall(command))
 
 
-def command_of(engine: Engine, values: Mapping[str, object] | None = None) -> str:
-    """What is run for it, whole, with the variables that are set for it."""
-    shown = [f"{name}={shlex.quote(value)}" for name, value in engine.environment.items()]
-    return " ".join([*shown, shlex.join(argv(engine.command, values or {}))])
-
-
 def wrong(engine: Engine) -> Iterator[tuple[str, str]]:
     """What cannot be: the key, and what is wrong with it."""
     try:
@@ -88,8 +79,6 @@ def wrong(engine: Engine) -> Iterator[tuple[str, str]]:
             yield "command", "it is empty"
     except ValueError as problem:
         yield "command", f"it cannot be split into words: {str(problem).lower()}"
-    if not engine.command.replace("\n", " ").isprintable():
-        yield "command", "it holds characters that a terminal would not show"
     if "port" not in places(engine.command):
         yield "command", "it has no {port}: the runner chooses a free one"
     for name in sorted(places(engine.command) - {*FILLED}):
@@ -97,7 +86,6 @@ def wrong(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "command", f"{{{name}}} is not one of {known}"
     if not engine.ready.startswith("/"):
         yield "ready", f"it must be a path such as /health, got {engine.ready!r}"
-    if engine.format is not None and engine.weights != "none":
-        formats = _files_formats(engine)
-        if engine.format not in formats:
-            yield "format", f"{engine.format!r} is not one of {', '.join(formats)}"
+    formats = _files_formats(engine)
+    if engine.format is not None and engine.weights != "none" and engine.format not in formats:
+        yield "format", f"{engine.format!r} is not one of {', '.join(formats)}"

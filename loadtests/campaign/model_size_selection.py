@@ -69,7 +69,7 @@ def with_rungs(
     for name, found in chosen.items():
         alone = f"alone {share(found.alone_share)} of requests are good"
         progress.say(f"  {name}: predicted {requests(found.rate)}, {alone}")
-    return parse_campaign(plan.text, budget_seconds=campaign.budget_seconds, models=list(chosen))
+    return parse_campaign(plan.text, models=list(chosen))
 
 
 def forecasts(

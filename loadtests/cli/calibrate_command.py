@@ -99,9 +99,11 @@ def plan_of(options: CalibrateOptions) -> Plan:
     """A campaign that calibrates each model and confirms nothing. Raises BadCampaign."""
     from loadtests.campaign.campaign_file import parse_campaign
 
+    models = list(dict.fromkeys(options.models))
     keys = {
         "name": "calibrate",
-        "models": list(dict.fromkeys(options.models)),
+        "models": models,
+        "budget_seconds": CELL_SECONDS * len(models),
         "backends": [options.backend],
         "formats": [options.weight_format] if options.weight_format else [],
         "server.slots": options.slots,
@@ -112,7 +114,6 @@ def plan_of(options: CalibrateOptions) -> Plan:
         "slo.ttft_seconds": 3600.0,  # that no model fails
         "slo.target": 0.5,
         "search.confirm": 0,
-        "search.budget_seconds": CELL_SECONDS,
         **({} if options.cache is None else {"server.cache": options.cache}),
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]

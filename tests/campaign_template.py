@@ -1,6 +1,5 @@
-"""A campaign file with every key, its default and what it is: `crossover campaign init`.
-
-Keys, defaults and descriptions are those of the structs that read the file.
+"""loadtests/campaign.toml, which `crossover campaign init` prints, made from the structs that read
+such a file: every key, its default and what it is.
 """
 
 from __future__ import annotations
