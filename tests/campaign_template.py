@@ -13,14 +13,13 @@ from msgspec import Meta
 from loadtests.campaign.campaign_file import (
     NOT_OF_SERVER,
     CampaignFile,
+    Engine,
     Hardware,
-    Load,
     OneCell,
     Search,
     Server,
     SloSpec,
 )
-from loadtests.campaign.external_servers import Engine
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.request_lengths import Workload
@@ -30,7 +29,6 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "slo": (SloSpec, {"preset": "chat"}),
     "workload": (Workload, {"preset": "chat", "max_prompt_tokens": 512, "max_output_tokens": 256}),
     "server": (Server, {}),
-    "load": (Load, {}),
     "search": (Search, {}),
     "hardware": (Hardware, {}),
     "target": (Target, {}),

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from loadtests.analysis.disturbance import is_slight
 from loadtests.analysis.good_share_interval import LEAST_AS_ONE, wilson
 from loadtests.analysis.level import Judged, Level
 from loadtests.analysis.slo import Slo, requests_to_hold
@@ -94,7 +93,6 @@ def estimate(
         told = [
             (one.rate, factor)
             for one in loaded
-            if not one.level.is_set_aside
             if (factor := known.get(one.level.name) or level_factor(law, one.level, policy))
         ]
 
@@ -117,19 +115,12 @@ def _simulated(
 
 
 def _counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
-    """The levels that count, judged: finished, valid, whole and undisturbed.
-
-    A disturbed one of which little was taken counts where it holds all the same.
-    """
+    """The levels that count, judged: finished, valid, whole and undisturbed."""
     found = []
     for level in levels:
         end = level.finished
-        if end is None or not end.is_valid or not level.is_whole:
-            continue
-        judged, taken = level.judge(slo), end.disturbance
-        holds = taken is not None and is_slight(taken) and judged.verdict == "holds"
-        if holds or not level.is_set_aside:
-            found.append(Counted(level, judged, level.rate or 0.0))
+        if end is not None and end.is_valid and level.is_whole and not level.is_set_aside:
+            found.append(Counted(level, level.judge(slo), level.rate or 0.0))
     return found
 
 
@@ -305,9 +296,8 @@ def _confirmed(
 
 
 def _may_confirm(one: Counted, least_seconds: float) -> bool:
-    """Long and steady enough, and not cut short."""
-    is_whole = one.level.finished is not None and one.level.finished.cut_short is None
-    return is_whole and one.level.window_seconds >= least_seconds and bool(one.judged.steady)
+    """Long and steady enough."""
+    return one.level.window_seconds >= least_seconds and bool(one.judged.steady)
 
 
 def _is_proven(

@@ -21,6 +21,7 @@ and value. Reading a campaign starts nothing and looks at no machine.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,6 @@ import msgspec
 from msgspec import Meta
 
 from loadtests.analysis.slo import SLO_PRESETS, Slo
-from loadtests.campaign.external_servers import Engine, formats_of, places, wrong
 from loadtests.checked_files import Table, converted, key, parse_toml, read_toml
 from loadtests.errors import BadCampaign, LoadError, TargetUnusable
 from loadtests.load_generator.load_plan import DEFAULT_WORKLOAD, check_count
@@ -39,7 +39,7 @@ from loadtests.workload.arrivals import Arrivals, Poisson, Trace
 from loadtests.workload.request_lengths import Workload
 from loadtests.workload.traces import load_trace
 from models.errors import CrossoverError, printable
-from models.formats import DEFAULT_FORMATS
+from models.formats import DEFAULT_FORMATS, FORMATS, HF_FORMATS
 from models.ladder import is_rung, rung
 from serving.backends.backend_table import BACKENDS, weights_of
 from serving.bounds import Count, Positive, Seconds, Share
@@ -48,6 +48,8 @@ from serving.placement.fastest_backend import BEST
 from serving.server_options import SharedOptions
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
+FILLED = ("model", "port", "host", "slots", "context", "kv_tokens", "threads")
+_PLACE = re.compile(r"\{([A-Za-z_]+)\}")
 AUTO = "auto"  # in place of models: the rungs around this machine's limit
 
 
@@ -67,12 +69,6 @@ NOT_OF_SERVER = (
 )
 
 
-class Load(Table, frozen=True):
-    """Who sends the load."""
-
-    workers: Annotated[Count, key("processes of this machine that share the load")] = 1
-
-
 class Hardware(Table, frozen=True):
     """One hardware budget: how much of this machine a cell may use."""
 
@@ -82,10 +78,6 @@ class Hardware(Table, frozen=True):
         key("physical cores of the engine; none: all where there are up to 8, else but 1 or 2"),
     ] = None
     threads: Annotated[Count | None, key("threads of the engine; none: one for each core")] = None
-    memory_gib: Annotated[
-        Positive | None,
-        key("of server and engine; a cell that is predicted to need more is skipped"),
-    ] = None
 
 
 class SloSpec(Table, frozen=True):
@@ -106,10 +98,6 @@ class SloSpec(Table, frozen=True):
 class Search(Table, frozen=True):
     """How a cell's capacity is found."""
 
-    method: Annotated[
-        Literal["law", "levels"],
-        key("law: from step times, and a level confirms; levels: by levels alone"),
-    ] = "law"
     starts: Annotated[
         Count, key("server starts that must confirm; 2 for a machine that is to be put to work")
     ] = 1
@@ -125,6 +113,26 @@ class Search(Table, frozen=True):
     rates: Annotated[
         list[Positive], key("measure levels at these rates (requests/s) in place of a search")
     ] = []
+
+
+class Engine(Table, frozen=True):
+    """An engine of others, started by a command for each of its cells."""
+
+    name: Annotated[str, key("the engine's, in keys and reports")]
+    command: Annotated[
+        str, key("words as a shell splits them; {model} {port} {host} {slots} {context} ... filled")
+    ]
+    ready: Annotated[str, key("path that answers 200 once it serves")] = "/health"
+    weights: Annotated[
+        Literal["gguf", "hf", "none"],
+        key("{model}: a GGUF file, a folder of safetensors (hf), or the name in models (none)"),
+    ] = "hf"
+    format: Annotated[str | None, key("their format; none: the campaign's, else Q4_0 or bf16")] = (
+        None
+    )
+    api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
+        "completions"
+    )
 
 
 class OneCell(Table, frozen=True):
@@ -160,7 +168,7 @@ class CampaignFile(Table, frozen=True):
         None
     )
     server: Annotated[Server, key("how the server of each cell is started")] = Server()
-    load: Annotated[Load, key("who sends the load")] = Load()
+    workers: Annotated[Count, key("processes of this machine that share the load")] = 1
     workload: Annotated[
         Workload | None, key("lengths of prompts and answers; none: the preset chat")
     ] = None
@@ -175,7 +183,6 @@ class CampaignFile(Table, frozen=True):
         key("measuring time of all cells together; none: 600 for each"),
     ] = None
     seed: Annotated[int, key("seed of prompts and arrivals")] = 1
-    sample_seconds: Annotated[Positive, key("time between two samples of CPU and memory")] = 1.0
     disturbance: Annotated[
         Literal["wait", "ignore"],
         key("disturbed levels are measured again on the quiet machine; ignore: they count"),
@@ -194,7 +201,6 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     hardware: Hardware = Hardware()
     slots: int | None = None
-    context_tokens: int | None = None
     synthetic: bool | None = None  # random weights; None: not known
     url: str | None = None  # the endpoint, where the runner starts none
     workload: str = ""  # its name, where the campaign has several
@@ -359,17 +365,31 @@ def cell_of_target(target: Target, workload: str = "") -> Cell:
 
 def _cell_of_engine(engine: Engine, model: str, weight_format: str, file: CampaignFile) -> Cell:
     name = rung(model).spec.name if is_rung(model) else model
-    filled = places(engine.command)  # what its command does not say is its own business
     return Cell(
         key="-".join(part for part in (name, weight_format, engine.name) if part),
         model=name,
         weight_format=weight_format,
         backend=engine.name,
-        slots=file.server.slots if "slots" in filled else None,
-        context_tokens=file.server.context_tokens if "context" in filled else None,
+        slots=file.server.slots if "{slots}" in engine.command else None,
         synthetic=True if engine.weights != "none" and is_rung(model) else None,
         engine=engine.name,
     )
+
+
+def formats_of(engine: Engine, asked: list[str]) -> list[str]:
+    """The formats of the engine's cells: its own, else those of the campaign that its files have.
+
+    "" where its weights are its own business.
+    """
+    if engine.format is not None or engine.weights == "none":
+        return [engine.format or ""]
+    spelt = {one.lower(): one for one in _files_formats(engine)}  # BF16 in GGUF, bf16 elsewhere
+    found = [spelt[one.lower()] for one in asked if one.lower() in spelt]
+    return found or [DEFAULT_FORMATS[engine.weights]]
+
+
+def _files_formats(engine: Engine) -> tuple[str, ...]:
+    return HF_FORMATS if engine.weights == "hf" else FORMATS[engine.weights]
 
 
 def _cell(one: OneCell, file: CampaignFile) -> Cell:
@@ -394,7 +414,6 @@ def _cell(one: OneCell, file: CampaignFile) -> Cell:
         weight_format=weight_format,
         backend=one.backend,
         slots=file.server.slots,
-        context_tokens=file.server.context_tokens,
         synthetic=True if known else None,
         is_best=is_best,
     )
@@ -462,7 +481,26 @@ def _faults(file: CampaignFile) -> Iterator[str]:
                 f"got {engine.name!r}"
             )
         taken.add(engine.name)
-        yield from (f"engines[{position}].{name}: {what}" for name, what in wrong(engine))
+        yield from (f"engines[{position}].{name}: {what}" for name, what in _wrong(engine))
+
+
+def _wrong(engine: Engine) -> Iterator[tuple[str, str]]:
+    """What cannot be: the key, and what is wrong with it."""
+    try:
+        if not shlex.split(engine.command):
+            yield "command", "it is empty"
+    except ValueError as problem:
+        yield "command", f"it cannot be split into words: {str(problem).lower()}"
+    if "port" not in set(_PLACE.findall(engine.command)):
+        yield "command", "it has no {port}: the runner chooses a free one"
+    for name in sorted(set(_PLACE.findall(engine.command)) - {*FILLED}):
+        known = ", ".join(f"{{{one}}}" for one in FILLED)
+        yield "command", f"{{{name}}} is not one of {known}"
+    if not engine.ready.startswith("/"):
+        yield "ready", f"it must be a path such as /health, got {engine.ready!r}"
+    formats = _files_formats(engine)
+    if engine.format is not None and engine.weights != "none" and engine.format not in formats:
+        yield "format", f"{engine.format!r} is not one of {', '.join(formats)}"
 
 
 def _unread(name: str, path: str | None) -> Iterator[str]:

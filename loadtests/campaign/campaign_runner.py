@@ -37,9 +37,9 @@ from loadtests.campaign.cell_selection import (
     to_confirm,
     why_not,
     with_engine,
+    with_rungs,
 )
 from loadtests.campaign.level_runner import OpenBench, open_bench, wait_until_it_serves
-from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, campaign_of, manifest_of, new_folder
 from loadtests.campaign.server_launch import Server
@@ -336,7 +336,7 @@ class _Sitting:
             f"{place}{which}: at most {formatting.duration(until - spent)} of measuring"
         )
         if block == 1:
-            layout = layout_of(state.cell, allowed_cores(), self._campaign.load.workers)
+            layout = layout_of(state.cell, allowed_cores(), self._campaign.workers)
             for line in layout.shared if layout is not None else ():
                 self._progress.detail(f"  note: {line}")
         return part

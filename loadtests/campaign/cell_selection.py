@@ -7,39 +7,53 @@ shares(cells, confirmed, 600.0)          # {cell key: seconds}
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from loadtests.campaign.campaign_file import Campaign, Cell, Server
-from loadtests.campaign.external_servers import HOST
+from loadtests.campaign.campaign_file import Campaign, Cell, Plan, Server, parse_campaign
 from loadtests.campaign.progress import Progress
 from loadtests.errors import BadCampaign
 from loadtests.host.cpu_pinning import Layout, divide_cores
 from loadtests.records.run_journal import EngineChosen, EngineRating, Event, SkipCause, of_kind
 from loadtests.simulation.batching_simulator import SchedulingPolicy
-from loadtests.simulation.simulated_capacity import capacity
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
+from loadtests.simulation.step_law import NUMBERS, StepLaw
 from loadtests.workload.request_lengths import draw
 from models import formatting
 from models.ladder import is_rung, rung
 from models.resolve import resolve
 from models.spec import ModelSpec
-from serving.backends.backend_table import BACKENDS
+from serving.backends.backend_table import BACKENDS, missing_backends
 from serving.errors import Cause, ServingError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from serving.placement.fastest_backend import (
     BEST,
+    USUAL,
+    EngineCandidate,
     EngineTimes,
     Question,
     fastest_backend,
+    known_times,
 )
 from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
 from serving.server_options import Policy
 
+HOST = "127.0.0.1"  # of an engine of others
 CELL_SECONDS = 600.0  # of measuring, where the campaign does not say
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
+
+# Each two to three times the one before.
+STEPS = (
+    *("smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"),
+    *("qwen2.5-14b", "qwen2.5-32b", "llama-3.3-70b"),
+)
+MEASURED = ("smollm2-135m", "llama-3.2-1b")
+BACKEND, FORMAT = USUAL[0]  # its weights are made in seconds
+BELOW = 3  # rungs that keep the SLO alone
 
 
 class WhyNot(msgspec.Struct, frozen=True):
@@ -61,7 +75,7 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
     asked = _placement(campaign, rung(cell.model).spec, campaign.server.policy)
     named = {"backend": cell.backend, "weight_format": cell.weight_format}
     try:
-        plan(msgspec.structs.replace(asked, **named), within_budget(facts, cell))
+        plan(msgspec.structs.replace(asked, **named), facts)
     except NoPlacement as problem:
         causes = {reason.cause for reason in problem.reasons}
         is_short = bool(causes & {Cause.insufficient_memory, Cause.insufficient_vram})
@@ -69,15 +83,6 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
     except (ServingError, ValueError, KeyError) as problem:
         return WhyNot(SkipCause.SETTINGS, str(problem))
     return None
-
-
-def within_budget(facts: HardwareFacts, cell: Cell) -> HardwareFacts:
-    """The machine with as much memory as the cell may use."""
-    limit = cell.hardware.memory_gib
-    if limit is None:
-        return facts
-    most = min(facts.usable_memory_bytes, int(limit * 2**30))
-    return msgspec.structs.replace(facts, cgroup_memory_bytes=most)
 
 
 def _placement(campaign: Campaign, spec: ModelSpec, policy: Policy) -> PlacementRequest:
@@ -117,7 +122,7 @@ def fastest_engine(
 
     found = fastest_backend(
         question_of(cell, campaign),
-        within_budget(facts, cell),
+        facts,
         lambda line: progress.say(f"  {line}"),
         tick,
     )
@@ -134,7 +139,7 @@ def fastest_engine(
             f"{' '.join(engine)} {formatting.requests(rate)}" for engine, rate in rates.items()
         )
         reason = f"of the engines that can run here it holds most by its step times: {told}"
-    progress.say(f"{cell.key}: best engine: {' '.join(best)}, {reason}")
+    progress.say(f"{cell.key}: best engine: {reason}")
     ratings = [
         EngineRating(
             backend=one.backend,
@@ -179,7 +184,7 @@ def policy_of(server: Server) -> SchedulingPolicy:
 def question_of(cell: Cell, campaign: Campaign) -> Question:
     """What the cell's engines are timed with."""
     server = campaign.server
-    layout = layout_of(cell, allowed_cores(), campaign.load.workers)
+    layout = layout_of(cell, allowed_cores(), campaign.workers)
     assert layout is not None
     if is_rung(cell.model):
         spec = rung(cell.model).spec
@@ -211,6 +216,15 @@ def layout_of(cell: Cell, usable: tuple[int, ...], load_generators: int = 1) -> 
         return divide_cores(usable, cell.hardware.cores, load_generators)
     except ValueError as problem:
         raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
+
+
+def argv(command: str, values: Mapping[str, object]) -> list[str]:
+    """The words of a command, its places filled; one that has no value stays as it is."""
+
+    def fill(place: re.Match[str]) -> str:
+        return str(values.get(place[1], place[0]))
+
+    return [re.sub(r"\{([A-Za-z_]+)\}", fill, word) for word in shlex.split(command)]
 
 
 def engine_values(cell: Cell, server: Server, layout: Layout, model: str) -> dict[str, object]:
@@ -252,3 +266,77 @@ def shares(cells: Sequence[Cell], confirmed: set[str], seconds: float) -> dict[s
     many = sum(cell.key in confirmed for cell in cells)
     rest = (seconds - little * (len(cells) - many)) / max(1, many)
     return {cell.key: rest if cell.key in confirmed else little for cell in cells}
+
+
+# The rungs around this machine's limit, for `models = ["auto"]`.
+
+
+def with_rungs(
+    asked: Plan, facts: HardwareFacts, progress: Progress, *, may_measure: bool = True
+) -> Plan:
+    """The plan with rungs in place of "auto"; another plan as it is.
+
+    So too where times are not kept and may not be measured. Raises CrossoverError where measuring
+    fails, BadCampaign without llama_cpp.
+    """
+    if not asked.is_auto:
+        return asked
+    if BACKEND in (missing := missing_backends()):
+        raise BadCampaign(f"models 'auto' are chosen by {BACKEND}: {missing[BACKEND]}")
+    campaign, laws = asked.campaign, []
+    for name in MEASURED:
+        cell = Cell(key=name, model=name, weight_format="", backend=BEST)
+        question = msgspec.structs.replace(question_of(cell, campaign), may_measure=may_measure)
+        times = known_times(
+            question,
+            EngineCandidate(backend=BACKEND, weight_format=FORMAT),
+            facts,
+            progress.say,
+            lambda what, fraction: progress.tick(what, fraction=fraction),
+        )
+        if times is None:
+            return asked
+        laws.append(law_of_times(times))
+    chosen = around_the_limit(forecasts(laws, campaign, facts))
+    progress.say(f"models auto: {len(chosen)} rungs, by the step times of {' and '.join(MEASURED)}")
+    for name, found in chosen.items():
+        alone = f"alone {formatting.share(found.alone_share)} of requests are good"
+        progress.say(f"  {name}: predicted {formatting.requests(found.rate)}, {alone}")
+    return parse_campaign(asked.text, models=list(chosen))
+
+
+def forecasts(
+    laws: Sequence[StepLaw], campaign: Campaign, facts: HardwareFacts
+) -> dict[str, SimulatedCapacity]:
+    """Of the rungs that fit in memory, smallest first, up to the first that fails alone."""
+    server = msgspec.structs.replace(campaign.server, policy=Policy.cpu_only, check_memory=True)
+    on_cpu = msgspec.structs.replace(campaign, server=server)
+    found = {}
+    for name in STEPS:
+        cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND)
+        refusal = why_not(cell, on_cpu, facts)
+        if refusal is not None and refusal.cause is SkipCause.MEMORY:
+            continue
+        law = on_the_line(laws, rung(name).spec.matrix_parameters)
+        found[name] = capacity(law, policy_of(server), campaign.workload, campaign.slo)
+        if not found[name].rate:
+            break
+    return found
+
+
+def around_the_limit(found: Mapping[str, SimulatedCapacity]) -> dict[str, SimulatedCapacity]:
+    """The first rung that fails alone and the BELOW before it; without one, the largest four."""
+    keep = [name for name, one in found.items() if one.rate]
+    fail = [name for name, one in found.items() if not one.rate][:1]
+    return {name: found[name] for name in [*keep[-(BELOW + 1 - len(fail)) :], *fail]}
+
+
+def on_the_line(laws: Sequence[StepLaw], parameters: int) -> StepLaw:
+    """The law of a model that multiplies a token with so many parameters, MEASURED[0]'s or more."""
+    small, big = (rung(name).spec.matrix_parameters for name in MEASURED)
+    part = (parameters - small) / (big - small)
+    numbers = {}
+    for name in NUMBERS:
+        first, second = (getattr(law, name) for law in laws)
+        numbers[name] = max(first, first + part * (second - first))
+    return StepLaw(**numbers)

@@ -5,17 +5,13 @@
         level.judge(slo).verdict
 
 A level is whole or it does not count: LevelInterrupted is raised when the engine was restarted
-within it, or when the load generator ended early or lost requests. One that cannot meet the SLO any
-more is cut short, and its window with it: the window ends with the last request before which every
-one is known to be good or bad, since requests on their way would count as bad and they are not
-(0.923 good as served, 0.799 as recorded). The load of any other goes on after the window,
-uncounted, until the last counted request has its answer or is past its limits.
+within it, or when the load generator ended early or lost requests. The load goes on after the
+window, uncounted, until the last counted request has its answer or is past its limits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from loadtests.analysis.disturbance import disturbance_of, in_words, is_slight
-from loadtests.analysis.good_share_interval import wilson
+from loadtests.analysis.disturbance import disturbance_of, is_slight
 from loadtests.analysis.level import Level, LevelRows
 from loadtests.analysis.level_validity import is_valid, level_warnings
 from loadtests.analysis.slo import Slo
@@ -40,11 +35,10 @@ from loadtests.load_generator.load_plan import Ended, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import TargetFacts, probe
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import CoresSample, ResourceSample
+from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_journal import LevelFinished, LevelPurpose, LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst
-from loadtests.workload.arrivals import due_times
 from loadtests.workload.request_lengths import Ask
 from models import formatting
 from serving.hardware.machine_facts import allowed_cores
@@ -53,8 +47,6 @@ START_SECONDS = 120.0  # that a load generator may take to make its prompts
 RECOVERY_SECONDS = 300.0  # that a server of ours gets to bring its engine back
 CHECK_SECONDS = 0.5
 DEATH_SECONDS = 1.0  # between connections that close and the process that ends
-LEAST_BAD = 5  # fewer may be a single unlucky meeting of requests
-CLUMP = 3.0  # requests that tell as much as one, when a running level is judged
 A_MOMENT_SECONDS = 1e-4  # more than times are rounded by
 
 
@@ -69,6 +61,7 @@ class LevelAsk(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None
     requests: int | None = None
     burst: Burst | None = None
+    is_given: bool = False  # on the command line of `crossover load`
     name: str = ""
     seed: int = 0
     counts_slight: bool = False  # it counts if it is slightly disturbed, whatever it shows
@@ -77,7 +70,9 @@ class LevelAsk(msgspec.Struct, frozen=True, kw_only=True):
     def purpose(self) -> LevelPurpose:
         if self.burst is not None:
             return LevelPurpose.CALIBRATION
-        return LevelPurpose.SEARCH if self.rate is not None else LevelPurpose.SINGLE_STREAM
+        if self.requests is not None:
+            return LevelPurpose.SINGLE_STREAM
+        return LevelPurpose.LOAD if self.is_given else LevelPurpose.SEARCH
 
 
 class Bench(Protocol):
@@ -88,9 +83,6 @@ class Bench(Protocol):
 
     def measure(self, asked: LevelAsk) -> Level:
         """Records events, requests and samples. Raises LevelInterrupted, ServerFailed."""
-
-    def look(self) -> CoresSample | None:
-        """The engine's cores in the last second or so; None: cannot be seen."""
 
     def rest(self, seconds: float) -> None:
         """Waits."""
@@ -120,13 +112,10 @@ class ServerBench:
         self.generator, self.progress = generator, progress
         self.workload = state.campaign.workload_of(state.cell)
         self.samples: list[ResourceSample] = []  # of the level that runs now
-        self.clock: EngineClock | None = None
+        self._clock: EngineClock | None = None
         if facts.backend is not None:  # a Crossover server
             key = os.environ.get(server.target.api_key_env or "")
-            self.clock = EngineClock(server.target.url, key)
-
-    def look(self) -> CoresSample | None:
-        return self.sampler.latest
+            self._clock = EngineClock(server.target.url, key)
 
     def rest(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -141,11 +130,106 @@ class ServerBench:
             self.samples.append(sample)
 
     def measure(self, asked: LevelAsk, plan: LoadPlan | None = None) -> Level:
-        """`plan`: of one that is never cut short (`crossover load`)."""
-        self.state.run.check_room()
+        """`plan`: what is sent, where the caller says it (`crossover load`)."""
+        state, server, sampler, clock = self.state, self.server, self.sampler, self._clock
+        state.run.check_room()
+        plan = plan or self._plan(asked)
         self.progress.tick(f"{asked.name}: starting the load generator")
-        is_given = plan is not None
-        return _Attempt(self, asked, plan or self._plan(asked), is_given).measured()
+        engines, began, rows = server.engine_pids(), time.monotonic(), LevelRows()
+        most = plan.duration_seconds + plan.drain_seconds + plan.target.timeout_seconds
+        started, ended, engine_time, has_failures = None, Ended(), None, False
+        checked = began
+        try:
+            for told in self.generator.run(plan):
+                match told:
+                    case Started(unix_seconds):
+                        started = self._begin(asked, plan, unix_seconds)
+                        engine_time = clock.read() if clock is not None else None
+                    case RequestRecord():
+                        state.run.request(told)
+                        rows.add(told)
+                        has_failures |= told.error is not None
+                    case Ended():
+                        ended = told
+                    case None:
+                        now = time.monotonic()
+                        if now - began > most + START_SECONDS:
+                            raise LevelInterrupted("the load generator did not end")
+                        if now - checked > CHECK_SECONDS:
+                            self._check(engines)
+                            checked = now
+                        if started is not None:
+                            self._tell(plan, rows.count, started.started_unix_seconds)
+        finally:
+            sampler.level, sampler.client = None, os.getpid()
+        assert started is not None
+        self._check(engines)
+        # A process that dies closes its connections before it has ended.
+        until = time.monotonic() + (DEATH_SECONDS if has_failures else 0.0)
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            self._check(engines)
+        if engine_time is not None and clock is not None:
+            now_engine = clock.read()
+            engine_time = None if now_engine is None else now_engine.since(engine_time)
+        disturbance = None
+        if server.pid is not None:  # an engine of ours: what was taken from it
+            is_ignored = state.campaign.disturbance == "ignore"
+            disturbance = disturbance_of(sampler.cores, counts=is_ignored)
+        end = plan.duration_seconds
+        if asked.burst is not None or plan.requests is not None:
+            end = rows.last_seconds + A_MOMENT_SECONDS
+        finished = LevelFinished(
+            cell=started.cell,
+            level=started.level,
+            due=rows.count,
+            window_seconds=round(max(0.0, end - plan.warmup_seconds), 6),
+            spent_seconds=round(time.monotonic() - began, 3),
+            disturbance=disturbance,
+            engine_time=engine_time,
+            generator_busy_share=ended.busy_share,
+        )
+        level = rows.level(started, finished)
+        level = judged(level, state.campaign.slo, self.samples, asked.counts_slight)
+        state.finish(level)
+        return level
+
+    def _begin(self, asked: LevelAsk, plan: LoadPlan, unix_seconds: float) -> LevelStarted:
+        """The level's clock starts: samples from now on are its own."""
+        started = LevelStarted(
+            cell=plan.cell,
+            level=asked.name,
+            purpose=asked.purpose,
+            rate_per_second=asked.rate,
+            concurrency=plan.concurrency,
+            warmup_seconds=asked.warmup_seconds,
+            window_seconds=asked.window_seconds,
+            seed=asked.seed,
+            start=None if self.server.pid is None else self.state.starts,
+            started_unix_seconds=unix_seconds,
+        )
+        self.samples.clear()
+        self.sampler.client, self.sampler.level = self.generator.pids[0], asked.name
+        return self.state.event(started)
+
+    def _check(self, engines: list[int]) -> None:
+        """Raise LevelInterrupted for a server in trouble."""
+        if (trouble := self.server.trouble()) is not None:
+            raise LevelInterrupted(trouble)
+        if self.server.engine_pids() != engines:
+            raise LevelInterrupted("the engine was restarted")
+        if self.sampler.failure is not None:
+            raise self.sampler.failure
+
+    def _tell(self, plan: LoadPlan, answers: int, began_unix_seconds: float) -> None:
+        """How far a running level is."""
+        now = time.time() - began_unix_seconds
+        left = plan.duration_seconds - now
+        phase = f"{formatting.duration(left)} left" if left > 0 else "the last answers"
+        self.progress.tick(
+            f"{plan.cell}, {plan.load_in_words}: {answers} answers, {phase}",
+            fraction=min(1.0, now / plan.duration_seconds),
+        )
 
     def _plan(self, asked: LevelAsk) -> LoadPlan:
         slo, given = self.state.campaign.slo, dict[str, Any](rate=asked.rate)
@@ -172,170 +256,6 @@ class ServerBench:
         )
 
 
-class _Attempt:
-    """A level from its first request to its last event."""
-
-    started: LevelStarted  # once its clock runs
-
-    def __init__(self, bench: ServerBench, asked: LevelAsk, plan: LoadPlan, is_given: bool) -> None:
-        self.bench, self.asked, self.plan, self.is_given = bench, asked, plan, is_given
-        self.slo = bench.state.campaign.slo
-        is_ours = bench.server.pid is not None
-        self.is_watched = is_ours and bench.state.campaign.disturbance == "wait"
-        self.engines = bench.server.engine_pids()
-        self.began = self.checked = time.monotonic()
-        self.t0: float | None = None  # when its clock started
-        self.rows, self.fresh = LevelRows(), list[RequestRecord]()
-        self.ended = Ended()
-        self.has_failures = False
-        self.counted = 0  # requests that have ended, and were due within the window
-        self.bad: list[float] = []  # when those of them were due that are not good
-        self.last_seconds = A_MOMENT_SECONDS  # when the last answer ended
-        self.end: float | None = None  # of the window, once it may be stopped
-        self.cut_short: str | None = None
-        self.due: dict[int, float] = {}  # of the requests that count and have not ended, in order
-        if plan.rate is not None and not is_given:
-            times = due_times(plan.arrivals, plan.rate, plan.duration_seconds, plan.seed).tolist()
-            self.due = {i: at for i, at in enumerate(times) if at >= plan.warmup_seconds}
-        self.most_bad = most_bad(len(self.due), self.slo)
-
-    def measured(self) -> Level:
-        """Raises LevelInterrupted, LoadError."""
-        bench = self.bench
-        engine_time = None
-        try:
-            for told in bench.generator.run(self.plan):
-                match told:
-                    case Started(unix_seconds):
-                        self._begin(unix_seconds)
-                        engine_time = bench.clock.read() if bench.clock is not None else None
-                    case RequestRecord():
-                        bench.state.run.request(told)
-                        self.rows.add(told)
-                        self.fresh.append(told)
-                        self.has_failures |= told.error is not None
-                    case Ended():
-                        self.ended = told
-                    case None:
-                        self._moment(time.monotonic())
-        finally:
-            bench.sampler.level, bench.sampler.client = None, os.getpid()
-        # A process that dies closes its connections before it has ended.
-        until = time.monotonic() + (DEATH_SECONDS if self.has_failures else 0.0)
-        while self._check() or time.monotonic() < until:
-            time.sleep(0.05)
-        if engine_time is not None and bench.clock is not None:
-            now = bench.clock.read()
-            engine_time = None if now is None else now.since(engine_time)
-        disturbance = None
-        if bench.server.pid is not None:  # an engine of ours: what was taken from it
-            disturbance = disturbance_of(bench.sampler.cores, counts=not self.is_watched)
-        self._count()
-        finished = LevelFinished(
-            cell=self.started.cell,
-            level=self.started.level,
-            due=self.rows.count,
-            window_seconds=round(self._window_seconds(), 6),
-            cut_short=self.cut_short,
-            spent_seconds=round(time.monotonic() - self.began, 3),
-            disturbance=disturbance,
-            engine_time=engine_time,
-            generator_busy_share=self.ended.busy_share,
-        )
-        level = self.rows.level(self.started, finished)
-        level = judged(level, self.slo, bench.samples, self.asked.counts_slight)
-        bench.state.finish(level)
-        return level
-
-    def _begin(self, unix_seconds: float) -> None:
-        """The level's clock starts: samples from now on are its own."""
-        asked, bench = self.asked, self.bench
-        self.t0 = time.monotonic() - (time.time() - unix_seconds)
-        self.started = LevelStarted(
-            cell=self.plan.cell,
-            level=asked.name,
-            purpose=LevelPurpose.LOAD if self.is_given else asked.purpose,
-            rate_per_second=asked.rate,
-            concurrency=self.plan.concurrency,
-            warmup_seconds=asked.warmup_seconds,
-            window_seconds=asked.window_seconds,
-            seed=asked.seed,
-            start=None if bench.server.pid is None else bench.state.starts,
-            started_unix_seconds=unix_seconds,
-        )
-        bench.samples.clear()
-        bench.sampler.client, bench.sampler.level = bench.generator.pids[0], asked.name
-        bench.state.event(self.started)
-
-    def _check(self) -> None:
-        """Raise LevelInterrupted for a server in trouble."""
-        server, sampler = self.bench.server, self.bench.sampler
-        if (trouble := server.trouble()) is not None:
-            raise LevelInterrupted(trouble)
-        if server.engine_pids() != self.engines:
-            raise LevelInterrupted("the engine was restarted")
-        if sampler.failure is not None:
-            raise sampler.failure
-        self.checked = time.monotonic()
-
-    def _moment(self, at: float) -> None:
-        """Looks whether the level may go on, and stops it where it is decided."""
-        plan = self.plan
-        most = plan.duration_seconds + plan.drain_seconds + plan.target.timeout_seconds
-        if at - self.began > (most := most + START_SECONDS):
-            raise LevelInterrupted(f"the load generator did not end within {most:.0f} s")
-        if at - self.checked > CHECK_SECONDS:
-            self._check()
-        if self.t0 is None:
-            return
-        self._count()
-        now = at - self.t0
-        left = plan.duration_seconds - now
-        phase = f"{formatting.duration(left)} left" if left > 0 else "the last answers"
-        self.bench.progress.tick(
-            f"{plan.cell}, {plan.load_in_words}: {self.counted - len(self.bad)} of {self.counted} "
-            f"good, {phase}",
-            fraction=min(1.0, now / plan.duration_seconds),
-        )
-        if self.due and self.end is None:
-            self._decide(now, left)
-            if self.end is not None:
-                self.bench.generator.stop()
-
-    def _decide(self, now: float, left: float) -> None:
-        """Whether the level cannot meet the SLO any more, or is disturbed beyond repair."""
-        known = min(now, next(iter(self.due.values())))  # what was due before has ended
-        if (bad := sum(at < known for at in self.bad)) >= self.most_bad:
-            self.end = known
-            self.cut_short = f"{bad} requests are bad: the level cannot meet the SLO any more"
-        elif self.plan.warmup_seconds < now and self.is_watched and left > 0:
-            found = disturbance_of(self.bench.sampler.cores, quiet_seconds=left)
-            if found is not None and found.is_disturbed and not is_slight(found):
-                self.end, self.cut_short = now, in_words(found)
-
-    def _count(self) -> None:
-        """What has ended since the last time."""
-        if not self.fresh:
-            return
-        window = (self.plan.warmup_seconds, self.plan.duration_seconds)
-        level = Level.of(self.fresh, self.started, window=window)
-        self.counted += int(level.counted.sum())
-        self.bad += level.due[level.counted & ~level.good(self.slo)].tolist()
-        for record in self.fresh:
-            self.last_seconds = max(self.last_seconds, record.ended_seconds or 0.0)
-            self.due.pop(record.index, None)
-        self.fresh = []
-
-    def _window_seconds(self) -> float:
-        """As it came out."""
-        end = self.plan.duration_seconds
-        if self.asked.burst is not None or self.plan.requests is not None:
-            end = self.last_seconds
-        elif self.end is not None and self.ended.stopped_seconds is not None:
-            end = min(end, self.end)
-        return max(0.0, end - self.plan.warmup_seconds)
-
-
 def judged(
     level: Level, slo: Slo, samples: list[ResourceSample], counts_slight: bool = False
 ) -> Level:
@@ -353,14 +273,6 @@ def judged(
     warnings = level_warnings(replace(level, finished=end), slo, samples)
     codes = [one.code for one in warnings]
     return replace(level, finished=replace(end, is_valid=is_valid(warnings), warnings=codes))
-
-
-def most_bad(planned: int, slo: Slo) -> float:
-    """So many bad requests, and a level fails even if all others of those planned are good."""
-    for bad in range(LEAST_BAD, planned + 1):
-        if wilson((planned - bad) / CLUMP, planned / CLUMP, slo.confidence)[1] < slo.target:
-            return bad
-    return math.inf
 
 
 def drain_seconds(slo: Slo, most_output_tokens: float) -> float:
@@ -384,7 +296,6 @@ def level_text(level: Level, slo: Slo) -> str:
             words = "disturbed"
         elif not end.is_valid:
             words = f"not valid ({', '.join(end.warnings)})"
-        words += ", cut short" if end.cut_short else ""
     share = "" if found.share is None else f" ({found.share:.0%})"
     ttft, tpot = (formatting.seconds(level.mean(one), 3, "-") for one in (level.ttft, level.tpot))
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
@@ -399,7 +310,7 @@ def level_text(level: Level, slo: Slo) -> str:
 def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
     """Starts the server of a cell and stops it at the end. Raises LoadError."""
     campaign, logs = state.campaign, state.run.folder / "logs"
-    layout = layout_of(state.cell, allowed_cores(), campaign.load.workers)
+    layout = layout_of(state.cell, allowed_cores(), campaign.workers)
     server = server_of(state.cell, campaign, layout, logs)
     with contextlib.ExitStack() as stack:
         stack.callback(server.stop)
@@ -419,7 +330,7 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
             LoadGenerator(
                 log=logs / f"{state.key}.locust.log",
                 cores=layout.client if layout is not None else (),
-                processes=campaign.load.workers,
+                processes=campaign.workers,
             )
         )
         bench = ServerBench(state, server, facts, policy, generator, progress)
@@ -428,7 +339,6 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
             bench.keep_sample,
             server=server.pid,
             is_ours=not isinstance(server, Command),
-            interval_seconds=campaign.sample_seconds,
         )
         stack.enter_context(bench.sampler)
         more = {"target": msgspec.to_builtins(facts), "sampling": bench.sampler.missing}

@@ -100,8 +100,8 @@ class CellState:
                 self.ended = event
             case LevelStarted():
                 self._tried[event.level.rpartition(".")[0]] += 1
-            case LevelFinished() if is_set_aside(event):
-                self.lost_seconds += event.spent_seconds
+            case LevelFinished(disturbance=taken) if taken and taken.is_set_aside:
+                self.lost_seconds += event.spent_seconds  # patience, not budget
             case LevelFinished():
                 self.spent_seconds += event.spent_seconds
             case LevelAbandoned():
@@ -126,12 +126,6 @@ class CellState:
     def next_number(self) -> str:
         """Of the next level."""
         return str(len(self.counted) + 1)
-
-
-def is_set_aside(finished: LevelFinished) -> bool:
-    """Disturbed, and to be measured again: it costs patience, not budget."""
-    found = finished.disturbance
-    return found is not None and found.is_set_aside
 
 
 def seed_of(seed: int, cell: Cell, level: str) -> int:

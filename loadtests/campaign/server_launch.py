@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign, Cell
-from loadtests.campaign.cell_selection import engine_values
-from loadtests.campaign.external_servers import HOST, argv
+from loadtests.campaign.cell_selection import HOST, argv, engine_values
 from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import Layout

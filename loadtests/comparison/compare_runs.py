@@ -50,7 +50,7 @@ class CellValues(msgspec.Struct, frozen=True):
     facts: dict[str, str]  # of run_environment.CELL, and the workload's name
     values: dict[str, dict[str, float]]
     seeds: dict[str, frozenset[int]]  # of arrivals, lengths and prompts, by load
-    left_out: int = 0  # levels that were cut short, not valid, or with requests missing
+    left_out: int = 0  # levels that were not valid, or with requests missing
 
 
 class RunValues(msgspec.Struct, frozen=True):
@@ -148,9 +148,7 @@ def _cell(run: RunRecords, cell: dict[str, Any], levels: Sequence[Level]) -> Cel
 
 def _counts(level: Level) -> bool:
     end = level.finished
-    if end is None or not level.is_whole or end.cut_short is not None or not end.is_valid:
-        return False
-    return end.disturbance is None or not end.disturbance.is_set_aside
+    return end is not None and level.is_whole and end.is_valid and not level.is_set_aside
 
 
 def _values_of(level: Level) -> dict[str, float]:
@@ -194,11 +192,11 @@ def compare(
         own = _rows(mine, theirs)
         found += own
         if left_out := sum(cell.left_out for cell in mine + theirs):
-            notes.append(f"{mine[0].key}: {left_out} levels were cut short or not valid")
+            notes.append(f"{mine[0].key}: {left_out} levels were not valid")
         if not any(row.load not in ("", "alone") for row, _ in own):
             notes.append(
-                f"{mine[0].key}: no rate was measured in both arms: `crossover campaign repeat` "
-                "measures a run's rates again, `search.rates` gives some"
+                f"{mine[0].key}: no rate was measured in both arms: "
+                "`search.rates` of a campaign gives some"
             )
     rows = _judged(found, least)
     said = {row.verdict for row in rows}
@@ -254,7 +252,7 @@ def _check(
     if not is_interleaved(begun):
         notes.append(
             f"the runs are not interleaved in time ({' '.join(begun)}): a drift of the machine "
-            "looks like a difference; measure in turns: crossover campaign repeat A B --times 3"
+            "looks like a difference; measure in turns, A B A B"
         )
     return list(dict.fromkeys(notes))
 

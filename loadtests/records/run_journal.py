@@ -209,16 +209,12 @@ class EngineChosen(Event, frozen=True, kw_only=True):
 
 
 class Calibrated(Event, frozen=True, kw_only=True):
-    """The law of a cell's engine, from single streams and bursts, and the first estimate."""
+    """The law of a cell's engine, from single streams and bursts."""
 
     cell: str
     spent_seconds: float
     law: dict[str, Any] | None = None  # loadtests.simulation.step_law.StepLaw; None: does not fit
     policy: dict[str, Any] | None = None  # .batching_simulator.SchedulingPolicy
-    observations: list[dict[str, Any]] = []  # .step_law.StepObservation
-    slots: int | None = None
-    start: int | None = None  # 1..: which start of the cell's server
-    limits: dict[str, Capacity] = {}  # the first estimate, by the SLO's name
     reason: str = ""  # why there is no law
 
 
@@ -257,8 +253,7 @@ class LevelFinished(Event, frozen=True, kw_only=True):
     cell: str
     level: str
     due: int  # requests on record, those of the warm-up included
-    window_seconds: float  # as it came out: shorter than asked where the level was cut short
-    cut_short: str | None = None  # why
+    window_seconds: float  # as it came out
     spent_seconds: float = 0.0  # of the budget: start, warm-up, window and drain
     is_valid: bool = True  # no serious warning but `Disturbed`
     warnings: list[str] = []  # their codes
@@ -282,7 +277,6 @@ class Waited(Event, frozen=True, kw_only=True):
     cell: str
     reason: str  # by whom it was disturbed
     spent_seconds: float
-    became_quiet: bool
 
 
 class NeverQuiet(Event, frozen=True, kw_only=True):
@@ -290,7 +284,6 @@ class NeverQuiet(Event, frozen=True, kw_only=True):
 
     cell: str
     reason: str  # by whom the machine was disturbed
-    slos: list[str]  # names of those that were not searched to the end
 
 
 AnyEvent = (

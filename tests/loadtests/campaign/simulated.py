@@ -252,9 +252,6 @@ class Bench:
             at = one.ended_seconds or at
         return records
 
-    def look(self) -> CoresSample | None:
-        return self.world.cores(self.world.now - 1.0, self.world.now)
-
     def rest(self, seconds: float) -> None:
         self.world.now += seconds
         self.world.rested += seconds
