@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -73,14 +73,12 @@ def estimate(
     policy: SchedulingPolicy | None = None,
     workload: Lengths | Workload | None = None,
     arrivals: Arrivals | None = None,
-    factors: Mapping[str, float | None] | None = None,
     least_seconds: float = LEAST_SECONDS,
 ) -> Capacity:
     """The capacity by all finished levels of a cell, in whatever order; by levels alone where no
     law that fits is given.
 
-    `factors`: by level name, where they are known already. `least_seconds`: of the shortest level
-    that confirms.
+    `least_seconds`: of the shortest level that confirms.
     """
     seen = _counted(levels, slo)
     if (found := _not_even_alone(seen, slo)) is not None:
@@ -89,18 +87,16 @@ def estimate(
     failed = min((one.rate for one in loaded if one.judged.verdict == "fails"), default=math.inf)
     found = Capacity(state="no_rate_confirmed")
     if law is not None and policy is not None and workload is not None and law.fits:
-        known = factors or {}
-        told = [
-            (one.rate, factor)
-            for one in loaded
-            if (factor := known.get(one.level.name) or level_factor(law, one.level, policy))
-        ]
+        told = [(one.rate, factor) for one in loaded if (factor := _factor(law, one.level, policy))]
 
         def simulate(factor: float) -> SimulatedCapacity:
             return _simulated(policy, workload, slo, law.slower(factor), arrivals)
 
         found = _by_law(simulate, told)
     return _confirmed(_below(found, failed), seen, loaded, failed, slo, least_seconds)
+
+
+_factor = functools.lru_cache(maxsize=64)(level_factor)  # its steps may be many
 
 
 @functools.lru_cache(maxsize=64)  # a cell is asked for again after each level, a report once more

@@ -127,9 +127,7 @@ class Engine(Table, frozen=True):
         Literal["gguf", "hf", "none"],
         key("{model}: a GGUF file, a folder of safetensors (hf), or the name in models (none)"),
     ] = "hf"
-    format: Annotated[str | None, key("their format; none: the campaign's, else Q4_0 or bf16")] = (
-        None
-    )
+    format: Annotated[str | None, key("their format; none: Q4_0 or bf16")] = None
     api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
         "completions"
     )
@@ -322,10 +320,7 @@ def cells_of(file: CampaignFile) -> list[Cell]:
     wanted += [OneCell(model=model, backend=BEST) for model in file.models if BEST in file.backends]
     made = [_cell(one, file) for one in wanted + file.cells]
     made += [
-        _cell_of_engine(engine, model, weight_format, file)
-        for engine in file.engines
-        for model in file.models
-        for weight_format in formats_of(engine, file.formats)
+        _cell_of_engine(engine, model, file) for engine in file.engines for model in file.models
     ]
     cells = [
         msgspec.structs.replace(
@@ -363,7 +358,8 @@ def cell_of_target(target: Target, workload: str = "") -> Cell:
     )
 
 
-def _cell_of_engine(engine: Engine, model: str, weight_format: str, file: CampaignFile) -> Cell:
+def _cell_of_engine(engine: Engine, model: str, file: CampaignFile) -> Cell:
+    weight_format = engine.format or DEFAULT_FORMATS.get(engine.weights, "")
     name = rung(model).spec.name if is_rung(model) else model
     return Cell(
         key="-".join(part for part in (name, weight_format, engine.name) if part),
@@ -374,22 +370,6 @@ def _cell_of_engine(engine: Engine, model: str, weight_format: str, file: Campai
         synthetic=True if engine.weights != "none" and is_rung(model) else None,
         engine=engine.name,
     )
-
-
-def formats_of(engine: Engine, asked: list[str]) -> list[str]:
-    """The formats of the engine's cells: its own, else those of the campaign that its files have.
-
-    "" where its weights are its own business.
-    """
-    if engine.format is not None or engine.weights == "none":
-        return [engine.format or ""]
-    spelt = {one.lower(): one for one in _files_formats(engine)}  # BF16 in GGUF, bf16 elsewhere
-    found = [spelt[one.lower()] for one in asked if one.lower() in spelt]
-    return found or [DEFAULT_FORMATS[engine.weights]]
-
-
-def _files_formats(engine: Engine) -> tuple[str, ...]:
-    return HF_FORMATS if engine.weights == "hf" else FORMATS[engine.weights]
 
 
 def _cell(one: OneCell, file: CampaignFile) -> Cell:
@@ -498,7 +478,7 @@ def _wrong(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "command", f"{{{name}}} is not one of {known}"
     if not engine.ready.startswith("/"):
         yield "ready", f"it must be a path such as /health, got {engine.ready!r}"
-    formats = _files_formats(engine)
+    formats = HF_FORMATS if engine.weights == "hf" else FORMATS["gguf"]
     if engine.format is not None and engine.weights != "none" and engine.format not in formats:
         yield "format", f"{engine.format!r} is not one of {', '.join(formats)}"
 

@@ -29,7 +29,6 @@ from loadtests.analysis.level import levels_of
 from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target, check_trust
 from loadtests.campaign.cell_runner import CellRun, capacity_of
 from loadtests.campaign.cell_selection import (
-    WhyNot,
     budget_of,
     fastest_engine,
     layout_of,
@@ -59,7 +58,6 @@ from loadtests.records.run_journal import (
     LevelStarted,
     RunFinished,
     RunStarted,
-    SkipCause,
     of_kind,
 )
 from models import formatting
@@ -67,6 +65,7 @@ from models.errors import CrossoverError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 from serving.placement.fastest_backend import BEST
 
+SERVER = "server"  # why a cell was skipped: a later sitting tries again
 CONFIRM_MARGIN = 1.5  # of the seconds that confirming is said to take, and ...
 CONFIRM_SECONDS = 60.0  # ... so many more: warm-up, last answers
 
@@ -170,7 +169,7 @@ def _is_estimated(state: CellState) -> bool:
 
 
 def _had_no_server(state: CellState) -> bool:
-    return isinstance(state.ended, CellSkipped) and state.ended.cause is SkipCause.SERVER
+    return isinstance(state.ended, CellSkipped) and state.ended.cause == SERVER
 
 
 def _lock(what: str, beside_others: bool) -> contextlib.AbstractContextManager[Any]:
@@ -280,7 +279,7 @@ class _Sitting:
         self._tell_cells(state.key)
         why = why_not(state.cell, self._campaign, self._facts) or self._settle(state)
         if why is not None:
-            return self._leave(state, why.cause, why.reason, place)
+            return self._leave(state, why, place, "")
         part = state.parts.get(block) or self._begin(state, block, place)
         confirms = state.key in self._confirmed
         cell = CellRun(state, part, self._progress, self._clock, to_confirm=confirms)
@@ -289,16 +288,16 @@ class _Sitting:
         except BadRunFolder:  # nothing can be written any more
             raise
         except LoadError as problem:
-            cause = SkipCause.SERVER if isinstance(problem, ServerFailed) else None
+            cause = SERVER if isinstance(problem, ServerFailed) else None
             if isinstance(problem, EndpointRefuses) and state.cell.url is None:
-                cause = SkipCause.ENDPOINT
-            return self._leave(state, cause, str(problem), place)
+                cause = ""
+            return self._leave(state, str(problem), place, cause)
         if block >= self._blocks or not confirms:
             state.event(CellFinished(cell=state.key, capacities={self._campaign.slo.name: found}))
             self._progress.say(f"{place}: {capacity_text.in_words(found)}", style="bold")
 
-    def _leave(self, state: CellState, cause: SkipCause | None, reason: str, place: str) -> None:
-        """Skips a cell; one that has levels, or no cause that stays, is given up for now."""
+    def _leave(self, state: CellState, reason: str, place: str, cause: str | None) -> None:
+        """Skips a cell; one that has levels, or no cause to be skipped, is given up for now."""
         if cause is None or state.levels:
             self._given_up.add(state.key)
             state.event(Interrupted(cell=state.key, reason=reason))
@@ -307,7 +306,7 @@ class _Sitting:
             state.event(CellSkipped(cell=state.key, cause=cause, reason=reason))
             self._progress.say(f"{place}: skipped, {reason}", style="red")
 
-    def _settle(self, state: CellState) -> WhyNot | None:
+    def _settle(self, state: CellState) -> str | None:
         """Gives a cell whose backend is `best` its engine; returns why there is none."""
         if state.cell.backend != BEST:
             return None
@@ -315,7 +314,7 @@ class _Sitting:
             try:
                 choice = fastest_engine(state.cell, self._campaign, self._facts, self._progress)
             except CrossoverError as problem:
-                return WhyNot(SkipCause.SETTINGS, str(problem))
+                return str(problem)
             state.event(choice)
         state.cell = with_engine(state.cell, self._run.events)
         return why_not(state.cell, self._campaign, self._facts)

@@ -160,7 +160,7 @@ def show_plan(plan: Plan) -> None:
     seconds = shares(can, to_confirm(settings, cells), whole)
     for cell in cells:
         if (why := reasons[cell.key]) is not None:
-            typer.echo(f"  {cell.key}: skipped, {why.reason}")
+            typer.echo(f"  {cell.key}: skipped, {why}")
             continue
         layout = layout_of(cell, allowed_cores(), settings.workers)
         place = cell.url if layout is None else f"engine on cores {cores_text(layout.engine)}"

@@ -47,7 +47,6 @@ from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import measured_reuse
 from loadtests.simulation.step_law import StepLaw
-from loadtests.simulation.step_observation import level_factor
 from models import formatting
 
 ENOUGH = 1.4  # a limit that is higher above the confirmed rate is worth one more level
@@ -83,10 +82,6 @@ class Restart(msgspec.Struct, frozen=True):
 
 
 Step = LevelAsk | Calibrate | Restart | None  # None: nothing is left to measure, or to pay for
-
-
-class PatienceUsedUp(Exception):
-    """The machine was disturbed for as long as the campaign waits; the message says by whom."""
 
 
 class CellRun:
@@ -245,15 +240,11 @@ class CellRun:
         if start is None:
             return None
         rate = next_rate(tried, start)
-        low, high = sides(tried)
-        has_failed = any(self._verdict(one) == "fails" for one in self.loaded)
-        if rate is None and low is not None and high is not None and not has_failed:
-            rate = NARROW * high  # what nearly held bounds nothing
-        if rate is None:
-            again = sum(level.rate == low for level in self.loaded)
-            if low is None or again > MOST_LEVELS or self.found.holds:
-                return None
-            rate = low
+        again = sum(level.rate == rate for level in self.loaded)
+        if again and not any(self._verdict(one) == "fails" for one in self.loaded):
+            rate = NARROW * min(at for at, is_up in tried if not is_up)  # it bounds nothing yet
+        elif rate is None or again > MOST_LEVELS or (again and self.found.holds):
+            return None
         return self._level(rate, by_levels=True)
 
     def _level(
@@ -284,25 +275,21 @@ class CellRun:
 
     def _measure(self) -> Restart | None:
         """Steps until nothing is left to measure in this block; Restart: on a new server."""
-        state, progress = self.state, self.progress
         while True:
             step = self.next_step()
-            try:
-                match step:
-                    case None | Restart():
-                        return step
-                    case Calibrate():
-                        self._calibrate(step.seconds)
-                    case LevelAsk():
-                        level = self._level_that_counts(step)
-                        progress.detail(f"  {level_text(level, self.slo)}")
-                        if level.rate and not self.search.rates:
-                            progress.found(state.key, capacity_text.in_words(capacity_of(state)))
-            except PatienceUsedUp as problem:
-                state.event(NeverQuiet(cell=state.key, reason=str(problem)))
-                said = f"  never quiet: {problem}; nothing more is measured"
-                progress.say(said, style="yellow")
-                return None
+            match step:
+                case None | Restart():
+                    return step
+                case Calibrate():
+                    self._calibrate(step.seconds)
+                case LevelAsk():
+                    level = self._level_that_counts(step)
+                    if level is None:
+                        return None
+                    self.progress.detail(f"  {level_text(level, self.slo)}")
+                    if level.rate and not self.search.rates:
+                        words = capacity_text.in_words(capacity_of(self.state))
+                        self.progress.found(self.state.key, words)
 
     def _calibrate(self, seconds: float) -> None:
         """Bursts, the law and the first estimate, on record. Those of the journal are not sent
@@ -357,11 +344,11 @@ class CellRun:
         took = formatting.duration(self.clock() - began)
         self.progress.say(f"  calibrated in {took}: {words}")
 
-    def _level_that_counts(self, asked: LevelAsk) -> Level:
+    def _level_that_counts(self, asked: LevelAsk) -> Level | None:
         """One level, measured again where it was interrupted, and after a pause where it was
-        disturbed: that costs the cell's patience, not its budget.
+        disturbed: that costs the cell's patience, not its budget. None: it is used up.
 
-        Raises LevelFailed, PatienceUsedUp.
+        Raises LevelFailed.
         """
         say, pauses, interrupted = self.progress.say, 0, 0
         while True:
@@ -382,7 +369,9 @@ class CellRun:
             say(f"  {level_text(level, self.slo)}", style="yellow")
             by = in_words(taken)
             if not is_patient:
-                raise PatienceUsedUp(by)
+                self.state.event(NeverQuiet(cell=self.state.key, reason=by))
+                say(f"  never quiet: {by}; nothing more is measured", style="yellow")
+                return None
             pauses += 1
             pause = max(0.0, min(2.0**pauses, MOST_WAIT_SECONDS, self._patience_seconds))
             took = formatting.duration(pause)
@@ -414,45 +403,30 @@ def capacity_of(state: CellState) -> Capacity:
     alone.
     """
     made, campaign = state.calibrated, state.campaign
-    law, policy = None, None
-    if made is not None and made.law is not None:
-        law = msgspec.convert(made.law, StepLaw)
-        policy = msgspec.convert(made.policy, SchedulingPolicy)
-        for level in state.counted:
-            if level.rate is not None and level.name not in state.factors:
-                state.factors[level.name] = level_factor(law, level, policy)
+    has_law = made is not None and made.law is not None
     return estimate(
         state.counted,
         campaign.slo,
-        law=law,
-        policy=policy,
+        law=msgspec.convert(made.law, StepLaw) if made and has_law else None,
+        policy=msgspec.convert(made.policy, SchedulingPolicy) if made and has_law else None,
         workload=campaign.workload_of(state.cell),
         arrivals=campaign.arrivals,
-        factors=state.factors,
         least_seconds=campaign.search.level_seconds,
     )
 
 
-Tried = Sequence[tuple[float, bool]]  # rates, and whether a level there met the SLO so far
-
-
-def next_rate(tried: Tried, start: float) -> float | None:
-    """Requests/s; None: both sides are known and near enough, or no rate is left to try.
+def next_rate(tried: Sequence[tuple[float, bool]], start: float) -> float | None:
+    """Requests/s after these, of which a level met the SLO so far or not; once both sides of the
+    limit are known and near enough, the low one. None: no rate is left to try.
 
     `start`: where to begin: the rate of one stream, or what a rough law says.
     """
+    high = min((rate for rate, is_up in tried if not is_up), default=math.inf)
+    low = max((rate for rate, is_up in tried if is_up and rate < high), default=0.0)
     if not tried:
         return start
-    low, high = sides(tried)
-    if high is None:
-        return 2 * (low or start)
-    if low is None:
+    if high == math.inf:
+        return 2 * low
+    if not low:
         return high / 2 if high / 2 >= LOWEST * start else None
-    return None if high / low <= NARROW * 1.001 else math.sqrt(low * high)
-
-
-def sides(tried: Tried) -> tuple[float | None, float | None]:
-    """The highest rate that held below every one that failed, and the lowest that failed."""
-    high = min((rate for rate, is_up in tried if not is_up), default=None)
-    held = [rate for rate, is_up in tried if is_up and (high is None or rate < high)]
-    return max(held, default=None), high
+    return low if high / low <= NARROW * 1.001 else math.sqrt(low * high)

@@ -18,7 +18,7 @@ from loadtests.campaign.campaign_file import Campaign, Cell, Plan, Server, parse
 from loadtests.campaign.progress import Progress
 from loadtests.errors import BadCampaign
 from loadtests.host.cpu_pinning import Layout, divide_cores
-from loadtests.records.run_journal import EngineChosen, EngineRating, Event, SkipCause, of_kind
+from loadtests.records.run_journal import EngineChosen, EngineRating, Event, of_kind
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
 from loadtests.simulation.step_law import NUMBERS, StepLaw
@@ -28,7 +28,7 @@ from models.ladder import is_rung, rung
 from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_table import BACKENDS, missing_backends
-from serving.errors import Cause, ServingError
+from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from serving.placement.fastest_backend import (
     BEST,
@@ -39,7 +39,7 @@ from serving.placement.fastest_backend import (
     fastest_backend,
     known_times,
 )
-from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
+from serving.placement.placement_policy import PlacementRequest, plan
 from serving.server_options import Policy
 
 HOST = "127.0.0.1"  # of an engine of others
@@ -56,15 +56,8 @@ BACKEND, FORMAT = USUAL[0]  # its weights are made in seconds
 BELOW = 3  # rungs that keep the SLO alone
 
 
-class WhyNot(msgspec.Struct, frozen=True):
-    """Why a cell cannot run here, with the arithmetic."""
-
-    cause: SkipCause
-    reason: str
-
-
-def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | None:
-    """None when the cell can run here, or when only trying tells."""
+def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
+    """With the arithmetic; None when the cell can run here, or when only trying tells."""
     if (
         cell.url is not None
         or not is_rung(cell.model)
@@ -76,12 +69,8 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
     named = {"backend": cell.backend, "weight_format": cell.weight_format}
     try:
         plan(msgspec.structs.replace(asked, **named), facts)
-    except NoPlacement as problem:
-        causes = {reason.cause for reason in problem.reasons}
-        is_short = bool(causes & {Cause.insufficient_memory, Cause.insufficient_vram})
-        return WhyNot(SkipCause.MEMORY if is_short else SkipCause.SETTINGS, str(problem))
     except (ServingError, ValueError, KeyError) as problem:
-        return WhyNot(SkipCause.SETTINGS, str(problem))
+        return str(problem)
     return None
 
 
@@ -314,8 +303,7 @@ def forecasts(
     found = {}
     for name in STEPS:
         cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND)
-        refusal = why_not(cell, on_cpu, facts)
-        if refusal is not None and refusal.cause is SkipCause.MEMORY:
+        if why_not(cell, on_cpu, facts) is not None:
             continue
         law = on_the_line(laws, rung(name).spec.matrix_parameters)
         found[name] = capacity(law, policy_of(server), campaign.workload, campaign.slo)

@@ -58,7 +58,6 @@ class CellState:
         self.campaign = campaign
         self.cell = with_engine(cell, run.events)
         self.levels = list(levels)
-        self.factors: dict[str, float | None] = {}  # by level: its steps over the law's
         self.calibrated: Calibrated | None = None
         self.ended: CellFinished | CellSkipped | None = None
         self.parts: dict[int, CellStarted] = {}  # by block: what was said when it was begun

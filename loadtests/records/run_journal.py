@@ -19,15 +19,6 @@ import msgspec
 FORMAT_VERSION = 4  # goes up when what is written means something else
 
 
-class SkipCause(StrEnum):
-    """Why a cell was not measured."""
-
-    MEMORY = "memory"  # it does not fit
-    SETTINGS = "settings"  # the backend, format or device cannot be had here
-    SERVER = "server"  # the server did not start, or ended
-    ENDPOINT = "endpoint"  # the server refused the probe
-
-
 class LevelPurpose(StrEnum):
     SINGLE_STREAM = "single_stream"  # one request at a time
     CALIBRATION = "calibration"  # bursts, whose steps the law is made from
@@ -220,8 +211,8 @@ class Calibrated(Event, frozen=True, kw_only=True):
 
 class CellSkipped(Event, frozen=True, kw_only=True):
     cell: str
-    cause: SkipCause
     reason: str
+    cause: str = ""  # "server": it did not start, or ended; a later sitting tries again
 
 
 class CellFinished(Event, frozen=True, kw_only=True):

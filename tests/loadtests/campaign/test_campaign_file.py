@@ -21,9 +21,7 @@ from loadtests.campaign.campaign_file import (
     Campaign,
     CampaignFile,
     Cell,
-    Engine,
     check_trust,
-    formats_of,
     parse_campaign,
     read_campaign,
     slo_of,
@@ -93,14 +91,12 @@ def test_cells_of_engines_stand_beside_ours() -> None:
     text = with_engine('weights = "gguf"').replace("backends = []", 'formats = ["Q4_0", "bf16"]')
     plan = parse_campaign(text)
     assert [cell.key for cell in plan.cells] == [
-        *("smollm2-135m-Q4_0-llama_cpp", "smollm2-135m-BF16-llama_cpp"),
-        *("smollm2-135m-Q4_0-vllm", "smollm2-135m-BF16-vllm"),
+        *("smollm2-135m-Q4_0-llama_cpp", "smollm2-135m-BF16-llama_cpp", "smollm2-135m-Q4_0-vllm"),
     ]
     last = plan.cells[-1]
     assert (last.engine, last.synthetic, last.url, last.slots) == ("vllm", True, None, None)
-    assert formats_of(Engine(name="a", command="", weights="gguf"), ["Q8_0", "int4"]) == ["Q8_0"]
-    assert formats_of(Engine(name="a", command=""), ["Q8_0", "int8"]) == ["bf16"]
-    assert formats_of(Engine(name="a", command="", weights="none"), ["Q8_0"]) == [""]
+    for more, weight_format in (("", "bf16"), ('weights = "none"', "")):
+        assert parse_campaign(with_engine(more)).cells[-1].weight_format == weight_format
 
 
 def test_words_of_a_command_are_split_and_filled_without_a_shell() -> None:

@@ -26,7 +26,7 @@ from loadtests.campaign.run_state import campaign_of, seed_of
 from loadtests.campaign.server_launch import serve_command
 from loadtests.errors import BadCampaign
 from loadtests.records.run_folder import read_records
-from loadtests.records.run_journal import EngineChosen, SkipCause, of_kind
+from loadtests.records.run_journal import EngineChosen, of_kind
 from models.ladder import rung
 from serving.hardware.machine_facts import allowed_cores, hardware_facts
 from serving.placement.fastest_backend import EngineTimes, keep
@@ -41,14 +41,7 @@ def test_a_cell_that_cannot_fit_is_skipped_with_the_arithmetic() -> None:
     small = msgspec.structs.replace(hardware_facts(), memory_available_bytes=2 << 30)
     assert why_not(plan.cells[0], plan.campaign, small) is None
     why = why_not(plan.cells[1], plan.campaign, small)
-    assert why is not None and why.cause is SkipCause.MEMORY
-    assert "llama-3.1-8b" in why.reason and "GiB" in why.reason
-
-
-def test_a_cell_without_its_device_is_not_said_to_want_memory() -> None:
-    plan = parse_campaign(f'{ONE}[server]\npolicy = "gpu-only"')
-    why = why_not(plan.cells[0], plan.campaign, msgspec.structs.replace(hardware_facts(), gpus=()))
-    assert why is not None and why.cause is SkipCause.SETTINGS
+    assert why is not None and "llama-3.1-8b" in why and "GiB" in why
 
 
 def test_more_cores_than_there_are() -> None:
