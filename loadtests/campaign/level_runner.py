@@ -341,7 +341,7 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
             is_ours=not isinstance(server, Command),
         )
         stack.enter_context(bench.sampler)
-        more = {"target": msgspec.to_builtins(facts), "sampling": bench.sampler.missing}
+        more = {"target": msgspec.to_builtins(facts)}
         state.event(msgspec.structs.replace(ready, unix_seconds=time.time(), **more))
         for note in facts.notes:
             progress.say(f"  note: {note}")

@@ -89,9 +89,8 @@ def _compare(options: CompareOptions) -> None:
     with both values, unless --allow names it.
 
     \b
-    for i in 1 2 3; do crossover campaign run a.toml --out A
-        crossover campaign run b.toml --out B; done
-    crossover compare --fail-on slower A -- B            # both with the same `search.rates`
+    crossover campaign repeat runs/A runs/B --times 2    # in turns: A B A B
+    crossover compare --fail-on slower A1 A2 A3 -- B1 B2 B3    # folders: `repeat` prints them
     crossover compare old-version/ new-version/          # folders of runs
     """
     from loadtests.comparison.compare_runs import compare, read_arm

@@ -165,7 +165,6 @@ class CellReady(Event, frozen=True, kw_only=True):
     url: str | None = None
     layout: dict[str, Any] | None = None  # loadtests.host.cpu_pinning.Layout
     target: dict[str, Any] | None = None  # loadtests.load_generator.openai_endpoint.TargetFacts
-    sampling: Any = None  # resources that are not sampled, and why
 
     @property
     def shared_cores(self) -> list[str]:
