@@ -337,11 +337,10 @@ class CellRun:
             policy=None if policy is None else msgspec.to_builtins(policy),
             reason=found.reason,
         )
-        state.calibrated = made  # the estimate asks for it
-        limit = capacity_of(state)
         state.event(made)
-        words = f"no law, {found.reason}" if found.law is None else capacity_text.in_words(limit)
+        limit = capacity_text.in_words(capacity_of(state))
         took = formatting.duration(self.clock() - began)
+        words = limit if found.law is not None else f"no law, {found.reason}"
         self.progress.say(f"  calibrated in {took}: {words}")
 
     def _level_that_counts(self, asked: LevelAsk) -> Level | None:

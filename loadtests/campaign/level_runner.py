@@ -132,7 +132,6 @@ class ServerBench:
     def measure(self, asked: LevelAsk, plan: LoadPlan | None = None) -> Level:
         """`plan`: what is sent, where the caller says it (`crossover load`)."""
         state, server, sampler, clock = self.state, self.server, self.sampler, self._clock
-        state.run.check_room()
         plan = plan or self._plan(asked)
         self.progress.tick(f"{asked.name}: starting the load generator")
         engines, began, rows = server.engine_pids(), time.monotonic(), LevelRows()

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -40,10 +39,8 @@ from loadtests.records.run_journal import (
     LevelStarted,
     of_kind,
 )
-from models import formatting
 from models.manifest import write_atomically
 
-LEAST_FREE_BYTES = 64 << 20  # of disk, for a level to begin
 MANIFEST = "manifest.json"
 REQUESTS = "requests.jsonl"
 SAMPLES = "samples.jsonl"
@@ -193,15 +190,6 @@ class RunFolder:
         self._events.append(event)
         self.events.append(event)
         return event
-
-    def check_room(self) -> None:
-        """Raises BadRunFolder where the disk is too full for a level to begin."""
-        free = shutil.disk_usage(self.folder).free
-        if free < LEAST_FREE_BYTES:
-            raise BadRunFolder(
-                f"{self.folder} has {formatting.size(free)} of disk free, and a level wants "
-                f"{formatting.size(LEAST_FREE_BYTES)}: make room and resume"
-            )
 
     def finish(self, level: LevelFinished) -> None:
         """Writes that a level has finished; its requests and samples are in their files already.

@@ -307,7 +307,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     assert done.exit_code == 0, done.output
     for part in (
         *("for 99 % of requests", "chat lengths x 0.1", "1 min 30 s of measuring"),
-        *("smollm2-135m-Q4_0-llama_cpp: at most ", "cores: engine", "skipped, "),
+        *("smollm2-135m-Q4_0-llama_cpp: at most ", "engine on cores", "skipped, "),
         f"runs, only with --trust: touch {flag} smollm2-135m '{{port}}' 16 32768 ",
     ):
         assert part in done.output, part

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from loadtests.analysis.level import levels_of
 from loadtests.errors import BadRunFolder
-from loadtests.records import run_folder
 from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_folder import (
     EVENTS,
@@ -104,16 +103,6 @@ def test_a_full_disk_loses_the_record_being_written_and_no_other(tmp_path: Path)
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         folder.request(record("l", 3))
     assert indices(tmp_path) == [0, 1, 3]
-
-
-def test_a_level_does_not_begin_on_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
-        folder.check_room()
-        monkeypatch.setattr(run_folder, "LEAST_FREE_BYTES", 1 << 60)
-        with pytest.raises(BadRunFolder, match="of disk free, and a level wants .* make room"):
-            folder.check_room()
 
 
 def test_only_finished_levels_count_and_each_has_its_own_requests(tmp_path: Path) -> None:
