@@ -6,7 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -31,7 +31,7 @@ from loadtests.campaign.run_state import manifest_of
 from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign
 from loadtests.records.run_folder import RunFolder
-from loadtests.workload.arrivals import Arrivals, Gamma
+from loadtests.workload.arrivals import Gamma
 from serving.hardware.machine_facts import hardware_facts
 from tests.campaign_template import SECTIONS, STARTED, campaign_template, keys_of
 
@@ -272,20 +272,6 @@ def test_it_parses_and_says_nothing_but_the_defaults() -> None:
     assert done.exit_code == 0 and done.output == campaign_template()
     written, minimal = parse_campaign(done.output), parse_campaign(MINIMAL)
     assert written.campaign == minimal.campaign and written.cells == minimal.cells
-
-
-def test_it_holds_every_key_of_every_table_with_a_comment() -> None:
-    top, *tables = re.split(r"^(?:# )?\[+(\w+)\]+", campaign_template(), flags=re.M)
-    texts = dict(zip(tables[::2], tables[1::2], strict=True)) | {"": top}
-    kinds = {name: kind for name, (kind, _) in SECTIONS.items()} | {"": CampaignFile}
-    for name, kind in kinds.items():
-        known = {key.name for key in keys_of(kind)} - (
-            set() if name else {*SECTIONS, "arrivals", "workloads"}
-        )
-        assert set(re.findall(r"^(?:# )?(\w+) =", texts[name], re.M)) == known, name
-        assert all(key.what for key in keys_of(kind)), name
-    tags = [str(kind.__struct_config__.tag) for kind in get_args(Arrivals)]
-    assert all(tag in texts["arrivals"] for tag in tags)
 
 
 # What the command line says before anything is started.

@@ -254,32 +254,6 @@ def test_killed_after_every_append_and_gone_on_with(
             assert one.capacity.limit == pytest.approx(other.capacity.limit, rel=0.25)
 
 
-@pytest.mark.parametrize(("cuts", "bad"), [((3, 4, 5), {1}), ((7, 1, 6, 2), {2}), ((9, 9), {1, 2})])
-def test_any_sequence_of_kills_and_interruptions_ends_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], bad: set[int]
-) -> None:
-    """Resumed after each kill, with first attempts that fail: one whole run in the end."""
-
-    def fate(state: CellState, asked: LevelAsk) -> None:
-        if any(asked.name.endswith(f"#{number}.1") for number in bad):
-            raise interrupted()
-
-    world = Simulated(fate=fate)
-
-    def sitting() -> Path:
-        found = list(tmp_path.iterdir())
-        return world.resume(found[0]) if found else world.run(campaign(), tmp_path)
-
-    for appends in cuts:
-        with killed_after(monkeypatch, appends):
-            sitting()
-    folder = sitting()
-    check_folder(folder)
-    assert kinds(folder).count("run_finished") == 1
-    finished = [one.partition("#")[2] for one in read_records(folder).finished_levels]
-    assert not {f"{number}.1" for number in bad} & {*finished}
-
-
 def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:
     plan = parse_campaign('name = "x"\n[target]\nurl = "http://127.0.0.1:9"\nready_seconds = 0.5')
     with pytest.raises(TargetUnusable, match="127.0.0.1:9 cannot be reached"):
