@@ -123,8 +123,9 @@ def _sentence(name: str, problem: str, kinds: list[Any], value: Any) -> str:
         return f"{name} must be {' or '.join(types)}, got {value!r}"
     if said.startswith("Invalid enum value"):
         known = [repr(v) for one in kinds if get_origin(one) is Literal for v in get_args(one)]
-        classes = [one for one in kinds if isinstance(one, enum.EnumMeta)]
-        known += [repr(one.value) for kind in classes for one in kind]  # type: ignore[var-annotated]
+        for one in kinds:
+            if isinstance(one, enum.EnumMeta):
+                known += [repr(value) for value in one._value2member_map_]
         return f"{name} must be one of {', '.join(known) or 'the known names'}, got {value!r}"
     got = "" if isinstance(value, dict) else f", got {value!r}"
     return f"{name}: {said}{got}" if name else said
