@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loadtests.analysis import capacity_estimate
 from loadtests.analysis.capacity_estimate import confirming_seconds, estimate
 from loadtests.analysis.level import Level
 from loadtests.analysis.slo import SLO_PRESETS, Slo
@@ -31,7 +32,9 @@ def by_law(
     """With these factors of the levels, in their order."""
     factors = [factor] * len(levels) if isinstance(factor, float) else factor
     told = {level.name: one for level, one in zip(levels, factors, strict=True)}
-    return estimate(levels, SLO, law=LAW, policy=POLICY, workload=LENGTHS, factors=told)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(capacity_estimate, "_factor", lambda law, level, policy: told[level.name])
+        return estimate(levels, SLO, law=LAW, policy=POLICY, workload=LENGTHS)
 
 
 FIRST = by_law([])
