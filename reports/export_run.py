@@ -40,7 +40,7 @@ KEPT = frozenset(
 )
 LEFT_OUT = frozenset(
     "command campaign_text url target placement layout sampling hostname error_message request_id "
-    "session strangers engines options cache details reason reasons cut_short file replay path "
+    "session strangers engines options cache details reason reasons file replay path "
     "cpu_name api_key_env gpu_note uuid endpoint_notes device_name cell_levels".split()
 )
 NAMED = ("cell", "level", "key", "model", "name")  # texts that may hold a model or a cell

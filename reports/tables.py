@@ -126,8 +126,6 @@ def levels_table(data: ReportData) -> Table:
         for one in cell.levels:
             said = one.level.finished
             notes = [] if said is None else [*said.warnings]
-            if said is not None and said.cut_short:
-                notes.append(f"cut short: {said.cut_short}")
             if not one.counts:
                 notes.append("does not count")
             tokens = one.level.output_tokens_per_second

@@ -12,10 +12,10 @@ import msgspec
 
 from loadtests.analysis.slo import SLO_PRESETS
 from loadtests.campaign.campaign_file import CampaignFile
-from loadtests.campaign.campaign_template import LISTS, SECTIONS, keys_of, toml_value
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.request_lengths import PRESETS
 from reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
+from tests.campaign_template import LISTS, SECTIONS, keys_of, toml_value
 
 TOML_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 

@@ -19,6 +19,7 @@ from reports.plan.plan_file import BadPlan
 from reports.plan.plan_options import make_plan
 from reports.plan.plan_text import as_text
 from serving.backends.backend_interface import CAPABILITIES
+from tests.campaign_template import campaign_template
 from tests.docs_of_structs import campaign_keys, plan_keys
 from tests.house import PACKAGES
 
@@ -90,6 +91,7 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
 }
 # Files that are made as a whole.
 WHOLE: dict[str, Callable[[], str]] = {
+    "loadtests/campaign.toml": campaign_template,
     "docs/plan-examples/office-hours.txt": lambda: (
         "$ crossover plan docs/plan-examples/office-hours.toml\n"
         + plan_output("office-hours")

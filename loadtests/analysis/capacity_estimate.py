@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from loadtests.analysis.disturbance import is_slight
 from loadtests.analysis.good_share_interval import LEAST_AS_ONE, wilson
 from loadtests.analysis.level import Judged, Level
 from loadtests.analysis.slo import Slo, requests_to_hold
@@ -74,14 +73,12 @@ def estimate(
     policy: SchedulingPolicy | None = None,
     workload: Lengths | Workload | None = None,
     arrivals: Arrivals | None = None,
-    factors: Mapping[str, float | None] | None = None,
     least_seconds: float = LEAST_SECONDS,
 ) -> Capacity:
     """The capacity by all finished levels of a cell, in whatever order; by levels alone where no
     law that fits is given.
 
-    `factors`: by level name, where they are known already. `least_seconds`: of the shortest level
-    that confirms.
+    `least_seconds`: of the shortest level that confirms.
     """
     seen = _counted(levels, slo)
     if (found := _not_even_alone(seen, slo)) is not None:
@@ -90,19 +87,16 @@ def estimate(
     failed = min((one.rate for one in loaded if one.judged.verdict == "fails"), default=math.inf)
     found = Capacity(state="no_rate_confirmed")
     if law is not None and policy is not None and workload is not None and law.fits:
-        known = factors or {}
-        told = [
-            (one.rate, factor)
-            for one in loaded
-            if not one.level.is_set_aside
-            if (factor := known.get(one.level.name) or level_factor(law, one.level, policy))
-        ]
+        told = [(one.rate, factor) for one in loaded if (factor := _factor(law, one.level, policy))]
 
         def simulate(factor: float) -> SimulatedCapacity:
             return _simulated(policy, workload, slo, law.slower(factor), arrivals)
 
         found = _by_law(simulate, told)
     return _confirmed(_below(found, failed), seen, loaded, failed, slo, least_seconds)
+
+
+_factor = functools.lru_cache(maxsize=64)(level_factor)  # its steps may be many
 
 
 @functools.lru_cache(maxsize=64)  # a cell is asked for again after each level, a report once more
@@ -117,19 +111,12 @@ def _simulated(
 
 
 def _counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
-    """The levels that count, judged: finished, valid, whole and undisturbed.
-
-    A disturbed one of which little was taken counts where it holds all the same.
-    """
+    """The levels that count, judged: finished, valid, whole and undisturbed."""
     found = []
     for level in levels:
         end = level.finished
-        if end is None or not end.is_valid or not level.is_whole:
-            continue
-        judged, taken = level.judge(slo), end.disturbance
-        holds = taken is not None and is_slight(taken) and judged.verdict == "holds"
-        if holds or not level.is_set_aside:
-            found.append(Counted(level, judged, level.rate or 0.0))
+        if end is not None and end.is_valid and level.is_whole and not level.is_set_aside:
+            found.append(Counted(level, level.judge(slo), level.rate or 0.0))
     return found
 
 
@@ -305,9 +292,8 @@ def _confirmed(
 
 
 def _may_confirm(one: Counted, least_seconds: float) -> bool:
-    """Long and steady enough, and not cut short."""
-    is_whole = one.level.finished is not None and one.level.finished.cut_short is None
-    return is_whole and one.level.window_seconds >= least_seconds and bool(one.judged.steady)
+    """Long and steady enough."""
+    return one.level.window_seconds >= least_seconds and bool(one.judged.steady)
 
 
 def _is_proven(

@@ -309,6 +309,15 @@ class LevelRows:
         self._failure: list[str | None] = []
         self._backend: list[str | None] = []
 
+    @property
+    def count(self) -> int:
+        return len(self._failure)
+
+    @property
+    def last_seconds(self) -> float:
+        """When the last answer ended; 0.0 without any."""
+        return float(np.nanmax([0.0, *self._numbers["ended"]]))
+
     def add(self, record: RequestRecord) -> None:
         for name, attribute in _NUMBERS.items():
             value = getattr(record, attribute)

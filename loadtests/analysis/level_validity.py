@@ -13,8 +13,8 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from loadtests.analysis.disturbance import in_words, is_slight
-from loadtests.analysis.level import Judged, Level
+from loadtests.analysis.disturbance import in_words
+from loadtests.analysis.level import Level
 from loadtests.analysis.percentiles import distribution
 from loadtests.analysis.slo import Slo, requests_to_hold
 from loadtests.analysis.steady_state import grows
@@ -25,7 +25,7 @@ CLIENT_BUSY_SHARE = 0.80  # of one core
 LATE_SHARE = 0.01  # p99 send lag / median TTFT
 LATE_FLOOR_SECONDS = 0.001  # below the resolution that any latency here is read at
 SWAP_GROWTH_BYTES = 16 << 20
-HELD_BACK_SHARE = 0.02  # of the time: steal, quota, a GPU's clock
+HELD_BACK_SHARE = 0.02  # of the time: quota, a GPU's clock
 SHORT_SHARE = 0.01
 PROMPTS_OFF_SHARE = 0.02
 
@@ -42,10 +42,8 @@ ADVICE = {
     "LongAnswers": "the endpoint miscounts, or ignores max_tokens: count its tokens yourself",
     "StandIns": "less of the prompt is reused; raise think_seconds",
     "PromptsOff": "the tokenizer is not the server's, or its chat template adds tokens",
-    "CpuStolen": "use a quieter host, or a machine of one's own",
     "Throttled": "raise the quota, the power cap or the cooling",
     DISTURBED: 'measure on a quiet machine, or take this one as it is with disturbance = "ignore"',
-    "SteadySteal": "use a host that is not shared",
 }
 
 
@@ -88,11 +86,10 @@ def level_warnings(
     """All warnings about one level. `samples` are of the whole level."""
     start, end = (level.started.started_unix_seconds + at for at in level.window)
     inside = [sample for sample in samples if start <= sample.unix_seconds < end]
-    judged = level.judge(slo)
     found = (
-        *_of_load(level, slo, judged, inside),
+        *_of_load(level, slo),
         *_of_answers(level),
-        *_of_machine(level, judged, inside),
+        *_of_machine(level, inside),
     )
     return tuple(NamedWarning(code, weight, text, ADVICE[code]) for code, weight, text in found)
 
@@ -109,13 +106,9 @@ def send_lag_p99(level: Level) -> float | None:
     return float(lags[math.ceil(0.99 * len(lags)) - 1]) if len(lags) else None
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _of_load(level: Level, slo: Slo, judged: Judged, samples: Sequence[ResourceSample]) -> Found:
+def _of_load(level: Level, slo: Slo) -> Found:
     """What was asked, and how evenly it was answered."""
+    judged = level.judge(slo)
     if judged.verdict == "unresolved" and judged.steady is not False:
         yield (
             "TooFewSamples",
@@ -198,41 +191,23 @@ def _of_answers(level: Level) -> Found:
             yield "PromptsOff", WARNING, text
 
 
-def _of_machine(level: Level, judged: Judged, samples: Sequence[ResourceSample]) -> Found:
+def _of_machine(level: Level, samples: Sequence[ResourceSample]) -> Found:
     """What became of its memory, cores and clocks."""
     swap = [one.swap_used_bytes for one in samples if one.swap_used_bytes is not None]
     if len(swap) > 1 and (grown := max(swap) - swap[0]) >= SWAP_GROWTH_BYTES:
         yield "Swapping", WARNING, f"swap in use grew by {formatting.size(grown)} during the level"
     cores = [one.cores for one in samples if one.cores is not None]
     seconds = max(sum(one.seconds for one in cores), 1e-9)
-    stolen = sum(one.steal_seconds or 0.0 for one in cores) / seconds
     quota = sum(one.throttled_seconds or 0.0 for one in cores) / seconds
-    found = level.finished and level.finished.disturbance
-    if not found and stolen > HELD_BACK_SHARE:  # else Disturbed says it of the engine's cores
-        text = f"the hypervisor gave {stolen:.1%} of a core's time to others during the level"
-        yield "CpuStolen", WARNING, text
-    parts = []
     if quota > HELD_BACK_SHARE:
         text = f"the control group's CPU quota held processes back for {quota:.1%} of the time"
-        parts.append(text)
+        yield "Throttled", WARNING, text
     held = [one for one in samples if one.gpu_throttled]
     if len(held) > HELD_BACK_SHARE * len(samples):
         why = ", ".join(sorted({reason for one in held for reason in one.gpu_throttled or ()}))
         told = sum(one.gpu_throttled is not None for one in samples)
-        watts = _mean(one.gpu_watts for one in held)
-        at = "" if watts is None else f" at {watts:.0f} W"
-        parts.append(f"the GPU's clock was held down in {len(held)} of {told} samples{at} ({why})")
-    if parts:
-        yield "Throttled", WARNING, " and ".join(parts)
+        text = f"the GPU's clock was held down in {len(held)} of {told} samples ({why})"
+        yield "Throttled", WARNING, text
+    found = level.finished and level.finished.disturbance
     if found and found.is_disturbed:
-        holds = judged.verdict == "holds" and is_slight(found)
-        kept = "; the level holds all the same, so it counts" if holds and not found.counts else ""
-        weight = WARNING if found.counts or holds else SERIOUS
-        yield DISTURBED, weight, in_words(found) + kept
-    elif found and found.steady_steal_share is not None:
-        yield (
-            "SteadySteal",
-            WARNING,
-            f"the host takes {found.steady_steal_share:.0%} of this machine's time steadily; "
-            "the capacity is of this machine with that",
-        )
+        yield DISTURBED, SERIOUS if found.is_set_aside else WARNING, in_words(found)

@@ -21,6 +21,7 @@ and value. Reading a campaign starts nothing and looks at no machine.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,6 @@ import msgspec
 from msgspec import Meta
 
 from loadtests.analysis.slo import SLO_PRESETS, Slo
-from loadtests.campaign.external_servers import Engine, command_of, formats_of, places, wrong
 from loadtests.checked_files import Table, converted, key, parse_toml, read_toml
 from loadtests.errors import BadCampaign, LoadError, TargetUnusable
 from loadtests.load_generator.load_plan import DEFAULT_WORKLOAD, check_count
@@ -39,7 +39,7 @@ from loadtests.workload.arrivals import Arrivals, Poisson, Trace
 from loadtests.workload.request_lengths import Workload
 from loadtests.workload.traces import load_trace
 from models.errors import CrossoverError, printable
-from models.formats import DEFAULT_FORMATS
+from models.formats import DEFAULT_FORMATS, FORMATS, HF_FORMATS
 from models.ladder import is_rung, rung
 from serving.backends.backend_table import BACKENDS, weights_of
 from serving.bounds import Count, Positive, Seconds, Share
@@ -48,6 +48,8 @@ from serving.placement.fastest_backend import BEST
 from serving.server_options import SharedOptions
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
+FILLED = ("model", "port", "host", "slots", "context", "kv_tokens", "threads")
+_PLACE = re.compile(r"\{([A-Za-z_]+)\}")
 AUTO = "auto"  # in place of models: the rungs around this machine's limit
 
 
@@ -76,10 +78,6 @@ class Hardware(Table, frozen=True):
         key("physical cores of the engine; none: all where there are up to 8, else but 1 or 2"),
     ] = None
     threads: Annotated[Count | None, key("threads of the engine; none: one for each core")] = None
-    memory_gib: Annotated[
-        Positive | None,
-        key("of server and engine; a cell that is predicted to need more is skipped"),
-    ] = None
 
 
 class SloSpec(Table, frozen=True):
@@ -100,10 +98,6 @@ class SloSpec(Table, frozen=True):
 class Search(Table, frozen=True):
     """How a cell's capacity is found."""
 
-    method: Annotated[
-        Literal["law", "levels"],
-        key("law: from step times, and a level confirms; levels: by levels alone"),
-    ] = "law"
     starts: Annotated[
         Count, key("server starts that must confirm; 2 for a machine that is to be put to work")
     ] = 1
@@ -119,9 +113,24 @@ class Search(Table, frozen=True):
     rates: Annotated[
         list[Positive], key("measure levels at these rates (requests/s) in place of a search")
     ] = []
-    budget_seconds: Annotated[
-        Positive, key("measuring time of each cell where the campaign has none for all")
-    ] = 600.0
+
+
+class Engine(Table, frozen=True):
+    """An engine of others, started by a command for each of its cells."""
+
+    name: Annotated[str, key("the engine's, in keys and reports")]
+    command: Annotated[
+        str, key("words as a shell splits them; {model} {port} {host} {slots} {context} ... filled")
+    ]
+    ready: Annotated[str, key("path that answers 200 once it serves")] = "/health"
+    weights: Annotated[
+        Literal["gguf", "hf", "none"],
+        key("{model}: a GGUF file, a folder of safetensors (hf), or the name in models (none)"),
+    ] = "hf"
+    format: Annotated[str | None, key("their format; none: Q4_0 or bf16")] = None
+    api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
+        "completions"
+    )
 
 
 class OneCell(Table, frozen=True):
@@ -151,7 +160,7 @@ class CampaignFile(Table, frozen=True):
     ] = msgspec.field(default_factory=lambda: [Hardware()])
     cells: Annotated[list[OneCell], key("combinations, beside models x formats x backends")] = []
     engines: Annotated[
-        list[Engine], key("engines of others, beside backends; only with --allow-commands")
+        list[Engine], key("engines of others, beside backends; only with --trust")
     ] = []
     target: Annotated[Target | None, key("an endpoint that runs already, in place of models")] = (
         None
@@ -168,10 +177,9 @@ class CampaignFile(Table, frozen=True):
     search: Annotated[Search, key("how a capacity is found")] = Search()
     budget_seconds: Annotated[
         Positive | None,
-        key("measuring time of all cells together; none: search.budget_seconds for each"),
+        key("measuring time of all cells together; none: 600 for each"),
     ] = None
     seed: Annotated[int, key("seed of prompts and arrivals")] = 1
-    sample_seconds: Annotated[Positive, key("time between two samples of CPU and memory")] = 1.0
     disturbance: Annotated[
         Literal["wait", "ignore"],
         key("disturbed levels are measured again on the quiet machine; ignore: they count"),
@@ -190,20 +198,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     hardware: Hardware = Hardware()
     slots: int | None = None
-    context_tokens: int | None = None
     synthetic: bool | None = None  # random weights; None: not known
     url: str | None = None  # the endpoint, where the runner starts none
     workload: str = ""  # its name, where the campaign has several
     engine: str = ""  # its name, where it is one of others (`engines` of the campaign)
     is_best: bool = False  # the engine is the CPU's best, chosen when the cell starts
-
-
-class RepeatedLevel(msgspec.Struct, frozen=True, array_like=True):
-    """A level of another run, to be measured again."""
-
-    rate: float | None  # requests/s; None: single-stream requests
-    seconds: float
-    seed: int | None = None  # None: drawn anew
 
 
 class Campaign(CampaignFile, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -212,23 +211,9 @@ class Campaign(CampaignFile, frozen=True, kw_only=True, forbid_unknown_fields=Fa
     slo: Slo  # type: ignore[assignment]
     workload: Workload  # the first, where there are several
     engines: dict[str, Engine] = {}  # type: ignore[assignment]  # by name
-    repeats: str | None = None  # the run whose levels are measured again
-    cell_levels: dict[str, tuple[RepeatedLevel, ...]] = {}  # of a repeat, by cell
 
     def workload_of(self, cell: Cell) -> Workload:
         return self.workloads[cell.workload] if cell.workload else self.workload
-
-    def asked_levels(self, cell: Cell) -> list[RepeatedLevel] | None:
-        """The levels of a cell where nothing is searched: those repeated, or the asked rates."""
-        if self.repeats is not None:
-            levels = self.cell_levels.get(cell.key, ())
-            alone = [one for one in levels if one.rate is None]
-            return alone[:1] + [one for one in levels if one.rate is not None]
-        search = self.search
-        if not search.rates:
-            return None
-        loaded = [RepeatedLevel(rate, search.level_seconds) for rate in search.rates]
-        return [RepeatedLevel(None, search.single_stream_seconds), *loaded]
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -243,30 +228,21 @@ class Plan(msgspec.Struct, frozen=True):
         return not self.cells
 
 
-def read_campaign(path: Path, *, budget_seconds: float | None = None) -> Plan:
-    """The campaign in a TOML file; `budget_seconds` takes the place of the file's.
-
-    Raises BadCampaign: the file, and every fault in it.
-    """
+def read_campaign(path: Path) -> Plan:
+    """The campaign in a TOML file. Raises BadCampaign: the file, and every fault in it."""
     raw, text = read_toml(path, BadCampaign)
     try:
-        return _plan_of(raw, text, budget_seconds)
+        return _plan_of(raw, text)
     except BadCampaign as problem:
         raise BadCampaign(f"{path}: {problem}") from problem
 
 
-def parse_campaign(
-    text: str, *, budget_seconds: float | None = None, models: Sequence[str] = ()
-) -> Plan:
+def parse_campaign(text: str, *, models: Sequence[str] = ()) -> Plan:
     """The campaign in a TOML text; `models` take the place of "auto". Raises BadCampaign."""
-    return _plan_of(parse_toml(text, BadCampaign), text, budget_seconds, models)
+    return _plan_of(parse_toml(text, BadCampaign), text, models)
 
 
-def _plan_of(
-    raw: dict[str, Any], text: str, budget_seconds: float | None, models: Sequence[str] = ()
-) -> Plan:
-    if budget_seconds is not None:
-        raw["budget_seconds"] = budget_seconds
+def _plan_of(raw: dict[str, Any], text: str, models: Sequence[str] = ()) -> Plan:
     file = converted(raw, CampaignFile, BadCampaign)
     faults = list(_faults(file))
     try:
@@ -303,25 +279,20 @@ def slo_of(spec: str | SloSpec) -> Slo:
     return msgspec.structs.replace(SLO_PRESETS[spec.preset], **changes)
 
 
-def check_trust(plan: Plan, trusted: Sequence[str], *, allow_commands: bool = False) -> None:
-    """A campaign, or its run folder, may be a stranger's: the command line says what it may use.
+def check_trust(plan: Plan) -> None:
+    """A campaign, or its run folder, may be a stranger's: only the command line trusts it.
 
-    Raises BadCampaign where it names code (module:Class) or the variable of a key that is not among
-    `trusted`, and where it has commands without `allow_commands`.
+    Raises BadCampaign where it names a command, code (module:Class) or the variable of a key.
     """
     target = plan.campaign.target
-    named = {cell.backend: "runs as code" for cell in plan.cells if ":" in cell.backend}
+    named = [engine.command for engine in plan.campaign.engines.values()]
+    named += [f"the code of {cell.backend}" for cell in plan.cells if ":" in cell.backend]
     if target is not None and target.api_key_env is not None:
-        named[target.api_key_env] = f"is an environment variable that {target.url} is sent"
-    for name, what in named.items():
-        if name not in trusted:
-            raise BadCampaign(f"{name!r} {what}; if you trust the campaign, say so: --trust {name}")
-    engines = plan.campaign.engines.values()
-    if engines and not allow_commands:
-        commands = "; ".join(printable(command_of(engine)) for engine in engines)
+        named.append(f"the variable {target.api_key_env}, which {target.url} is sent")
+    if named:
         raise BadCampaign(
-            f"the campaign runs commands: {commands}; "
-            "if you trust each of them, say so: --allow-commands"
+            f"the campaign uses {'; '.join(map(printable, named))}; "
+            "if you trust each of them, say so: --trust"
         )
 
 
@@ -348,10 +319,7 @@ def cells_of(file: CampaignFile) -> list[Cell]:
     wanted += [OneCell(model=model, backend=BEST) for model in file.models if BEST in file.backends]
     made = [_cell(one, file) for one in wanted + file.cells]
     made += [
-        _cell_of_engine(engine, model, weight_format, file)
-        for engine in file.engines
-        for model in file.models
-        for weight_format in formats_of(engine, file.formats)
+        _cell_of_engine(engine, model, file) for engine in file.engines for model in file.models
     ]
     cells = [
         msgspec.structs.replace(
@@ -389,16 +357,15 @@ def cell_of_target(target: Target, workload: str = "") -> Cell:
     )
 
 
-def _cell_of_engine(engine: Engine, model: str, weight_format: str, file: CampaignFile) -> Cell:
+def _cell_of_engine(engine: Engine, model: str, file: CampaignFile) -> Cell:
+    weight_format = engine.format or DEFAULT_FORMATS.get(engine.weights, "")
     name = rung(model).spec.name if is_rung(model) else model
-    filled = places(engine.command)  # what its command does not say is its own business
     return Cell(
         key="-".join(part for part in (name, weight_format, engine.name) if part),
         model=name,
         weight_format=weight_format,
         backend=engine.name,
-        slots=file.server.slots if "slots" in filled else None,
-        context_tokens=file.server.context_tokens if "context" in filled else None,
+        slots=file.server.slots if "{slots}" in engine.command else None,
         synthetic=True if engine.weights != "none" and is_rung(model) else None,
         engine=engine.name,
     )
@@ -426,7 +393,6 @@ def _cell(one: OneCell, file: CampaignFile) -> Cell:
         weight_format=weight_format,
         backend=one.backend,
         slots=file.server.slots,
-        context_tokens=file.server.context_tokens,
         synthetic=True if known else None,
         is_best=is_best,
     )
@@ -494,7 +460,26 @@ def _faults(file: CampaignFile) -> Iterator[str]:
                 f"got {engine.name!r}"
             )
         taken.add(engine.name)
-        yield from (f"engines[{position}].{name}: {what}" for name, what in wrong(engine))
+        yield from (f"engines[{position}].{name}: {what}" for name, what in _wrong(engine))
+
+
+def _wrong(engine: Engine) -> Iterator[tuple[str, str]]:
+    """What cannot be: the key, and what is wrong with it."""
+    try:
+        if not shlex.split(engine.command):
+            yield "command", "it is empty"
+    except ValueError as problem:
+        yield "command", f"it cannot be split into words: {str(problem).lower()}"
+    if "port" not in set(_PLACE.findall(engine.command)):
+        yield "command", "it has no {port}: the runner chooses a free one"
+    for name in sorted(set(_PLACE.findall(engine.command)) - {*FILLED}):
+        known = ", ".join(f"{{{one}}}" for one in FILLED)
+        yield "command", f"{{{name}}} is not one of {known}"
+    if not engine.ready.startswith("/"):
+        yield "ready", f"it must be a path such as /health, got {engine.ready!r}"
+    formats = HF_FORMATS if engine.weights == "hf" else FORMATS["gguf"]
+    if engine.format is not None and engine.weights != "none" and engine.format not in formats:
+        yield "format", f"{engine.format!r} is not one of {', '.join(formats)}"
 
 
 def _unread(name: str, path: str | None) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
     folder = run(read_campaign(path), Path("runs"), progress)
     resume(folder, progress)                        # confirm=True: what was only estimated, too
-    run(repeat_of(folder), Path("runs"), progress)
 
 All state is the run folder, which is read once, at resume. A level that was not finished is
 abandoned, and measured again under another name. Whatever this process starts ends with it.
@@ -30,16 +29,16 @@ from loadtests.analysis.level import levels_of
 from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target, check_trust
 from loadtests.campaign.cell_runner import CellRun, capacity_of
 from loadtests.campaign.cell_selection import (
-    WhyNot,
+    budget_of,
     fastest_engine,
     layout_of,
     shares,
     to_confirm,
     why_not,
     with_engine,
+    with_rungs,
 )
 from loadtests.campaign.level_runner import OpenBench, open_bench, wait_until_it_serves
-from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, campaign_of, manifest_of, new_folder
 from loadtests.campaign.server_launch import Server
@@ -58,9 +57,7 @@ from loadtests.records.run_journal import (
     LevelFinished,
     LevelStarted,
     RunFinished,
-    RunResumed,
     RunStarted,
-    SkipCause,
     of_kind,
 )
 from models import formatting
@@ -68,6 +65,7 @@ from models.errors import CrossoverError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 from serving.placement.fastest_backend import BEST
 
+SERVER = "server"  # why a cell was skipped: a later sitting tries again
 CONFIRM_MARGIN = 1.5  # of the seconds that confirming is said to take, and ...
 CONFIRM_SECONDS = 60.0  # ... so many more: warm-up, last answers
 
@@ -103,7 +101,7 @@ def run(
         folder = new_folder(out, plan.campaign.name)
         manifest = manifest_of(plan, folder.name, facts, command or sys.argv)
         with RunFolder.create(folder, manifest) as opened:
-            opened.event(RunStarted(cells=len(plan.cells)))
+            opened.event(RunStarted())
             progress.say(f"run {folder}: {len(plan.cells)} cells")
             states = [CellState(opened, plan.campaign, cell) for cell in plan.cells]
             _Sitting(opened, plan.campaign, states, facts, progress, world).go()
@@ -115,8 +113,7 @@ def resume(
     progress: Progress,
     *,
     confirm: bool = False,
-    trusted: Sequence[str] = (),
-    allow_commands: bool = False,
+    trust: bool = False,
     beside_others: bool = False,
     world: World | None = None,
 ) -> Path:
@@ -130,7 +127,8 @@ def resume(
     opened, records = RunFolder.open_existing(folder)
     with opened, _lock(f"run {folder}", beside_others):
         campaign, cells = campaign_of(opened.manifest)
-        check_trust(Plan(campaign, cells, ""), trusted, allow_commands=allow_commands)
+        if not trust:
+            check_trust(Plan(campaign, cells, ""))
         levels = levels_of(records)
         states = [
             CellState(opened, campaign, cell, [one for one in levels if one.cell == cell.key])
@@ -146,18 +144,20 @@ def resume(
         if found := machine_differences(opened.manifest, msgspec.to_builtins(facts)):
             apart = "; ".join(f"{one.name} {one.first} then, {one.second} now" for one in found)
             raise BadRunFolder(f"{folder} was begun on another machine ({apart}): start a new run")
-        _note_resumed(opened, records.dropped_bytes)
-        for state in retried:
+        last = opened.events[-1] if opened.events else None
+        _close_open_level(opened, "the runner ended within it")
+        if not isinstance(last, RunFinished | Interrupted) or last.cell:
+            opened.event(Interrupted(reason="the runner was killed"))
+        opened.event(RunStarted())
+        done = sum(state.ended is not None for state in states) - len(retried)
+        for state in (*retried, *again):
             state.ended = None
-        done = sum(state.ended is not None for state in states)
         progress.say(
             f"going on with {folder}: {done} of {len(cells)} cells and {len(levels)} levels are "
             f"done{f', {len(again)} to confirm' if again else ''}"
         )
         for damage in records.damage():
             progress.say(f"left out: {damage}", style="yellow")
-        for state in again:
-            state.ended = None
         _Sitting(opened, campaign, states, facts, progress, world, again).go()
     return folder
 
@@ -169,18 +169,7 @@ def _is_estimated(state: CellState) -> bool:
 
 
 def _had_no_server(state: CellState) -> bool:
-    return isinstance(state.ended, CellSkipped) and state.ended.cause is SkipCause.SERVER
-
-
-def _note_resumed(opened: RunFolder, dropped_bytes: dict[str, int]) -> None:
-    """Writes that a run goes on, and how it had ended. `dropped_bytes`: cut-off last lines."""
-    last = opened.events[-1] if opened.events else None
-    _close_open_level(opened, "the runner ended within it")
-    has_ended = isinstance(last, RunFinished) or isinstance(last, Interrupted) and not last.cell
-    if not has_ended:
-        kind = last.kind if last is not None else None
-        opened.event(Interrupted(reason="the runner was killed", last_event=kind))
-    opened.event(RunResumed(dropped_bytes=dropped_bytes))
+    return isinstance(state.ended, CellSkipped) and state.ended.cause == SERVER
 
 
 def _lock(what: str, beside_others: bool) -> contextlib.AbstractContextManager[Any]:
@@ -229,8 +218,8 @@ class _Sitting:
         self._open_bench = world.open_bench or (lambda state: open_bench(state, progress))
         self._given_up: set[str] = set()  # in this sitting
         self._again = {state.key for state in again}
-        is_searched = campaign.repeats is None and not campaign.search.rates
-        self._blocks = campaign.search.starts if is_searched and campaign.target is None else 1
+        is_searched = not campaign.search.rates and campaign.target is None
+        self._blocks = campaign.search.starts if is_searched else 1
         self._confirmed = to_confirm(campaign, [state.cell for state in states]) | self._again
 
     def go(self) -> None:
@@ -290,7 +279,7 @@ class _Sitting:
         self._tell_cells(state.key)
         why = why_not(state.cell, self._campaign, self._facts) or self._settle(state)
         if why is not None:
-            return self._leave(state, why.cause, why.reason, place)
+            return self._leave(state, why, place, "")
         part = state.parts.get(block) or self._begin(state, block, place)
         confirms = state.key in self._confirmed
         cell = CellRun(state, part, self._progress, self._clock, to_confirm=confirms)
@@ -299,16 +288,16 @@ class _Sitting:
         except BadRunFolder:  # nothing can be written any more
             raise
         except LoadError as problem:
-            cause = SkipCause.SERVER if isinstance(problem, ServerFailed) else None
+            cause = SERVER if isinstance(problem, ServerFailed) else None
             if isinstance(problem, EndpointRefuses) and state.cell.url is None:
-                cause = SkipCause.ENDPOINT
-            return self._leave(state, cause, str(problem), place)
+                cause = ""
+            return self._leave(state, str(problem), place, cause)
         if block >= self._blocks or not confirms:
             state.event(CellFinished(cell=state.key, capacities={self._campaign.slo.name: found}))
             self._progress.say(f"{place}: {capacity_text.in_words(found)}", style="bold")
 
-    def _leave(self, state: CellState, cause: SkipCause | None, reason: str, place: str) -> None:
-        """Skips a cell; one that has levels, or no cause that stays, is given up for now."""
+    def _leave(self, state: CellState, reason: str, place: str, cause: str | None) -> None:
+        """Skips a cell; one that has levels, or no cause to be skipped, is given up for now."""
         if cause is None or state.levels:
             self._given_up.add(state.key)
             state.event(Interrupted(cell=state.key, reason=reason))
@@ -317,7 +306,7 @@ class _Sitting:
             state.event(CellSkipped(cell=state.key, cause=cause, reason=reason))
             self._progress.say(f"{place}: skipped, {reason}", style="red")
 
-    def _settle(self, state: CellState) -> WhyNot | None:
+    def _settle(self, state: CellState) -> str | None:
         """Gives a cell whose backend is `best` its engine; returns why there is none."""
         if state.cell.backend != BEST:
             return None
@@ -325,7 +314,7 @@ class _Sitting:
             try:
                 choice = fastest_engine(state.cell, self._campaign, self._facts, self._progress)
             except CrossoverError as problem:
-                return WhyNot(SkipCause.SETTINGS, str(problem))
+                return str(problem)
             state.event(choice)
         state.cell = with_engine(state.cell, self._run.events)
         return why_not(state.cell, self._campaign, self._facts)
@@ -356,10 +345,6 @@ class _Sitting:
         if state.key in self._again:
             needed = capacity_of(state).confirm_seconds or 0.0
             return CONFIRM_MARGIN * needed + CONFIRM_SECONDS
-        whole = self._campaign.budget_seconds
-        if whole is None:
-            return max(0.0, self._campaign.search.budget_seconds - state.spent_seconds)
-        left = max(0.0, whole - sum(one.spent_seconds for one in self.states))
         to_come = [
             one.cell
             for one in self.states
@@ -367,7 +352,12 @@ class _Sitting:
             or not (one.ended or one.key in self._given_up)
             and why_not(one.cell, self._campaign, self._facts) is None
         ]
-        return shares(self._campaign, to_come, self._confirmed, left)[state.key]
+        return shares(to_come, self._confirmed, self._left_seconds)[state.key]
+
+    @property
+    def _left_seconds(self) -> float:
+        whole = budget_of(self._campaign, len(self.states))
+        return max(0.0, whole - sum(state.spent_seconds for state in self.states))
 
     def _tell_cells(self, now: str) -> None:
         """All cells for the moving lines, and how much may still be measured."""
@@ -380,8 +370,4 @@ class _Sitting:
                 found[state.key] = f"skipped, {ended.reason}"
             else:
                 found[state.key] = "now" if state.key == now else "waits"
-        whole = self._campaign.budget_seconds
-        if whole is None:
-            whole = self._campaign.search.budget_seconds * len(self.states)
-        left = whole - sum(state.spent_seconds for state in self.states)
-        self._progress.cells(found, max(0.0, left) or None)
+        self._progress.cells(found, self._left_seconds or None)

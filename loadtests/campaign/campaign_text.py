@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,17 @@ from rich.table import Table
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import Level, levels_of
 from loadtests.campaign.campaign_file import Campaign, Plan
-from loadtests.campaign.cell_selection import engine_values, layout_of, shares, to_confirm, why_not
-from loadtests.campaign.external_servers import command_of
+from loadtests.campaign.cell_selection import (
+    argv,
+    budget_of,
+    engine_values,
+    layout_of,
+    shares,
+    to_confirm,
+    why_not,
+    with_rungs,
+)
 from loadtests.campaign.level_runner import level_text
-from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import campaign_of
 from loadtests.records.run_folder import RunRecords, read_records
@@ -61,15 +69,13 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     )
     for what in run.damage():
         console.print(f"left out: {what}", style="yellow", markup=False)
-    if levels:
-        for key, own in measured.items():
-            _show_cell(key, campaign, run, own, console)
-    console.print(f"\n{_asked(campaign)}", style="bold", markup=False)
     table = Table(*ANSWER, box=None, pad_edge=False)
     confirming = 0.0
     for key, own in measured.items():
-        ended = of_kind(run.events, CellFinished, key)
+        ended = [e for e in of_kind(run.events, CellFinished, key) if e.capacity is not None]
         found = ended[-1].capacity if ended else None
+        if levels:
+            _show_cell(key, campaign, run, own, found, console)
         if found is not None:
             table.add_row(key, _alone(own), *_capacity_cells(found))
             confirming += 0.0 if found.holds else found.confirm_seconds or 0.0
@@ -77,6 +83,7 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
             skipped = of_kind(run.events, CellSkipped, key)
             words = f"skipped: {skipped[-1].reason}" if skipped else "not measured"
             table.add_row(key, _alone(own), "-", "-", printable(words))
+    console.print(f"\n{_asked(campaign)}", style="bold", markup=False)
     console.print(table)
     if confirming:
         console.print(
@@ -118,7 +125,12 @@ def _alone(levels: Sequence[Level]) -> str:
 
 
 def _show_cell(
-    key: str, campaign: Campaign, run: RunRecords, levels: Sequence[Level], console: Console
+    key: str,
+    campaign: Campaign,
+    run: RunRecords,
+    levels: Sequence[Level],
+    found: Capacity | None,
+    console: Console,
 ) -> None:
     console.print(f"\n{key}", style="bold", markup=False)
     for choice in of_kind(run.events, EngineChosen, key):
@@ -126,16 +138,15 @@ def _show_cell(
     for level in levels:
         if level.started.purpose is not LevelPurpose.CALIBRATION:
             console.print(f"  {level_text(level, campaign.slo)}", markup=False)
-    for ended in of_kind(run.events, CellFinished, key)[-1:]:
-        if (found := ended.capacity) is not None:
-            console.print(capacity_text.in_words(found), markup=False)
-            for text in filter(None, (found.reason, capacity_text.speed_words(found))):
-                console.print(f"  {text}", style="dim", markup=False)
+    if found is not None:
+        console.print(capacity_text.in_words(found), markup=False)
+        for text in filter(None, (found.reason, capacity_text.speed_words(found))):
+            console.print(f"  {text}", style="dim", markup=False)
 
 
 def show_plan(plan: Plan) -> None:
     """Print each cell of a campaign that has not begun: skipped and why, or its share of the
-    budget, its cores, and the command of an engine of others whole.
+    budget and the command of an engine of others whole.
     """
     facts = hardware_facts()
     with Progress() as progress:
@@ -145,29 +156,19 @@ def show_plan(plan: Plan) -> None:
     typer.echo(f"{settings.name}: {what}\n  {_asked(settings)}")
     reasons = {cell.key: why_not(cell, settings, facts) for cell in cells}
     can = [cell for cell in cells if reasons[cell.key] is None]
-    whole = settings.budget_seconds or settings.search.budget_seconds * len(can)
-    seconds = shares(settings, can, to_confirm(settings, cells), whole)
+    whole = budget_of(settings, len(can))
+    seconds = shares(can, to_confirm(settings, cells), whole)
     for cell in cells:
-        why = reasons[cell.key]
-        if why is not None:
-            typer.echo(f"  {cell.key}: skipped, {why.reason}")
+        if (why := reasons[cell.key]) is not None:
+            typer.echo(f"  {cell.key}: skipped, {why}")
             continue
         layout = layout_of(cell, allowed_cores())
-        place = cell.url
-        if layout is not None:
-            place = (
-                f"cores: engine {cores_text(layout.engine)}, HTTP {cores_text(layout.api)}, "
-                f"load generator {cores_text(layout.client)}"
-            )
-        typer.echo(f"  {cell.key}: at most {formatting.duration(seconds[cell.key])}; {place}")
+        place = cell.url if layout is None else f"engine on cores {cores_text(layout.engine)}"
+        typer.echo(f"  {cell.key}: at most {formatting.duration(seconds[cell.key])}, {place}")
         if cell.engine and layout is not None:
-            engine = settings.engines[cell.engine]
             values = engine_values(cell, settings.server, layout, cell.model)
-            typer.echo(
-                f"    runs, only with --allow-commands: {printable(command_of(engine, values))}"
-            )
-        for line in layout.shared if layout is not None else ():
-            typer.echo(f"    note: {line}")
+            command = shlex.join(argv(settings.engines[cell.engine].command, values))
+            typer.echo(f"    runs, only with --trust: {printable(command)}")
     typer.echo(
         f"at most {formatting.duration(whole)} of measuring, "
         "beside making and loading the models; nothing was started"

@@ -26,14 +26,13 @@ from loadtests.analysis.capacity_estimate import (
     confirming_seconds,
     estimate,
 )
-from loadtests.analysis.disturbance import MOST_SLIGHT_SHARE, in_words, is_quiet, who_of
+from loadtests.analysis.disturbance import in_words
 from loadtests.analysis.level import Level
 from loadtests.analysis.slo import requests_to_hold
 from loadtests.campaign.level_runner import Bench, LevelAsk, OpenBench, level_text
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellState, is_set_aside, seed_of
+from loadtests.campaign.run_state import CellState, seed_of
 from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
-from loadtests.records.resource_sample import CoresSample
 from loadtests.records.run_journal import (
     Calibrated,
     Capacity,
@@ -48,7 +47,6 @@ from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import measured_reuse
 from loadtests.simulation.step_law import StepLaw
-from loadtests.simulation.step_observation import level_factor
 from models import formatting
 
 ENOUGH = 1.4  # a limit that is higher above the confirmed rate is worth one more level
@@ -66,10 +64,7 @@ LOWER = 0.85  # of a rate that did not hold: where the next level is put at the 
 
 MOST_ATTEMPTS = 5  # of one level in one sitting
 MOST_SERVERS = 4  # of one cell in one sitting
-LOOK_SECONDS = 1.0  # between two looks at the cores while waiting
-QUIET_LOOKS = 2  # in a row
-LEAST_WAIT_SECONDS = 1.0  # then twice as long each time: not all that disturbs can be seen
-MOST_WAIT_SECONDS = 30.0  # until a level is tried again
+MOST_WAIT_SECONDS = 30.0  # until a disturbed level is tried again: 2, 4, 8 ... so many
 BURST_TRIES = 2
 PREFILL_TOKENS = 2048  # of a step, where the server does not say
 
@@ -87,10 +82,6 @@ class Restart(msgspec.Struct, frozen=True):
 
 
 Step = LevelAsk | Calibrate | Restart | None  # None: nothing is left to measure, or to pay for
-
-
-class PatienceUsedUp(Exception):
-    """The machine was disturbed for as long as the campaign waits; the message says by whom."""
 
 
 class CellRun:
@@ -155,18 +146,16 @@ class CellRun:
             requests=self.search.single_stream_requests,
             window_seconds=self.search.single_stream_seconds,
         )
-        asked = self.campaign.asked_levels(state.cell)
-        if asked is not None:  # at given rates, or of a repeat: none is left out
-            if len(levels) >= len(asked):
-                return None
-            one = asked[len(levels)]
-            if one.rate is None:
-                return msgspec.structs.replace(single, window_seconds=one.seconds)
-            return LevelAsk(
-                rate=one.rate, window_seconds=one.seconds, warmup_seconds=self.warmup_seconds
-            )
         if not self.alone:
             return single
+        if rates := self.search.rates:
+            if len(self.loaded) >= len(rates):
+                return None
+            return LevelAsk(
+                rate=rates[len(self.loaded)],
+                window_seconds=self.search.level_seconds,
+                warmup_seconds=self.warmup_seconds,
+            )
         self.found = found = capacity_of(state)
         fails_alone = self._verdict(self.alone[-1]) == "fails"
         # of the server that serves now, from 1; None: it cannot be started again
@@ -181,14 +170,13 @@ class CellRun:
             return single  # too few to say so
         # Without a limit of latency a law tells nothing.
         has_limit = self.slo.ttft_seconds is not None or self.slo.tpot_seconds is not None
-        has_law = self.search.method == "law" and has_limit
-        if has_law and state.calibrated is None:
+        if has_limit and state.calibrated is None:
             seconds = min(CALIBRATION_SECONDS, self.left_seconds)
             if seconds >= LEAST_CALIBRATION_SECONDS:
                 return Calibrate(seconds)
         if not self.to_confirm or fails_alone:
             return None
-        if found.method == "law" and has_law:
+        if found.method == "law" and has_limit:
             return self._confirming(found.limit) if found.limit else None
         return self._searching()
 
@@ -252,15 +240,11 @@ class CellRun:
         if start is None:
             return None
         rate = next_rate(tried, start)
-        low, high = sides(tried)
-        has_failed = any(self._verdict(one) == "fails" for one in self.loaded)
-        if rate is None and low is not None and high is not None and not has_failed:
-            rate = NARROW * high  # what nearly held bounds nothing
-        if rate is None:
-            again = sum(level.rate == low for level in self.loaded)
-            if low is None or again > MOST_LEVELS or self.found.holds:
-                return None
-            rate = low
+        again = sum(level.rate == rate for level in self.loaded)
+        if again and not any(self._verdict(one) == "fails" for one in self.loaded):
+            rate = NARROW * min(at for at, is_up in tried if not is_up)  # it bounds nothing yet
+        elif rate is None or again > MOST_LEVELS or (again and self.found.holds):
+            return None
         return self._level(rate, by_levels=True)
 
     def _level(
@@ -291,25 +275,21 @@ class CellRun:
 
     def _measure(self) -> Restart | None:
         """Steps until nothing is left to measure in this block; Restart: on a new server."""
-        state, progress = self.state, self.progress
         while True:
             step = self.next_step()
-            try:
-                match step:
-                    case None | Restart():
-                        return step
-                    case Calibrate():
-                        self._calibrate(step.seconds)
-                    case LevelAsk():
-                        level = self._level_that_counts(step)
-                        progress.detail(f"  {level_text(level, self.slo)}")
-                        if level.rate and self.campaign.asked_levels(state.cell) is None:
-                            progress.found(state.key, capacity_text.in_words(capacity_of(state)))
-            except PatienceUsedUp as problem:
-                state.event(NeverQuiet(cell=state.key, reason=str(problem), slos=[self.slo.name]))
-                said = f"  never quiet: {problem}; nothing more is measured"
-                progress.say(said, style="yellow")
-                return None
+            match step:
+                case None | Restart():
+                    return step
+                case Calibrate():
+                    self._calibrate(step.seconds)
+                case LevelAsk():
+                    level = self._level_that_counts(step)
+                    if level is None:
+                        return None
+                    self.progress.detail(f"  {level_text(level, self.slo)}")
+                    if level.rate and not self.search.rates:
+                        words = capacity_text.in_words(capacity_of(self.state))
+                        self.progress.found(self.state.key, words)
 
     def _calibrate(self, seconds: float) -> None:
         """Bursts, the law and the first estimate, on record. Those of the journal are not sent
@@ -326,9 +306,11 @@ class CellRun:
                 return before.pop(0)
             for _ in range(BURST_TRIES):
                 self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
-                asked = LevelAsk(burst=burst, window_seconds=CALIBRATION_SECONDS)
+                asked = LevelAsk(
+                    burst=burst, window_seconds=CALIBRATION_SECONDS, counts_slight=True
+                )
                 level = self._attempt(asked, f"burst.{number}")
-                if level.finished is None or not is_set_aside(level.finished):
+                if not level.is_set_aside:
                     return level
             return None
 
@@ -353,24 +335,21 @@ class CellRun:
             spent_seconds=round(max(0.0, spent), 3),
             law=None if found.law is None else msgspec.to_builtins(found.law),
             policy=None if policy is None else msgspec.to_builtins(policy),
-            observations=[msgspec.to_builtins(one) for one in found.observations],
-            slots=found.slots,
-            start=state.starts or None,
             reason=found.reason,
         )
-        state.calibrated = made  # the estimate asks for it
-        limit = capacity_of(state)
-        state.event(msgspec.structs.replace(made, limits={self.slo.name: limit}))
-        words = f"no law, {found.reason}" if found.law is None else capacity_text.in_words(limit)
+        state.event(made)
+        limit = capacity_text.in_words(capacity_of(state))
         took = formatting.duration(self.clock() - began)
+        words = limit if found.law is not None else f"no law, {found.reason}"
         self.progress.say(f"  calibrated in {took}: {words}")
 
-    def _level_that_counts(self, asked: LevelAsk) -> Level:
-        """One level, measured again where it was interrupted or disturbed.
+    def _level_that_counts(self, asked: LevelAsk) -> Level | None:
+        """One level, measured again where it was interrupted, and after a pause where it was
+        disturbed: that costs the cell's patience, not its budget. None: it is used up.
 
-        Raises LevelFailed, PatienceUsedUp.
+        Raises LevelFailed.
         """
-        say, waits, interrupted = self.progress.say, 0, 0
+        say, pauses, interrupted = self.progress.say, 0, 0
         while True:
             is_patient = self._patience_seconds > 0
             asked = msgspec.structs.replace(asked, counts_slight=not is_patient)
@@ -383,17 +362,21 @@ class CellRun:
                     raise LevelFailed(f"this was the last of {MOST_ATTEMPTS} tries") from problem
                 self.bench.recover()
                 continue
-            if level.finished is None or not is_set_aside(level.finished):
+            taken = level.finished and level.finished.disturbance
+            if not taken or not taken.is_set_aside:
                 return level
-            found = level.finished.disturbance
-            by = "" if found is None else in_words(found)
             say(f"  {level_text(level, self.slo)}", style="yellow")
-            waits += 1
-            self._wait(by, min(LEAST_WAIT_SECONDS * 2**waits, MOST_WAIT_SECONDS))
+            by = in_words(taken)
             if not is_patient:
-                raise PatienceUsedUp(by)
-            if self._patience_seconds <= 0:
-                say(f"  not quiet so far: levels with at most {MOST_SLIGHT_SHARE:.0%} taken count")
+                self.state.event(NeverQuiet(cell=self.state.key, reason=by))
+                say(f"  never quiet: {by}; nothing more is measured", style="yellow")
+                return None
+            pauses += 1
+            pause = max(0.0, min(2.0**pauses, MOST_WAIT_SECONDS, self._patience_seconds))
+            took = formatting.duration(pause)
+            say(f"  disturbed: {by}; waiting for a quiet machine, {took}", style="yellow")
+            self.bench.rest(pause)
+            self.state.event(Waited(cell=self.state.key, reason=by, spent_seconds=round(pause, 3)))
 
     def _attempt(self, asked: LevelAsk, number: str) -> Level:
         """One attempt under a name of its own; an interruption is on record.
@@ -401,13 +384,9 @@ class CellRun:
         Raises LevelInterrupted, ServerFailed.
         """
         state, began = self.state, self.clock()
-        attempt = state.next_attempt(number)
-        name = f"{state.key}#{number}.{attempt}"
+        name = f"{state.key}#{number}.{state.next_attempt(number)}"
         seed = seed_of(self.campaign.seed, state.cell, name)
-        given = self.campaign.asked_levels(state.cell)
-        if given is not None and attempt == 1:
-            seed = given[len(state.counted)].seed or seed
-        asked = msgspec.structs.replace(asked, name=name, attempt=attempt, seed=seed)
+        asked = msgspec.structs.replace(asked, name=name, seed=seed)
         try:
             return self.bench.measure(asked)
         except LevelInterrupted as problem:
@@ -417,85 +396,36 @@ class CellRun:
             )
             raise
 
-    def _wait(self, by: str, least_seconds: float) -> None:
-        """Until the engine's cores are quiet, but `least_seconds`: not all that disturbs is seen.
-
-        And no longer than MOST_WAIT_SECONDS: not all that is seen disturbs, and a level that is
-        disturbed is soon cut short. It costs the cell's patience, not its budget.
-        """
-        began, left = self.clock(), self._patience_seconds
-        last: CoresSample | None = None
-        now, quiet, waited = by, 0, 0.0
-        if left > 0:
-            said = f"waiting for a quiet machine, at most {formatting.duration(left)}"
-            self.progress.say(f"  disturbed: {by}; {said}", style="yellow")
-        most = min(left, MOST_WAIT_SECONDS)
-        while waited < most and (quiet < QUIET_LOOKS or waited < least_seconds):
-            self.bench.rest(LOOK_SECONDS)
-            waited, seen = self.clock() - began, self.bench.look()
-            if seen is not None and not is_quiet(seen):
-                quiet, now = 0, who_of(seen)
-            elif seen is None or seen is not last:
-                quiet += 1
-            last = seen
-            self.progress.tick(f"disturbed by {now}: waiting, {formatting.duration(waited)}")
-        self.state.event(
-            Waited(
-                cell=self.state.key,
-                reason=by,
-                spent_seconds=round(waited, 3),
-                became_quiet=quiet >= QUIET_LOOKS,
-            )
-        )
-        if waited < left:
-            how = "quiet" if quiet >= QUIET_LOOKS else f"not quiet ({now})"
-            self.progress.say(f"  {how} after {formatting.duration(waited)}: measuring again")
-
 
 def capacity_of(state: CellState) -> Capacity:
     """What all levels so far say: by the law, where calibration gave one that fits, else by levels
     alone.
     """
     made, campaign = state.calibrated, state.campaign
-    law, policy = None, None
-    if made is not None and made.law is not None and campaign.search.method == "law":
-        law = msgspec.convert(made.law, StepLaw)
-        policy = msgspec.convert(made.policy, SchedulingPolicy)
-        for level in state.counted:
-            if level.rate is not None and level.name not in state.factors:
-                state.factors[level.name] = level_factor(law, level, policy)
+    has_law = made is not None and made.law is not None
     return estimate(
         state.counted,
         campaign.slo,
-        law=law,
-        policy=policy,
+        law=msgspec.convert(made.law, StepLaw) if made and has_law else None,
+        policy=msgspec.convert(made.policy, SchedulingPolicy) if made and has_law else None,
         workload=campaign.workload_of(state.cell),
         arrivals=campaign.arrivals,
-        factors=state.factors,
         least_seconds=campaign.search.level_seconds,
     )
 
 
-Tried = Sequence[tuple[float, bool]]  # rates, and whether a level there met the SLO so far
-
-
-def next_rate(tried: Tried, start: float) -> float | None:
-    """Requests/s; None: both sides are known and near enough, or no rate is left to try.
+def next_rate(tried: Sequence[tuple[float, bool]], start: float) -> float | None:
+    """Requests/s after these, of which a level met the SLO so far or not; once both sides of the
+    limit are known and near enough, the low one. None: no rate is left to try.
 
     `start`: where to begin: the rate of one stream, or what a rough law says.
     """
+    high = min((rate for rate, is_up in tried if not is_up), default=math.inf)
+    low = max((rate for rate, is_up in tried if is_up and rate < high), default=0.0)
     if not tried:
         return start
-    low, high = sides(tried)
-    if high is None:
-        return 2 * (low or start)
-    if low is None:
+    if high == math.inf:
+        return 2 * low
+    if not low:
         return high / 2 if high / 2 >= LOWEST * start else None
-    return None if high / low <= NARROW * 1.001 else math.sqrt(low * high)
-
-
-def sides(tried: Tried) -> tuple[float | None, float | None]:
-    """The highest rate that held below every one that failed, and the lowest that failed."""
-    high = min((rate for rate, is_up in tried if not is_up), default=None)
-    held = [rate for rate, is_up in tried if is_up and (high is None or rate < high)]
-    return max(held, default=None), high
+    return low if high / low <= NARROW * 1.001 else math.sqrt(low * high)

@@ -2,58 +2,62 @@
 
 why_not(cell, campaign, facts)           # None, or the reason with its arithmetic
 fastest_engine(cell, campaign, facts, progress)     # of the CPU's, where the cell asks for it
-shares(campaign, cells, 600.0)           # {cell key: seconds}
+shares(cells, confirmed, 600.0)          # {cell key: seconds}
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from loadtests.campaign.campaign_file import Campaign, Cell, Server
-from loadtests.campaign.external_servers import HOST
+from loadtests.campaign.campaign_file import Campaign, Cell, Plan, Server, parse_campaign
 from loadtests.campaign.progress import Progress
 from loadtests.errors import BadCampaign
 from loadtests.host.cpu_pinning import Layout, divide_cores
-from loadtests.records.run_journal import EngineChosen, EngineRating, Event, SkipCause, of_kind
+from loadtests.records.run_journal import EngineChosen, EngineRating, Event, of_kind
 from loadtests.simulation.batching_simulator import SchedulingPolicy
-from loadtests.simulation.simulated_capacity import capacity
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
+from loadtests.simulation.step_law import NUMBERS, StepLaw
 from loadtests.workload.request_lengths import draw
 from models import formatting
 from models.ladder import is_rung, rung
 from models.resolve import resolve
 from models.spec import ModelSpec
-from serving.backends.backend_table import BACKENDS
-from serving.errors import Cause, ServingError
+from serving.backends.backend_table import BACKENDS, missing_backends
+from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from serving.placement.fastest_backend import (
     BEST,
+    USUAL,
     EngineCandidate,
-    EngineChoice,
     EngineTimes,
     Question,
-    choice_lines,
     fastest_backend,
+    known_times,
 )
-from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
+from serving.placement.placement_policy import PlacementRequest, plan
 from serving.server_options import Policy
 
+HOST = "127.0.0.1"  # of an engine of others
+CELL_SECONDS = 600.0  # of measuring, where the campaign does not say
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
 
+# Each two to three times the one before.
+STEPS = (
+    *("smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"),
+    *("qwen2.5-14b", "qwen2.5-32b", "llama-3.3-70b"),
+)
+MEASURED = ("smollm2-135m", "llama-3.2-1b")
+BACKEND, FORMAT = USUAL[0]  # its weights are made in seconds
+BELOW = 3  # rungs that keep the SLO alone
 
-class WhyNot(msgspec.Struct, frozen=True):
-    """Why a cell cannot run here, with the arithmetic."""
 
-    cause: SkipCause
-    reason: str
-
-
-def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | None:
-    """None when the cell can run here, or when only trying tells."""
+def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
+    """With the arithmetic; None when the cell can run here, or when only trying tells."""
     if (
         cell.url is not None
         or not is_rung(cell.model)
@@ -64,23 +68,10 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
     asked = _placement(campaign, rung(cell.model).spec, campaign.server.policy)
     named = {"backend": cell.backend, "weight_format": cell.weight_format}
     try:
-        plan(msgspec.structs.replace(asked, **named), within_budget(facts, cell))
-    except NoPlacement as problem:
-        causes = {reason.cause for reason in problem.reasons}
-        is_short = bool(causes & {Cause.insufficient_memory, Cause.insufficient_vram})
-        return WhyNot(SkipCause.MEMORY if is_short else SkipCause.SETTINGS, str(problem))
+        plan(msgspec.structs.replace(asked, **named), facts)
     except (ServingError, ValueError, KeyError) as problem:
-        return WhyNot(SkipCause.SETTINGS, str(problem))
+        return str(problem)
     return None
-
-
-def within_budget(facts: HardwareFacts, cell: Cell) -> HardwareFacts:
-    """The machine with as much memory as the cell may use."""
-    limit = cell.hardware.memory_gib
-    if limit is None:
-        return facts
-    most = min(facts.usable_memory_bytes, int(limit * 2**30))
-    return msgspec.structs.replace(facts, cgroup_memory_bytes=most)
 
 
 def _placement(campaign: Campaign, spec: ModelSpec, policy: Policy) -> PlacementRequest:
@@ -120,67 +111,41 @@ def fastest_engine(
 
     found = fastest_backend(
         question_of(cell, campaign),
-        within_budget(facts, cell),
+        facts,
         lambda line: progress.say(f"  {line}"),
         tick,
     )
     workload, policy = campaign.workload_of(cell), policy_of(campaign.server)
-    candidates = tuple(
-        one
-        if one.times is None
-        else msgspec.structs.replace(
-            one,
-            requests_per_second=capacity(
-                law_of_times(one.times), policy, workload, campaign.slo
-            ).rate,
+    best, reason = (found.backend, found.weight_format), found.reason
+    rates: dict[tuple[str, str], float] = {}
+    for one in found.candidates:
+        if one.times is not None and not one.why_not:
+            held = capacity(law_of_times(one.times), policy, workload, campaign.slo)
+            rates[one.backend, one.weight_format] = held.rate
+    if len(rates) > 1 and max(rates.values()) > 0:
+        best = max(rates, key=lambda engine: rates[engine])
+        told = ", ".join(
+            f"{' '.join(engine)} {formatting.requests(rate)}" for engine, rate in rates.items()
+        )
+        reason = f"of the engines that can run here it holds most by its step times: {told}"
+    progress.say(f"{cell.key}: best engine: {reason}")
+    ratings = [
+        EngineRating(
+            backend=one.backend,
+            weight_format=one.weight_format,
+            is_chosen=(one.backend, one.weight_format) == best,
+            why_not=one.why_not,
+            requests_per_second=rates.get((one.backend, one.weight_format)),
         )
         for one in found.candidates
-    )
-    found = msgspec.structs.replace(found, candidates=candidates)
-    possible = [one for one in candidates if not one.why_not and one.times is not None]
-    best = max(possible, key=lambda one: one.requests_per_second or 0.0, default=None)
-    if best is not None and len(possible) > 1 and best.requests_per_second:
-        told = ", ".join(
-            f"{one.name} {formatting.requests(one.requests_per_second)}" for one in possible
-        )
-        found = msgspec.structs.replace(
-            found,
-            backend=best.backend,
-            weight_format=best.weight_format,
-            reason=f"of the engines that can run here it holds most by its step times: {told}",
-        )
-    first, *more = choice_lines(found)
-    progress.say(f"{cell.key}: {first}")
-    for line in more:
-        progress.detail(f"  {line}")
+    ]
     return EngineChosen(
         cell=cell.key,
-        backend=found.backend,
-        weight_format=found.weight_format,
-        reason=found.reason,
-        engines=[_rating(one, found) for one in candidates],
+        backend=best[0],
+        weight_format=best[1],
+        reason=reason,
+        engines=ratings,
         spent_seconds=round(time.monotonic() - began, 3),
-    )
-
-
-def _rating(one: EngineCandidate, choice: EngineChoice) -> EngineRating:
-    times = one.times
-    told: dict[str, Any] = {}
-    if times is not None:
-        told = {
-            "slots": times.slots,
-            "prompt_tokens_per_second": times.prompt_tokens_per_second,
-            "decode_tokens_per_second": 1 / times.decode_seconds,
-            "decode_slots_tokens_per_second": times.slots / times.decode_slots_seconds,
-            "requests_per_second": one.requests_per_second,
-        }
-    return EngineRating(
-        backend=one.backend,
-        weight_format=one.weight_format,
-        is_chosen=(one.backend, one.weight_format) == (choice.backend, choice.weight_format),
-        why_not=one.why_not,
-        measured_on=one.measured_on,
-        **told,
     )
 
 
@@ -239,6 +204,15 @@ def layout_of(cell: Cell, usable: tuple[int, ...]) -> Layout | None:
         raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
 
 
+def argv(command: str, values: Mapping[str, object]) -> list[str]:
+    """The words of a command, its places filled; one that has no value stays as it is."""
+
+    def fill(place: re.Match[str]) -> str:
+        return str(values.get(place[1], place[0]))
+
+    return [re.sub(r"\{([A-Za-z_]+)\}", fill, word) for word in shlex.split(command)]
+
+
 def engine_values(cell: Cell, server: Server, layout: Layout, model: str) -> dict[str, object]:
     """What the places of an engine's command are filled with, but the port: a free one."""
     return {
@@ -264,17 +238,90 @@ def to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
     return {cell.key for cell in cells if cell.model in models[: campaign.search.confirm]}
 
 
-def shares(
-    campaign: Campaign, cells: Sequence[Cell], confirmed: set[str], seconds: float
-) -> dict[str, float]:
+def budget_of(campaign: Campaign, cells: int) -> float:
+    """Seconds of measuring, of so many cells together."""
+    return campaign.budget_seconds or CELL_SECONDS * cells
+
+
+def shares(cells: Sequence[Cell], confirmed: set[str], seconds: float) -> dict[str, float]:
     """Seconds of measuring for each cell that is to come, of those that are left.
 
     One that is estimated only needs little; the others share the rest evenly.
     """
-    if not cells:
-        return {}
-    little = min(ESTIMATE_SECONDS, seconds / len(cells))
-    few = [cell for cell in cells if cell.key not in confirmed]
-    many = len(cells) - len(few)
-    rest = (seconds - little * len(few)) / many if many else 0.0
+    little = min(ESTIMATE_SECONDS, seconds / max(1, len(cells)))
+    many = sum(cell.key in confirmed for cell in cells)
+    rest = (seconds - little * (len(cells) - many)) / max(1, many)
     return {cell.key: rest if cell.key in confirmed else little for cell in cells}
+
+
+# The rungs around this machine's limit, for `models = ["auto"]`.
+
+
+def with_rungs(
+    asked: Plan, facts: HardwareFacts, progress: Progress, *, may_measure: bool = True
+) -> Plan:
+    """The plan with rungs in place of "auto"; another plan as it is.
+
+    So too where times are not kept and may not be measured. Raises CrossoverError where measuring
+    fails, BadCampaign without llama_cpp.
+    """
+    if not asked.is_auto:
+        return asked
+    if BACKEND in (missing := missing_backends()):
+        raise BadCampaign(f"models 'auto' are chosen by {BACKEND}: {missing[BACKEND]}")
+    campaign, laws = asked.campaign, []
+    for name in MEASURED:
+        cell = Cell(key=name, model=name, weight_format="", backend=BEST)
+        question = msgspec.structs.replace(question_of(cell, campaign), may_measure=may_measure)
+        times = known_times(
+            question,
+            EngineCandidate(backend=BACKEND, weight_format=FORMAT),
+            facts,
+            progress.say,
+            lambda what, fraction: progress.tick(what, fraction=fraction),
+        )
+        if times is None:
+            return asked
+        laws.append(law_of_times(times))
+    chosen = around_the_limit(forecasts(laws, campaign, facts))
+    progress.say(f"models auto: {len(chosen)} rungs, by the step times of {' and '.join(MEASURED)}")
+    for name, found in chosen.items():
+        alone = f"alone {formatting.share(found.alone_share)} of requests are good"
+        progress.say(f"  {name}: predicted {formatting.requests(found.rate)}, {alone}")
+    return parse_campaign(asked.text, models=list(chosen))
+
+
+def forecasts(
+    laws: Sequence[StepLaw], campaign: Campaign, facts: HardwareFacts
+) -> dict[str, SimulatedCapacity]:
+    """Of the rungs that fit in memory, smallest first, up to the first that fails alone."""
+    server = msgspec.structs.replace(campaign.server, policy=Policy.cpu_only, check_memory=True)
+    on_cpu = msgspec.structs.replace(campaign, server=server)
+    found = {}
+    for name in STEPS:
+        cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND)
+        if why_not(cell, on_cpu, facts) is not None:
+            continue
+        law = on_the_line(laws, rung(name).spec.matrix_parameters)
+        found[name] = capacity(law, policy_of(server), campaign.workload, campaign.slo)
+        if not found[name].rate:
+            break
+    return found
+
+
+def around_the_limit(found: Mapping[str, SimulatedCapacity]) -> dict[str, SimulatedCapacity]:
+    """The first rung that fails alone and the BELOW before it; without one, the largest four."""
+    keep = [name for name, one in found.items() if one.rate]
+    fail = [name for name, one in found.items() if not one.rate][:1]
+    return {name: found[name] for name in [*keep[-(BELOW + 1 - len(fail)) :], *fail]}
+
+
+def on_the_line(laws: Sequence[StepLaw], parameters: int) -> StepLaw:
+    """The law of a model that multiplies a token with so many parameters, MEASURED[0]'s or more."""
+    small, big = (rung(name).spec.matrix_parameters for name in MEASURED)
+    part = (parameters - small) / (big - small)
+    numbers = {}
+    for name in NUMBERS:
+        first, second = (getattr(law, name) for law in laws)
+        numbers[name] = max(first, first + part * (second - first))
+    return StepLaw(**numbers)

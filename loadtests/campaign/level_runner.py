@@ -5,17 +5,13 @@
         level.judge(slo).verdict
 
 A level is whole or it does not count: LevelInterrupted is raised when the engine was restarted
-within it, or when the load generator ended early or lost requests. One that is decided before its
-time is over is cut short, and its window with it: load goes on until every request that was due by
-then is known to be good or bad, since requests on their way would count as bad and they are not
-(0.923 good as served, 0.799 as recorded). The load goes on after the window, uncounted, until the
-last counted request has its answer or is past its limits.
+within it, or when the load generator ended early or lost requests. The load goes on after the
+window, uncounted, until the last counted request has its answer or is past its limits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from loadtests.analysis.disturbance import disturbance_of, in_words, is_lost, is_slight
-from loadtests.analysis.good_share_interval import wilson
+from loadtests.analysis.disturbance import disturbance_of, is_slight
 from loadtests.analysis.level import Level, LevelRows
 from loadtests.analysis.level_validity import is_valid, level_warnings
 from loadtests.analysis.slo import Slo
@@ -36,15 +31,14 @@ from loadtests.campaign.server_launch import Command, Server, server_of
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from loadtests.host.prometheus_scrape import EngineClock
 from loadtests.host.resource_sampler import Sampler
-from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Started, Told
+from loadtests.load_generator.load_plan import Ended, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import TargetFacts, probe
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import CoresSample, ResourceSample
-from loadtests.records.run_journal import EngineTime, LevelFinished, LevelPurpose, LevelStarted
+from loadtests.records.resource_sample import ResourceSample
+from loadtests.records.run_journal import LevelFinished, LevelPurpose, LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst
-from loadtests.workload.arrivals import due_times
 from loadtests.workload.request_lengths import Ask
 from models import formatting
 from serving.hardware.machine_facts import allowed_cores
@@ -53,10 +47,6 @@ START_SECONDS = 120.0  # that a load generator may take to make its prompts
 RECOVERY_SECONDS = 300.0  # that a server of ours gets to bring its engine back
 CHECK_SECONDS = 0.5
 DEATH_SECONDS = 1.0  # between connections that close and the process that ends
-LEAST_BAD = 5  # fewer may be a single unlucky meeting of requests
-CLUMP = 3.0  # requests that tell as much as one, when a running level is judged
-BROKEN_SHARE = 0.2  # of requests, whose transport failed: the level is measured once more
-TRANSPORT = ("connection", "cut_off", "stream_error", "http_500", "http_502", "refused")
 A_MOMENT_SECONDS = 1e-4  # more than times are rounded by
 
 
@@ -71,8 +61,8 @@ class LevelAsk(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None
     requests: int | None = None
     burst: Burst | None = None
+    is_given: bool = False  # on the command line of `crossover load`
     name: str = ""
-    attempt: int = 1
     seed: int = 0
     counts_slight: bool = False  # it counts if it is slightly disturbed, whatever it shows
 
@@ -80,7 +70,9 @@ class LevelAsk(msgspec.Struct, frozen=True, kw_only=True):
     def purpose(self) -> LevelPurpose:
         if self.burst is not None:
             return LevelPurpose.CALIBRATION
-        return LevelPurpose.SEARCH if self.rate is not None else LevelPurpose.SINGLE_STREAM
+        if self.requests is not None:
+            return LevelPurpose.SINGLE_STREAM
+        return LevelPurpose.LOAD if self.is_given else LevelPurpose.SEARCH
 
 
 class Bench(Protocol):
@@ -91,9 +83,6 @@ class Bench(Protocol):
 
     def measure(self, asked: LevelAsk) -> Level:
         """Records events, requests and samples. Raises LevelInterrupted, ServerFailed."""
-
-    def look(self) -> CoresSample | None:
-        """The engine's cores in the last second or so; None: cannot be seen."""
 
     def rest(self, seconds: float) -> None:
         """Waits."""
@@ -119,322 +108,170 @@ class ServerBench:
         generator: LoadGenerator,
         progress: Progress,
     ) -> None:
-        self.policy = policy
-        self._state, self._campaign, self._server = state, state.campaign, server
-        self._facts, self._progress = facts, progress
-        self._workload = self._campaign.workload_of(state.cell)
+        self.state, self.server, self.facts, self.policy = state, server, facts, policy
+        self.generator, self.progress = generator, progress
+        self.workload = state.campaign.workload_of(state.cell)
+        self.samples: list[ResourceSample] = []  # of the level that runs now
         self._clock: EngineClock | None = None
         if facts.backend is not None:  # a Crossover server
             key = os.environ.get(server.target.api_key_env or "")
             self._clock = EngineClock(server.target.url, key)
-        self._samples: list[ResourceSample] = []  # of the level that runs now
-        self._generator = generator
-
-    def look(self) -> CoresSample | None:
-        return self.sampler.latest
 
     def rest(self, seconds: float) -> None:
         time.sleep(seconds)
 
     def recover(self) -> None:
-        wait_until_it_serves(self._server, self._progress)
+        wait_until_it_serves(self.server, self.progress)
 
     def keep_sample(self, sample: ResourceSample) -> None:
         """Called by the sampler's thread."""
-        self._state.run.sample(sample)
+        self.state.run.sample(sample)
         if sample.level is not None:
-            self._samples.append(sample)
+            self.samples.append(sample)
 
     def measure(self, asked: LevelAsk, plan: LoadPlan | None = None) -> Level:
-        """`plan`: of one that is neither cut short nor measured again (`crossover load`)."""
-        server = self._server
-        self._state.run.check_room()
-        is_given = plan is not None
+        """`plan`: what is sent, where the caller says it (`crossover load`)."""
+        state, server, sampler, clock = self.state, self.server, self.sampler, self._clock
         plan = plan or self._plan(asked)
-        self._progress.tick(f"{asked.name}: starting the load generator")
-        mark, began = server.mark(), time.monotonic()
-        level = _Running(asked, plan, self._campaign.slo, is_given, server.engine_pids())
+        self.progress.tick(f"{asked.name}: starting the load generator")
+        engines, began, rows = server.engine_pids(), time.monotonic(), LevelRows()
+        most = plan.duration_seconds + plan.drain_seconds + plan.target.timeout_seconds
+        started, ended, engine_time, has_failures = None, Ended(), None, False
+        checked = began
         try:
-            for told in self._generator.run(plan):
-                if isinstance(told, Started):
-                    self._begin(level, told.unix_seconds)
-                elif isinstance(told, RequestRecord):
-                    self._state.run.request(told)
-                if level.take(told) and self._moment(level):
-                    self._generator.stop()
+            for told in self.generator.run(plan):
+                match told:
+                    case Started(unix_seconds):
+                        started = self._begin(asked, plan, unix_seconds)
+                        engine_time = clock.read() if clock is not None else None
+                    case RequestRecord():
+                        state.run.request(told)
+                        rows.add(told)
+                        has_failures |= told.error is not None
+                    case Ended():
+                        ended = told
+                    case None:
+                        now = time.monotonic()
+                        if now - began > most + START_SECONDS:
+                            raise LevelInterrupted("the load generator did not end")
+                        if now - checked > CHECK_SECONDS:
+                            self._check(engines)
+                            checked = now
+                        if started is not None:
+                            self._tell(plan, rows.count, started.started_unix_seconds)
         finally:
-            self.sampler.level, self.sampler.client = None, os.getpid()
-        self._check_end(level, mark)
-        return self._finish(level, time.monotonic() - began)
+            sampler.level, sampler.client = None, os.getpid()
+        assert started is not None
+        self._check(engines)
+        # A process that dies closes its connections before it has ended.
+        until = time.monotonic() + (DEATH_SECONDS if has_failures else 0.0)
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            self._check(engines)
+        if engine_time is not None and clock is not None:
+            now_engine = clock.read()
+            engine_time = None if now_engine is None else now_engine.since(engine_time)
+        disturbance = None
+        if server.pid is not None:  # an engine of ours: what was taken from it
+            is_ignored = state.campaign.disturbance == "ignore"
+            disturbance = disturbance_of(sampler.cores, counts=is_ignored)
+        end = plan.duration_seconds
+        if asked.burst is not None or plan.requests is not None:
+            end = rows.last_seconds + A_MOMENT_SECONDS
+        finished = LevelFinished(
+            cell=started.cell,
+            level=started.level,
+            due=rows.count,
+            window_seconds=round(max(0.0, end - plan.warmup_seconds), 6),
+            spent_seconds=round(time.monotonic() - began, 3),
+            disturbance=disturbance,
+            engine_time=engine_time,
+            generator_busy_share=ended.busy_share,
+        )
+        level = rows.level(started, finished)
+        level = judged(level, state.campaign.slo, self.samples, asked.counts_slight)
+        state.finish(level)
+        return level
+
+    def _begin(self, asked: LevelAsk, plan: LoadPlan, unix_seconds: float) -> LevelStarted:
+        """The level's clock starts: samples from now on are its own."""
+        started = LevelStarted(
+            cell=plan.cell,
+            level=asked.name,
+            purpose=asked.purpose,
+            rate_per_second=asked.rate,
+            concurrency=plan.concurrency,
+            warmup_seconds=asked.warmup_seconds,
+            window_seconds=asked.window_seconds,
+            seed=asked.seed,
+            start=None if self.server.pid is None else self.state.starts,
+            started_unix_seconds=unix_seconds,
+        )
+        self.samples.clear()
+        self.sampler.client, self.sampler.level = self.generator.pid, asked.name
+        return self.state.event(started)
+
+    def _check(self, engines: list[int]) -> None:
+        """Raise LevelInterrupted for a server in trouble."""
+        if (trouble := self.server.trouble()) is not None:
+            raise LevelInterrupted(trouble)
+        if self.server.engine_pids() != engines:
+            raise LevelInterrupted("the engine was restarted")
+        if self.sampler.failure is not None:
+            raise self.sampler.failure
+
+    def _tell(self, plan: LoadPlan, answers: int, began_unix_seconds: float) -> None:
+        """How far a running level is."""
+        now = time.time() - began_unix_seconds
+        left = plan.duration_seconds - now
+        phase = f"{formatting.duration(left)} left" if left > 0 else "the last answers"
+        self.progress.tick(
+            f"{plan.cell}, {plan.load_in_words}: {answers} answers, {phase}",
+            fraction=min(1.0, now / plan.duration_seconds),
+        )
 
     def _plan(self, asked: LevelAsk) -> LoadPlan:
-        slo, given = self._campaign.slo, dict[str, Any](rate=asked.rate)
+        slo, given = self.state.campaign.slo, dict[str, Any](rate=asked.rate)
         if asked.burst is not None:
             pairs = zip(asked.burst.prompt_tokens, asked.burst.output_tokens, strict=True)
             asks = tuple(Ask(i, prompt, output) for i, (prompt, output) in enumerate(pairs))
             given = {"asks": asks, "due": (0.0,) * len(asks)}
         elif asked.rate is None:
             given = {"concurrency": 1, "requests": asked.requests}
-        drain = drain_seconds(slo, self._workload.most_output_tokens)
+        drain = drain_seconds(slo, self.workload.most_output_tokens)
         return LoadPlan(
-            target=self._server.target,
-            workload=self._workload,
-            arrivals=self._campaign.arrivals,
+            target=self.server.target,
+            workload=self.workload,
+            arrivals=self.state.campaign.arrivals,
             warmup_seconds=asked.warmup_seconds,
             window_seconds=asked.window_seconds,
             drain_seconds=drain,
             follow_seconds=drain / 2 if asked.rate is not None else 0.0,
-            late_seconds=slo.ttft_seconds,
             seed=asked.seed,
-            cell=self._state.key,
+            cell=self.state.key,
             level=asked.name,
-            facts=self._facts,
+            facts=self.facts,
             **given,
         )
 
-    def _begin(self, level: _Running, unix_seconds: float) -> None:
-        """The level's clock starts: samples from now on are its own."""
-        asked, plan = level.asked, level.plan
-        level.t0 = time.monotonic() - (time.time() - unix_seconds)
-        level.started = LevelStarted(
-            cell=plan.cell,
-            level=asked.name,
-            purpose=LevelPurpose.LOAD if level.is_given else asked.purpose,
-            rate_per_second=asked.rate,
-            concurrency=plan.concurrency,
-            arrivals=msgspec.to_builtins(plan.arrivals) if asked.rate is not None else {},
-            warmup_seconds=asked.warmup_seconds,
-            window_seconds=asked.window_seconds,
-            seed=asked.seed,
-            attempt=asked.attempt,
-            start=None if self._server.pid is None else self._state.starts,
-            started_unix_seconds=unix_seconds,
-        )
-        self._samples.clear()
-        self.sampler.client, self.sampler.level = self._generator.pid, asked.name
-        self._state.event(level.started)
-        level.engine_time = self._clock.read() if self._clock is not None else None
-
-    def _check(self) -> None:
-        """Raise LevelInterrupted for a server in trouble."""
-        if (trouble := self._server.trouble()) is not None:
-            raise LevelInterrupted(trouble)
-        if self.sampler.failure is not None:
-            raise self.sampler.failure
-
-    def _moment(self, level: _Running) -> bool:
-        """Looks whether the level may go on; True: it is decided."""
-        now, end = time.monotonic() - level.t0, level.plan.duration_seconds
-        if now > level.limit_seconds:
-            limit = f"{level.limit_seconds:.0f} s"
-            raise LevelInterrupted(f"the load generator did not end within {limit}")
-        if now - level.checked > CHECK_SECONDS:
-            level.checked = now
-            self._check()
-            if self._server.engine_pids() != level.engines:
-                raise LevelInterrupted("the engine was restarted")
-        if level.started is None:
-            return False
-        phase = f"{formatting.duration(end - now)} left" if now < end else "the last answers"
-        self._progress.tick(
-            f"{level.plan.cell}, {level.plan.load_in_words}: "
-            f"{level.counted - level.bad} of {level.counted} good, {phase}",
-            fraction=min(1.0, now / end),
-        )
-        if level.end is not None or level.asked.rate is None or level.is_given:
-            return False
-        if level.plan.warmup_seconds < now < end:
-            level.cut_short = self._lost(end - now, level.may_hold or level.asked.counts_slight)
-            if level.cut_short is not None:
-                level.end = now
-                return True
-        return level.is_decided(now)
-
-    def _lost(self, left_seconds: float, may_hold: bool) -> str | None:
-        """Who has disturbed the running level beyond repair, `left_seconds` before its end."""
-        parts = self.sampler.cores
-        is_watched = self._campaign.disturbance == "wait" and self._server.pid is not None
-        if not is_watched or not parts or not is_lost(parts, left_seconds, may_hold):
-            return None
-        found = disturbance_of(parts)
-        return None if found is None else in_words(found)
-
-    def _check_end(self, level: _Running, mark: tuple[Any, ...]) -> None:
-        """Raise LevelInterrupted where the server was lost, restarted, or broke most answers off.
-
-        A process that dies closes its connections before it has ended.
-        """
-        until = time.monotonic() + (DEATH_SECONDS if level.broken else 0.0)
-        while True:
-            self._check()
-            if self._server.mark() != mark:
-                raise LevelInterrupted("the engine was restarted")
-            if time.monotonic() >= until:
-                break
-            time.sleep(0.05)
-        count = sum(level.broken.values())
-        is_tried_again = level.asked.attempt == 1 and not level.is_given
-        if is_tried_again and count > BROKEN_SHARE * level.answers:
-            whys = formatting.listing([f"{n} {why}" for why, n in level.broken.items()])
-            raise LevelInterrupted(f"{count} of {level.answers} requests failed ({whys})")
-
-    def _finish(self, level: _Running, spent_seconds: float) -> Level:
-        """The level with its event on record."""
-        started, ended, engine_time = level.started, level.ended, None
-        assert started is not None
-        if self._clock is not None and level.engine_time is not None:
-            now = self._clock.read()
-            engine_time = None if now is None else now.since(level.engine_time)
-        disturbance = None
-        if self._server.pid is not None:  # an engine of ours: what was taken from it
-            is_ignored = self._campaign.disturbance == "ignore"
-            disturbance = disturbance_of(self.sampler.cores, counts=is_ignored)
-        finished = LevelFinished(
-            cell=started.cell,
-            level=started.level,
-            due=level.answers,
-            window_seconds=round(level.window_seconds, 6),
-            cut_short=level.cut_short,
-            gave_up=ended.gave_up,
-            spent_seconds=round(spent_seconds, 3),
-            disturbance=disturbance,
-            engine_time=engine_time,
-            generator_busy_share=ended.busy_share,
-        )
-        measured, finished = judged(
-            level.rows, started, finished, self._campaign.slo, level.asked, self._samples
-        )
-        self._state.finish(measured, finished)
-        return measured
-
 
 def judged(
-    rows: LevelRows,
-    started: LevelStarted,
-    finished: LevelFinished,
-    slo: Slo,
-    asked: LevelAsk,
-    samples: list[ResourceSample],
-) -> tuple[Level, LevelFinished]:
-    """A level that has ended, and its event with what the SLO says of it.
+    level: Level, slo: Slo, samples: list[ResourceSample], counts_slight: bool = False
+) -> Level:
+    """A level that has ended, with what the SLO says of it.
 
     A slightly disturbed level counts for what it is where it meets the SLO all the same.
     """
-    level = rows.level(started, finished)
-    found = level.judge(slo)
-    taken = finished.disturbance
+    replace, end = msgspec.structs.replace, level.finished
+    assert end is not None
+    taken = end.disturbance
     if taken is not None and taken.is_disturbed and is_slight(taken):
-        counts = taken.counts or asked.counts_slight or found.verdict == "holds"
-        taken = msgspec.structs.replace(taken, counts=counts)
-        finished = msgspec.structs.replace(finished, disturbance=taken)
-        level = msgspec.structs.replace(level, finished=finished)
-    warnings = level_warnings(level, slo, samples)
-    finished = msgspec.structs.replace(
-        finished,
-        good=found.good,
-        window_due=found.due,
-        verdict=found.verdict,
-        is_valid=is_valid(warnings),
-        warnings=[one.code for one in warnings],
-    )
-    return msgspec.structs.replace(level, finished=finished), finished
-
-
-class _Running:
-    """A level while it runs: what came of it so far, and whether it is decided."""
-
-    def __init__(
-        self, asked: LevelAsk, plan: LoadPlan, slo: Slo, is_given: bool, engines: list[int]
-    ) -> None:
-        self.asked, self.plan, self.is_given, self.engines = asked, plan, is_given, engines
-        self.started: LevelStarted | None = None
-        self.ended = Ended()
-        self.rows = LevelRows()
-        self.engine_time: EngineTime | None = None  # when it began
-        self.t0 = time.monotonic()
-        self.checked = 0.0
-        most = plan.duration_seconds + plan.drain_seconds + plan.target.timeout_seconds
-        self.limit_seconds = most + START_SECONDS
-        self.answers = 0
-        self.broken: dict[str, int] = {}  # requests whose transport failed: why -> how many
-        self.counted = self.bad = 0  # requests that have ended, and were due within the window
-        self.cut_short: str | None = None
-        self.end: float | None = None  # of the window, once it may be stopped
-        self._slo = slo
-        self._last_seconds = A_MOMENT_SECONDS  # when the last answer ended
-        self._fresh: list[RequestRecord] = []
-        self._due: dict[int, float] = {}  # of the requests that count and have not ended
-        if plan.rate is not None:
-            times = due_times(plan.arrivals, plan.rate, plan.duration_seconds, plan.seed).tolist()
-            self._due = {i: at for i, at in enumerate(times) if at >= plan.warmup_seconds}
-        self._most_bad = _most_bad(len(self._due), slo)
-        self._late: set[int] = set()  # they have broken the limit of TTFT and still wait
-        self._decided_seconds: float | None = None
-
-    @property
-    def may_hold(self) -> bool:
-        """Of what has ended, as many are good as the SLO asks for."""
-        return self.counted - self.bad >= self._slo.target * self.counted
-
-    @property
-    def window_seconds(self) -> float:
-        end = self.plan.duration_seconds
-        if self.asked.burst is not None or self.plan.requests is not None:
-            end = self._last_seconds
-        elif self.ended.stopped_seconds is not None and self.end is not None:
-            end = min(end, self.end)
-        return max(0.0, end - self.plan.warmup_seconds)
-
-    def take(self, told: Told) -> bool:
-        """What the load generator tells; True: a moment has passed."""
-        match told:
-            case RequestRecord():
-                self.rows.add(told)
-                self._fresh.append(told)
-                self.answers += 1
-                if told.error in TRANSPORT:
-                    self.broken[told.error] = self.broken.get(told.error, 0) + 1
-            case Late():
-                self._late.update(index for index in told.indices if index in self._due)
-            case Ended():
-                self.ended = told
-        if (told is None or isinstance(told, Ended)) and self._fresh and self.started is not None:
-            window = (self.plan.warmup_seconds, self.plan.duration_seconds)
-            level = Level.of(self._fresh, self.started, window=window)
-            self.counted += int(level.counted.sum())
-            self.bad += int((level.counted & ~level.good(self._slo)).sum())
-            for record in self._fresh:
-                self._last_seconds = max(self._last_seconds, record.ended_seconds or 0.0)
-                self._due.pop(record.index, None)
-            self._late &= self._due.keys()
-            self._fresh = []
-        return told is None
-
-    def is_decided(self, now_seconds: float) -> bool:
-        """The SLO cannot be met any more, and every request due until then is good or bad.
-
-        Who takes longer than half of the drain time is not good.
-        """
-        bad = self.bad + len(self._late)
-        if self._decided_seconds is None:
-            if bad < self._most_bad:
-                return False
-            self._decided_seconds = now_seconds
-        decided = self._decided_seconds
-        is_patient = now_seconds - decided < self.plan.drain_seconds / 2
-        if is_patient and any(at < decided and i not in self._late for i, at in self._due.items()):
-            return False
-        self.end = decided
-        self.cut_short = f"{bad} requests are bad: the level cannot meet the SLO any more"
-        return True
-
-
-def _most_bad(planned: int, slo: Slo) -> float:
-    """So many bad requests, and a level fails even if all others of those planned are good."""
-    for bad in range(LEAST_BAD, planned + 1):
-        if wilson((planned - bad) / CLUMP, planned / CLUMP, slo.confidence)[1] < slo.target:
-            return bad
-    return math.inf
+        is_met = (level.judge(slo).share or 0.0) >= slo.target
+        taken = replace(taken, counts=taken.counts or counts_slight or is_met)
+        end = replace(end, disturbance=taken)
+    warnings = level_warnings(replace(level, finished=end), slo, samples)
+    codes = [one.code for one in warnings]
+    return replace(level, finished=replace(end, is_valid=is_valid(warnings), warnings=codes))
 
 
 def drain_seconds(slo: Slo, most_output_tokens: float) -> float:
@@ -451,14 +288,13 @@ def level_text(level: Level, slo: Slo) -> str:
     if start.purpose is LevelPurpose.CALIBRATION:
         return f"a burst of {len(level.due)}"
     words: str = found.verdict
-    if end is not None and not level.is_whole:
-        words = f"does not count: {len(level.due)} of its {end.due} requests are in the records"
-    elif end is not None and end.disturbance and end.disturbance.is_set_aside:
-        words = "disturbed"
-    elif end is not None and not end.is_valid:
-        words = f"not valid ({', '.join(end.warnings)})"
-    if end is not None and end.cut_short:
-        words += ", cut short"
+    if end is not None:
+        if not level.is_whole:
+            words = f"does not count: {len(level.due)} of its {end.due} requests are in the records"
+        elif level.is_set_aside:
+            words = "disturbed"
+        elif not end.is_valid:
+            words = f"not valid ({', '.join(end.warnings)})"
     share = "" if found.share is None else f" ({found.share:.0%})"
     ttft, tpot = (formatting.seconds(level.mean(one), 3, "-") for one in (level.ttft, level.tpot))
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
@@ -501,7 +337,6 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
             bench.keep_sample,
             server=server.pid,
             is_ours=not isinstance(server, Command),
-            interval_seconds=campaign.sample_seconds,
         )
         stack.enter_context(bench.sampler)
         more = {"target": msgspec.to_builtins(facts)}

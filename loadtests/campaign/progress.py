@@ -55,19 +55,17 @@ class Progress:
         """All cells with what is known of each, and how long all of it may still take at most."""
         self._found = dict(found)
         self._until = None if left_seconds is None else time.monotonic() + left_seconds
-        self._show()
 
     def found(self, cell: str, words: str) -> None:
         """What is known of a cell now."""
         if self._found.get(cell) != words:
             self._found[cell] = words
-            if not self._console.is_terminal:
-                self.say(f"  so far: {words}")
-        self._show()
+            self.detail(f"  so far: {words}")
 
     def say(self, text: str, style: str | None = None) -> None:
         """A line that stays, with the time since the start in front of it."""
-        line = Text(f"{_clock(time.monotonic() - self._started)} ", style="dim")
+        minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+        line = Text(f"{minutes:02d}:{seconds:02d} ", style="dim")
         line.append(printable(text), style=style or "not dim")
         self._console.print(line)
         self._spoke = time.monotonic()
@@ -81,21 +79,7 @@ class Progress:
         """How far the present thing is; may be called as often as one likes."""
         part = "" if fraction is None else f", {min(1.0, max(0.0, fraction)):.0%}"
         self._now = printable(what) + part
-        if self._console.is_terminal:
-            self._show()
-        elif time.monotonic() - self._spoke >= self._every:
-            self.say(f"... {self._now}")
-
-    def quiet(self) -> None:
-        """Takes the moving lines away."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def _show(self) -> None:
-        if not self._console.is_terminal:
-            return
-        if self._live is None:
+        if self._console.is_terminal and self._live is None:
             self._live = Live(
                 console=self._console,
                 transient=True,
@@ -103,6 +87,14 @@ class Progress:
                 get_renderable=self._lines,
             )
             self._live.start()
+        elif self._live is None and time.monotonic() - self._spoke >= self._every:
+            self.say(f"... {self._now}")
+
+    def quiet(self) -> None:
+        """Takes the moving lines away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _lines(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -113,7 +105,3 @@ class Progress:
             left = f"  (at most {formatting.duration(seconds)} left)"
         self._spinner.update(text=Text(f"{self._now}{left}", overflow="ellipsis", no_wrap=True))
         return Group(table, self._spinner)
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"

@@ -13,17 +13,17 @@ import hashlib
 import importlib.metadata
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
 from loadtests.analysis.level import Level
-from loadtests.campaign.campaign_file import Campaign, Cell, Plan, RepeatedLevel, plain
+from loadtests.campaign.campaign_file import Campaign, Cell, Plan, plain
 from loadtests.campaign.cell_selection import with_engine
 from loadtests.errors import BadRunFolder
-from loadtests.records.run_folder import RunFolder, RunManifest, read_records
+from loadtests.records.run_folder import RunFolder, RunManifest
 from loadtests.records.run_journal import (
     FORMAT_VERSION,
     Calibrated,
@@ -58,7 +58,6 @@ class CellState:
         self.campaign = campaign
         self.cell = with_engine(cell, run.events)
         self.levels = list(levels)
-        self.factors: dict[str, float | None] = {}  # by level: its steps over the law's
         self.calibrated: Calibrated | None = None
         self.ended: CellFinished | CellSkipped | None = None
         self.parts: dict[int, CellStarted] = {}  # by block: what was said when it was begun
@@ -80,10 +79,11 @@ class CellState:
         self._note(event)
         return event
 
-    def finish(self, level: Level, finished: LevelFinished) -> None:
+    def finish(self, level: Level) -> None:
         """Writes that a level has finished; returns when all of it is on disk."""
-        self.run.finish(finished)
-        self._note(finished)
+        assert level.finished is not None
+        self.run.finish(level.finished)
+        self._note(level.finished)
         self.levels.append(level)
 
     def _note(self, event: Event) -> None:
@@ -99,8 +99,8 @@ class CellState:
                 self.ended = event
             case LevelStarted():
                 self._tried[event.level.rpartition(".")[0]] += 1
-            case LevelFinished() if is_set_aside(event):
-                self.lost_seconds += event.spent_seconds
+            case LevelFinished(disturbance=taken) if taken and taken.is_set_aside:
+                self.lost_seconds += event.spent_seconds  # patience, not budget
             case LevelFinished():
                 self.spent_seconds += event.spent_seconds
             case LevelAbandoned():
@@ -114,8 +114,7 @@ class CellState:
         return [
             one
             for one in self.levels
-            if one.started.purpose is not LevelPurpose.CALIBRATION
-            and not (one.finished is not None and is_set_aside(one.finished))
+            if one.started.purpose is not LevelPurpose.CALIBRATION and not one.is_set_aside
         ]
 
     def next_attempt(self, number: str) -> int:
@@ -126,12 +125,6 @@ class CellState:
     def next_number(self) -> str:
         """Of the next level."""
         return str(len(self.counted) + 1)
-
-
-def is_set_aside(finished: LevelFinished) -> bool:
-    """Disturbed, and to be measured again: it costs patience, not budget."""
-    found = finished.disturbance
-    return found is not None and found.is_set_aside
 
 
 def seed_of(seed: int, cell: Cell, level: str) -> int:
@@ -215,40 +208,3 @@ def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
         if cell.key != plain(cell.key):  # it names files
             raise BadRunFolder(f"the manifest of run {manifest.run_id} has a cell {cell.key!r}")
     return campaign, cells
-
-
-def repeat_of(folder: Path) -> Plan:
-    """A plan that measures the finished levels of a run again: same cells, rates, seconds, seeds.
-
-    What two such runs differ in is the machine's noise. Raises BadRunFolder.
-    """
-    run = read_records(folder)
-    campaign, cells = campaign_of(run.manifest)
-    levels: dict[str, tuple[RepeatedLevel, ...]] = {}
-    for name, finished in run.finished_levels.items():
-        start = run.started_levels[name]
-        if not is_set_aside(finished) and start.purpose is not LevelPurpose.CALIBRATION:
-            one = RepeatedLevel(start.rate_per_second, start.window_seconds, start.seed)
-            levels[start.cell] = (*levels.get(start.cell, ()), one)
-    done = [with_engine(cell, run.events) for cell in cells if cell.key in levels]
-    if not done:
-        raise BadRunFolder(f"{folder} has no finished level to repeat")
-    again = msgspec.structs.replace(
-        campaign, repeats=run.manifest.run_id, budget_seconds=None, cell_levels=levels
-    )
-    return Plan(again, done, run.manifest.campaign_text)
-
-
-def repeat_in_turns(
-    folders: Sequence[Path], times: int, measure: Callable[[Plan], Path]
-) -> list[list[Path]]:
-    """Each run and its repeats, measured A B A B: a drift of the machine is none between them.
-
-    Raises BadRunFolder, before anything is measured.
-    """
-    plans = [repeat_of(folder) for folder in folders]
-    arms = [[folder] for folder in folders]
-    for _ in range(times):
-        for arm, plan in zip(arms, plans, strict=True):
-            arm.append(measure(plan))
-    return arms

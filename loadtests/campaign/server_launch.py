@@ -2,7 +2,7 @@
 
 server = server_of(cell, campaign, layout, folder / "logs")
 server.wait_ready(say)
-server.target, server.ready(cell.key), server.mark()
+server.target, server.ready(cell.key), server.trouble()
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign, Cell
-from loadtests.campaign.cell_selection import engine_values
-from loadtests.campaign.external_servers import HOST, argv
+from loadtests.campaign.cell_selection import HOST, argv, engine_values
 from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import Layout
@@ -54,15 +53,12 @@ class Server:
     def ready(self, cell: str) -> CellReady:
         return CellReady(cell=cell, url=self.target.url)
 
-    def mark(self) -> tuple[Any, ...]:
-        """Which engine serves: what was measured between two different marks is no level."""
-        return ()
-
     def trouble(self) -> str | None:
         """Why a level cannot go on; None when all is well."""
         return None
 
     def engine_pids(self) -> list[int]:
+        """Of ours: a level in which they change is none."""
         return []
 
     def stop(self) -> None:
@@ -109,6 +105,16 @@ class Started(Server):
             say(last_line(self.log) or f"starting {self.name}", None)
             time.sleep(0.05)
 
+    def _told(self, cell: str, info: EngineInfo, load_seconds: float | None) -> CellReady:
+        return CellReady(
+            cell=cell,
+            info=info,
+            load_seconds=load_seconds,
+            synthetic=self._cell.synthetic,
+            url=self.target.url,
+            layout=msgspec.to_builtins(self.layout),
+        )
+
     def trouble(self) -> str | None:
         if self._child is None:
             return "it was not started"
@@ -138,39 +144,15 @@ class Local(Started):
 
     def ready(self, cell: str) -> CellReady:
         """What /v1/placement says, and where everything runs."""
-        seen = self._placement()
-        memory = seen.get("memory") or {}
-        return CellReady(
-            cell=cell,
-            info=info_of(seen),
-            load_seconds=seen.get("load_seconds"),
-            rss_bytes=memory.get("rss_bytes"),
-            peak_rss_bytes=memory.get("peak_rss_bytes"),
-            synthetic=self._cell.synthetic,
-            url=self.target.url,
-            layout=msgspec.to_builtins(self.layout),
-            placement=seen.get("explanation"),
-        )
-
-    def mark(self) -> tuple[Any, ...]:
-        """Which engine process serves, and how often the server has changed it."""
-        try:
-            seen = self._placement()
-        except TargetUnusable:
-            return ("no answer", time.monotonic())  # equal to no other mark
-        changes = [seen.get(name) for name in ("restarts", "fallbacks", "returns", "state")]
-        return (self.engine_pids(), *changes)
-
-    def engine_pids(self) -> list[int]:
-        return engine_pids(self.pid or 0)
-
-    def _placement(self) -> dict[str, Any]:
         with connect(self.target.url) as pool:
             status, _, body = fetch(pool, get_bytes(pool, "/v1/placement"))
         if status != 200:
             raise TargetUnusable(f"{self.target.url}/v1/placement answered {status}")
-        found: dict[str, Any] = msgspec.json.decode(body)
-        return found
+        seen = msgspec.json.decode(body)
+        return self._told(cell, info_of(seen), seen.get("load_seconds"))
+
+    def engine_pids(self) -> list[int]:
+        return engine_pids(self.pid or 0)
 
 
 class Command(Started):
@@ -202,10 +184,9 @@ class Command(Started):
         values["port"] = free_port()
         url = f"http://{HOST}:{values['port']}"
         self._words = argv(engine.command, values)
-        pairs = [f"{name}={value}" for name, value in engine.environment.items()]
         own = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]  # those of our processes
         began = time.monotonic()
-        self._start(["env", *own, *pairs, *self._words], self.layout.engine)
+        self._start(["env", *own, *self._words], self.layout.engine)
 
         def look() -> str:
             try:
@@ -222,19 +203,13 @@ class Command(Started):
     def ready(self, cell: str) -> CellReady:
         """Its command as it was run, and where it runs."""
         has_gpu = any(holds_gpu(pid) for pid in family(self.pid or 0))
-        return CellReady(
-            cell=cell,
-            info=EngineInfo(
-                name=self.name,
-                device="gpu" if has_gpu else "cpu",
-                weight_format=self._cell.weight_format,
-                details={"command": shlex.join(self._words)},
-            ),
-            load_seconds=self._load_seconds,
-            synthetic=self._cell.synthetic,
-            url=self.target.url,
-            layout=msgspec.to_builtins(self.layout),
+        info = EngineInfo(
+            name=self.name,
+            device="gpu" if has_gpu else "cpu",
+            weight_format=self._cell.weight_format,
+            command=shlex.join(self._words),
         )
+        return self._told(cell, info, self._load_seconds)
 
 
 def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
@@ -264,16 +239,8 @@ def server_of(cell: Cell, campaign: Campaign, layout: Layout | None, logs: Path)
 def info_of(placement: Mapping[str, Any]) -> EngineInfo:
     """What /v1/placement says of the engine."""
     engine, memory = placement.get("engine") or {}, placement.get("memory") or {}
-    found = {
-        **engine,
-        "name": engine.get("backend"),
-        "device_name": placement.get("device_name"),
-        "predicted": memory.get("predicted"),
-        "measured": memory.get("measured"),
-        "gpu": memory.get("gpu"),
-        "details": placement.get("details"),
-    }
-    return msgspec.convert(found, EngineInfo)
+    more = {"name": engine.get("backend"), "predicted": memory.get("predicted")}
+    return msgspec.convert({**engine, **more}, EngineInfo)
 
 
 def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The verb `campaign`: init, run, resume, repeat, show.
+"""The verb `campaign`: init, run, resume, show.
 
 Options in, lines and an exit status out. A verb imports what it needs when it is called.
 """
@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+TEMPLATE = Path(__file__).parents[1] / "campaign.toml"
 Beside = Annotated[
     bool,
     typer.Option(
@@ -17,19 +18,11 @@ Beside = Annotated[
     ),
 ]
 Trust = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Allow an environment variable, or a backend by module:Class, that the campaign "
-        "names; any other is refused, since the file may be a stranger's. Repeatable.",
-    ),
-]
-Commands = Annotated[
     bool,
     typer.Option(
-        "--allow-commands",
-        help=r"Allow the commands of \[\[engines]]. The file may be a stranger's: "
-        "`campaign run FILE --dry-run` shows them first.",
+        "--trust",
+        help="Allow what the campaign names: commands, module:Class, the variable of a key. The "
+        "file may be a stranger's: `campaign run FILE --dry-run` shows its commands first.",
     ),
 ]
 Out = Annotated[Path, typer.Option(help="The folder in which run folders are made.")]
@@ -50,9 +43,7 @@ def init_campaign() -> None:
 
     crossover campaign init > mine.toml
     """
-    from loadtests.campaign.campaign_template import campaign_template
-
-    typer.echo(campaign_template(), nl=False)
+    typer.echo(TEMPLATE.read_text(), nl=False)
 
 
 @campaign.command("run")
@@ -70,12 +61,7 @@ def run_campaign(
             "--dry-run", help="Say what would be measured, on what and for how long; start nothing."
         ),
     ] = False,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Seconds of measuring for all cells together, in place of the file's."),
-    ] = None,
-    trust: Trust = None,
-    allow_commands: Commands = False,
+    trust: Trust = False,
     beside_others: Beside = False,
 ) -> None:
     """Measure every cell of a campaign, and write all of it into one folder below --out.
@@ -86,8 +72,9 @@ def run_campaign(
     """
     from loadtests.campaign.campaign_file import DEMO, check_trust, read_campaign
 
-    plan = read_campaign(file or DEMO, budget_seconds=budget)
-    check_trust(plan, trust or (), allow_commands=allow_commands or dry_run)
+    plan = read_campaign(file or DEMO)
+    if not (trust or dry_run):
+        check_trust(plan)
     if dry_run:
         from loadtests.campaign.campaign_text import show_plan
 
@@ -110,8 +97,7 @@ def resume_campaign(
             "--confirm", help="Confirm also what was only estimated, however long that takes."
         ),
     ] = False,
-    trust: Trust = None,
-    allow_commands: Commands = False,
+    trust: Trust = False,
     beside_others: Beside = False,
 ) -> None:
     """Go on with a run that was stopped or killed.
@@ -122,14 +108,7 @@ def resume_campaign(
     from loadtests.campaign.progress import Progress
 
     with Progress() as progress:
-        resume(
-            folder,
-            progress,
-            confirm=confirm,
-            trusted=trust or (),
-            allow_commands=allow_commands,
-            beside_others=beside_others,
-        )
+        resume(folder, progress, confirm=confirm, trust=trust, beside_others=beside_others)
     _answer(folder)
 
 
@@ -138,42 +117,6 @@ def _answer(folder: Path) -> None:
 
     show_run(folder, levels=False)
     typer.echo(f"The report: crossover report {folder}")
-
-
-@campaign.command("repeat")
-def repeat_campaign(
-    folders: Annotated[
-        list[Path], typer.Argument(help="The runs whose levels are measured again, in turns.")
-    ],
-    times: Annotated[int, typer.Option(min=1, help="How many times each is measured.")] = 1,
-    out: Out = Path("runs"),
-    trust: Trust = None,
-    allow_commands: Commands = False,
-    beside_others: Beside = False,
-) -> None:
-    """Measure the levels of runs again in new folders: same cells, rates, durations and seeds.
-
-    Such runs differ by the machine alone. Several are measured in turns (A B A B), so that a drift
-    of the machine meets all alike.
-    """
-    from loadtests.campaign.campaign_file import Plan, check_trust
-    from loadtests.campaign.campaign_runner import run
-    from loadtests.campaign.progress import Progress
-    from loadtests.campaign.run_state import repeat_in_turns
-
-    def measure(plan: Plan) -> Path:
-        check_trust(plan, trust or (), allow_commands=allow_commands)
-        return run(plan, out, progress, beside_others=beside_others)
-
-    with Progress() as progress:
-        arms = repeat_in_turns(folders, times, measure)
-    for arm in arms:
-        show(arm[-1])
-    first, *others = [" ".join(str(folder) for folder in arm) for arm in arms]
-    for other in others:
-        typer.echo(f"\nTo compare: crossover compare {first} -- {other}")
-    if not others:
-        typer.echo(f"\n{len(arms[0])} runs to compare others with: {first}")
 
 
 @campaign.command("show")

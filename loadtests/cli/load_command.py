@@ -134,14 +134,18 @@ def _measure(
     folder = new_folder(out, CELL)
     manifest = manifest_of(Plan(campaign, [cell], ""), folder.name, hardware_facts(), sys.argv)
     with RunFolder.create(folder, manifest) as run:
-        run.event(journal.RunStarted(cells=1))
+        run.event(journal.RunStarted())
         run.event(journal.CellStarted(cell=CELL))
         told = msgspec.to_builtins(facts)
         run.event(journal.CellReady(cell=CELL, url=target.url, target=told))
         state = CellState(run, campaign, cell)
         bench = ServerBench(state, Server(target), facts, None, generator, progress)
         asked = LevelAsk(
-            name=LEVEL, seed=plan.seed, rate=plan.rate, window_seconds=plan.window_seconds
+            name=LEVEL,
+            seed=plan.seed,
+            rate=plan.rate,
+            window_seconds=plan.window_seconds,
+            is_given=True,
         )
         with Sampler(CELL, bench.keep_sample) as bench.sampler:
             level = bench.measure(asked, msgspec.structs.replace(plan, facts=facts))

@@ -48,7 +48,7 @@ class CellValues(msgspec.Struct, frozen=True):
     key: str
     facts: dict[str, str]  # of run_environment.CELL, and the workload's name
     values: dict[str, dict[str, float]]
-    left_out: int = 0  # levels that were cut short, not valid, or with requests missing
+    left_out: int = 0  # levels that were not valid, or with requests missing
 
 
 class RunValues(msgspec.Struct, frozen=True):
@@ -141,9 +141,7 @@ def _cell(run: RunRecords, cell: dict[str, Any], levels: Sequence[Level]) -> Cel
 
 def _counts(level: Level) -> bool:
     end = level.finished
-    if end is None or not level.is_whole or end.cut_short is not None or not end.is_valid:
-        return False
-    return end.disturbance is None or not end.disturbance.is_set_aside
+    return end is not None and level.is_whole and end.is_valid and not level.is_set_aside
 
 
 def _values_of(level: Level) -> dict[str, float]:
@@ -180,7 +178,7 @@ def compare(
         own = _rows(mine, theirs)
         found += own
         if left_out := sum(cell.left_out for cell in mine + theirs):
-            notes.append(f"{mine[0].key}: {left_out} levels were cut short or not valid")
+            notes.append(f"{mine[0].key}: {left_out} levels were not valid")
         if not any(row.load not in ("", "alone") for row, _ in own):
             notes.append(
                 f"{mine[0].key}: no rate was measured in both arms: `search.rates` gives some"

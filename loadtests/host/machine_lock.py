@@ -25,28 +25,39 @@ def lock_file() -> Path:
     return Path(tempfile.gettempdir()) / f"crossover-measuring-{os.getuid()}.lock"
 
 
+def take_lock(path: Path, what: str) -> int | str:
+    """A file descriptor that holds the lock of a file until it is closed; what its holder said,
+    where another has it. Raises OSError.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # /tmp is everybody's
+    lock = os.open(path, flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(lock, 4096, 0).decode(errors="replace").strip()
+        os.close(lock)
+        return holder or "another process"
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{what}\n".encode(), 0)
+    return lock
+
+
 @contextlib.contextmanager
 def machine_lock(what: str, *, file: Path | None = None) -> Iterator[None]:
     """Holds the lock for the block. Raises MachineBusy when another process has it."""
     path = file or lock_file()
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # /tmp is everybody's
     try:
-        lock = os.open(path, flags, 0o600)
+        lock = take_lock(path, f"process {os.getpid()} ({what})")
     except OSError as problem:
         raise MachineBusy(
             f"{path}, the lock of this machine, cannot be opened: {problem.strerror}"
         ) from problem
+    if isinstance(lock, str):
+        raise MachineBusy(
+            f"{lock} measures on this machine now, and two campaigns at once would measure each "
+            "other: wait for it, or add --beside-others"
+        )
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(lock, 4096, 0).decode(errors="replace").strip() or "another process"
-            raise MachineBusy(
-                f"{holder} measures on this machine now, and two campaigns at once would measure "
-                "each other: wait for it, or add --beside-others"
-            ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} ({what})\n".encode(), 0)
         yield
     finally:
         os.close(lock)

@@ -10,26 +10,24 @@
     for level in levels_of(run): ...           # loadtests.analysis.level
 
 A line is written by one write() to a file opened with O_APPEND: a killed writer, or a full disk,
-leaves at most one cut-off line. Readers leave out a line that is no record, and say so. Requests of
-a level without a level_finished event stay in the file and are not counted. Nobody else may read
-the folder: prompts and addresses are in it.
+leaves at most one cut-off line, and the next record begins a new one. Readers leave out a line that
+is no record, and say so. Requests of a level without a level_finished event stay in the file and
+are not counted. Nobody else may read the folder: prompts and addresses are in it.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from loadtests.errors import BadRunFolder
+from loadtests.host.machine_lock import take_lock
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_journal import (
@@ -41,17 +39,14 @@ from loadtests.records.run_journal import (
     LevelStarted,
     of_kind,
 )
-from models import formatting
 from models.manifest import write_atomically
 
-LEAST_FREE_BYTES = 64 << 20  # of disk, for a level to begin
 MANIFEST = "manifest.json"
 REQUESTS = "requests.jsonl"
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 LOCK = ".lock"
 
-_PASSWORD = re.compile(rb"://[^/@\s\"\\]+@")
 _CONTROL = re.compile(
     rb"\\u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE
 )
@@ -85,9 +80,7 @@ class RunRecords:
         """Raises BadRunFolder."""
         self.folder = folder
         self.manifest = read_manifest(folder)
-        # By file: bytes of a cut-off last line; numbers (1..) of other lines that are no record.
-        self.dropped_bytes: dict[str, int] = {}
-        self.broken_lines: dict[str, list[int]] = {}
+        self._broken: dict[str, list[int]] = {}  # by file: numbers (1..) of lines that are none
         self.events: list[Event] = list(self._read(EVENTS, AnyEvent))
         self.samples: list[ResourceSample] = list(self._read(SAMPLES, ResourceSample))
 
@@ -112,26 +105,20 @@ class RunRecords:
 
     def damage(self) -> list[str]:
         """What is left out of each file that was read, in words."""
-        cut = [
-            f"the cut-off last line of {name} ({count} bytes)"
-            for name, count in self.dropped_bytes.items()
-        ]
-        broken = [
+        return [
             f"{len(lines)} of the lines of {name} (the first is line {lines[0]})"
-            for name, lines in self.broken_lines.items()
+            for name, lines in self._broken.items()
+            if lines
         ]
-        return cut + broken
 
     def _read(self, name: str, kind: Any) -> Iterator[Any]:
         """One record of `kind` a line; a missing file is empty. Raises BadRunFolder."""
         decode = msgspec.json.Decoder(kind).decode
-        broken: list[int] = []
-        line = b"\n"
+        broken = self._broken[name] = list[int]()
         try:
-            with _opened(self.folder / name) as file:
+            check_plain(self.folder / name)
+            with open(self.folder / name, "rb") as file:
                 for number, line in enumerate(file, 1):
-                    if not line.endswith(b"\n"):
-                        break
                     try:
                         record = decode(cleaned(line))
                     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -144,10 +131,6 @@ class RunRecords:
             raise BadRunFolder(
                 f"{self.folder / name} cannot be read: {problem.strerror}"
             ) from problem
-        if not line.endswith(b"\n"):
-            self.dropped_bytes[name] = len(line)
-        if broken:
-            self.broken_lines[name] = broken
 
 
 read_records = RunRecords
@@ -157,7 +140,7 @@ class RunFolder:
     """The folder of one run, open for writing by this process alone: a second writer is refused."""
 
     def __init__(self, folder: Path, manifest: RunManifest) -> None:
-        """Use `create` or `open_existing`. Raises BadRunFolder, OSError."""
+        """Of a new run use `create`. Raises BadRunFolder, OSError."""
         self.folder = folder
         self.manifest = manifest
         self.events: list[Event] = []  # the journal: what was read at first, and all since
@@ -167,7 +150,10 @@ class RunFolder:
                     f"{path} is a link: a run is written into its own files alone; put the file in "
                     "its place, or remove it"
                 )
-        self._lock = _take_lock(folder)
+        lock = take_lock(folder / LOCK, f"process {os.getpid()}")
+        if isinstance(lock, str):
+            raise BadRunFolder(f"{folder} is in use by {lock}; wait for it, or end it")
+        self._lock = open(lock)  # closed once, at the end
         self._events: Appender[Event] = Appender(folder / EVENTS)
         self._samples: Appender[ResourceSample] = Appender(folder / SAMPLES)
         self._requests: Appender[RequestRecord] = Appender(folder / REQUESTS)
@@ -189,11 +175,13 @@ class RunFolder:
 
     @classmethod
     def open_existing(cls, folder: Path) -> tuple[RunFolder, RunRecords]:
-        """A run to go on with, and what is on record; cut-off last lines are taken off first."""
-        opened = cls(folder, read_manifest(folder))
-        cut = {name: _cut_last_line(folder / name) for name in (REQUESTS, SAMPLES, EVENTS)}
+        """A run to go on with, and what is on record. Raises BadRunFolder."""
+        manifest = read_manifest(folder)
+        try:
+            opened = cls(folder, manifest)
+        except OSError as problem:
+            raise BadRunFolder(f"{folder} cannot be written: {problem.strerror}") from problem
         records = read_records(folder)
-        records.dropped_bytes = {name: count for name, count in cut.items() if count}
         opened.events = list(records.events)
         return opened, records
 
@@ -202,15 +190,6 @@ class RunFolder:
         self._events.append(event)
         self.events.append(event)
         return event
-
-    def check_room(self) -> None:
-        """Raises BadRunFolder where the disk is too full for a level to begin."""
-        free = shutil.disk_usage(self.folder).free
-        if free < LEAST_FREE_BYTES:
-            raise BadRunFolder(
-                f"{self.folder} has {formatting.size(free)} of disk free, and a level wants "
-                f"{formatting.size(LEAST_FREE_BYTES)}: make room and resume"
-            )
 
     def finish(self, level: LevelFinished) -> None:
         """Writes that a level has finished; its requests and samples are in their files already.
@@ -238,8 +217,10 @@ class Appender(Generic[T]):
 
     def __init__(self, path: Path) -> None:
         self._encode = msgspec.json.Encoder().encode
-        self._file = open(path, "ab", buffering=0, opener=_private)
-        self._is_torn = False  # the last line is cut off
+        self._file = open(path, "a+b", buffering=0, opener=_private)
+        size = self._file.seek(0, os.SEEK_END)
+        last = os.pread(self._file.fileno(), 1, max(0, size - 1))
+        self._is_torn = last not in (b"", b"\n")  # the last line is cut off
         self.close = self._file.close
 
     def append(self, record: T) -> None:
@@ -264,9 +245,7 @@ class Appender(Generic[T]):
 
 
 def cleaned(text: bytes) -> bytes:
-    """JSON without passwords in URLs, and without what a terminal would obey."""
-    if b"://" in text:
-        text = _PASSWORD.sub(b"://***@", text)
+    """JSON without what a terminal would obey."""
     if any(mark in text for mark in _MARKS):  # hardly ever, and the expression takes time
         text = _CONTROL.sub(rb"\\ufffd", text)
     return text
@@ -276,67 +255,29 @@ def read_manifest(folder: Path) -> RunManifest:
     """The manifest of a run. Raises BadRunFolder."""
     path = folder / MANIFEST
     try:
-        with _opened(path) as file:
-            text = cleaned(file.read())
-    except OSError as problem:
-        raise BadRunFolder(
-            f"{path.parent} holds no run: {path.name} cannot be read ({problem.strerror})"
-        ) from problem
-    try:
-        version = msgspec.json.decode(text, type=_Versioned).format_version
+        check_plain(path)
+        raw = msgspec.json.decode(cleaned(path.read_bytes()))
+        version = raw["format_version"]
         if version != FORMAT_VERSION:
             other = "a newer" if version > FORMAT_VERSION else "an older"
             raise BadRunFolder(
                 f"{path} has format_version {version}; this crossover reads {FORMAT_VERSION}: "
                 f"use {other} one"
             )
-        return msgspec.json.decode(text, type=RunManifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
+        return msgspec.convert(raw, RunManifest)
+    except OSError as problem:
+        raise BadRunFolder(
+            f"{path.parent} holds no run: {path.name} cannot be read ({problem.strerror})"
+        ) from problem
+    except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError) as problem:
         raise BadRunFolder(f"{path} is no manifest: {problem}") from problem
 
 
-class _Versioned(msgspec.Struct):
-    format_version: int
-
-
-def _opened(path: Path) -> BinaryIO:
-    """Raises BadRunFolder for a pipe or device, which may have no end, and OSError."""
+def check_plain(path: Path) -> None:
+    """Raises BadRunFolder for a pipe or device, which may have no end."""
     if path.exists() and not path.is_file():
         raise BadRunFolder(f"{path} is no plain file")
-    return open(path, "rb")
 
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _cut_last_line(path: Path) -> int:
-    """Takes a line without an end off a file; its bytes."""
-    size = path.stat().st_size
-    if not size:
-        return 0
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        whole = text.rfind(b"\n") + 1
-    os.truncate(path, whole)
-    return size - whole
-
-
-def _take_lock(folder: Path) -> IO[str]:
-    """A lock that ends with this process, however it ends."""
-    try:
-        lock = open(folder / LOCK, "a+", opener=_private)
-    except OSError as problem:
-        raise BadRunFolder(f"{folder} cannot be written to: {problem.strerror}") from problem
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        with lock:
-            lock.seek(0)
-            holder = lock.read(64).strip() or "unknown"
-        raise BadRunFolder(
-            f"{folder} is in use by process {holder}; wait for it, or end it"
-        ) from None
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-    return lock

@@ -16,18 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from loadtests.records.resource_sample import CoresSample
-
 FORMAT_VERSION = 4  # goes up when what is written means something else
-
-
-class SkipCause(StrEnum):
-    """Why a cell was not measured."""
-
-    MEMORY = "memory"  # it does not fit
-    SETTINGS = "settings"  # the backend, format or device cannot be had here
-    SERVER = "server"  # the server did not start, or ended
-    ENDPOINT = "endpoint"  # the server refused the probe
 
 
 class LevelPurpose(StrEnum):
@@ -73,23 +62,16 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What was taken from the engine during a level, in seconds of one core; None: not known.
+    """What was taken from the engine during a level; loadtests.analysis.disturbance says how."""
 
-    loadtests.analysis.disturbance makes it and says how.
-    """
-
-    total: CoresSample  # the readings of the level, summed
-    by_strangers_seconds: float | None = None  # that the engine waited while strangers ran
-    steal_seconds: float | None = None  # its part of what the hypervisor took
-    taken_seconds: float | None = None  # by strangers, steal and quota together
-    share: float | None = None  # taken of what it wanted: taken / (work + taken)
-    steady_steal_share: float | None = None  # of what it wanted; None: unsteady, little, not known
+    share: float | None = None  # taken of the CPU time that it wanted, 0..1; None: not known
+    who: str = ""  # took most, where the level is disturbed
     is_disturbed: bool = False
-    counts: bool = False  # the campaign takes the machine as it is: the level counts all the same
+    counts: bool = False  # all the same: the campaign says so, or little was taken and it holds
 
     @property
     def is_set_aside(self) -> bool:
-        """The level says nothing of the server, unless it holds (is_slight)."""
+        """The level says nothing of the server."""
         return self.is_disturbed and not self.counts
 
 
@@ -123,19 +105,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: str | None = None  # of the backend
     device: str | None = None
-    device_name: str | None = None
     weight_format: str | None = None
     quality_kl_nats: float | None = None
     slots: int | None = None
-    context_tokens: int | None = None
     kv_tokens: int | None = None
     threads: int | None = None
-    cores: list[int] | None = None  # that it may run on; []: all
-    nice: int | None = None  # above 0: HTTP goes before it
     predicted: dict[str, Any] | None = None  # memory in bytes by what holds it
-    measured: dict[str, Any] | None = None
-    gpu: dict[str, Any] | None = None  # where its memory and the load's time went
-    details: dict[str, Any] | None = None
+    command: str | None = None  # of an engine of others
 
 
 def _kind(name: str) -> str:
@@ -157,22 +133,17 @@ class Event(
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    cells: int | None = None
-
-
-class RunResumed(Event, frozen=True, kw_only=True):
-    dropped_bytes: dict[str, int] = {}  # cut-off last lines, by file
+    """A sitting begins: the first, or one that goes on."""
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
-    pass
+    """Every cell is measured or skipped."""
 
 
 class Interrupted(Event, frozen=True, kw_only=True):
     """The run (no cell), a cell's server or a level was interrupted."""
 
     reason: str
-    last_event: str | None = None  # its kind, where the runner was killed
 
 
 class CellStarted(Event, frozen=True, kw_only=True):
@@ -190,12 +161,9 @@ class CellReady(Event, frozen=True, kw_only=True):
     cell: str
     info: EngineInfo = EngineInfo()
     load_seconds: float | None = None
-    rss_bytes: int | None = None
-    peak_rss_bytes: int | None = None
     synthetic: bool | None = None  # random weights; None: not known
     url: str | None = None
     layout: dict[str, Any] | None = None  # loadtests.host.cpu_pinning.Layout
-    placement: Any = None  # the server's explanation
     target: dict[str, Any] | None = None  # loadtests.load_generator.openai_endpoint.TargetFacts
 
     @property
@@ -210,18 +178,13 @@ class CellReady(Event, frozen=True, kw_only=True):
 
 
 class EngineRating(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An engine that was looked at for a cell; tokens/s, None where it was not measured."""
+    """An engine that was looked at for a cell."""
 
     backend: str
     weight_format: str
     is_chosen: bool = False
     why_not: str = ""  # why it cannot be chosen; "": it can
-    measured_on: str = ""  # the model measured, where that is another one; the rates are scaled
-    slots: int | None = None
-    prompt_tokens_per_second: float | None = None
-    decode_tokens_per_second: float | None = None  # of one stream
-    decode_slots_tokens_per_second: float | None = None  # of all slots together
-    requests_per_second: float | None = None  # under the cell's workload, all slots busy
+    requests_per_second: float | None = None  # that it would hold; None: it was not measured
 
 
 class EngineChosen(Event, frozen=True, kw_only=True):
@@ -236,23 +199,19 @@ class EngineChosen(Event, frozen=True, kw_only=True):
 
 
 class Calibrated(Event, frozen=True, kw_only=True):
-    """The law of a cell's engine, from single streams and bursts, and the first estimate."""
+    """The law of a cell's engine, from single streams and bursts."""
 
     cell: str
     spent_seconds: float
     law: dict[str, Any] | None = None  # loadtests.simulation.step_law.StepLaw; None: does not fit
     policy: dict[str, Any] | None = None  # .batching_simulator.SchedulingPolicy
-    observations: list[dict[str, Any]] = []  # .step_law.StepObservation
-    slots: int | None = None
-    start: int | None = None  # 1..: which start of the cell's server
-    limits: dict[str, Capacity] = {}  # the first estimate, by the SLO's name
     reason: str = ""  # why there is no law
 
 
 class CellSkipped(Event, frozen=True, kw_only=True):
     cell: str
-    cause: SkipCause
     reason: str
+    cause: str = ""  # "server": it did not start, or ended; a later sitting tries again
 
 
 class CellFinished(Event, frozen=True, kw_only=True):
@@ -273,27 +232,18 @@ class LevelStarted(Event, frozen=True, kw_only=True):
     purpose: LevelPurpose
     rate_per_second: float | None = None  # open loop; None: closed loop, or given requests
     concurrency: int | None = None  # closed loop; None: open loop
-    arrivals: dict[str, Any] = {}  # the arrival process, as loadtests.workload.arrivals names it
     warmup_seconds: float = 0.0  # requests due before this do not count
     window_seconds: float  # requests due in [warmup_seconds, warmup_seconds + window_seconds) count
     seed: int = 0
-    attempt: int = 1  # 1..: how often this level was tried, this time included
     start: int | None = None  # 1..: which start of the cell's server; None: not known
     started_unix_seconds: float = 0.0  # the moment that RequestRecord's times count from
 
 
 class LevelFinished(Event, frozen=True, kw_only=True):
-    """`good`, `window_due` and `verdict` are by the campaign's first SLO, for who reads along."""
-
     cell: str
     level: str
     due: int  # requests on record, those of the warm-up included
-    window_seconds: float  # as it came out: shorter than asked where the level was cut short
-    good: int = 0
-    window_due: int = 0
-    verdict: str = ""
-    cut_short: str | None = None  # why
-    gave_up: int = 0  # requests that the client ended at the end of the drain time
+    window_seconds: float  # as it came out
     spent_seconds: float = 0.0  # of the budget: start, warm-up, window and drain
     is_valid: bool = True  # no serious warning but `Disturbed`
     warnings: list[str] = []  # their codes
@@ -317,7 +267,6 @@ class Waited(Event, frozen=True, kw_only=True):
     cell: str
     reason: str  # by whom it was disturbed
     spent_seconds: float
-    became_quiet: bool
 
 
 class NeverQuiet(Event, frozen=True, kw_only=True):
@@ -325,12 +274,10 @@ class NeverQuiet(Event, frozen=True, kw_only=True):
 
     cell: str
     reason: str  # by whom the machine was disturbed
-    slos: list[str]  # names of those that were not searched to the end
 
 
 AnyEvent = (
     RunStarted
-    | RunResumed
     | RunFinished
     | Interrupted
     | CellStarted

@@ -92,7 +92,7 @@ def cells_in(path: Path) -> Iterable[Cell]:
             level = _level(started, one, records[one["level"]])
             if started["purpose"] == "single_stream":
                 alone.append(level)
-            elif len(level.due) >= 20 and "CPU time that" not in (one.get("cut_short") or ""):
+            elif len(level.due) >= 20:
                 levels.append(level)
                 taken.append((one.get("disturbance") or {}).get("share") or 0.0)
         lengths = lengths_of(workload, 8_000, 3)

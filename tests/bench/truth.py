@@ -24,7 +24,7 @@ import numpy as np
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import Level, levels_of
 from loadtests.analysis.slo import Slo
-from loadtests.campaign.campaign_file import Campaign, Cell, Plan, check_trust, read_campaign
+from loadtests.campaign.campaign_file import Campaign, Cell, Plan, read_campaign
 from loadtests.campaign.campaign_runner import run
 from loadtests.campaign.cell_selection import with_engine
 from loadtests.campaign.progress import Progress
@@ -61,11 +61,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.truth is not None and low <= self.truth <= high
 
 
-def only(plan: Plan, cell: Cell, **search: object) -> Plan:
+def only(plan: Plan, cell: Cell, budget_seconds: float | None = None, **search: object) -> Plan:
     """The campaign of one of its cells, with another search."""
     changed = msgspec.structs.replace(plan.campaign.search, **search)
     campaign = msgspec.structs.replace(
-        plan.campaign, search=changed, budget_seconds=None, name=f"truth-{cell.key}"
+        plan.campaign, search=changed, budget_seconds=budget_seconds, name=f"truth-{cell.key}"
     )
     return Plan(campaign, [cell], plan.text)
 
@@ -197,7 +197,6 @@ def main() -> None:
     ]
     if asked.campaign is not None:
         plan = read_campaign(asked.campaign)
-        check_trust(plan, (), allow_commands=True)
         for cell in plan.cells:
             if not asked.cells or any(part in cell.key for part in asked.cells):
                 rows.append(measure(plan, cell, asked.out, asked.minutes, asked.level_seconds))

@@ -31,7 +31,6 @@ from loadtests.records.run_journal import (
     Interrupted,
     LevelAbandoned,
     LevelStarted,
-    RunResumed,
     of_kind,
 )
 from loadtests.simulation.batching_simulator import SchedulingPolicy
@@ -63,7 +62,6 @@ name = "fake ladder"
 disturbance = "ignore"
 models = ["135m"]
 backends = ["fake"]
-sample_seconds = 0.5
 workload = { prompt_tokens = 24, output_tokens = 8 }
 [slo]
 preset = "chat"
@@ -218,8 +216,6 @@ def test_a_stopped_runner_leaves_no_child_and_resume_ends_well(
     check_folder(folder)
     run_ = read_records(folder)
     assert list(run_.finished_levels)[: len(kept)] == kept, "what was finished is kept"
-    dropped = [one.dropped_bytes for one in of_kind(run_.events, RunResumed)]
-    assert dropped == [{}, {"requests.jsonl": 15}]
     stopped = [event.reason for event in of_kind(run_.events, Interrupted)]
     assert stopped == ["stopped by the user", "the runner was killed"]
     assert len(of_kind(run_.events, LevelAbandoned)) == 2
@@ -292,7 +288,7 @@ def test_an_engine_of_others_beside_ours_is_asked_the_same(tmp_path: Path) -> No
     check_folder(folder)
     records = read_records(folder)
     ready = of_kind(records.events, CellReady, "smollm2-135m-ab-scripted")[-1]
-    assert ready.info.details is not None and "scripted_server" in ready.info.details["command"]
+    assert "scripted_server" in (ready.info.command or "")
     samples = [one for one in records.samples if one.cell.endswith("-scripted")]
     assert any(one.engine is not None and one.engine.rss_bytes for one in samples)
     assert any(one.cores is not None for one in samples), "disturbance is seen too"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from loadtests.analysis.level import Level
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import CoresSample, ResourceSample
+from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_journal import (
     Disturbance,
     LevelFinished,
@@ -128,16 +128,7 @@ def alone(count: int = 20, bad: int = 0, *, start: int | None = 1, name: str = "
 
 def taken(share: float, *, counts: bool = False) -> Disturbance:
     """A level of which strangers took so much."""
-    return Disturbance(
-        total=CoresSample(
-            seconds=60.0, busy_seconds=60.0, work_seconds=60.0, strangers_seconds=60.0 * share
-        ),
-        by_strangers_seconds=60.0 * share,
-        taken_seconds=60.0 * share / (1 - share),
-        share=share,
-        is_disturbed=share > 0.03,
-        counts=counts,
-    )
+    return Disturbance(share=share, who="`hog`", is_disturbed=share > 0.03, counts=counts)
 
 
 def waits_md_c(

@@ -8,25 +8,14 @@ from typing import Any
 import pytest
 
 from loadtests.analysis.level import Level
-from loadtests.analysis.level_validity import (
-    NamedWarning,
-    Seriousness,
-    is_valid,
-    level_warnings,
-)
+from loadtests.analysis.level_validity import NamedWarning, Seriousness, is_valid, level_warnings
 from loadtests.analysis.slo import Slo
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import CoresSample, ResourceSample
-from loadtests.records.run_journal import Disturbance
-from tests.loadtests.analysis.made import (
-    level,
-    request,
-    sample,
-    steady_level,
-    taken,
-)
+from tests.loadtests.analysis.made import level, request, sample, steady_level, taken
 
 SLO = Slo("test", 2.0, 0.1, target=0.9)
+NOTE, WARNING, SERIOUS = Seriousness.NOTE, Seriousness.WARNING, Seriousness.SERIOUS
 
 
 def requests(count: int, changed: int = 0, **changes: Any) -> list[RequestRecord]:
@@ -35,56 +24,90 @@ def requests(count: int, changed: int = 0, **changes: Any) -> list[RequestRecord
 
 
 def warned(
-    seen: Level | list[RequestRecord],
-    samples: Iterable[ResourceSample] = (),
-    slo: Slo = SLO,
-    **of_level: Any,
+    seen: Level | list[RequestRecord], samples: Iterable[ResourceSample] = (), **of_level: Any
 ) -> dict[str, NamedWarning]:
     seen = seen if isinstance(seen, Level) else level(seen, **of_level)
-    return {one.code: one for one in level_warnings(seen, slo, samples)}
+    return {one.code: one for one in level_warnings(seen, SLO, samples)}
+
+
+def answers(short: int, cut: int = 0) -> list[RequestRecord]:
+    """200, of which some are a token short, or were cut off."""
+    return [
+        request(
+            i,
+            float(i),
+            asked_output_tokens=11 if i < short + cut else 10,
+            error="cut_off" if short <= i < short + cut else None,
+        )
+        for i in range(200)
+    ]
 
 
 def test_a_quiet_level_has_no_warning() -> None:
     assert warned(steady_level(2.0)) == {}
 
 
-def test_a_busy_load_generator_leaves_a_level_out() -> None:
-    found = warned(requests(60), generator_busy_share=0.95)["GeneratorBusy"]
-    assert found.is_serious and "95% of the time: more than 80%" in found.text
-    assert not is_valid([found])
-    assert "GeneratorBusy" not in warned(requests(60), generator_busy_share=0.8)
-
-
 @pytest.mark.parametrize(
-    ("records", "weight"),
+    ("records", "of_level", "code", "weight", "text"),
     [
-        (requests(120, 120, lag=0.004), None),
-        (requests(120, 120, lag=0.006), Seriousness.WARNING),  # 6 ms cannot turn an SLO of 2 s
-        (requests(120, 120, lag=0.021), Seriousness.SERIOUS),
-        (requests(60, 60, lag=0.0009, ttft=0.01), None),  # a millisecond is not late
-        (requests(100, 1, lag=0.5), None),  # read at the 99th percentile
-        (requests(100, 2, lag=0.5), Seriousness.SERIOUS),
+        (requests(60), {"generator_busy_share": 0.8}, "GeneratorBusy", None, ""),
+        (
+            *(requests(60), {"generator_busy_share": 0.95}),
+            *("GeneratorBusy", SERIOUS, "95% of the time: more than 80%"),
+        ),
+        (requests(120, 120, lag=0.004), {"seconds": 120.0}, "LateSends", None, ""),
+        # 6 ms cannot turn an SLO of 2 s
+        (requests(120, 120, lag=0.006), {"seconds": 120.0}, "LateSends", WARNING, "left 6"),
+        (requests(120, 120, lag=0.021), {"seconds": 120.0}, "LateSends", SERIOUS, "left 21"),
+        (requests(60, 60, lag=0.0009, ttft=0.01), {}, "LateSends", None, ""),  # a millisecond
+        (requests(100, 1, lag=0.5), {"seconds": 120.0}, "LateSends", None, ""),  # beyond the p99
+        (requests(100, 2, lag=0.5), {"seconds": 120.0}, "LateSends", SERIOUS, "500 ms"),
+        (
+            *(requests(60, 30, backend="llama_cpp/gpu"), {}, "FellBack", SERIOUS),
+            "fake/cpu (30), llama_cpp/gpu (30)",
+        ),
+        # missed in good answers only
+        (requests(60, 1, output_tokens=None, error="cut_off"), {}, "TokensUnknown", None, ""),
+        (requests(60, 1, output_tokens=None), {}, "TokensUnknown", WARNING, "1 of 60 answers"),
+        # one in a hundred may be short
+        (answers(2), {"seconds": 200.0}, "ShortAnswers", None, ""),
+        (answers(3, cut=7), {"seconds": 200.0}, "ShortAnswers", WARNING, "3 of 193 answers"),
+        (
+            *(requests(60, 2, asked_output_tokens=9), {}, "LongAnswers", WARNING),
+            "more tokens than were asked for in 2 of 2 answers",
+        ),
+        (requests(60), {}, "StandIns", None, ""),
+        (
+            [request(i, float(i), turn=i % 3, stand_in=i % 30 == 2) for i in range(60)],
+            *({}, "StandIns", WARNING, "2 of 40 later turns"),
+        ),
+        # 100 were counted: two per cent off are allowed
+        (requests(50, 50, asked_prompt_tokens=99), {}, "PromptsOff", None, ""),
+        (requests(50, 50, asked_prompt_tokens=98), {}, "PromptsOff", WARNING, "98 were"),
+        (requests(50, 50, asked_prompt_tokens=102), {}, "PromptsOff", None, ""),
+        (requests(50, 50, asked_prompt_tokens=103), {}, "PromptsOff", WARNING, "103 were"),
+        (requests(50, 50, asked_prompt_tokens=0), {}, "PromptsOff", None, ""),
+        (
+            *(requests(5), {"seconds": 5.0}, "TooFewSamples", NOTE),
+            "5 of 5 requests were good: too few to say whether 0.9 of them are; 25 are the least",
+        ),
+        (
+            [request(i, 0.5 * i, ttft=0.1 + 0.007 * i) for i in range(240)],
+            *({"seconds": 120.0, "rate": 2.0}, "Unsteady", WARNING, "TTFT grew"),
+        ),
     ],
 )
-def test_late_sends(records: list[RequestRecord], weight: Seriousness | None) -> None:
-    found = warned(records, seconds=120.0).get("LateSends")
+def test_what_is_said_of_requests(
+    records: list[RequestRecord],
+    of_level: dict[str, Any],
+    code: str,
+    weight: Seriousness | None,
+    text: str,
+) -> None:
+    found = warned(records, **of_level).get(code)
     assert (found and found.seriousness) == weight
-
-
-def test_a_level_that_swaps_counts_with_the_answers_that_paging_made_late() -> None:
-    def found(*used: int) -> NamedWarning | None:
-        samples = [sample(0.0, swap_used_bytes=one) for one in used]
-        return warned(requests(60), samples).get("Swapping")
-
-    assert found(5 << 30, (5 << 30) + (16 << 20) - 1) is None
-    grown = found(1 << 20, 17 << 20, 2 << 20)
-    assert grown is not None and not grown.is_serious and "grew by 16 MiB" in grown.text
-    assert found(1 << 30, 0) is None and found(1 << 30) is None
-
-
-def test_a_backend_that_changed_leaves_a_level_out() -> None:
-    found = warned(requests(60, 30, backend="llama_cpp/gpu"))["FellBack"]
-    assert found.is_serious and found.text.endswith("fake/cpu (30), llama_cpp/gpu (30)")
+    if found is not None:
+        assert text in found.text and is_valid([found]) is (weight is not SERIOUS)
 
 
 @pytest.mark.parametrize(
@@ -104,113 +127,45 @@ def test_a_level_is_unsteady_beyond_the_wandering_of_a_stable_queue(
         assert f"from {at_first:.1f} to {at_last:.1f}" in found.text
 
 
-def test_a_queue_that_grows_is_said_and_not_that_requests_are_too_few() -> None:
-    growing = [request(i, 0.5 * i, ttft=0.1 + 0.007 * i) for i in range(240)]
-    found = warned(growing, seconds=120.0, rate=2.0)
-    assert "TTFT grew" in found["Unsteady"].text and "TooFewSamples" not in found
-    few = warned(requests(5), seconds=5.0)["TooFewSamples"]
-    assert few.seriousness is Seriousness.NOTE
-    assert few.text == (
-        "5 of 5 requests were good: too few to say whether 0.9 of them are; "
-        "25 are the least, all good"
-    )
-
-
-def test_token_counts_are_missed_in_good_answers_only() -> None:
-    assert "TokensUnknown" not in warned(requests(60, 1, output_tokens=None, error="cut_off"))
-    found = warned(requests(60, 1, output_tokens=None))["TokensUnknown"]
-    assert "1 of 60 answers" in found.text
-
-
-def test_one_short_answer_in_a_hundred_is_allowed() -> None:
-    def found(short: int, cut: int = 0) -> NamedWarning | None:
-        asked = [
-            request(
-                i,
-                float(i),
-                asked_output_tokens=11 if i < short + cut else 10,
-                error="cut_off" if short <= i < short + cut else None,
-            )
-            for i in range(200)
-        ]
-        return warned(asked, seconds=200.0).get("ShortAnswers")
-
-    assert found(2) is None
-    short = found(3, cut=7)
-    assert short is not None and "3 of 193 answers" in short.text
-    long = warned(requests(60, 2, asked_output_tokens=9))["LongAnswers"]
-    assert "more tokens than were asked for in 2 of 2 answers" in long.text and not long.is_serious
-
-
-def test_later_turns_without_the_answer_they_continue_are_said() -> None:
-    records = [request(i, float(i), turn=i % 3, stand_in=i % 30 == 2) for i in range(60)]
-    found = warned(records)["StandIns"]
-    assert found.text.startswith("2 of 40 later turns") and not found.is_serious
-    assert "StandIns" not in warned(requests(60))
-
-
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("samples", "code", "text"),
     [
-        (100, None),
-        (99, None),
-        (98, "100 tokens per prompt, 98 were"),
-        (102, None),
-        (103, "100 tokens per prompt, 103 were"),
-        (0, None),
-        (None, None),
+        ([sample(0.0, swap_used_bytes=one) for one in (0, (16 << 20) - 1)], "Swapping", None),
+        ([sample(0.0, swap_used_bytes=one) for one in (1 << 30, 0)], "Swapping", None),
+        (
+            [sample(0.0, swap_used_bytes=one) for one in (1 << 20, 17 << 20, 2 << 20)],
+            *("Swapping", "grew by 16 MiB"),
+        ),
+        ([sample(1.0, cores=CoresSample(seconds=1.0, throttled_seconds=0.02))], "Throttled", None),
+        (
+            [sample(1.0, cores=CoresSample(seconds=1.0, throttled_seconds=0.021))] * 2,
+            *("Throttled", "for 2.1% of the time"),
+        ),
+        # one sample of fifty may have its clock held down
+        (
+            [sample(0.0, gpu_throttled=["heat"]), *[sample(0.0, gpu_throttled=[])] * 49],
+            *("Throttled", None),
+        ),
+        (
+            [sample(0.0, gpu_throttled=["power", "heat"]), sample(0.0, gpu_throttled=["heat"])]
+            + [sample(0.0, gpu_throttled=[])] * 48,
+            *("Throttled", "in 2 of 50 samples (heat, power)"),
+        ),
+        # of another time
+        ([sample(float(t), gpu_throttled=["heat"]) for t in (-1, 60, 1000)], "Throttled", None),
     ],
 )
-def test_prompts_may_be_two_per_cent_off(asked: int | None, text: str | None) -> None:
-    records = requests(50, 50, asked_prompt_tokens=asked)
-    found = warned([*records, request(50, 50.0, prompt_tokens=None)]).get("PromptsOff")
-    assert (found is None) if text is None else (found is not None and text in found.text)
+def test_what_is_said_of_the_machine(
+    samples: list[ResourceSample], code: str, text: str | None
+) -> None:
+    found = warned(requests(60), samples).get(code)
+    assert (found is None) == (text is None)
+    assert found is None or (text or "") in found.text and not found.is_serious
 
 
-def test_time_taken_by_others_counts_above_two_per_cent_in_the_mean() -> None:
-    def found(**fields: Any) -> dict[str, NamedWarning]:
-        cores = CoresSample(seconds=1.0, **fields)
-        samples = [sample(0.0), sample(1.0, cores=cores), sample(2.0, cores=cores)]
-        return warned(requests(60), samples)
-
-    assert "CpuStolen" not in found(steal_seconds=0.02)
-    assert "2.1%" in found(steal_seconds=0.021)["CpuStolen"].text
-    assert "Throttled" not in found(throttled_seconds=0.02)
-    assert "for 2.1% of the time" in found(throttled_seconds=0.021)["Throttled"].text
-    steal = [sample(0.0, cores=CoresSample(seconds=1.0, steal_seconds=0.1))]
-    watched = warned(requests(60), steal, disturbance=taken(0.01))
-    assert "CpuStolen" not in watched, "of the whole machine; the engine's cores were watched"
-
-
-def test_one_sample_of_fifty_with_a_clock_held_down_is_allowed() -> None:
-    cool = [sample(0.0, gpu_throttled=[], gpu_watts=50.0)] * 48
-    hot = [sample(0.0, gpu_throttled=["power", "heat"]), sample(0.0, gpu_throttled=["heat"])]
-    assert "Throttled" not in warned(requests(60), [hot[0], *cool, sample(0.0)])
-    found = warned(requests(60), [*hot, *cool])["Throttled"]
-    assert "in 2 of 50 samples (heat, power)" in found.text
-    drawing = [sample(0.0, gpu_throttled=["power"], gpu_watts=watts) for watts in (340.0, 360.0)]
-    assert "at 350 W" in warned(requests(60), [*drawing, *cool])["Throttled"].text
-
-
-@pytest.mark.parametrize(
-    ("found", "bad", "weight", "ends"),
-    [
-        (taken(0.06), 0, Seriousness.WARNING, "the level holds all the same, so it counts"),
-        (taken(0.06), 100, Seriousness.SERIOUS, "that the engine wanted"),
-        (taken(0.2), 0, Seriousness.SERIOUS, "that the engine wanted"),
-        (taken(0.2, counts=True), 100, Seriousness.WARNING, "that the engine wanted"),
-    ],
-)
-def test_a_disturbed_level(found: Disturbance, bad: int, weight: Seriousness, ends: str) -> None:
-    warning = warned(steady_level(2.0, bad=bad, disturbance=found))["Disturbed"]
-    assert warning.seriousness is weight and warning.text.endswith(ends)
-    assert is_valid([warning]), "whether it counts, its SLO decides"
-
-
-def test_a_steady_steal_is_of_the_machine() -> None:
-    steal = Disturbance(total=CoresSample(seconds=60.0, work_seconds=50.0), steady_steal_share=0.06)
-    found = warned(steady_level(2.0, disturbance=steal))["SteadySteal"]
-    assert not found.is_serious and found.text == (
-        "the host takes 6% of this machine's time steadily; "
-        "the capacity is of this machine with that"
-    )
+def test_a_disturbed_level() -> None:
+    for found, weight in ((taken(0.06), SERIOUS), (taken(0.2, counts=True), WARNING)):
+        warning = warned(steady_level(2.0, disturbance=found))["Disturbed"]
+        assert warning.seriousness is weight and warning.text.startswith("`hog` took ")
+        assert is_valid([warning]), "whether it counts, its SLO decides"
+    assert "Disturbed" not in warned(steady_level(2.0, disturbance=taken(0.02)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from loadtests.analysis.level import levels_of
-from loadtests.campaign.run_state import campaign_of, is_set_aside
 from loadtests.records.run_folder import read_records
 from loadtests.records.run_journal import (
     LevelAbandoned,
@@ -17,23 +16,17 @@ from loadtests.records.run_journal import (
 
 
 def check_folder(folder: Path) -> None:
-    """Each level began once, ended once, lost nothing, and its numbers follow from its records."""
+    """Each level began once, ended once and lost nothing."""
     run = read_records(folder)
-    slo = campaign_of(run.manifest)[0].slo
     assert isinstance(run.events[-1], RunFinished)
     names = [event.level for event in of_kind(run.events, LevelStarted)]
     assert len(names) == len(set(names)), "no name is used twice"
     ended = [e.level for e in run.events if isinstance(e, LevelFinished | LevelAbandoned)]
     assert len(ended) == len(set(ended)) and set(ended) >= set(names)
     levels = levels_of(run)
-    counted = [one for one in levels if one.finished and not is_set_aside(one.finished)]
-    numbers = [level.name.rpartition(".")[0] for level in counted]
+    numbers = [level.name.rpartition(".")[0] for level in levels if not level.is_set_aside]
     assert len(numbers) == len(set(numbers)), "no level was measured twice"
-    for level in levels:
-        end = level.finished
-        assert end is not None and level.is_whole, "nothing twice, nothing lost"
-        found = level.judge(slo)
-        assert (found.good, found.due, found.verdict) == (end.good, end.window_due, end.verdict)
+    assert all(level.is_whole for level in levels), "nothing twice, nothing lost"
 
 
 def kinds(folder: Path) -> list[str]:

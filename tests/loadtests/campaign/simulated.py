@@ -191,7 +191,6 @@ class Bench:
             warmup_seconds=asked.warmup_seconds,
             window_seconds=asked.window_seconds,
             seed=asked.seed,
-            attempt=asked.attempt,
             started_unix_seconds=1e9 + world.now,
         )
         state.event(started)
@@ -219,8 +218,9 @@ class Bench:
             spent_seconds=round(world.now - began, 3),
             disturbance=disturbance_of([world.cores(began, world.now)], counts=is_ignored),
         )
-        level, finished = judged(rows, started, finished, state.campaign.slo, asked, [])
-        state.finish(level, finished)
+        level = rows.level(started, finished)
+        level = judged(level, state.campaign.slo, [], asked.counts_slight)
+        state.finish(level)
         return level
 
     def _records(self, asked: LevelAsk) -> list[RequestRecord]:
@@ -251,9 +251,6 @@ class Bench:
             records.append(msgspec.structs.replace(one, index=index))
             at = one.ended_seconds or at
         return records
-
-    def look(self) -> CoresSample | None:
-        return self.world.cores(self.world.now - 1.0, self.world.now)
 
     def rest(self, seconds: float) -> None:
         self.world.now += seconds

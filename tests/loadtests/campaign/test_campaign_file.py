@@ -6,7 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from loadtests.analysis.slo import SLO_PRESETS
+from loadtests.campaign import campaign_text
 from loadtests.campaign.campaign_file import (
     DEMO,
     Campaign,
@@ -25,12 +26,14 @@ from loadtests.campaign.campaign_file import (
     read_campaign,
     slo_of,
 )
-from loadtests.campaign.campaign_template import SECTIONS, STARTED, campaign_template, keys_of
-from loadtests.campaign.external_servers import Engine, argv, formats_of
+from loadtests.campaign.cell_selection import argv
+from loadtests.campaign.run_state import manifest_of
 from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign
 from loadtests.records.run_folder import RunFolder
-from loadtests.workload.arrivals import Arrivals, Gamma
+from loadtests.workload.arrivals import Gamma
+from serving.hardware.machine_facts import hardware_facts
+from tests.campaign_template import SECTIONS, STARTED, campaign_template, keys_of
 
 ONE = 'name = "x"\nmodels = ["135m"]\n'
 COMMAND = "vllm serve {model} --port {port}"
@@ -88,14 +91,12 @@ def test_cells_of_engines_stand_beside_ours() -> None:
     text = with_engine('weights = "gguf"').replace("backends = []", 'formats = ["Q4_0", "bf16"]')
     plan = parse_campaign(text)
     assert [cell.key for cell in plan.cells] == [
-        *("smollm2-135m-Q4_0-llama_cpp", "smollm2-135m-BF16-llama_cpp"),
-        *("smollm2-135m-Q4_0-vllm", "smollm2-135m-BF16-vllm"),
+        *("smollm2-135m-Q4_0-llama_cpp", "smollm2-135m-BF16-llama_cpp", "smollm2-135m-Q4_0-vllm"),
     ]
     last = plan.cells[-1]
     assert (last.engine, last.synthetic, last.url, last.slots) == ("vllm", True, None, None)
-    assert formats_of(Engine(name="a", command="", weights="gguf"), ["Q8_0", "int4"]) == ["Q8_0"]
-    assert formats_of(Engine(name="a", command=""), ["Q8_0", "int8"]) == ["bf16"]
-    assert formats_of(Engine(name="a", command="", weights="none"), ["Q8_0"]) == [""]
+    for more, weight_format in (("", "bf16"), ('weights = "none"', "")):
+        assert parse_campaign(with_engine(more)).cells[-1].weight_format == weight_format
 
 
 def test_words_of_a_command_are_split_and_filled_without_a_shell() -> None:
@@ -103,23 +104,22 @@ def test_words_of_a_command_are_split_and_filled_without_a_shell() -> None:
     assert words == ["serve", "/a b", "--port=80", "{other}", "$HOME;", "ls"]
 
 
-def test_a_campaign_is_data_until_the_command_line_says_more() -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            'name = "x"\n[target]\nurl = "http://h:1"\napi_key_env = "HF_TOKEN"',
+            "the variable HF_TOKEN, which http://h:1 is sent; .* --trust",
+        ),
+        (f'{ONE}backends = ["a.b:C"]', "the code of a.b:C; .* --trust"),
+        (with_engine(command="vllm \u202e {port}"), r"uses vllm \ufffd \{port\}; .* --trust"),
+    ],
+)
+def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: str) -> None:
     """Its file may be a stranger's: no key is sent, and no code runs, on its word alone."""
-    target = parse_campaign('name = "x"\n[target]\nurl = "http://h:1"\napi_key_env = "HF_TOKEN"')
-    said = "'HF_TOKEN' is an environment variable that http://h:1 is sent; .* --trust HF_TOKEN"
-    for trusted in ((), ("OTHER",)):
-        with pytest.raises(BadCampaign, match=said):
-            check_trust(target, trusted)
-    check_trust(target, ("OTHER", "HF_TOKEN"))
-    code = parse_campaign(f'{ONE}backends = ["a.b:C"]')
-    with pytest.raises(BadCampaign, match="'a.b:C' runs as code; .* --trust a.b:C"):
-        check_trust(code, ("a.b:D",))
-    check_trust(code, ("a.b:C",))
-    plan = parse_campaign(with_engine('environment = { LD_PRELOAD = "/x y.so" }'))
-    said = r"LD_PRELOAD='/x y.so' vllm serve '\{model\}' --port '\{port\}'; .*--allow-comm"
     with pytest.raises(BadCampaign, match=said):
-        check_trust(plan, ())
-    check_trust(plan, (), allow_commands=True)
+        check_trust(parse_campaign(text))
+    check_trust(parse_campaign(ONE))
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,8 @@ def test_a_campaign_is_data_until_the_command_line_says_more() -> None:
         (with_engine(command="vllm {modle} {port}"), r"\{modle\} is not one of \{model\}, \{port"),
         (with_engine(command='vllm "serve {port}'), "cannot be split into words: no closing"),
         (with_engine(command=""), "it is empty"),
-        (with_engine(command="vllm \u202e {port}"), "characters that a terminal would not show"),
         (with_engine('ready = "health"'), "ready: it must be a path such as /health"),
         (with_engine('format = "Q4_0"'), "'Q4_0' is not one of bf16, fp16, fp32"),
-        (
-            with_engine('environment = { A = "x", B = 1 }'),
-            r"engines\[0\].environment.B must be a text, got 1$",
-        ),
         (with_engine("wieghts = 1"), r"\[0\].wieghts is no key; known here: name, command"),
         (with_engine().replace('"vllm"', '"best"'), "a file's name, and of no other engine"),
         (with_engine().replace('"vllm"', '"../x"'), "a file's name, and of no other engine"),
@@ -255,7 +250,6 @@ def test_the_demo_campaigns_are_those_that_were_promised() -> None:
     slo = here.campaign.slo
     assert (slo.name, slo.ttft_seconds, slo.tpot_seconds) == ("demo", 2.0, 0.2)
     assert here.campaign.budget_seconds == 480 and here.campaign.search.confirm == 2
-    assert read_campaign(DEMO, budget_seconds=5.0).campaign.budget_seconds == 5.0
     assert there.campaign.server.policy == "gpu-only"
     assert {cell.backend for cell in there.cells} == {"llama_cpp"}
     for same in ("slo", "workload", "budget_seconds"):
@@ -280,26 +274,16 @@ def test_it_parses_and_says_nothing_but_the_defaults() -> None:
     assert written.campaign == minimal.campaign and written.cells == minimal.cells
 
 
-def test_it_holds_every_key_of_every_table_with_a_comment() -> None:
-    top, *tables = re.split(r"^(?:# )?\[+(\w+)\]+", campaign_template(), flags=re.M)
-    texts = dict(zip(tables[::2], tables[1::2], strict=True)) | {"": top}
-    kinds = {name: kind for name, (kind, _) in SECTIONS.items()} | {"": CampaignFile}
-    for name, kind in kinds.items():
-        known = {key.name for key in keys_of(kind)} - (
-            set() if name else {*SECTIONS, "arrivals", "workloads"}
-        )
-        assert set(re.findall(r"^(?:# )?(\w+) =", texts[name], re.M)) == known, name
-        assert all(key.what for key in keys_of(kind)), name
-    tags = [str(kind.__struct_config__.tag) for kind in get_args(Arrivals)]
-    assert all(tag in texts["arrivals"] for tag in tags)
-
-
 # What the command line says before anything is started.
 
 
-def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = msgspec.structs.replace(hardware_facts(), memory_available_bytes=4 << 30)
+    monkeypatch.setattr(campaign_text, "hardware_facts", lambda: small)
     file, out, flag = tmp_path / "c.toml", tmp_path / "runs", tmp_path / "started"
-    ours = 'name = "x"\nmodels = ["135m", "70b"]\nhardware = [{ memory_gib = 4.0 }]\n'
+    ours = 'name = "x"\nmodels = ["135m", "70b"]\n'
     more = "budget_seconds = 90\nworkload = { preset = 'chat', scale = 0.1 }\n"
     command = f"touch {flag} {{model}} {{port}} {{slots}} {{kv_tokens}} {{threads}}"
     engine = with_engine(command=command).partition("backends = []\n")[2]
@@ -309,8 +293,8 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path: Path) -> Non
     assert done.exit_code == 0, done.output
     for part in (
         *("for 99 % of requests", "chat lengths x 0.1", "1 min 30 s of measuring"),
-        *("smollm2-135m-Q4_0-llama_cpp: at most ", "cores: engine", "skipped, "),
-        f"runs, only with --allow-commands: touch {flag} smollm2-135m '{{port}}' 16 32768 ",
+        *("smollm2-135m-Q4_0-llama_cpp: at most ", "engine on cores", "skipped, "),
+        f"runs, only with --trust: touch {flag} smollm2-135m '{{port}}' 16 32768 ",
     ):
         assert part in done.output, part
     refused = CliRunner().invoke(campaign, asked)
@@ -320,13 +304,10 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path: Path) -> Non
 
 def test_resume_asks_again_for_a_command(tmp_path: Path) -> None:
     """The command that would run is the one in the run folder, which may be a stranger's."""
-    from loadtests.campaign.run_state import manifest_of
-    from serving.hardware.machine_facts import hardware_facts
-
     plan, folder = parse_campaign(with_engine()), tmp_path / "run"
     RunFolder.create(folder, manifest_of(plan, "run", hardware_facts(), ())).close()
     done = CliRunner().invoke(campaign, ["resume", str(folder)])
-    assert isinstance(done.exception, BadCampaign) and "--allow-commands" in str(done.exception)
+    assert isinstance(done.exception, BadCampaign) and "--trust" in str(done.exception)
 
 
 # Any file is a plan, or refused with a sentence.

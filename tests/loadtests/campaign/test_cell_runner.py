@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.campaign.run_state import repeat_in_turns, repeat_of
-from loadtests.errors import BadRunFolder
 from loadtests.records.run_folder import read_records
 from loadtests.records.run_journal import (
     Calibrated,
@@ -60,7 +58,7 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     assert 0.65 * truth < found.held <= rate < truth
     assert world.now < 240
     (made,) = of_kind(read_records(folder).events, Calibrated)
-    assert made.law is not None and made.limits["own"].limit == pytest.approx(truth, rel=0.15)
+    assert made.law is not None
     for part in ("alone: 20 (100%) of 20 good", "calibrated in", "holds", "complete:"):
         assert part in world.said.getvalue(), part
 
@@ -95,17 +93,9 @@ def test_where_steps_cannot_be_told_levels_alone_say_between(tmp_path: Path) -> 
     assert tried[1] == pytest.approx(2 * tried[0], rel=0.01), "doubled while it held"
 
 
-def test_a_campaign_may_ask_for_levels_alone(tmp_path: Path) -> None:
-    folder = Simulated().run(campaign(2400, search='method = "levels"'), tmp_path)
-    check_folder(folder)
-    assert found_in(folder).method == "levels"
-    assert not of_kind(read_records(folder).events, Calibrated)
-
-
 def test_a_level_too_short_to_prove_its_rate_is_not_run_by_levels_alone(tmp_path: Path) -> None:
-    world = Simulated()
-    search = 'method = "levels"\nlevel_seconds = 30'
-    folder = world.run(campaign(budget=60, search=search), tmp_path)
+    world = Simulated(chunk=4)
+    folder = world.run(campaign(budget=60, search="level_seconds = 30"), tmp_path)
     assert rates(folder) == []
     found = found_in(folder)
     assert found.state == "no_rate_confirmed" and (found.confirm_seconds or 0) > 60
@@ -198,20 +188,3 @@ def test_given_rates_are_measured_in_their_order(tmp_path: Path) -> None:
     check_folder(folder)
     assert rates(folder) == [1.5, 0.5]
     assert [one.window_seconds for one in started(folder)[1:]] == [20.0, 20.0]
-
-
-def test_a_run_is_repeated_level_by_level_with_its_seeds(tmp_path: Path) -> None:
-    world = Simulated()
-    folder = world.run(campaign(), tmp_path / "first")
-    again = world.run(repeat_of(folder), tmp_path / "again")
-    check_folder(again)
-
-    def measured(run: Path) -> list[tuple[float | None, int]]:
-        counts = [one for one in started(run) if one.purpose is not CALIBRATION]
-        return [(one.rate_per_second, one.seed) for one in counts]
-
-    assert measured(again) == measured(folder)
-    arms = repeat_in_turns([folder], 2, lambda plan: world.run(plan, tmp_path / "turns"))
-    assert [measured(run) for run in arms[0]] == [measured(folder)] * 3
-    with pytest.raises(BadRunFolder, match="holds no run"):
-        repeat_of(tmp_path)

@@ -8,20 +8,25 @@ import msgspec
 import pytest
 
 from loadtests.campaign.campaign_file import DEMO, Cell, Plan, parse_campaign, read_campaign
-from loadtests.campaign.cell_selection import law_of_times, layout_of, shares, to_confirm, why_not
-from loadtests.campaign.model_size_selection import (
+from loadtests.campaign.cell_selection import (
     MEASURED,
     around_the_limit,
     forecasts,
+    law_of_times,
+    layout_of,
     on_the_line,
+    shares,
+    to_confirm,
+    why_not,
+    with_engine,
     with_rungs,
 )
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import repeat_of, seed_of
+from loadtests.campaign.run_state import campaign_of, seed_of
 from loadtests.campaign.server_launch import serve_command
 from loadtests.errors import BadCampaign
 from loadtests.records.run_folder import read_records
-from loadtests.records.run_journal import EngineChosen, SkipCause, of_kind
+from loadtests.records.run_journal import EngineChosen, of_kind
 from models.ladder import rung
 from serving.hardware.machine_facts import allowed_cores, hardware_facts
 from serving.placement.fastest_backend import EngineTimes, keep
@@ -32,24 +37,11 @@ ONE = 'name = "x"\nmodels = ["135m"]\n'
 
 
 def test_a_cell_that_cannot_fit_is_skipped_with_the_arithmetic() -> None:
-    budget = "hardware = [{ memory_gib = 1.5 }]\n[server]\nslots = 1"
-    plan = parse_campaign(f'name = "x"\nmodels = ["135m", "8b"]\n{budget}')
-    facts = hardware_facts()
-    assert why_not(plan.cells[0], plan.campaign, facts) is None
-    small = msgspec.structs.replace(facts, memory_available_bytes=2 << 30)
-    whole = parse_campaign('name = "x"\nmodels = ["8b"]')
-    for why in (
-        why_not(plan.cells[1], plan.campaign, facts),
-        why_not(whole.cells[0], whole.campaign, small),
-    ):
-        assert why is not None and why.cause is SkipCause.MEMORY
-        assert "llama-3.1-8b" in why.reason and "GiB" in why.reason
-
-
-def test_a_cell_without_its_device_is_not_said_to_want_memory() -> None:
-    plan = parse_campaign(f'{ONE}[server]\npolicy = "gpu-only"')
-    why = why_not(plan.cells[0], plan.campaign, msgspec.structs.replace(hardware_facts(), gpus=()))
-    assert why is not None and why.cause is SkipCause.SETTINGS
+    plan = parse_campaign('name = "x"\nmodels = ["135m", "8b"]\n[server]\nslots = 1')
+    small = msgspec.structs.replace(hardware_facts(), memory_available_bytes=2 << 30)
+    assert why_not(plan.cells[0], plan.campaign, small) is None
+    why = why_not(plan.cells[1], plan.campaign, small)
+    assert why is not None and "llama-3.1-8b" in why and "GiB" in why
 
 
 def test_more_cores_than_there_are() -> None:
@@ -83,9 +75,9 @@ def test_cells_that_are_only_estimated_get_little_and_the_others_share_the_rest(
     )
     confirmed = to_confirm(plan.campaign, plan.cells)
     assert {key.split("-Q")[0] for key in confirmed} == {"smollm2-135m", "smollm2-360m"}
-    found = shares(plan.campaign, plan.cells, confirmed, 480.0)
+    found = shares(plan.cells, confirmed, 480.0)
     assert sorted(found.values()) == [60.0, 60.0, 180.0, 180.0]
-    assert set(shares(plan.campaign, plan.cells, confirmed, 40.0).values()) == {10.0}
+    assert set(shares(plan.cells, confirmed, 40.0).values()) == {10.0}
     everyone = parse_campaign('name = "x"\nmodels = ["8b", "a/b"]')
     assert to_confirm(everyone.campaign, everyone.cells) == {c.key for c in everyone.cells}
 
@@ -211,7 +203,8 @@ def test_the_fastest_engine_is_the_one_that_would_hold_most(kept: Path, tmp_path
     rates = {one.backend: one.requests_per_second for one in choice.engines}
     assert rates["onnx"] == pytest.approx(2 * (rates["llama_cpp"] or 0), rel=0.35)
     assert "best engine: of the engines that can run here" in world.said.getvalue()
-    (cell,) = repeat_of(folder).cells
+    run = read_records(folder)
+    cell = with_engine(campaign_of(run.manifest)[1][0], run.events)
     assert (cell.key, cell.backend) == ("smollm2-135m-best", "onnx")
     layout = layout_of(cell, allowed_cores())
     assert layout is not None

@@ -1,6 +1,5 @@
-"""A campaign file with every key, its default and what it is: `crossover campaign init`.
-
-Keys, defaults and descriptions are those of the structs that read the file.
+"""loadtests/campaign.toml, which `crossover campaign init` prints, made from the structs that read
+such a file: every key, its default and what it is.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from msgspec import Meta
 from loadtests.campaign.campaign_file import (
     NOT_OF_SERVER,
     CampaignFile,
+    Engine,
     Hardware,
     OneCell,
     Search,
     Server,
     SloSpec,
 )
-from loadtests.campaign.external_servers import Engine
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.request_lengths import Workload
