@@ -12,9 +12,9 @@ import time
 from datetime import datetime
 from typing import TextIO
 
-from serving.supervisor.supervisor import Event, EventKind
+from serving.supervisor.supervisor import Event
 
-_QUIET = (EventKind.started, EventKind.ready)  # said in better words elsewhere
+_QUIET = ("started", "ready")  # said in better words elsewhere
 _BETWEEN_SECONDS = 5.0  # progress lines where the output is no terminal
 
 

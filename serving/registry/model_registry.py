@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ import msgspec
 
 from models.errors import ModelError
 from serving.errors import EngineFailed, EngineState, LoadFailed, NoRoom, ServingError, Unavailable
-from serving.hardware.gpus import find_gpus
+from serving.hardware.gpus import GpuFacts, find_gpus
 from serving.metrics import Metrics, ServerMetrics
 from serving.placement.placement_policy import NoPlacement, Placement, Reason, narrowed
 from serving.registry.engine_config import Machine, Prepared, place
@@ -37,11 +37,32 @@ from serving.registry.loaded_model import (
     Vocabulary,
     read_vocabulary,
 )
-from serving.supervisor.return_to_gpu import has_room_again
 from serving.supervisor.supervisor import Background, Supervisor
 
 # From a model, and what asks whether its first engine could load now, to a supervisor, not started.
 MakeSupervisor = Callable[[Prepared, Callable[[], Awaitable[bool]]], Supervisor]
+
+
+# What must be free on a GPU for a failback: the least of so much of the need, the need and so much
+# of the card, and so much of the card.
+RETURN_NEED, RETURN_SPARE, RETURN_MOST = 1.2, 0.05, 0.97
+
+
+def has_room_again(placement: Placement, gpus: Sequence[GpuFacts]) -> bool:
+    """Whether the first attempt, which is on a GPU, would fit on its GPU now, with a little to
+    spare: a load that fails again costs more than a late one. Never more than a card has."""
+    first = placement.attempts[0]
+    if first.vendor not in ("", "nvidia"):
+        return True  # nobody can tell
+    for gpu in gpus:
+        wanted = RETURN_NEED * first.need_bytes
+        if gpu.total_bytes is not None:
+            spare = first.need_bytes + RETURN_SPARE * gpu.total_bytes
+            wanted = min(wanted, spare, RETURN_MOST * gpu.total_bytes)
+        is_mine = not first.device_id or gpu.uuid == first.device_id
+        if is_mine and (gpu.free_bytes is None or gpu.free_bytes >= wanted):
+            return True
+    return False
 
 
 class RegistryLimits(msgspec.Struct, frozen=True):
@@ -87,7 +108,7 @@ class Registry(ModelRouter):
             raise ServingError(f"two models are called {name!r}; give one of them another name")
         supervisor = self._make_supervisor(prepared, partial(self._fits_its_gpu, name))
         if prepared.model.load == "demand":
-            supervisor.shelve("it is loaded when it is first asked for")
+            supervisor.rest(EngineState.unloaded, "it is loaded when it is first asked for")
         vocabulary = vocabulary or read_vocabulary(prepared.tokenizer_path)
         metrics = Metrics(self.metrics, name, supervisor)
         self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
@@ -209,7 +230,7 @@ class Registry(ModelRouter):
                 model.doing = "looks for room"
                 model.placement = await self._room_for(model, evict)
                 if supervisor.state == EngineState.failed:
-                    await supervisor.unload("it is loaded again")
+                    await supervisor.stop(unload="it is loaded again")
                 model.doing = None
                 await supervisor.start(model.prepared.configs_of(model.placement))
                 try:
@@ -218,7 +239,7 @@ class Registry(ModelRouter):
                     raise LoadFailed(str(problem)) from problem
             model.loaded()
         except NoRoom as problem:
-            supervisor.shelve(str(problem))
+            supervisor.rest(EngineState.unloaded, str(problem))
             raise
         except Exception as problem:  # whatever it is, this model did not load
             said = str(problem)
@@ -227,7 +248,7 @@ class Registry(ModelRouter):
             model.metrics.loads["failed"] += 1
             model.failed(said)
             if supervisor.state == EngineState.loading:
-                supervisor.give_up(said)
+                supervisor.rest(EngineState.failed, said)
             raise
         finally:
             model.load = None
@@ -283,9 +304,9 @@ class Registry(ModelRouter):
 
     async def _unload(self, model: ServedModel, why: str, kind: str, drain: bool = True) -> int:
         if model.supervisor.state == EngineState.unloaded:
-            model.supervisor.shelve(why)
+            model.supervisor.rest(EngineState.unloaded, why)
             return 0
-        cut_off = await model.supervisor.unload(why, drain, self.limits.drain_seconds)
+        cut_off = await model.supervisor.stop(drain, self.limits.drain_seconds, unload=why)
         model.metrics.unloads[kind] += 1
         return cut_off
 

@@ -23,9 +23,9 @@ from serving.placement.placement_policy import (
     plan,
 )
 from serving.registry.engine_config import options_by_backend, prepare
+from serving.registry.model_registry import has_room_again
 from serving.server_options import ModelOptions
 from serving.supervisor.engine_process import CONFIG_VARIABLE, environment
-from serving.supervisor.return_to_gpu import has_room_again
 from tests.serving.placement.test_plan import machine, with_gpu
 from tests.serving.supervisor.test_causes import MadeUp
 from tests.tools.made_up_machines import MadeUpMachine, made_up_machines, placed_on

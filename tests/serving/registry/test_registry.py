@@ -213,8 +213,8 @@ def test_who_asks_while_a_model_is_unloaded_waits_for_the_unload_and_loads_it() 
 
 def test_an_eviction_goes_to_its_end_where_the_load_is_given_up() -> None:
     class Slow(Supervisor):
-        async def unload(self, *given: Any, **more: Any) -> int:
-            count = await super().unload(*given, **more)
+        async def stop(self, *given: Any, **more: Any) -> int:
+            count = await super().stop(*given, **more)
             await asyncio.sleep(0.5)
             return count
 

@@ -154,7 +154,7 @@ def test_an_engine_that_computes_without_end_is_given_up_by_its_own_pace(
     """As one whose native call never returns: it uses the CPU, so that only its pace tells."""
 
     async def scenario() -> None:
-        limits = msgspec.structs.replace(QUICK, slow_step_least_seconds=0.5)
+        limits = msgspec.structs.replace(QUICK, health_timeout_seconds=2.0)
         one = config(
             step_seconds=0.0,
             prompt_token_seconds=0.0005,
@@ -163,7 +163,6 @@ def test_an_engine_that_computes_without_end_is_given_up_by_its_own_pace(
             fail_once_file=str(tmp_path / "once"),
         )
         async with running(one, limits=limits) as supervisor:
-            assert limits.step_timeout_seconds > 60
             for first in (10, 20):  # 0.6 s of steps: a pace of 2,000 tokens a second
                 prompt = [first + n % 9 for n in range(600)]
                 await collect(supervisor.submit(GenerationRequest(prompt, 1)))
