@@ -23,9 +23,8 @@ from typing import Any
 import msgspec
 
 from models.ladder import rung
-from models.machine import cpu_flags
-from serving.backends.backend_interface import AUTO
-from serving.placement.memory_estimate import Sizes, forecast
+from serving.hardware.machine_facts import hardware_facts
+from serving.placement.placement_policy import PlacementRequest, predicted
 from serving.supervisor.engine_process import allocator
 from tests.bench.engines_in_process import COMMAND, engine, settings
 from tests.bench.paired import machine, machine_line
@@ -74,15 +73,13 @@ def main() -> int:
             COMMAND, msgspec.to_builtins(config), arguments.cores, allocator(backend)
         ) as child:
             full = child.ask({"do": "fill"})
-            sizes = Sizes(
-                rung(arguments.model).spec,
-                arguments.slots,
-                arguments.context,
-                arguments.slots * arguments.context,
-                AUTO,
-                isa=cpu_flags(),
+            request = PlacementRequest(
+                model=rung(arguments.model).spec,
+                weight_format=weight_format,
+                slots=arguments.slots,
+                context_tokens=arguments.context,
             )
-            plan = forecast(sizes, backend, "cpu", weight_format)
+            plan = predicted(request, hardware_facts(), backend, None)
             found = figures(child.facts, full) | {"planned": msgspec.to_builtins(plan)}
             out[f"{backend} {weight_format}"] = found
         print(f"{backend + ' ' + weight_format:28}{line(found)}", flush=True)
