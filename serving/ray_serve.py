@@ -35,7 +35,7 @@ from serving.server_options import Policy, ServeOptions
 APPLICATION = "crossover"
 # Options that one process on one machine can honour, and replicas behind Ray's proxy cannot.
 REFUSED = (
-    *("models_file", "memory_limit", "max_loaded_models", "idle_unload_seconds"),
+    *("models_file", "memory_limit", "idle_unload_seconds"),
     *("admin_key_env", "admin_key_file", "cores", "api_cores"),
 )
 

@@ -149,9 +149,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_limit: Annotated[
         str | None, option(SEVERAL, "RAM for all engines together, e.g. 24GiB.", "", "SIZE")
     ] = None
-    max_loaded_models: Annotated[
-        Count | None, option(SEVERAL, "Models loaded at the same time.")
-    ] = None
     admin_key_env: Annotated[
         str | None, option(SEVERAL, "Variable with the key of the /admin/ routes.", "", "NAME")
     ] = None

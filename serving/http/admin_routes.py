@@ -57,7 +57,6 @@ async def list_models(request: Request) -> None:
         "loaded_bytes": loaded,
         "available_bytes": available_bytes(),  # what a new process can take
         "memory_limit_bytes": registry.limits.memory_bytes,
-        "max_loaded_models": registry.limits.most_loaded,
     }
     await request.answer({"models": states} | shared)
 

@@ -38,7 +38,6 @@ class RecoveryLimits(msgspec.Struct, frozen=True):
     load_attempts: int = 2  # deaths in a row before ready: then it is not chance
     return_first_seconds: float = 30.0
     return_longest_seconds: float = 600.0
-    steady_seconds: float = 30.0  # the preferred device must look usable for so long before
     lasted_seconds: float = 600.0  # uptime after which the backoff resets
     flips_per_hour: int = 4
     health_timeout_seconds: float = 30.0  # no step for so long with work, and no CPU used

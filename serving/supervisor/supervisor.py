@@ -64,8 +64,7 @@ class Supervisor:
     """See the module's docstring.
 
     `standby`: keep the next engine of the list loaded (warm), not only when it is needed
-    (cold). `preferred_usable`: asked before failback whether the first engine could load now.
-    `on_event` hears of the engines, `on_output` gets the lines that they print.
+    (cold). `on_event` hears of the engines, `on_output` gets the lines that they print.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class Supervisor:
         bounds: QueueBounds = _BOUNDS,
         limits: RecoveryLimits = _LIMITS,
         standby: bool = False,
-        preferred_usable: Callable[[], Awaitable[bool]] | None = None,
         on_event: Callable[[Event], None] | None = None,
         on_output: Callable[[str], None] = to_standard_error,
     ) -> None:
@@ -90,7 +88,6 @@ class Supervisor:
         self.on_step: Callable[[StepStats], None] | None = None  # after each step of the current
         self._limits = limits
         self._wants_standby = standby
-        self._usable = preferred_usable
         self._on_event = on_event
         self._on_output = on_output
         self._requests = InflightRequests(bounds, self.configs[0].slots)
@@ -188,9 +185,8 @@ class Supervisor:
         self._returns.clear()
         self._place = 0
         self._become(EngineState.loading, "starting")
+        self._background.cancel()
         self._background.keep(self._look())
-        if len(self.configs) > 1:
-            self._background.keep(self._watch_failback())
         await self._spawn(0)
 
     def rest(self, state: EngineState, reason: str) -> None:
@@ -419,38 +415,21 @@ class Supervisor:
 
     async def _look(self) -> None:
         """Gives up engines that hang, ends what waits for one beyond its deadline, and measures how
-        late this process is: what waits in its sockets is not in the ledger yet."""
+        late this process is: what waits in its sockets is not in the ledger yet. Loads the
+        preferred engine beside the current one once that is due."""
         while True:
             due = time.monotonic() + LOOK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
-            self._requests.ledger.lag_seconds = max(0.0, time.monotonic() - due)
+            now = time.monotonic()
+            self._requests.ledger.lag_seconds = max(0.0, now - due)
             self._requests.end_overdue()
             for engine in self._living:
                 engine.end_if_hung(self._limits.health_timeout_seconds)
-
-    async def _watch_failback(self) -> None:
-        """Load the preferred engine beside the current one once that is due, and it has looked
-        usable for `steady_seconds` without a break."""
-        limits = self._limits
-        shorter = min(limits.return_first_seconds, limits.steady_seconds)
-        usable_since: float | None = None
-        while True:
-            await asyncio.sleep(min(5.0, max(0.05, shorter / 6)))
-            at = return_at(self._endings, self._fell_back_at, self._returns, limits)
-            is_due = at is not None and time.monotonic() >= at and self._place != 0
-            if (
-                not is_due
-                or 0 in self._engines
-                or not (self._usable is None or await self._usable())
-            ):
-                usable_since = None
-                continue
-            now = time.monotonic()
-            usable_since = usable_since or now
-            if now - usable_since >= limits.steady_seconds and self.state == EngineState.ready:
-                usable_since = None
-                self._returns.append(now)
-                await self._spawn(0)
+            if self._place and self.state == EngineState.ready and 0 not in self._engines:
+                at = return_at(self._endings, self._fell_back_at, self._returns, self._limits)
+                if at is not None and now >= at:
+                    self._returns.append(now)
+                    await self._spawn(0)
 
     def _become(self, state: EngineState, reason: str | None) -> None:
         self.state = state

@@ -91,7 +91,6 @@ def test_a_killed_engine_falls_back_to_the_cpu_and_returns(model: Path, device: 
     limits = RecoveryLimits(
         backoff_first_seconds=0.05,
         return_first_seconds=2.0,
-        steady_seconds=0.5,
         health_timeout_seconds=150.0,
     )
     supervisor = Supervisor(prepared.configs, limits=limits)

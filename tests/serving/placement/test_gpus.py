@@ -23,7 +23,6 @@ from serving.placement.placement_policy import (
     plan,
 )
 from serving.registry.engine_config import options_by_backend, prepare
-from serving.registry.model_registry import has_room_again
 from serving.server_options import ModelOptions
 from serving.supervisor.engine_process import CONFIG_VARIABLE, environment
 from tests.serving.placement.test_plan import machine, with_gpu
@@ -94,8 +93,6 @@ def test_a_device_of_vulkan_is_for_llama_cpp_alone() -> None:
     assert [one.device_id for one in both.attempts] == ["GPU-1", ""]
     small = placed(nvidia("RTX 4070", 12, uuid="GPU-1"), card, spec=EIGHT, slots=2, vendors=builds)
     assert [one.device_id for one in small.attempts] == ["Vulkan0", ""]
-    first_placed = placed(card, vendors=builds)
-    assert has_room_again(first_placed, []), "nobody can tell"
 
 
 def test_what_bf16_does_not_fit_is_tried_in_llama_cpps_format() -> None:
@@ -117,21 +114,6 @@ def test_the_cpu_that_is_fallen_back_to_has_the_slots_that_fit() -> None:
     more = placed(card, spec=EIGHT, slots=128, memory_gib=33).attempts[1].slots
     assert more > on_cpu.slots, "as many as fit"
     assert len(placed(card, spec=EIGHT, slots=128, memory_gib=4).attempts) == 1
-
-
-def test_a_gpu_is_gone_back_to_when_its_own_memory_is_free() -> None:
-    card = nvidia("RTX 4090", 24, uuid="GPU-1")
-    placement = placed(card, spec=EIGHT, slots=14)
-    need = placement.need_bytes
-    assert placement.device == "gpu" and need * 1.2 > 23 * GIB, "1.2 times it never is free"
-
-    def free(size: float, **changes: Any) -> GpuFacts:
-        return msgspec.structs.replace(card, free_bytes=int(size), **changes)
-
-    assert has_room_again(placement, [free(0.98 * 24 * GIB)])
-    assert not has_room_again(placement, [free(need - GIB)])
-    assert not has_room_again(placement, [free(24 * GIB, uuid="GPU-2")]), "another one"
-    assert not has_room_again(placement, [])
 
 
 def test_an_engine_sees_its_gpu_alone() -> None:
