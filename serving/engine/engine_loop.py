@@ -25,24 +25,7 @@ from models.errors import ModelError
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import backend_class
-from serving.engine.ipc_messages import (
-    CONFIG_VARIABLE,
-    SOCKET_VARIABLE,
-    Cancel,
-    Delta,
-    Died,
-    FinishReason,
-    Frames,
-    FromEngine,
-    Loading,
-    Ready,
-    Step,
-    Stop,
-    Submit,
-    ToEngine,
-    decode_to_engine,
-    frame,
-)
+from serving.engine import ipc_messages as ipc
 from serving.engine.scheduler import Scheduler, failed_delta
 from serving.errors import BackendUnavailable, Cause, OutOfMemory, ServingError, Unsupported
 from serving.hardware.machine_facts import lower_priority, peak_resident_bytes, resident_bytes
@@ -73,12 +56,12 @@ def main() -> int:
             file.write("800")
     except OSError as problem:
         print(f"engine: oom_score_adj not set: {problem}", file=sys.stderr)
-    config = msgspec.json.decode(os.environ[CONFIG_VARIABLE].encode(), type=EngineConfig)
+    config = msgspec.json.decode(os.environ[ipc.CONFIG_VARIABLE].encode(), type=EngineConfig)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     if config.nice and (trouble := lower_priority(config.nice)) is not None:
         print(f"engine: {trouble}", file=sys.stderr)
-    worker = Worker(config, socket.socket(fileno=int(os.environ[SOCKET_VARIABLE])))
+    worker = Worker(config, socket.socket(fileno=int(os.environ[ipc.SOCKET_VARIABLE])))
     try:
         worker.load()
         worker.run()
@@ -87,7 +70,7 @@ def main() -> int:
         return 1
     except Exception as problem:
         cause = cause_of(problem, loading=not worker.ready)
-        worker.send(Died(cause, f"{type(problem).__name__}: {problem}"))
+        worker.send(ipc.Died(cause, f"{type(problem).__name__}: {problem}"))
         if not isinstance(problem, ServingError | ModelError):
             raise
         print(f"engine: {problem}", file=sys.stderr)
@@ -108,27 +91,27 @@ class Worker:
         self._socket.setblocking(True)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
-        self._frames = Frames()
-        self._stopping = False
+        self._frames = ipc.Frames()
+        self._stopping = self._drains = False
         self._stepped_at: float | None = None  # the last step's end, where another follows
-        self._compiling: dict[int, tuple[Submit, Future[Matcher | None]]] = {}
+        self._compiling: dict[int, tuple[ipc.Submit, Future[Matcher | None]]] = {}
         # nice is the thread's own on Linux, elsewhere the whole process's
         lower = (os.nice, (COMPILER_NICE,)) if sys.platform == "linux" else (None, ())
         self._compiler = ThreadPoolExecutor(1, "grammars", *lower)
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: ipc.FromEngine) -> None:
         """Raises ParentGone."""
         try:
-            self._socket.sendall(frame(message))
+            self._socket.sendall(ipc.frame(message))
         except OSError as problem:
             raise ParentGone from problem
 
     def load(self) -> None:
         """Load backend and tokenizer, then send Ready."""
         started = time.perf_counter()
-        self.send(Loading(None, "starting"))
+        self.send(ipc.Loading(None, "starting"))
         self.backend = backend_class(self.config.backend)(
-            self.config, lambda what, fraction: self.send(Loading(fraction, what))
+            self.config, lambda what, fraction: self.send(ipc.Loading(fraction, what))
         )
         info = self.backend.info
         # All that an engine keeps of a tokenizer: bytes of each token, and the end tokens.
@@ -140,7 +123,7 @@ class Worker:
             self._grammars.prepare()
         self.scheduler = Scheduler(self.backend, table, ends, self.config)
         seconds = time.perf_counter() - started
-        self.send(Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
+        self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
         self.ready = True
         # Done while the parent tells that this engine is ready.
         uniforms.prepare()
@@ -152,7 +135,7 @@ class Worker:
         """Handle messages and step until a Stop is carried out."""
         scheduler = self.scheduler
         try:
-            while not self._stopping or scheduler.busy or self._compiling:
+            while not self._stopping or (self._drains and (scheduler.busy or self._compiling)):
                 wait_ms = COMPILER_LOOK_MS if self._compiling else None
                 while self._poll.poll(0 if scheduler.busy else wait_ms):
                     self._receive()
@@ -161,7 +144,7 @@ class Worker:
                     if found.done():
                         del self._compiling[number]
                         self._take_compiled(submit, found)
-                if scheduler.busy:
+                if scheduler.busy and (self._drains or not self._stopping):
                     self.step()
         finally:
             self._compiler.shutdown(wait=False, cancel_futures=True)
@@ -176,26 +159,23 @@ class Worker:
         if not data:
             raise ParentGone
         for body in self._frames.feed(data):
-            self.handle(decode_to_engine(body))
+            self.handle(ipc.decode_to_engine(body))
 
-    def handle(self, message: ToEngine) -> None:
+    def handle(self, message: ipc.ToEngine) -> None:
         """Carry out one message of the parent."""
         match message:
-            case Submit() if message.request.sampling.is_constrained:
+            case ipc.Submit() if message.request.sampling.is_constrained:
                 found = self._compiler.submit(self._grammars.open, message.request.sampling)
                 self._compiling[message.id] = message, found
-            case Submit():
+            case ipc.Submit():
                 self._add(message)
-            case Cancel(id=number) if number in self._compiling:
+            case ipc.Cancel(id=number) if number in self._compiling:
                 self._compiling.pop(number)[1].cancel()
-                self._tell(Delta(number, 0, "", FinishReason.CANCELLED))
-            case Cancel(id=number):
+                self._tell(ipc.Delta(number, 0, "", ipc.FinishReason.CANCELLED))
+            case ipc.Cancel(id=number):
                 self.scheduler.cancel(number)
-            case Stop(drain=drain):
-                self._stopping = True
-                if not drain:
-                    self._compiling.clear()
-                    self.scheduler.drop_all()
+            case ipc.Stop(drain=drain):
+                self._stopping, self._drains = True, drain
 
     def step(self) -> None:
         """Run one scheduler step and send what it made."""
@@ -205,27 +185,27 @@ class Worker:
         if self._stepped_at is not None:
             stats.between_seconds = began - self._stepped_at
         self._stepped_at = time.perf_counter() if self.scheduler.busy else None
-        self.send(Step(deltas, stats))
+        self.send(ipc.Step(deltas, stats))
 
-    def _take_compiled(self, submit: Submit, found: Future[Matcher | None]) -> None:
+    def _take_compiled(self, submit: ipc.Submit, found: Future[Matcher | None]) -> None:
         problem = found.exception()
         if problem is None:
             self._add(submit, found.result())
             return
         if not isinstance(problem, Unsupported):
-            why = f"the grammar cannot be used: {type(problem).__name__}: {problem}"
-            problem = Unsupported(why)
+            what = f"{type(problem).__name__}: {problem}"
+            problem = Unsupported(f"the grammar cannot be used: {what}")
         self._tell(failed_delta(submit.id, problem))
 
-    def _add(self, submit: Submit, matcher: Matcher | None = None) -> None:
+    def _add(self, submit: ipc.Submit, matcher: Matcher | None = None) -> None:
         refused = self.scheduler.add(submit, matcher)
         if refused is not None:
             self._tell(refused)
 
-    def _tell(self, delta: Delta) -> None:
+    def _tell(self, delta: ipc.Delta) -> None:
         """A Delta outside of a step."""
         stats = msgspec.structs.replace(self.scheduler.stats(), step_seconds=0.0)
-        self.send(Step([delta], stats))
+        self.send(ipc.Step([delta], stats))
 
 
 def cause_of(problem: Exception, loading: bool) -> Cause:

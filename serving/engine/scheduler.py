@@ -109,13 +109,6 @@ class Scheduler:
         if sequence_id in self._by_id:
             self._cancelled.add(sequence_id)
 
-    def drop_all(self) -> None:
-        """Forget every sequence; the process is to end."""
-        self.waiting.clear()
-        self.running.clear()
-        self._by_id.clear()
-        self._flight = None
-
     def stats(self) -> StepStats:
         """The state now, and what the last step cost."""
         self._last_step.running = len(self.running)

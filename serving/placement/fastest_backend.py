@@ -124,11 +124,10 @@ def fastest_backend(
         text = why or f"no engine of the CPU has the format {', '.join(question.formats)}"
         raise NoPlacement(f"{question.request.model.name} has no engine here: {text}")
     best = max(possible, key=lambda one: one.requests_per_second or 0.0)
-    if len(possible) == 1:
-        reason = f"{best.name}: the only engine that can run this model here now"
-    elif best.requests_per_second is None:
+    reason = f"{best.name}: the only engine that can run this model here now"
+    if len(possible) > 1:
         reason = f"{best.name}: the first of {len(possible)} engines, none of which was measured"
-    else:
+    if len(possible) > 1 and best.requests_per_second is not None:
         reason = (
             f"{best.name}: {requests(best.requests_per_second)} by its step times, the most, for "
             f"prompts of {significant(question.prompt_tokens)} and answers of "
@@ -267,41 +266,37 @@ def _measured(
 # --- the kept table
 
 
-class Table(msgspec.Struct, frozen=True):
-    """The file. `machine`: what all times depend on, which must be as it is now."""
-
-    machine: str
-    rows: dict[str, EngineTimes] = {}  # by Question.key
-
-
 def table_path(cache: str | Path | None) -> Path:
     return cache_dir(cache) / "engine-times.json"
 
 
+def read_table(cache: str | Path | None, facts: HardwareFacts) -> dict[str, EngineTimes]:
+    """The kept times by Question.key; none where the file is of another machine, of other versions
+    of the engines' libraries, or cannot be read."""
+    try:
+        content = table_path(cache).read_bytes()
+        machine, rows = msgspec.json.decode(content, type=tuple[str, dict[str, EngineTimes]])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+    return rows if machine == _machine(facts) else {}
+
+
+def keep(cache: str | Path | None, facts: HardwareFacts, key: str, times: EngineTimes) -> None:
+    """Write the table with these times in place of older ones of the same key, atomically."""
+    table = _machine(facts), read_table(cache, facts) | {key: times}
+    path = table_path(cache)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(table), indent=1))
+
+
 def _machine(facts: HardwareFacts) -> str:
+    """What all times depend on."""
     versions = []
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     cores = f"{facts.physical_cores} cores, {facts.logical_cores} threads"
     return "; ".join([facts.cpu_model, " ".join(facts.isa), cores, *versions])
-
-
-def read_table(cache: str | Path | None, facts: HardwareFacts) -> dict[str, EngineTimes]:
-    """The kept times; none where the file is of another machine or cannot be read."""
-    try:
-        table = msgspec.json.decode(table_path(cache).read_bytes(), type=Table)
-    except (OSError, msgspec.MsgspecError):
-        return {}
-    return table.rows if table.machine == _machine(facts) else {}
-
-
-def keep(cache: str | Path | None, facts: HardwareFacts, key: str, times: EngineTimes) -> None:
-    """Write the table with these times in place of older ones of the same key, atomically."""
-    table = Table(_machine(facts), read_table(cache, facts) | {key: times})
-    path = table_path(cache)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(table), indent=1))
 
 
 # --- measuring

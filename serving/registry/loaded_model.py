@@ -190,8 +190,6 @@ class ServedModel:
             )
             return b"".join(parts).decode("utf-8", "replace")
 
-        if len(tokens) <= INLINE_CHARACTERS:
-            return text()
         return await TEXT_WORK.run(len(tokens), text)
 
     def about(self) -> dict[str, Any] | None:
@@ -289,9 +287,7 @@ class ModelRouter:
         if name in self.models:
             return self.models[name]
         names = [repr(one) for one in self.models]
-        shown = ", ".join(names[:_NAMES_SHOWN])
-        if len(names) > _NAMES_SHOWN:
-            shown += f" and {len(names) - _NAMES_SHOWN} more"
+        shown = ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
         if name is None:
             raise ModelNotNamed(f"model is needed: {shown} are served")
         are = "is" if len(names) == 1 else "are"

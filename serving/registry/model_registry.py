@@ -245,11 +245,7 @@ class Registry(ModelRouter):
             raise Unavailable(f"the load of {who} was given up", 5.0, "unloaded")
         problem = load.exception()
         if isinstance(problem, NoRoom):
-            # Until a busy model may be idle: when the shortest queue is done, as far as is known.
-            busy = [one.supervisor for one in self.models.values() if one.busy]
-            waits = [supervisor.predicted_wait_seconds() for supervisor in busy]
-            wait = max(1.0, min((one for one in waits if one), default=5.0))
-            raise Unavailable(f"{who} cannot be loaded now: {problem}", wait, "no_room")
+            raise Unavailable(f"{who} cannot be loaded now: {problem}", 5.0, "no_room")
         if problem is not None:
             wait = max(1.0, model.retry_at - time.monotonic())
             raise Unavailable(f"{who} did not load: {problem}", wait, "load_failed")

@@ -125,8 +125,8 @@ class Ledger:
         pace, load = self.clock.tokens_per_second, self._load()
         if pace is None:
             return None
-        seconds = load.waiting_prompts + prompt_tokens
-        seconds /= self.clock.prompt_tokens_per_second or pace
+        prompt_pace = self.clock.prompt_tokens_per_second or pace
+        seconds = (load.waiting_prompts + prompt_tokens) / prompt_pace
         if len(self._sequences) >= self._slots:
             seconds = max(seconds, (load.before + prompt_tokens) / pace)
         return seconds + 2 * self.lag_seconds  # it has waited that long, and its first token will

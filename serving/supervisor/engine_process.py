@@ -30,19 +30,7 @@ import psutil
 from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import spec_of
-from serving.engine.ipc_messages import (
-    CONFIG_VARIABLE,
-    SOCKET_VARIABLE,
-    Died,
-    Frames,
-    FromEngine,
-    Ready,
-    Step,
-    Submit,
-    ToEngine,
-    decode_from_engine,
-    frame,
-)
+from serving.engine import ipc_messages as ipc
 from serving.engine.prefill_budget import StepClock
 from serving.errors import Cause
 from serving.hardware.gpus import VULKAN
@@ -77,8 +65,8 @@ def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",  # numpy samples on one thread beside the engine's own
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # weights are resolved before; an engine opens no connection
-        CONFIG_VARIABLE: json.dumps(msgspec.to_builtins(config)),
-        SOCKET_VARIABLE: str(socket_number),
+        ipc.CONFIG_VARIABLE: json.dumps(msgspec.to_builtins(config)),
+        ipc.SOCKET_VARIABLE: str(socket_number),
     } | allocator(config.backend)
     if config.nice:
         variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHORT_SPINS)
@@ -132,7 +120,7 @@ class EngineProcess(asyncio.Protocol):
         self.label = label(config)
         self.pid: int | None = None
         self.returncode: int | None = None
-        self.ready: Ready | None = None
+        self.ready: ipc.Ready | None = None
         self.ready_at: float | None = None
         self.asked_to_end = self.killed = False
         self.clock = StepClock()  # of its steps
@@ -141,7 +129,7 @@ class EngineProcess(asyncio.Protocol):
         self._heard_at = self._step_at = self._busy_at = self.started_at
         self._cpu: tuple[float, float] | None = None  # CPU seconds used, and when that was read
         self._sequences: set[int] = set()  # that it has
-        self._frames = Frames()
+        self._frames = ipc.Frames()
         self._cause: tuple[Cause, str] | None = None  # of its end, where that is known already
         self._on_output = on_output
         self._process: subprocess.Popen[bytes] | None = None
@@ -151,7 +139,7 @@ class EngineProcess(asyncio.Protocol):
 
     async def start(
         self,
-        on_message: Callable[[EngineProcess, FromEngine], None],
+        on_message: Callable[[EngineProcess, ipc.FromEngine], None],
         on_exit: Callable[[EngineProcess], None],
     ) -> None:
         """Start `python -m serving.engine.engine_loop`. Both functions are called on the loop.
@@ -193,14 +181,14 @@ class EngineProcess(asyncio.Protocol):
     def alive(self) -> bool:
         return self.pid is not None and self.returncode is None
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ipc.ToEngine) -> None:
         """Write a message to the socket; dropped once the process is gone."""
-        if isinstance(message, Submit):
+        if isinstance(message, ipc.Submit):
             if not self._sequences:  # from now on it has to step
                 self._step_at = self._busy_at = time.monotonic()
             self._sequences.add(message.id)
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(message))
+            self._transport.write(ipc.frame(message))
 
     def over(self, sequence: int) -> None:
         """A sequence that it had has ended."""
@@ -292,14 +280,14 @@ class EngineProcess(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._heard_at = time.monotonic()
         for body in self._frames.feed(data):
-            message = decode_from_engine(body)
-            if isinstance(message, Step):
+            message = ipc.decode_from_engine(body)
+            if isinstance(message, ipc.Step):
                 self._step_at, stats = self._heard_at, message.stats
                 self.clock.learn(stats.decode_rows, stats.prefill_tokens, stats.step_seconds)
-            elif isinstance(message, Ready):
+            elif isinstance(message, ipc.Ready):
                 self.ready = message
                 self.ready_at = self._heard_at
-            elif isinstance(message, Died):
+            elif isinstance(message, ipc.Died):
                 self._cause = message.cause, message.message
                 self._loop.call_later(STUCK_AFTER_SECONDS, self.kill)
             self._on_message(self, message)

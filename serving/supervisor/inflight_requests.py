@@ -21,27 +21,20 @@ from collections.abc import Callable
 
 import msgspec
 
-from serving.engine.ipc_messages import (
-    Cancel,
-    Delta,
-    FinishReason,
-    GenerationRequest,
-    Step,
-    Submit,
-)
+from serving.engine import ipc_messages as ipc
 from serving.supervisor.admission import Ledger, QueueBounds, Work
 from serving.supervisor.engine_process import EngineProcess
 
 MOST_ATTEMPTS = 2  # of one sequence with an engine: it may be the one that kills it
 MOST_PIECES = 1000  # that a reader leaves are merged: a hundred thousand at once take 50 ms
-_NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
+_NATURAL = (ipc.FinishReason.STOP, ipc.FinishReason.LENGTH)
 
 
 class Stream(Work):
     """The Deltas of one sequence, up to the one with `finish`. For one reader, on one loop."""
 
     def __init__(
-        self, number: int, request: GenerationRequest, cancel: Callable[[int], None], now: float
+        self, number: int, request: ipc.GenerationRequest, cancel: Callable[[int], None], now: float
     ) -> None:
         super().__init__(len(request.prompt), request.max_tokens)
         self.id = number
@@ -53,7 +46,7 @@ class Stream(Work):
         self.finished = False
         self.handed_over = False  # the reader has seen something: it cannot begin again
         self._cancel = cancel
-        self._pieces: list[Delta] = []
+        self._pieces: list[ipc.Delta] = []
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
 
@@ -65,7 +58,7 @@ class Stream(Work):
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> ipc.Delta:
         while not self._pieces or (self.request.whole and not self.finished):
             if self._ended:
                 raise StopAsyncIteration
@@ -80,7 +73,7 @@ class Stream(Work):
         self._ended = delta.finish is not None
         return delta
 
-    def push(self, delta: Delta) -> None:
+    def push(self, delta: ipc.Delta) -> None:
         """The supervisor's side: one more Delta. Ignored after the last one."""
         if self.finished:
             return
@@ -99,10 +92,10 @@ class Stream(Work):
         self.engine = None
 
 
-def merged(pieces: list[Delta]) -> Delta:
+def merged(pieces: list[ipc.Delta]) -> ipc.Delta:
     """Consecutive Deltas of one sequence (at least one) as one."""
     first, last = pieces[0], pieces[-1]
-    return Delta(
+    return ipc.Delta(
         id=first.id,
         tokens=sum(piece.tokens for piece in pieces),
         text="".join(piece.text for piece in pieces),
@@ -122,13 +115,13 @@ class InflightRequests:
     def __init__(self, bounds: QueueBounds, slots: int) -> None:
         self._streams: dict[int, Stream] = {}
         self.ledger = Ledger(bounds, slots, self._streams)
-        self.failed = 0  # ended with an error of ours, ever
+        self.failed = 0  # ended with an error of ours since the last stop began
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def admit(self, request: GenerationRequest) -> Stream:
+    def admit(self, request: ipc.GenerationRequest) -> Stream:
         """A new sequence, not yet given to an engine. Raises Overloaded."""
         now = time.monotonic()
         self.ledger.check_room(len(request.prompt), request.max_tokens, now)
@@ -142,12 +135,12 @@ class InflightRequests:
         request = stream.request
         if stream.places and stream.deadline is not None:
             if (left := stream.deadline - time.monotonic()) <= 0:
-                self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
+                self._end(ipc.Delta(stream.id, 0, "", finish=ipc.FinishReason.DEADLINE))
                 return
             request = msgspec.structs.replace(request, deadline_seconds=left)
         stream.engine = engine
         stream.places.append(engine.place)
-        engine.send(Submit(stream.id, request))
+        engine.send(ipc.Submit(stream.id, request))
 
     def give_waiting(self, engine: EngineProcess) -> None:
         """Send every sequence that waits for an engine to this one, oldest first."""
@@ -158,9 +151,9 @@ class InflightRequests:
         """End every sequence that waits for an engine and whose deadline is past."""
         for stream in self._waiting():
             if stream.deadline is not None and time.monotonic() >= stream.deadline:
-                self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
+                self._end(ipc.Delta(stream.id, 0, "", finish=ipc.FinishReason.DEADLINE))
 
-    def hear(self, engine: EngineProcess, step: Step) -> None:
+    def hear(self, engine: EngineProcess, step: ipc.Step) -> None:
         """What one step of an engine added, to the sequences that it still has."""
         self.ledger.changed()
         for delta in step.deltas:
@@ -199,9 +192,9 @@ class InflightRequests:
         """The reader gives up. The engine says when it is over; without one it is over now."""
         stream = self._streams.get(sequence)
         if stream is not None and stream.engine is not None:
-            stream.engine.send(Cancel(sequence))
+            stream.engine.send(ipc.Cancel(sequence))
         elif stream is not None:
-            self._end(Delta(sequence, 0, "", finish=FinishReason.CANCELLED))
+            self._end(ipc.Delta(sequence, 0, "", finish=ipc.FinishReason.CANCELLED))
 
     def fail(self, message: str, only_waiting: bool = False) -> None:
         """End everything, or what waits for an engine, with an error."""
@@ -213,9 +206,9 @@ class InflightRequests:
 
     def _fail(self, stream: Stream, message: str) -> None:
         self.failed += 1
-        self._end(Delta(stream.id, 0, "", finish=FinishReason.ERROR, error=message))
+        self._end(ipc.Delta(stream.id, 0, "", finish=ipc.FinishReason.ERROR, error=message))
 
-    def _end(self, delta: Delta) -> None:
+    def _end(self, delta: ipc.Delta) -> None:
         stream = self._streams.pop(delta.id)
         if stream.engine is not None:
             stream.engine.over(delta.id)

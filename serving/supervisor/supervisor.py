@@ -25,15 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from serving.backends.backend_interface import EngineConfig
-from serving.engine.ipc_messages import (
-    FromEngine,
-    GenerationRequest,
-    Loading,
-    Ready,
-    Step,
-    StepStats,
-    Stop,
-)
+from serving.engine import ipc_messages as ipc
 from serving.errors import Cause, EngineFailed, EngineState, ServingError, Unavailable
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.engine_process import EngineProcess, label, to_standard_error
@@ -80,12 +72,12 @@ class Supervisor:
         self.configs = tuple(configs)
         self.state = EngineState.loading
         self.reason: str | None = "starting"
-        self.stats: StepStats | None = None
-        self.loading: Loading | None = None
+        self.stats: ipc.StepStats | None = None
+        self.loading: ipc.Loading | None = None
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self.restarts = self.fallbacks = self.returns = 0
         self.deaths: Counter[str] = Counter()  # by cause
-        self.on_step: Callable[[StepStats], None] | None = None  # after each step of the current
+        self.on_step: Callable[[ipc.StepStats], None] | None = None  # of the current engine
         self._limits = limits
         self._wants_standby = standby
         self._on_event = on_event
@@ -99,7 +91,6 @@ class Supervisor:
         self._starts_at = 0.0  # the current engine, at the latest, by time.monotonic()
         self._returns: list[float] = []  # when each was tried
         self._load_seconds: dict[int, float] = {}  # by place
-        self._failed_before_stop = 0
         self._changed = asyncio.Event()
         self._background = Background(
             "the supervisor",
@@ -118,7 +109,7 @@ class Supervisor:
         return label(self.config)
 
     @property
-    def ready(self) -> Ready | None:
+    def ready(self) -> ipc.Ready | None:
         """What the serving engine said when it was loaded; None while none serves."""
         current = self._engines.get(self._place)
         return None if current is None else current.ready
@@ -152,10 +143,6 @@ class Supervisor:
     @property
     def _living(self) -> list[EngineProcess]:
         return [*self._engines.values(), *self._retired]
-
-    def predicted_wait_seconds(self) -> float | None:
-        """Time until a sequence submitted now would begin; None where nothing is known yet."""
-        return self._requests.ledger.predicted_wait_seconds()
 
     def retry_after_seconds(self) -> float:
         """When to come back where no engine serves: the rest of the load, by the last one."""
@@ -197,7 +184,7 @@ class Supervisor:
                 self._tell("failed", reason)
             self._become(state, reason)
 
-    async def wait_ready(self, timeout_seconds: float | None = None) -> Ready:
+    async def wait_ready(self, timeout_seconds: float | None = None) -> ipc.Ready:
         """Wait until an engine serves. Raises EngineFailed when none ever will, or TimeoutError."""
         async with asyncio.timeout(timeout_seconds):
             while self.state != EngineState.ready:
@@ -215,7 +202,7 @@ class Supervisor:
         """Raises Overloaded where not even the shortest sequence may join now."""
         self._requests.ledger.check_room(1, 1, time.monotonic())
 
-    def submit(self, request: GenerationRequest) -> Stream:
+    def submit(self, request: ipc.GenerationRequest) -> Stream:
         """Give the engine a new sequence. Raises Unavailable or Overloaded."""
         current = self._engines.get(self._place)
         if self.state != EngineState.ready or current is None:
@@ -245,11 +232,11 @@ class Supervisor:
             self._become(state, after)
             return 0
         if self.state == EngineState.stopped:
-            return self._requests.failed - self._failed_before_stop
+            return self._requests.failed
         if self.state != EngineState.draining:
             how = f"{len(self._requests)} sequences in flight" if drain else "stopping at once"
             self._tell("draining", how)
-            self._failed_before_stop = self._requests.failed
+            self._requests.failed = 0
             self._become(EngineState.draining, during)
         self._requests.fail(during, only_waiting=True)
         for engine in self._living:
@@ -267,7 +254,7 @@ class Supervisor:
             while self._living:
                 await self.wait_change()
         self._requests.fail(f"{after} before this request had finished")
-        cut_off = self._requests.failed - self._failed_before_stop
+        cut_off = self._requests.failed
         await asyncio.gather(*self._background.cancel(), return_exceptions=True)
         # Of an unload and a stop at the same time, the stop has the last word.
         if self.state == EngineState.draining or state == EngineState.stopped:
@@ -294,21 +281,21 @@ class Supervisor:
         self._tell(kind, f"loading{to_stand_by} {engine.config.model_name}", engine)
         await engine.start(self._hear, self._ended)
 
-    def _hear(self, engine: EngineProcess, message: FromEngine) -> None:
+    def _hear(self, engine: EngineProcess, message: ipc.FromEngine) -> None:
         is_current = self._engines.get(self._place) is engine
         match message:
-            case Step():
+            case ipc.Step():
                 if is_current:
                     self.stats = message.stats
                     if self.on_step is not None:
                         self.on_step(message.stats)
                 self._requests.hear(engine, message)
-            case Loading() if is_current:
+            case ipc.Loading() if is_current:
                 self.loading = message
                 if self.state == EngineState.loading:
                     self.reason = message.what
                 self._notify()
-            case Ready() if not engine.asked_to_end:
+            case ipc.Ready() if not engine.asked_to_end:
                 self._became_ready(engine)
 
     def _became_ready(self, engine: EngineProcess) -> None:
@@ -345,7 +332,7 @@ class Supervisor:
     def _ask_to_end(self, engine: EngineProcess, drain: bool) -> None:
         engine.asked_to_end = True
         if engine.ready is not None:
-            engine.send(Stop(drain))
+            engine.send(ipc.Stop(drain))
         else:
             engine.kill()
 

@@ -27,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 from models.isolated import start_python
-from serving.supervisor.engine_process import CONFIG_VARIABLE, SOCKET_VARIABLE
+from serving.engine.ipc_messages import CONFIG_VARIABLE, SOCKET_VARIABLE
 
 _MODULE = "tests.tools.engine_forks"
 _CONTROL = "CROSSOVER_TESTS_CONTROL"

@@ -14,6 +14,7 @@ import pytest
 from models.ladder import rung
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import BACKENDS, BackendSpec
+from serving.engine.ipc_messages import CONFIG_VARIABLE
 from serving.errors import Cause, Unsupported
 from serving.hardware.gpus import VULKAN, GpuFacts
 from serving.placement.placement_policy import (
@@ -24,7 +25,7 @@ from serving.placement.placement_policy import (
 )
 from serving.registry.engine_config import options_by_backend, prepare
 from serving.server_options import ModelOptions
-from serving.supervisor.engine_process import CONFIG_VARIABLE, environment
+from serving.supervisor.engine_process import environment
 from tests.serving.placement.test_plan import machine, with_gpu
 from tests.serving.supervisor.test_causes import MadeUp
 from tests.tools.made_up_machines import MadeUpMachine, made_up_machines, placed_on
