@@ -3,10 +3,7 @@ decoding rows (prefill_tokens).
 
     clock = StepClock()
     clock.learn(rows=4, prompt_tokens=256, seconds=0.31)
-    clock.prompt_seconds, clock.rows_seconds(8), clock.tokens_per_second
-
-The engine's scheduler has one for the budget; the supervisor has one, fed by each step's stats, for
-admission and for telling a hung engine from a slow one.
+    clock.prompt_seconds, clock.rows_seconds(8)
 """
 
 from __future__ import annotations
@@ -17,37 +14,14 @@ PREFILL_SHARE = 3.75  # prefill may always take this many times the decode time 
 PREFILL_WORTH = 120.0  # and this many times what a row costs more among few rows than among many
 LEARNING_RATE = 0.3
 ROW_WEIGHT = 16.0  # share of an error put down to a row's cost, in times of a prompt token's
-PACE_HALF_LIFE_SECONDS = 10.0  # of stepping time
-PACE_EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
-
-
-class _Pace:
-    """Tokens per second of stepping, the last steps above all; None until steps have told it."""
-
-    def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        fade = 0.5 ** (seconds / PACE_HALF_LIFE_SECONDS)
-        self._tokens = self._tokens * fade + tokens
-        self._seconds = self._seconds * fade + seconds
-
-    @property
-    def value(self) -> float | None:
-        is_known = self._seconds >= PACE_EVIDENCE_SECONDS and self._tokens > 0
-        return self._tokens / self._seconds if is_known else None
 
 
 class StepClock:
-    """Seconds of a prompt token and of n decoding rows; paces in tokens per second of stepping.
-
-    Everything is None until steps have told it.
-    """
+    """Seconds of a prompt token and of n decoding rows. None until steps have told it."""
 
     def __init__(self) -> None:
         self.prompt_seconds: float | None = None  # of one token
         self._rows_seconds: dict[int, float] = {}  # by the number of rows
-        self._all, self._prompts = _Pace(), _Pace()  # of all steps, and of those with a prompt
 
     def learn(
         self, rows: int, prompt_tokens: int, seconds: float, decode_seconds: float | None = None
@@ -55,9 +29,6 @@ class StepClock:
         """Take in a step. `decode_seconds`: the decoding rows' part, where the backend knows it."""
         if seconds <= 0:
             return
-        self._all.learn(rows + prompt_tokens, seconds)
-        if prompt_tokens:
-            self._prompts.learn(prompt_tokens, seconds)
         if rows and prompt_tokens and decode_seconds is None:
             if prompt_tokens >= PREFILL_MULTIPLE:
                 self._learn_mixed(rows, prompt_tokens, seconds)
@@ -84,16 +55,6 @@ class StepClock:
     def cheapest_row_seconds(self) -> float:
         """Of one row, among as many as make it cheapest; 0.0: none has been seen."""
         return min((s / rows for rows, s in self._rows_seconds.items()), default=0.0)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens, prompt and output alike, of a second of stepping."""
-        return self._all.value
-
-    @property
-    def prompt_tokens_per_second(self) -> float | None:
-        """Prompt tokens of a second, of the steps that had any."""
-        return self._prompts.value
 
     def _learn_mixed(self, rows: int, prompt_tokens: int, seconds: float) -> None:
         """Prompts and rows in one pass: a normalised least-mean-squares step tells them apart

@@ -172,7 +172,8 @@ class Scheduler:
             return None
         while True:
             if after is None:
-                self._make_room(rows)
+                while not self._has_room(rows) and self._drop_or_preempt():
+                    pass
                 rows = [row for row in rows if row.slot in self.running]  # some were preempted
             waits = self._must_wait or any(
                 row.wants_token and self.running[row.slot].is_drawn_by_step for row in rows
@@ -186,7 +187,7 @@ class Scheduler:
                     self._must_wait = False
             except KvFull:
                 if after is None:
-                    if not self._slots.drop_oldest() and not self._preempt_youngest():
+                    if not self._drop_or_preempt():
                         raise
                     continue
             if launched is None and after is not None:
@@ -269,13 +270,10 @@ class Scheduler:
         new = sum(len(row.tokens) for row in rows if row.slot in self.running)
         return self._used() + new + self._slots.idle_tokens <= self.info.kv_tokens
 
-    def _make_room(self, rows: list[Row]) -> None:
-        """Before the step, where the pool is known to be too small for it."""
-        while not self._has_room(rows):
-            if not self._slots.drop_oldest() and not self._preempt_youngest():
-                return
-
-    def _preempt_youngest(self) -> bool:
+    def _drop_or_preempt(self) -> bool:
+        """Make room: the oldest idle prefix goes, else the youngest sequence."""
+        if self._slots.drop_oldest():
+            return True
         if len(self.running) < 2:
             return False
         youngest = max(self.running.values(), key=lambda s: s.id)

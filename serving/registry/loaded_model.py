@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ from serving.registry.engine_config import Prepared
 from serving.supervisor.supervisor import Supervisor
 
 T = TypeVar("T")
+Vocabulary = tuple[Tokenizer, list[bytes]]  # a tokenizer, and the bytes of each token
 MOST_CHARACTERS = 8 << 20  # of all texts at work and waiting: 2 s of one core, 10 s at the worst
 INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
 LONGEST_TEXT = 1 << 20  # bytes of UTF-8; more where the context is longer than usual
@@ -76,19 +77,12 @@ class Facts(msgspec.Struct, frozen=True):
     capabilities: frozenset[str]
 
 
-class Vocabulary(NamedTuple):
-    """A tokenizer, and the bytes of each token."""
-
-    tokenizer: Tokenizer
-    table: list[bytes]
-
-
 def read_vocabulary(tokenizer_path: str) -> Vocabulary:
     """Load a tokenizer: 1 to 3 s for 128,000 tokens. Raises ModelError."""
     tokenizer = load_tokenizer(tokenizer_path)
     with suppress(BadChat):  # compiles the template
         tokenizer.render_chat([{"role": "user", "content": ""}])
-    return Vocabulary(tokenizer, tokenizer.token_bytes())
+    return tokenizer, tokenizer.token_bytes()
 
 
 class ServedModel:

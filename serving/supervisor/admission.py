@@ -4,7 +4,7 @@
     ledger.check_room(prompt_tokens=300, max_tokens=200, now=clock())     # raises Overloaded
     ledger.joined(sequence); ledger.changed()
 
-Work is counted in tokens, prompt and output alike, and done at the step clock's pace. Sequences
+Work is counted in tokens, prompt and output alike, and done at the engine's pace. Sequences
 begin in the order they joined, each when a slot is free, and those in slots get a token each in the
 same steps. So it is known which slot a new one will find, and what its neighbours will still have
 to do then; all other work must be done before it begins:
@@ -23,11 +23,12 @@ from heapq import heapreplace
 
 import msgspec
 
-from serving.engine.prefill_budget import StepClock
 from serving.errors import Overloaded
 
 MARGIN = 0.3  # of the TTFT SLO, kept free: it must hold for nearly all, and forecasts miss
 RETURN_SLACK = 1.1  # spacing of retries over the pace at which places become free
+HALF_LIFE_SECONDS = 10.0  # of what a pace is learnt from, in stepping time
+EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
 
 
 class QueueBounds(msgspec.Struct, frozen=True):
@@ -39,6 +40,37 @@ class QueueBounds(msgspec.Struct, frozen=True):
     ttft_seconds: float | None = None  # SLO of the TTFT
     retry_longest_seconds: float = 60.0
     retry_shortest_seconds: float = 0.1
+
+
+class Pace:
+    """Tokens per second of stepping, the last steps above all. None until steps have told it."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0  # fading
+        self._prompt_tokens = self._prompt_seconds = 0.0  # of the steps that had a prompt
+
+    def learn(self, rows: int, prompt_tokens: int, seconds: float) -> None:
+        """Take in a step; one of no time is only a message."""
+        if seconds <= 0:
+            return
+        fade = 0.5 ** (seconds / HALF_LIFE_SECONDS)
+        self._tokens = self._tokens * fade + rows + prompt_tokens
+        self._seconds = self._seconds * fade + seconds
+        if prompt_tokens:
+            self._prompt_tokens = self._prompt_tokens * fade + prompt_tokens
+            self._prompt_seconds = self._prompt_seconds * fade + seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens, prompt and output alike."""
+        is_known = self._seconds >= EVIDENCE_SECONDS and self._tokens
+        return self._tokens / self._seconds if is_known else None
+
+    @property
+    def prompt_tokens_per_second(self) -> float | None:
+        """Prompt tokens, in the steps that had any; else the pace of all."""
+        is_known = self._prompt_seconds >= EVIDENCE_SECONDS
+        return self._prompt_tokens / self._prompt_seconds if is_known else self.tokens_per_second
 
 
 class Work:
@@ -80,7 +112,7 @@ class Ledger:
 
     def __init__(self, bounds: QueueBounds, slots: int, sequences: Mapping[int, Work]) -> None:
         self.bounds = bounds
-        self.clock = StepClock()
+        self.pace = Pace()
         self.lag_seconds = 0.0  # how late the HTTP process is, at the moment
         self._slots = slots
         self._sequences = sequences
@@ -88,9 +120,9 @@ class Ledger:
         self._promised_until = 0.0
         self._known: _Load | None = None
 
-    def serve_with(self, slots: int, clock: StepClock) -> None:
+    def serve_with(self, slots: int, pace: Pace) -> None:
         """Another engine works now."""
-        self._slots, self.clock, self._known = slots, clock, None
+        self._slots, self.pace, self._known = slots, pace, None
 
     @property
     def most_sequences(self) -> int | None:
@@ -117,15 +149,15 @@ class Ledger:
         """Time until a new sequence begins: 0.0 while a slot is free; None: no pace is known."""
         if len(self._sequences) < self._slots:
             return 0.0
-        pace = self.clock.tokens_per_second
+        pace = self.pace.tokens_per_second
         return None if pace is None else self._load().before / pace
 
     def predicted_ttft_seconds(self, prompt_tokens: int) -> float | None:
         """Time until a new sequence shows its first token; None: no pace is known."""
-        pace, load = self.clock.tokens_per_second, self._load()
+        pace, load = self.pace.tokens_per_second, self._load()
         if pace is None:
             return None
-        prompt_pace = self.clock.prompt_tokens_per_second or pace
+        prompt_pace = self.pace.prompt_tokens_per_second or pace
         seconds = (load.waiting_prompts + prompt_tokens) / prompt_pace
         if len(self._sequences) >= self._slots:
             seconds = max(seconds, (load.before + prompt_tokens) / pace)
@@ -178,7 +210,7 @@ class Ledger:
         return load.outputs / max(1, len(self._sequences))
 
     def _seconds_for(self, work: float) -> float:
-        pace = self.clock.tokens_per_second
+        pace = self.pace.tokens_per_second
         return work / pace if pace else 1.0
 
     def _refused(self, kind: str, text: str, room_in_seconds: float, now: float) -> Overloaded:

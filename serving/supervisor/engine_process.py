@@ -31,9 +31,9 @@ from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import spec_of
 from serving.engine import ipc_messages as ipc
-from serving.engine.prefill_budget import StepClock
 from serving.errors import Cause
 from serving.hardware.gpus import VULKAN
+from serving.supervisor.admission import Pace
 from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, is_hung
 
 _TUNABLES = "GLIBC_TUNABLES"
@@ -123,7 +123,7 @@ class EngineProcess(asyncio.Protocol):
         self.ready: ipc.Ready | None = None
         self.ready_at: float | None = None
         self.asked_to_end = self.killed = False
-        self.clock = StepClock()  # of its steps
+        self.pace = Pace()  # of its steps
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.started_at = time.monotonic()
         self._heard_at = self._step_at = self._busy_at = self.started_at
@@ -230,7 +230,7 @@ class EngineProcess(asyncio.Protocol):
         age = now - self._step_at
         if not count or age < LOOK_AFTER_SECONDS:
             return
-        pace = self.clock.prompt_tokens_per_second or self.clock.tokens_per_second
+        pace = self.pace.prompt_tokens_per_second
         longest = None if pace is None else self.ready.info.step_tokens / pace
         if is_hung(age, self._idle_seconds(now), timeout_seconds, longest):
             why = f"no step finished for {age:.1f} s with {count} sequences in flight"
@@ -252,7 +252,8 @@ class EngineProcess(asyncio.Protocol):
 
     @property
     def ended_as_asked(self) -> bool:
-        return self.asked_to_end and (self.killed or self.returncode == 0)
+        is_known = self.killed or self.returncode == 0
+        return self.asked_to_end and is_known and self._cause is None
 
     def why(self) -> tuple[Cause, str]:
         """The cause of an unasked-for end: why it was given up, its last word, or its exit."""
@@ -283,7 +284,7 @@ class EngineProcess(asyncio.Protocol):
             message = ipc.decode_from_engine(body)
             if isinstance(message, ipc.Step):
                 self._step_at, stats = self._heard_at, message.stats
-                self.clock.learn(stats.decode_rows, stats.prefill_tokens, stats.step_seconds)
+                self.pace.learn(stats.decode_rows, stats.prefill_tokens, stats.step_seconds)
             elif isinstance(message, ipc.Ready):
                 self.ready = message
                 self.ready_at = self._heard_at

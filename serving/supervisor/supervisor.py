@@ -322,7 +322,7 @@ class Supervisor:
         assert engine.ready is not None
         self._place = engine.place
         self.loading = self.stats = None
-        self._requests.ledger.serve_with(engine.ready.info.slots, engine.clock)
+        self._requests.ledger.serve_with(engine.ready.info.slots, engine.pace)
         if self.state != EngineState.draining:
             self._become(EngineState.ready, None)
         self._requests.give_waiting(engine)

@@ -34,7 +34,7 @@ class Queue(Ledger):
 def paced(bounds: QueueBounds, slots: int, tokens_per_second: float = 100.0) -> Queue:
     ledger = Queue(bounds, slots)
     for _ in range(100):
-        ledger.clock.learn(int(tokens_per_second / 10), 0, 0.1)
+        ledger.pace.learn(int(tokens_per_second / 10), 0, 0.1)
     return ledger
 
 
@@ -88,7 +88,7 @@ def test_the_bound_by_wait_needs_evidence() -> None:
     ledger = Queue(msgspec.structs.replace(OPEN, wait_seconds=1.0), slots=1)
     ledger.admit(0, 1000, 1000)
     assert ledger.predicted_wait_seconds() is None and refused(ledger) is None
-    ledger.clock.learn(100, 0, 1.0)
+    ledger.pace.learn(100, 0, 1.0)
     kind, text = kind_of(refused(ledger))
     assert kind == "queue_wait" and "20.0 s is predicted" in text
 
@@ -167,7 +167,7 @@ def simulate(
         cost = (0.02 + 0.001 * filled) * (1 + noise * abs(rng.gauss(0, 1)))
         now += cost
         busy += cost if now > warm_seconds else 0.0
-        ledger.clock.learn(len(decoding), filled, cost)
+        ledger.pace.learn(len(decoding), filled, cost)
         for sequence in decoding + begun:
             running[sequence][1] -= 1
             ledger.progressed(sequence, 1)
