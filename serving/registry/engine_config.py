@@ -300,22 +300,15 @@ def best_for(
 def options_by_backend(
     given: Mapping[str, Any], backends: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """Which of the options each engine gets: `torch.margin` is torch's alone, `prefill_chunk` is of
-    every engine that has one. Raises Unsupported for one that none has: an engine that is fallen
-    back to must not find it out."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in backends}
-    known = {name: spec_of(name).options for name in found}
-    for key, value in given.items():
-        owner, _, name = key.rpartition(".")
-        takers = [
-            one
-            for one, names in known.items()
-            if owner in ("", one) and (names is None or name in names)
-        ]
-        # A named owner that serves nowhere here is no mistake: its engine may on another machine.
-        if not takers and (owner in found or owner not in BACKENDS):
+    """Which of the options each engine gets: those that it has. Raises Unsupported for one that
+    none has: an engine that is fallen back to must not find it out."""
+    known = {name: spec_of(name).options for name in backends}
+    found = {
+        backend: {key: value for key, value in given.items() if names is None or key in names}
+        for backend, names in known.items()
+    }
+    for key in given:
+        if not any(key in options for options in found.values()):
             told = "; ".join(f"{one} has {', '.join(names or ())}" for one, names in known.items())
             raise Unsupported(f"no engine here has the option {key!r}: {told}", key)
-        for one in takers:
-            found[one][name] = value
     return found
