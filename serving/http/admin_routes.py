@@ -67,7 +67,7 @@ def _state(tenant: ServedModel) -> dict[str, Any]:
     metrics, progress = tenant.metrics, tenant.progress()
     is_loaded = bool(supervisor.pids)
     predicted = sum(attempt.need_bytes for attempt in tenant.attempts())
-    idle = None if tenant.used_unix is None else round(time.monotonic() - tenant.used_at, 3)
+    idle = None if not tenant.was_used else round(time.monotonic() - tenant.used_at, 3)
     return {
         "name": tenant.served_name,
         "source": model.source,
