@@ -94,7 +94,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = True
     options: Annotated[
         dict[str, Any],
-        option(ENGINE, "A backend's option: mlock=true, torch.KEY=VALUE.", "option", "KEY=VALUE"),
+        option(ENGINE, "An option that a backend here has: mlock=true.", "option", "KEY=VALUE"),
     ] = {}
     check_memory: Annotated[
         bool, option(MACHINE, "Refuse what is predicted not to fit.", "memory-check")

@@ -15,7 +15,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import uvloop
@@ -82,7 +81,7 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
     machine.is_serving = True
     os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
 
-    def supervisor_of(one: Prepared, preferred_usable: Callable[[], Awaitable[bool]]) -> Supervisor:
+    def supervisor_of(one: Prepared) -> Supervisor:
         return Supervisor(
             one.configs,
             bounds=QueueBounds(
@@ -92,7 +91,6 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
             ),
             limits=RecoveryLimits(health_timeout_seconds=options.health_timeout_seconds),
             standby=one.model.standby == "warm",
-            preferred_usable=preferred_usable,
             on_event=narrator.event,
             on_output=narrator.say,
         )

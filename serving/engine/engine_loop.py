@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -26,24 +25,7 @@ from models.errors import ModelError
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import backend_class
-from serving.engine.ipc_messages import (
-    CONFIG_VARIABLE,
-    SOCKET_VARIABLE,
-    Cancel,
-    Delta,
-    Died,
-    FinishReason,
-    Frames,
-    FromEngine,
-    Loading,
-    Ready,
-    Step,
-    Stop,
-    Submit,
-    ToEngine,
-    decode_to_engine,
-    frame,
-)
+from serving.engine import ipc_messages as ipc
 from serving.engine.scheduler import Scheduler, failed_delta
 from serving.errors import BackendUnavailable, Cause, OutOfMemory, ServingError, Unsupported
 from serving.hardware.machine_facts import lower_priority, peak_resident_bytes, resident_bytes
@@ -55,10 +37,6 @@ SWITCH_SECONDS = 0.0002
 # Below the step loop: beside a compiler of the same priority, on two cores that are both the
 # engine's, the p99 of a decode step was 74 to 99 ms; with it 27 to 31, without a compiler 25 to 28.
 COMPILER_NICE = 10
-# Of messages between two steps, or this share of the step's time: a prompt of 131,000 tokens takes
-# 5 ms to read and to queue, and several came at once between two tokens of everybody else.
-READ_SECONDS = 0.005
-READ_SHARE = 0.1
 COMPILER_LOOK_MS = 2  # between two looks at it, while nothing else is done
 _PR_SET_PDEATHSIG = 1
 
@@ -68,14 +46,22 @@ def main() -> int:
     faulthandler.enable()
     sys.setswitchinterval(SWITCH_SECONDS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _die_with_parent()
-    config = msgspec.json.decode(os.environ[CONFIG_VARIABLE].encode(), type=EngineConfig)
-    _prefer_for_oom_kill()
+    if sys.platform == "linux":  # SIGKILL when the parent ends
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return 1
+    try:  # when memory runs out, the kernel shall kill the engine and not its parent
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("800")
+    except OSError as problem:
+        print(f"engine: oom_score_adj not set: {problem}", file=sys.stderr)
+    config = msgspec.json.decode(os.environ[ipc.CONFIG_VARIABLE].encode(), type=EngineConfig)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
-    if config.nice and (problem := lower_priority(config.nice)) is not None:
-        print(f"engine: {problem}", file=sys.stderr)
-    worker = Worker(config, Link(socket.socket(fileno=int(os.environ[SOCKET_VARIABLE]))))
+    if config.nice and (trouble := lower_priority(config.nice)) is not None:
+        print(f"engine: {trouble}", file=sys.stderr)
+    worker = Worker(config, socket.socket(fileno=int(os.environ[ipc.SOCKET_VARIABLE])))
     try:
         worker.load()
         worker.run()
@@ -84,7 +70,7 @@ def main() -> int:
         return 1
     except Exception as problem:
         cause = cause_of(problem, loading=not worker.ready)
-        worker.link.send(Died(cause, f"{type(problem).__name__}: {problem}"))
+        worker.send(ipc.Died(cause, f"{type(problem).__name__}: {problem}"))
         if not isinstance(problem, ServingError | ModelError):
             raise
         print(f"engine: {problem}", file=sys.stderr)
@@ -95,57 +81,37 @@ class ParentGone(Exception):
     """The parent has closed the socket."""
 
 
-class Link:
-    """The socket to the parent."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._socket.setblocking(True)
-        self._frames = Frames()
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
-
-    def send(self, message: FromEngine) -> None:
-        try:
-            self._socket.sendall(frame(message))
-        except OSError as problem:
-            raise ParentGone from problem
-
-    def receive(self, wait_ms: int | None) -> list[bytes]:
-        """All messages there are, as they came, once there is one. `wait_ms`: None without end."""
-        messages: list[bytes] = []
-        while self._poll.poll(0 if messages else wait_ms):
-            try:
-                data = self._socket.recv(1 << 20)
-            except OSError as problem:
-                raise ParentGone from problem
-            if not data:
-                raise ParentGone
-            messages += self._frames.feed(data)
-        return messages
-
-
 class Worker:
     """Loads the backend and runs the step loop; compiles grammars in a thread beside it."""
 
-    def __init__(self, config: EngineConfig, link: Link) -> None:
+    def __init__(self, config: EngineConfig, connection: socket.socket) -> None:
         self.config = config
-        self.link = link
         self.ready = False
-        self._stopping = False
+        self._socket = connection
+        self._socket.setblocking(True)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._frames = ipc.Frames()
+        self._stopping = self._drains = False
         self._stepped_at: float | None = None  # the last step's end, where another follows
-        self._unread: deque[bytes] = deque()  # messages that have come
-        self._compiling: dict[int, tuple[Submit, Future[Matcher | None]]] = {}
+        self._compiling: dict[int, tuple[ipc.Submit, Future[Matcher | None]]] = {}
         # nice is the thread's own on Linux, elsewhere the whole process's
         lower = (os.nice, (COMPILER_NICE,)) if sys.platform == "linux" else (None, ())
         self._compiler = ThreadPoolExecutor(1, "grammars", *lower)
 
+    def send(self, message: ipc.FromEngine) -> None:
+        """Raises ParentGone."""
+        try:
+            self._socket.sendall(ipc.frame(message))
+        except OSError as problem:
+            raise ParentGone from problem
+
     def load(self) -> None:
         """Load backend and tokenizer, then send Ready."""
         started = time.perf_counter()
-        self.link.send(Loading(None, "starting"))
+        self.send(ipc.Loading(None, "starting"))
         self.backend = backend_class(self.config.backend)(
-            self.config, lambda what, fraction: self.link.send(Loading(fraction, what))
+            self.config, lambda what, fraction: self.send(ipc.Loading(fraction, what))
         )
         info = self.backend.info
         # All that an engine keeps of a tokenizer: bytes of each token, and the end tokens.
@@ -157,7 +123,7 @@ class Worker:
             self._grammars.prepare()
         self.scheduler = Scheduler(self.backend, table, ends, self.config)
         seconds = time.perf_counter() - started
-        self.link.send(Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
+        self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
         self.ready = True
         # Done while the parent tells that this engine is ready.
         uniforms.prepare()
@@ -167,49 +133,49 @@ class Worker:
 
     def run(self) -> None:
         """Handle messages and step until a Stop is carried out."""
+        scheduler = self.scheduler
         try:
-            while not self._stopping or self.scheduler.busy or self._compiling:
+            while not self._stopping or (self._drains and (scheduler.busy or self._compiling)):
                 wait_ms = COMPILER_LOOK_MS if self._compiling else None
-                is_idle = not self.scheduler.busy and not self._unread
-                self._unread += self.link.receive(wait_ms if is_idle else 0)
-                self._take()
-                if self.scheduler.busy:
+                while self._poll.poll(0 if scheduler.busy else wait_ms):
+                    self._receive()
+                    wait_ms = 0
+                for number, (submit, found) in [*self._compiling.items()]:
+                    if found.done():
+                        del self._compiling[number]
+                        self._take_compiled(submit, found)
+                if scheduler.busy and (self._drains or not self._stopping):
                     self.step()
         finally:
             self._compiler.shutdown(wait=False, cancel_futures=True)
         self.backend.close()
 
-    def _take(self) -> None:
-        """Carry out what has come, in its order; the rest after the next step where it is much."""
-        for number, (submit, found) in [*self._compiling.items()] if self._compiling else ():
-            if found.done():
-                del self._compiling[number]
-                self._take_compiled(submit, found)
-        step_seconds = self.scheduler.stats().step_seconds
-        until = time.perf_counter() + max(READ_SECONDS, READ_SHARE * step_seconds)
-        while self._unread:
-            self.handle(decode_to_engine(self._unread.popleft()))
-            if time.perf_counter() > until:
-                break
+    def _receive(self) -> None:
+        """Carry out what has come. Raises ParentGone."""
+        try:
+            data = self._socket.recv(1 << 20)
+        except OSError as problem:
+            raise ParentGone from problem
+        if not data:
+            raise ParentGone
+        for body in self._frames.feed(data):
+            self.handle(ipc.decode_to_engine(body))
 
-    def handle(self, message: ToEngine) -> None:
+    def handle(self, message: ipc.ToEngine) -> None:
         """Carry out one message of the parent."""
         match message:
-            case Submit() if message.request.sampling.is_constrained:
+            case ipc.Submit() if message.request.sampling.is_constrained:
                 found = self._compiler.submit(self._grammars.open, message.request.sampling)
                 self._compiling[message.id] = message, found
-            case Submit():
+            case ipc.Submit():
                 self._add(message)
-            case Cancel(id=number) if number in self._compiling:
+            case ipc.Cancel(id=number) if number in self._compiling:
                 self._compiling.pop(number)[1].cancel()
-                self._tell(Delta(number, 0, "", FinishReason.CANCELLED))
-            case Cancel(id=number):
+                self._tell(ipc.Delta(number, 0, "", ipc.FinishReason.CANCELLED))
+            case ipc.Cancel(id=number):
                 self.scheduler.cancel(number)
-            case Stop(drain=drain):
-                self._stopping = True
-                if not drain:
-                    self._compiling.clear()
-                    self.scheduler.drop_all()
+            case ipc.Stop(drain=drain):
+                self._stopping, self._drains = True, drain
 
     def step(self) -> None:
         """Run one scheduler step and send what it made."""
@@ -219,27 +185,27 @@ class Worker:
         if self._stepped_at is not None:
             stats.between_seconds = began - self._stepped_at
         self._stepped_at = time.perf_counter() if self.scheduler.busy else None
-        self.link.send(Step(deltas, stats))
+        self.send(ipc.Step(deltas, stats))
 
-    def _take_compiled(self, submit: Submit, found: Future[Matcher | None]) -> None:
+    def _take_compiled(self, submit: ipc.Submit, found: Future[Matcher | None]) -> None:
         problem = found.exception()
         if problem is None:
             self._add(submit, found.result())
             return
         if not isinstance(problem, Unsupported):
-            why = f"the grammar cannot be used: {type(problem).__name__}: {problem}"
-            problem = Unsupported(why)
+            what = f"{type(problem).__name__}: {problem}"
+            problem = Unsupported(f"the grammar cannot be used: {what}")
         self._tell(failed_delta(submit.id, problem))
 
-    def _add(self, submit: Submit, matcher: Matcher | None = None) -> None:
+    def _add(self, submit: ipc.Submit, matcher: Matcher | None = None) -> None:
         refused = self.scheduler.add(submit, matcher)
         if refused is not None:
             self._tell(refused)
 
-    def _tell(self, delta: Delta) -> None:
+    def _tell(self, delta: ipc.Delta) -> None:
         """A Delta outside of a step."""
         stats = msgspec.structs.replace(self.scheduler.stats(), step_seconds=0.0)
-        self.link.send(Step([delta], stats))
+        self.send(ipc.Step([delta], stats))
 
 
 def cause_of(problem: Exception, loading: bool) -> Cause:
@@ -251,24 +217,6 @@ def cause_of(problem: Exception, loading: bool) -> Cause:
     if isinstance(problem, OutOfMemory | MemoryError):
         return Cause.load_oom if loading else Cause.runtime_oom
     return Cause.load_failed if loading else Cause.engine_died
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel (Linux) for SIGKILL when the parent ends."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def _prefer_for_oom_kill() -> None:
-    """When memory runs out, the kernel shall kill the engine and not its parent."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("800")
-    except OSError as problem:
-        print(f"engine: oom_score_adj not set: {problem}", file=sys.stderr)
 
 
 if __name__ == "__main__":

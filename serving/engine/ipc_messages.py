@@ -20,7 +20,6 @@ from serving.sampling.step_rows import TokenDetail as TokenDetail
 CONFIG_VARIABLE = "CROSSOVER_ENGINE"  # an EngineConfig as JSON
 SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"  # the number of the engine's socket
 FRAME = struct.Struct("<I")
-MAX_FRAME_BYTES = 256 << 20
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -138,7 +137,7 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 class Frames:
-    """Cuts a byte stream into frame bodies. Raises ValueError for a length that is no frame's."""
+    """Cuts a byte stream into frame bodies."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -148,8 +147,6 @@ class Frames:
         position = 0
         while len(self._buffer) - position >= FRAME.size:
             (length,) = FRAME.unpack_from(self._buffer, position)
-            if length > MAX_FRAME_BYTES:
-                raise ValueError(f"frame of {length} bytes, more than {MAX_FRAME_BYTES}")
             end = position + FRAME.size + length
             if len(self._buffer) < end:
                 break

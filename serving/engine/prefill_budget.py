@@ -3,10 +3,7 @@ decoding rows (prefill_tokens).
 
     clock = StepClock()
     clock.learn(rows=4, prompt_tokens=256, seconds=0.31)
-    clock.prompt_seconds, clock.rows_seconds(8), clock.tokens_per_second
-
-The engine's scheduler has one for the budget; the supervisor has one, fed by each step's stats, for
-admission and for telling a hung engine from a slow one.
+    clock.prompt_seconds, clock.rows_seconds(8)
 """
 
 from __future__ import annotations
@@ -17,21 +14,14 @@ PREFILL_SHARE = 3.75  # prefill may always take this many times the decode time 
 PREFILL_WORTH = 120.0  # and this many times what a row costs more among few rows than among many
 LEARNING_RATE = 0.3
 ROW_WEIGHT = 16.0  # share of an error put down to a row's cost, in times of a prompt token's
-PACE_HALF_LIFE_SECONDS = 10.0  # of stepping time
-PACE_EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
 
 
 class StepClock:
-    """Seconds of a prompt token and of n decoding rows; paces in tokens per second of stepping.
-
-    Everything is None until steps have told it.
-    """
+    """Seconds of a prompt token and of n decoding rows. None until steps have told it."""
 
     def __init__(self) -> None:
         self.prompt_seconds: float | None = None  # of one token
         self._rows_seconds: dict[int, float] = {}  # by the number of rows
-        self._all = [0.0, 0.0]  # tokens and seconds of steps, fading
-        self._prompts = [0.0, 0.0]  # prompts' tokens and seconds of the steps that had any
 
     def learn(
         self, rows: int, prompt_tokens: int, seconds: float, decode_seconds: float | None = None
@@ -39,18 +29,20 @@ class StepClock:
         """Take in a step. `decode_seconds`: the decoding rows' part, where the backend knows it."""
         if seconds <= 0:
             return
-        _fade_in(self._all, rows + prompt_tokens, seconds)
-        if prompt_tokens:
-            _fade_in(self._prompts, prompt_tokens, seconds)
-        if not prompt_tokens:
-            self._learn_rows(rows, seconds)
-        elif not rows:
-            self._learn_prompt(prompt_tokens, seconds)
-        elif decode_seconds is not None:
-            self._learn_rows(rows, decode_seconds)
-            self._learn_prompt(prompt_tokens, seconds - decode_seconds)
-        elif prompt_tokens >= PREFILL_MULTIPLE:
-            self._learn_mixed(rows, prompt_tokens, seconds)
+        if rows and prompt_tokens and decode_seconds is None:
+            if prompt_tokens >= PREFILL_MULTIPLE:
+                self._learn_mixed(rows, prompt_tokens, seconds)
+            return
+        of_rows = (decode_seconds or 0.0) if prompt_tokens else seconds
+        if rows:
+            before = self.rows_seconds(rows)
+            step = of_rows if before is None else before + LEARNING_RATE * (of_rows - before)
+            self._rows_seconds[rows] = step
+        if prompt_tokens >= PREFILL_MULTIPLE:  # fewer say more of what a step costs
+            found, old = (seconds - of_rows * bool(rows)) / prompt_tokens, self.prompt_seconds
+            if old is not None:
+                found = max(old + LEARNING_RATE * (found - old), 0.1 * old)
+            self.prompt_seconds = found
 
     def rows_seconds(self, rows: int) -> float | None:
         """Seconds of a step of so many decoding rows, from the nearest number seen."""
@@ -64,40 +56,11 @@ class StepClock:
         """Of one row, among as many as make it cheapest; 0.0: none has been seen."""
         return min((s / rows for rows, s in self._rows_seconds.items()), default=0.0)
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens, prompt and output alike, of a second of stepping."""
-        return _pace(self._all)
-
-    @property
-    def prompt_tokens_per_second(self) -> float | None:
-        """Prompt tokens of a second, of the steps that had any."""
-        return _pace(self._prompts)
-
-    def _learn_rows(self, rows: int, seconds: float) -> None:
-        if not rows:
-            return
-        expected = self.rows_seconds(rows)
-        if expected is not None:
-            seconds = expected + LEARNING_RATE * (seconds - expected)
-        self._rows_seconds[rows] = seconds
-
-    def _learn_prompt(self, prompt_tokens: int, seconds: float) -> None:
-        if prompt_tokens < PREFILL_MULTIPLE:
-            return  # says more of what a step costs than of what a token does
-        found = seconds / prompt_tokens
-        before = self.prompt_seconds
-        if before is not None:
-            found = max(before + LEARNING_RATE * (found - before), 0.1 * before)
-        self.prompt_seconds = found
-
     def _learn_mixed(self, rows: int, prompt_tokens: int, seconds: float) -> None:
         """Prompts and rows in one pass: a normalised least-mean-squares step tells them apart
         (Haykin, Adaptive Filter Theory)."""
         expected = self.rows_seconds(rows)
-        prompt = self.prompt_seconds
-        if prompt is None:
-            prompt = seconds / (prompt_tokens + rows)
+        prompt = self.prompt_seconds or seconds / (prompt_tokens + rows)
         row = prompt if expected is None else expected / rows
         weight = ROW_WEIGHT * rows
         error = LEARNING_RATE * (seconds - prompt * prompt_tokens - row * rows)
@@ -123,14 +86,3 @@ def prefill_tokens(clock: StepClock, rows: int, most: int, target_seconds: float
         PREFILL_WORTH * lost_seconds,
     )
     return min(most, max(MIN_PREFILL_TOKENS, int(left / clock.prompt_seconds)))
-
-
-def _fade_in(sums: list[float], tokens: int, seconds: float) -> None:
-    fade = 0.5 ** (seconds / PACE_HALF_LIFE_SECONDS)
-    sums[0] = sums[0] * fade + tokens
-    sums[1] = sums[1] * fade + seconds
-
-
-def _pace(sums: list[float]) -> float | None:
-    tokens, seconds = sums
-    return tokens / seconds if seconds >= PACE_EVIDENCE_SECONDS and tokens > 0 else None

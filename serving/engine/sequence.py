@@ -1,12 +1,12 @@
-"""One sequence on its way: its tokens so far, and which rows it needs next."""
+"""One sequence on its way: its tokens so far, which rows it needs next, what a drawn token adds."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from serving.engine.detokenizer import StreamText
-from serving.engine.ipc_messages import Submit
-from serving.sampling.step_rows import DRAWN, Row, Tokens
+from serving.engine.ipc_messages import Delta, FinishReason, Submit
+from serving.sampling.step_rows import DRAWN, Row, Sampled, Tokens
 
 MOST_PATIENCE = 64  # tokens until a sequence's steps are launched again, where they were no good
 
@@ -17,31 +17,36 @@ class Sequence:
     """See the module's docstring. Times are of the scheduler's clock."""
 
     def __init__(
-        self, submit: Submit, text: StreamText, end_ids: frozenset[int], context: int, serial: int
+        self,
+        submit: Submit,
+        text: StreamText,
+        end_ids: frozenset[int],
+        context: int,
+        now: float,
+        state: object,
     ) -> None:
         request = submit.request
         self.id = submit.id
-        self.serial = serial
         self.sampling = request.sampling
         self.text = text
         self.stop_ids = frozenset(request.stop_token_ids)
         if not request.ignore_eos:
             self.stop_ids |= end_ids
-        self.prompt_length = len(request.prompt)
-        self.length = self.prompt_length
+        self.prompt_length = self.length = len(request.prompt)
         self.limit = min(self.prompt_length + request.max_tokens, context)
         self.min_length = self.prompt_length + request.min_tokens
         self.tokens: Tokens = np.empty(max(self.limit, self.length), np.int32)
         self.tokens[: self.length] = request.prompt
-        self.arrived = 0.0
-        self.deadline: float | None = None
+        self.arrived = now
+        seconds = request.deadline_seconds
+        self.deadline = None if seconds is None else now + seconds
         self.scheduled: float | None = None
         self.slot = -1
         self.computed = 0  # tokens in the KV, or to be there after the steps that were launched
         self.cached = 0  # of these, from another sequence
         self.missed_at = -MOST_PATIENCE  # its length when a launched step could not draw its token
         self.patience = 0  # tokens from there that a step draws which is waited for
-        self.state: object = None  # of its grammar
+        self.state = state  # of its grammar
 
     @property
     def pending(self) -> int:
@@ -85,3 +90,27 @@ class Sequence:
             banned=tuple(self.stop_ids) if length < self.min_length else (),
             state=self.state,
         )
+
+    def take(self, drawn: Sampled, now: float) -> Delta:
+        """Append a drawn token; says what that adds to the answer."""
+        token = drawn.token
+        self.tokens[self.length] = token
+        self.length += 1
+        finish: FinishReason | None = None
+        if token in self.stop_ids and self.length > self.min_length:
+            text, finish = self.text.finish(), FinishReason.STOP
+        else:
+            text, stopped = self.text.push(token, self.length >= self.min_length)
+            if stopped:
+                finish = FinishReason.STOP
+            elif self.length >= self.limit:
+                text, finish = text + self.text.finish(), FinishReason.LENGTH
+        delta = Delta(self.id, 1, text, finish)
+        if drawn.logprobs is not None:
+            delta.details = [drawn.logprobs]
+        if self.length == self.prompt_length + 1:
+            assert self.scheduled is not None
+            delta.cached_tokens = self.cached
+            delta.queue_seconds = self.scheduled - self.arrived
+            delta.prefill_seconds = now - self.scheduled
+        return delta

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ import msgspec
 import numpy as np
 
 from models.errors import CrossoverError
-from models.formatting import count, duration, requests, share, significant
+from models.formatting import count, duration, requests, significant
 from models.isolated import run_python
 from models.ladder import rung
 from models.manifest import Progress, write_atomically
@@ -42,10 +41,9 @@ BEST = "best"  # in place of a backend's name in a campaign
 USUAL = (("llama_cpp", "Q4_0"), ("onnx", "int8"))  # looked at where no format is asked for
 # A bigger model whose weights are not all made is judged by this rung's times, scaled.
 PROXY, MOST_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
-BUSY = 0.05  # of the time, waited for a core: other work made the steps longer
 PART_SECONDS = 0.5  # of each kind of step
 MOST_STEPS = 64  # of one kind
-SHORT_PROMPT, LONG_PROMPT = 16, 256
+SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long one where there is time for it
 TIMEOUT_SECONDS = 300.0
 PACKAGES = ("llama-cpp-python", "onnxruntime", "torch")
 CONFIG_VARIABLE = "CROSSOVER_MEASURED_ENGINE"
@@ -54,30 +52,12 @@ Say = Callable[[str], None]
 
 
 class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured times of one engine on one machine; a row of the kept table."""
+    """Measured times of one engine for one model on one machine."""
 
-    model: str
-    parameters: int
-    backend: str
-    weight_format: str
-    threads: int
     slots: int
-    kv_dtype: str = "auto"
-    prompt_tokens: int  # of a prompt, rounded up to a power of two
     prompt_tokens_per_second: float
     decode_seconds: float  # of a step of one row
     decode_slots_seconds: float  # of a step of `slots` rows
-    spent_seconds: float  # of the measurement, loading included
-    unix_seconds: float
-    waited_share: float = 0.0  # of the time, by the engine's thread that waited most for a core
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What was measured; the rest is what came out."""
-        return (
-            *(self.model, self.parameters, self.backend, self.weight_format),
-            *(self.threads, self.slots, self.prompt_tokens, self.kv_dtype),
-        )
 
 
 class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,7 +66,7 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     backend: str
     weight_format: str
     why_not: str = ""
-    times: EngineTimes | None = None  # of the model that is asked for; None: not measured
+    times: EngineTimes | None = None  # for the model that is asked for; None: not measured
     measured_on: str = ""  # the model measured, where that is another one; its times are scaled
     requests_per_second: float | None = None  # under the work asked for, by `times`
 
@@ -117,6 +97,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     cache: str | None = None
     may_measure: bool = True  # False: what the table does not hold is not known
 
+    def key(self, engine: EngineCandidate) -> str:
+        """Of the times in the table: all that they depend on beside the machine."""
+        model, asked = self.request.model, self.request
+        return (
+            f"{model.name} ({model.parameters}), {engine.name}, {self.threads} threads, "
+            f"{asked.slots} slots, KV {asked.kv_dtype}"
+        )
+
 
 def fastest_backend(
     question: Question, facts: HardwareFacts, say: Say, progress: Progress
@@ -136,11 +124,10 @@ def fastest_backend(
         text = why or f"no engine of the CPU has the format {', '.join(question.formats)}"
         raise NoPlacement(f"{question.request.model.name} has no engine here: {text}")
     best = max(possible, key=lambda one: one.requests_per_second or 0.0)
-    if len(possible) == 1:
-        reason = f"{best.name}: the only engine that can run this model here now"
-    elif best.requests_per_second is None:
+    reason = f"{best.name}: the only engine that can run this model here now"
+    if len(possible) > 1:
         reason = f"{best.name}: the first of {len(possible)} engines, none of which was measured"
-    else:
+    if len(possible) > 1 and best.requests_per_second is not None:
         reason = (
             f"{best.name}: {requests(best.requests_per_second)} by its step times, the most, for "
             f"prompts of {significant(question.prompt_tokens)} and answers of "
@@ -155,11 +142,8 @@ def fastest_backend(
 
 
 def requests_per_second(times: EngineTimes, prompt_tokens: float, output_tokens: float) -> float:
-    """The rate at which an engine that never idles ends requests, all slots busy.
-
-    A request takes its prompt's time alone, which gives the first token, and its share of the
-    decode steps for the others.
-    """
+    """The rate at which an engine ends requests, all slots busy: a request takes its prompt's time
+    alone, which gives the first token, and its share of the decode steps for the others."""
     token_seconds = times.decode_slots_seconds / times.slots
     prompt_seconds = prompt_tokens / times.prompt_tokens_per_second
     return 1 / (prompt_seconds + max(0.0, output_tokens - 1) * token_seconds)
@@ -172,15 +156,10 @@ def known_times(
 
     None: not kept, and not to be measured. Raises CrossoverError where measuring fails.
     """
-    request, length = question.request, prompt_class(question.prompt_tokens)
-    key = (
-        *(request.model.name, request.model.parameters, engine.backend, engine.weight_format),
-        *(question.threads, request.slots, length, request.kv_dtype),
-    )
-    kept = (one for one in read_table(question.cache, facts) if one.key == key)
-    row = next(kept, None)
-    if row is not None or not question.may_measure:
-        return row
+    kept = read_table(question.cache, facts).get(question.key(engine))
+    if kept is not None or not question.may_measure:
+        return kept
+    request, began = question.request, time.monotonic()
     kind, weight_format = weights_of(engine.backend, engine.weight_format)
     files = resolve(
         question.source,
@@ -201,14 +180,11 @@ def known_times(
         cores=question.cores,
     )
     progress(f"measuring {engine.name} on {files.name}", None)
-    row = measured_times(config, request.model, length)
-    where = f"kept in {table_path(question.cache)}"
-    if row.waited_share > BUSY:
-        where = f"not kept: other work took {share(row.waited_share)} of its time"
-    else:
-        keep(question.cache, facts, row)
-    say(f"measured {engine.name} on {files.name} in {duration(row.spent_seconds)}, {where}")
-    return row
+    times = measured_times(config, request.model)
+    keep(question.cache, facts, question.key(engine), times)
+    spent, where = duration(time.monotonic() - began), table_path(question.cache)
+    say(f"measured {engine.name} on {files.name} in {spent}, kept in {where}")
+    return times
 
 
 def choice_lines(choice: EngineChoice) -> list[str]:
@@ -222,8 +198,6 @@ def choice_lines(choice: EngineChoice) -> list[str]:
                 f"{significant(1 / times.decode_seconds)} tokens/s for one stream, "
                 f"{significant(times.slots / times.decode_slots_seconds)} for {times.slots}"
             )
-            if times.waited_share > BUSY:
-                told.append("disturbed by other work on the machine")
         if one.requests_per_second is not None:
             told.append(requests(one.requests_per_second))
         if one.measured_on:
@@ -237,10 +211,9 @@ def choice_lines(choice: EngineChoice) -> list[str]:
 def _pairs(formats: tuple[str, ...]) -> list[tuple[str, str]]:
     """Backends of the CPU with each of the formats that they have."""
     found = [] if formats else list(USUAL)
-    on_cpu = [(name, spec) for name, spec in BACKENDS.items() if "cpu" in spec.devices]
+    on_cpu = [(name, spec.formats) for name, spec in BACKENDS.items() if "cpu" in spec.devices]
     for asked in formats:
-        known = [(name, one) for name, spec in on_cpu for one in spec.formats]
-        known = [pair for pair in known if pair[1].lower() == asked.lower()]
+        known = [(name, one) for name, has in on_cpu for one in has if one.lower() == asked.lower()]
         # BF16 is a GGUF format, bf16 one of torch.
         found += [pair for pair in known if pair[1] == asked] or known
     return found
@@ -251,15 +224,10 @@ def _looked_at(
 ) -> EngineCandidate:
     """The candidate, with the reason where it cannot run here."""
     why_not = missing_backends().get(backend, "")
+    settings = {"policy": Policy.cpu_only, "backend": backend, "weight_format": weight_format}
     if not why_not:
-        request = msgspec.structs.replace(
-            question.request,
-            policy=Policy.cpu_only,
-            backend=backend,
-            weight_format=weight_format,
-        )
         try:
-            plan(request, facts)
+            plan(msgspec.structs.replace(question.request, **settings), facts)
         except NoPlacement as problem:
             why_not = problem.reasons[-1].text if problem.reasons else str(problem)
     return EngineCandidate(backend=backend, weight_format=weight_format, why_not=why_not)
@@ -284,8 +252,6 @@ def _measured(
     factor = spec.matrix_parameters / asked.request.model.matrix_parameters  # of the arithmetic
     times = msgspec.structs.replace(
         times,
-        model=spec.name,
-        parameters=spec.parameters,
         prompt_tokens_per_second=times.prompt_tokens_per_second / factor,
         decode_seconds=times.decode_seconds * factor,
         decode_slots_seconds=times.decode_slots_seconds * factor,
@@ -300,72 +266,51 @@ def _measured(
 # --- the kept table
 
 
-class Table(msgspec.Struct, frozen=True):
-    """The file. `machine`: what the times depend on, fact -> value, all of which must be as now."""
-
-    machine: dict[str, str]
-    rows: tuple[EngineTimes, ...] = ()
-
-
 def table_path(cache: str | Path | None) -> Path:
     return cache_dir(cache) / "engine-times.json"
 
 
-def machine_of(facts: HardwareFacts) -> dict[str, str]:
-    """What the times depend on beside the engine's own settings."""
-    machine = {
-        "CPU": facts.cpu_model,
-        "instructions": " ".join(facts.isa),
-        "logical cores": str(facts.logical_cores),
-        "physical cores": str(facts.physical_cores),
-    }
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            machine[package] = importlib.metadata.version(package)
-    return machine
-
-
-def read_table(cache: str | Path | None, facts: HardwareFacts) -> tuple[EngineTimes, ...]:
-    """The kept rows; none where the file is of another machine or cannot be read."""
+def read_table(cache: str | Path | None, facts: HardwareFacts) -> dict[str, EngineTimes]:
+    """The kept times by Question.key; none where the file is of another machine, of other versions
+    of the engines' libraries, or cannot be read."""
     try:
-        table = msgspec.json.decode(table_path(cache).read_bytes(), type=Table)
+        content = table_path(cache).read_bytes()
+        machine, rows = msgspec.json.decode(content, type=tuple[str, dict[str, EngineTimes]])
     except (OSError, msgspec.MsgspecError):
-        return ()
-    return table.rows if table.machine == machine_of(facts) else ()
+        return {}
+    return rows if machine == _machine(facts) else {}
 
 
-def keep(cache: str | Path | None, facts: HardwareFacts, row: EngineTimes) -> None:
-    """Write the table with this row in place of an older one of the same key, atomically."""
-    rows = (*(one for one in read_table(cache, facts) if one.key != row.key), row)
+def keep(cache: str | Path | None, facts: HardwareFacts, key: str, times: EngineTimes) -> None:
+    """Write the table with these times in place of older ones of the same key, atomically."""
+    table = _machine(facts), read_table(cache, facts) | {key: times}
     path = table_path(cache)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = msgspec.json.encode(Table(machine_of(facts), rows))
-    write_atomically(path, msgspec.json.format(content, indent=1))
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(table), indent=1))
+
+
+def _machine(facts: HardwareFacts) -> str:
+    """What all times depend on."""
+    versions = []
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    cores = f"{facts.physical_cores} cores, {facts.logical_cores} threads"
+    return "; ".join([facts.cpu_model, " ".join(facts.isa), cores, *versions])
 
 
 # --- measuring
 
 
-def prompt_class(prompt_tokens: float) -> int:
-    """The length that stands for prompts of a mean length: a power of two, 16 to 256."""
-    length = SHORT_PROMPT
-    while length < min(prompt_tokens, LONG_PROMPT):
-        length *= 2
-    return length
-
-
-def measured_times(
-    config: EngineConfig, spec: ModelSpec, prompt_tokens: int, part_seconds: float = PART_SECONDS
-) -> EngineTimes:
+def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
     """The engine's times with this configuration; its context is cut to what is measured.
 
     Raises ServingError.
     """
-    context = min(spec.context, prompt_tokens + 4 * MOST_STEPS)
+    context = min(spec.context, LONG_PROMPT + 4 * MOST_STEPS)
     small = msgspec.structs.replace(config, context_tokens=context, kv_tokens=None)
-    began = time.monotonic()
     ran = run_python(
-        *("-m", "serving.placement.fastest_backend", str(prompt_tokens), str(part_seconds)),
+        *("-m", "serving.placement.fastest_backend"),
         environment={CONFIG_VARIABLE: msgspec.json.encode(small).decode()},
         timeout_seconds=TIMEOUT_SECONDS,
     )
@@ -374,28 +319,15 @@ def measured_times(
         raise ServingError(f"{name} was not measured within {TIMEOUT_SECONDS:g} s")
     if ran.status:
         raise ServingError(f"{name} could not be measured: {ran.reason}")
-    return EngineTimes(
-        model=spec.name,
-        parameters=spec.parameters,
-        backend=config.backend,
-        weight_format=config.weight_format,
-        threads=config.threads or 0,
-        slots=config.slots,
-        kv_dtype=config.kv_dtype,
-        prompt_tokens=prompt_tokens,
-        spent_seconds=round(time.monotonic() - began, 3),
-        unix_seconds=time.time(),
-        **msgspec.json.decode(ran.output.splitlines()[-1]),
-    )
+    return msgspec.json.decode(ran.output.splitlines()[-1], type=EngineTimes)
 
 
 def measure(
     backend: Backend,
-    prompt_tokens: int,
     part_seconds: float = PART_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
-    """Times of a loaded backend, by the names of EngineTimes, by steps of random tokens."""
+) -> EngineTimes:
+    """Times of a loaded backend, by steps of random tokens."""
     info, random, held = backend.info, np.random.default_rng(1), [0] * backend.info.slots
 
     def seconds_of(rows: list[tuple[int, int]]) -> float:
@@ -423,7 +355,7 @@ def measure(
             found.append(step())
         return sorted(found)[len(found) // 4]
 
-    most = min(prompt_tokens, info.step_tokens, info.context_tokens - 2)
+    most = min(LONG_PROMPT, info.step_tokens, info.context_tokens - 2)
     guess = SHORT_PROMPT / min(prompt(0, SHORT_PROMPT) for _ in range(2))
     length = int(min(most, max(SHORT_PROMPT, guess * part_seconds)))
     prompt_seconds = usual(lambda: prompt(0, length), 1)
@@ -431,20 +363,12 @@ def measure(
     each = part_seconds * length / prompt_seconds / max(1, info.slots - 1)
     for slot in range(1, info.slots):
         prompt(slot, int(min(length, max(4, each))))
-    return {
-        "prompt_tokens_per_second": length / prompt_seconds,
-        "decode_seconds": usual(lambda: decode(1), 4),
-        "decode_slots_seconds": usual(lambda: decode(info.slots), 4),
-    }
-
-
-def _waited_seconds() -> dict[str, float]:
-    """Of each thread, how long it was runnable and had no core (man 5 proc, schedstat)."""
-    found = {"": 0.0}
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            found[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
-    return found
+    return EngineTimes(
+        slots=info.slots,
+        prompt_tokens_per_second=length / prompt_seconds,
+        decode_seconds=usual(lambda: decode(1), 4),
+        decode_slots_seconds=usual(lambda: decode(info.slots), 4),
+    )
 
 
 def main() -> None:
@@ -453,12 +377,9 @@ def main() -> None:
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     backend = backend_class(config.backend)(config, lambda what, fraction: None)
-    began, before = time.perf_counter(), _waited_seconds()
-    found = measure(backend, int(sys.argv[1]), float(sys.argv[2]))
-    waited = max(total - before.get(name, 0.0) for name, total in _waited_seconds().items())
-    found["waited_share"] = round(waited / (time.perf_counter() - began), 4)
+    times = measure(backend)
     backend.close()
-    print(f"\n{msgspec.json.encode(found).decode()}", flush=True)
+    print(f"\n{msgspec.json.encode(times).decode()}", flush=True)
 
 
 if __name__ == "__main__":

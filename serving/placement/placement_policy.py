@@ -1,4 +1,4 @@
-"""What runs where, and why: a pure function from a model and a machine to a decision.
+"""What runs where, in how much memory, and why: from a model and a machine to a decision. Pure.
 
     placement = plan(PlacementRequest(model=spec), hardware_facts())
     placement.device, placement.backend          # "cpu", "llama_cpp"
@@ -7,15 +7,18 @@
 Candidates are looked at in order: the GPU, with the backends that may drive it, then the CPU. The
 first one that fits is chosen, later ones are what the engine falls back to. Of several GPUs it is
 the one with most free memory among those that a backend's build drives.
+
+Memory: the weights (the file's size, else the format's), the KV cache in the type and the row
+lengths that the backend holds, and the overhead of the backend's row in the table.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from models.formats import weight_bytes as format_bytes
 from models.formatting import size
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends.backend_interface import AUTO
@@ -24,11 +27,11 @@ from serving.bounds import Count, check
 from serving.errors import Cause, ServingError, Unsupported
 from serving.hardware.gpus import VULKAN, GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.memory_estimate import LEAST_CONTEXT, Sizes, forecast
 from serving.server_options import Policy
 
 HEADROOM = 0.95  # share of the free memory that may be planned with
 KV_SHARE = 0.25  # of the free memory, where nobody says how long a context may be
+LEAST_CONTEXT = 2048  # where nobody says one and memory is short
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -128,15 +131,15 @@ def plan(
     if request.kv_dtype not in (AUTO, *KV_ELEMENT_BYTES):
         known = ", ".join((AUTO, *KV_ELEMENT_BYTES))
         raise NoPlacement(f"unknown KV dtype {request.kv_dtype!r}; known: {known}")
-    looks = _Looks(request, facts, obstacles)
-    context = looks.context()
-    sizes = looks.sizes(request.slots, context)
-    if sizes.kv_tokens < context:
+    context = _context(request, facts, obstacles)
+    kv_tokens = request.kv_tokens or request.slots * context
+    if kv_tokens < context:
         raise NoPlacement(
-            f"kv_tokens = {sizes.kv_tokens} hold no sequence of context_tokens = {context}; give "
+            f"kv_tokens = {kv_tokens} hold no sequence of context_tokens = {context}; give "
             "more of the one or fewer of the other"
         )
-    found = list(looks.everywhere(sizes))
+    request = msgspec.structs.replace(request, context_tokens=context)
+    found = list(_everywhere(request, facts, obstacles))
     attempts = tuple(attempt for attempt, _ in found if attempt is not None)
     reasons = [reason for _, reason in found if reason is not None]
     if asked is not None and context < asked:
@@ -148,183 +151,186 @@ def plan(
             where = "on no GPU here, and the policy is gpu-only"
         told = "; ".join(reason.text for reason in reasons)
         raise NoPlacement(f"{model.name} can run {where}: {told}", tuple(reasons))
-    reasons.append(_choice(attempts[0]))
-    for other in attempts[1:]:
-        where, how = f"{other.backend} on the {other.device.upper()}", other.weight_format
-        reasons.append(Reason(None, f"falls back to {where} ({how}, {size(other.need_bytes)})"))
     return Placement(
         model=model.name,
         policy=request.policy,
         context_tokens=context,
-        kv_tokens=sizes.kv_tokens,
+        kv_tokens=kv_tokens,
         reasons=tuple(reasons),
         attempts=attempts,
         **msgspec.structs.asdict(attempts[0]),
     )
 
 
-class _Looks:
-    """Looks at devices and backends for one request on one machine."""
+def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
+    """Most tokens of one sequence: as asked for, else the model's own, as far as the KV cache of
+    each engine takes at most KV_SHARE of its free memory."""
+    most = request.model.context
+    if request.context_tokens is not None:
+        return min(request.context_tokens, most)
+    if request.kv_tokens is not None:
+        return min(LEAST_CONTEXT, most, request.kv_tokens)
 
-    def __init__(
-        self, request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles
-    ) -> None:
-        self.request = request
-        self.facts = facts
-        self.obstacles = obstacles
+    context = min(most, LEAST_CONTEXT)
+    sized = msgspec.structs.replace(request, context_tokens=context)
+    for one, _ in _everywhere(sized, facts, obstacles):
+        if one is not None and one.free_bytes is not None and one.kv_bytes:
+            left = one.free_bytes - one.weight_bytes - one.overhead_bytes
+            room = min(KV_SHARE * one.free_bytes, left)
+            most = min(most, int(room * context / one.kv_bytes) // 1024 * 1024)
+    return max(context, most)
 
-    def sizes(self, slots: int, context: int) -> Sizes:
-        request = self.request
-        pool = request.kv_tokens if request.kv_tokens is not None else slots * context
-        held = request.kv_dtype, request.weight_bytes, request.file, frozenset(self.facts.isa)
-        return Sizes(request.model, slots, context, pool, *held)
 
-    def context(self) -> int:
-        """Most tokens of one sequence: as asked for, else the model's own, halved until every
-        engine's KV cache takes at most KV_SHARE of its free memory."""
-        request, most = self.request, self.request.model.context
-        if request.context_tokens is not None:
-            return min(request.context_tokens, most)
-        if request.kv_tokens is not None:
-            return min(LEAST_CONTEXT, most, request.kv_tokens)
+def _everywhere(
+    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles
+) -> Iterator[Looked]:
+    """Every device and backend that the policy leaves, in the order they are tried."""
+    can_use_gpu = False
+    if request.policy is Policy.cpu_only:
+        gpus = ", ".join(gpu.name for gpu in facts.gpus)
+        there = f" ({gpus} is there)" if gpus else ""
+        yield None, Reason(Cause.forced, f"the policy cpu-only leaves GPUs aside{there}")
+    else:
+        for looked in _on_gpu(request, facts, obstacles):
+            can_use_gpu = can_use_gpu or looked[0] is not None
+            yield looked
+    if request.policy is not Policy.gpu_only:
+        yield _on_cpu(request, facts, obstacles, can_use_gpu)
+    elif can_use_gpu:
+        text = "the policy gpu-only leaves the CPU aside: there is nothing to fall back to"
+        yield None, Reason(Cause.forced, text)
 
-        def kv_shares(context: int) -> dict[str, float]:
-            tried = [one for one, _ in self.everywhere(self.sizes(request.slots, context))]
-            return {one.device: one.kv_bytes / (one.free_bytes or 1) for one in tried if one}
 
-        usable = kv_shares(min(most, LEAST_CONTEXT)).keys()
-        while most > LEAST_CONTEXT:
-            shares = kv_shares(most)
-            if shares.keys() == usable and all(share <= KV_SHARE for share in shares.values()):
-                break
-            most = max(LEAST_CONTEXT, most // 2)
-        return most
+def _on_gpu(
+    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles
+) -> Iterator[Looked]:
+    """The GPU with the first backend that can use it and fits; before it the others, and why.
 
-    def everywhere(self, sizes: Sizes) -> Iterator[Looked]:
-        """Every device and backend that the policy leaves, in the order they are tried."""
-        policy, can_use_gpu = self.request.policy, False
-        if policy is Policy.cpu_only:
-            gpus = ", ".join(gpu.name for gpu in self.facts.gpus)
-            there = f" ({gpus} is there)" if gpus else ""
-            yield None, Reason(Cause.forced, f"the policy cpu-only leaves GPUs aside{there}")
+    Of several GPUs that a backend's build drives, the one with most free memory."""
+    if not facts.gpus:
+        cause = Cause(facts.gpu_cause) if facts.gpu_cause else Cause.no_device
+        yield None, Reason(cause, facts.gpu_note or "no GPU found")
+        return
+    names: tuple[str, ...] = DEFAULTS["gpu"]
+    if request.backend or request.weight_format:
+        names = (request.backend or default_backend("gpu", request.weight_format),)
+    for name in names:
+        # The GPUs that the build drives; where that is not known, all that one may.
+        vendor = obstacles.vendors.get(name)
+        gpus = [gpu for gpu in facts.gpus if vendor in (None, gpu.vendor)]
+        if vendor is None and VULKAN not in spec_of(name).gpu_builds:
+            gpus = [gpu for gpu in gpus if gpu.vendor != VULKAN]
+        cause, there = Cause.backend_missing, f"{facts.gpus[0].name} is there, but"
+        if "gpu" not in spec_of(name).devices:
+            able = ", ".join(sorted(one for one, row in BACKENDS.items() if "gpu" in row.devices))
+            text = f"backend {name!r} does not run on GPUs; those that do: {able}"
+        elif name in obstacles.missing:
+            text = f"{there} backend {name!r} cannot run: {obstacles.missing[name]}"
+        elif name in obstacles.gpu:
+            cause, why = obstacles.gpu[name]
+            text = f"{there} {name} cannot use it: {why}"
+        elif not gpus:
+            built_for = f"this build of {name} is for GPUs of {vendor}"
+            text = f"{there} {built_for if vendor else f'{name} does not use Vulkan'}"
         else:
-            for looked in self._on_gpu(sizes):
-                can_use_gpu = can_use_gpu or looked[0] is not None
-                yield looked
-        if policy is not Policy.gpu_only:
-            yield self._on_cpu(sizes, to_fall_back_to=can_use_gpu)
-        elif can_use_gpu:
-            text = "the policy gpu-only leaves the CPU aside: there is nothing to fall back to"
-            yield None, Reason(Cause.forced, text)
-
-    def _on_gpu(self, sizes: Sizes) -> Iterator[Looked]:
-        """The GPU with the first backend that can use it and fits; before it the others, and why.
-
-        Of several GPUs that a backend's build drives, the one with most free memory."""
-        request = self.request
-        names: tuple[str, ...] = DEFAULTS["gpu"]
-        if request.backend or request.weight_format or not self.facts.gpus:
-            names = (request.backend or default_backend("gpu", request.weight_format),)
-        for name in names:
-            trouble = self._gpu_trouble(name)
-            if trouble is not None:
-                yield None, trouble
-                continue
-            gpu = max(self._gpus_for(name), key=lambda gpu: gpu.free_bytes or 0)
-            looked = self._fitted(sizes, name, gpu)
+            gpu = max(gpus, key=lambda gpu: gpu.free_bytes or 0)
+            looked = _fitted(request, facts, name, gpu)
             yield looked
             if looked[0] is not None:
                 return
-
-    def _gpus_for(self, backend: str) -> list[GpuFacts]:
-        """The GPUs that the backend's build drives; where that is not known, all that one may."""
-        vendor = self.obstacles.vendors.get(backend)
-        if vendor is None and VULKAN not in spec_of(backend).gpu_builds:
-            return [gpu for gpu in self.facts.gpus if gpu.vendor != VULKAN]
-        return [gpu for gpu in self.facts.gpus if vendor in (None, gpu.vendor)]
-
-    def _gpu_trouble(self, backend: str) -> Reason | None:
-        """Why this backend cannot use a GPU here; None: nothing speaks against it."""
-        facts, obstacles = self.facts, self.obstacles
-        if not facts.gpus:
-            cause = Cause(facts.gpu_cause) if facts.gpu_cause else Cause.no_device
-            return Reason(cause, facts.gpu_note or "no GPU found")
-        cause, there = Cause.backend_missing, f"{facts.gpus[0].name} is there, but"
-        if "gpu" not in spec_of(backend).devices:
-            able = ", ".join(sorted(name for name, one in BACKENDS.items() if "gpu" in one.devices))
-            text = f"backend {backend!r} does not run on GPUs; those that do: {able}"
-        elif backend in obstacles.missing:
-            text = f"{there} backend {backend!r} cannot run: {obstacles.missing[backend]}"
-        elif backend in obstacles.gpu:
-            cause, why = obstacles.gpu[backend]
-            text = f"{there} {backend} cannot use it: {why}"
-        elif not self._gpus_for(backend):
-            vendor = obstacles.vendors.get(backend)
-            built_for = f"this build of {backend} is for GPUs of {vendor}"
-            text = f"{there} {built_for if vendor else f'{backend} does not use Vulkan'}"
-        else:
-            return None
-        return Reason(cause, text)
-
-    def _on_cpu(self, sizes: Sizes, to_fall_back_to: bool) -> Looked:
-        """The CPU; to fall back to, with as many slots as fit: better fewer than none."""
-        request, missing = self.request, self.obstacles.missing
-        name = request.backend or default_backend("cpu", request.weight_format)
-        if name in missing:
-            text = f"backend {name!r} cannot run: {missing[name]}"
-            return None, Reason(Cause.backend_missing, text)
-        found = self._fitted(sizes, name, None)
-        if found[0] is not None or not to_fall_back_to or request.kv_tokens is not None:
-            return found
-
-        def with_slots(slots: int) -> Attempt | None:
-            return self._fitted(self.sizes(slots, sizes.context_tokens), name, None)[0]
-
-        fitting = bisect_left(
-            range(1, sizes.slots), True, key=lambda slots: with_slots(slots) is None
-        )
-        attempt = with_slots(fitting) if fitting else None
-        if attempt is None:
-            return found
-        room = f"the CPU has room for {fitting} of the {sizes.slots} slots"
-        return attempt, Reason(None, f"{room}, should it be fallen back to")
-
-    def _fitted(self, sizes: Sizes, backend: str, gpu: GpuFacts | None) -> Looked:
-        """The attempt where it fits, else the shortage (or both: check_memory is off)."""
-        request, facts, device = self.request, self.facts, "cpu" if gpu is None else "gpu"
-        weight_format = canonical_format(backend, request.weight_format)
-        need = forecast(sizes, backend, device, weight_format)
-        if request.kv_dtype not in (AUTO, need.kv_dtype):
-            text = f"{backend} on the {device.upper()} holds its KV cache in {need.kv_dtype}"
-            return None, Reason(Cause.forced, f"{text}; {request.kv_dtype} was asked for")
-        free_bytes = facts.usable_memory_bytes if gpu is None else gpu.free_bytes
-        attempt = Attempt(
-            device=device,
-            backend=backend,
-            weight_format=weight_format,
-            slots=sizes.slots,
-            weight_bytes=need.weight_bytes,
-            kv_bytes=need.kv_bytes,
-            overhead_bytes=need.overhead_bytes,
-            free_bytes=None if free_bytes is None else int(free_bytes * HEADROOM),
-            kv_dtype=need.kv_dtype,
-            device_name=facts.cpu_model if gpu is None else gpu.name,
-            device_id=(gpu.uuid or "") if gpu is not None else "",
-            vendor=gpu.vendor if gpu is not None else "",
-        )
-        if attempt.fits:
-            return attempt, None
-        cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
-        shortage = Reason(cause, _shortage(attempt, sizes))
-        return None if request.check_memory else attempt, shortage
+            continue
+        yield None, Reason(cause, text)
 
 
-def canonical_format(backend: str, weight_format: str | None) -> str:
-    """The format as the backend spells it; None: its default. Raises NoPlacement."""
+def _on_cpu(
+    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles, to_fall_back_to: bool
+) -> Looked:
+    """The CPU; to fall back to, with as many slots as fit: better fewer than none."""
+    name = request.backend or default_backend("cpu", request.weight_format)
+    if name in obstacles.missing:
+        text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
+        return None, Reason(Cause.backend_missing, text)
+    if to_fall_back_to and request.check_memory and request.kv_tokens is None:
+        fitting = slots_that_fit(predicted(request, facts, name, None))
+        if 0 < fitting < request.slots:
+            room = f"the CPU has room for {fitting} of the {request.slots} slots"
+            fewer = msgspec.structs.replace(request, slots=fitting)
+            attempt, reason = _fitted(fewer, facts, name, None)
+            return attempt, reason or Reason(None, f"{room}, should it be fallen back to")
+    return _fitted(request, facts, name, None)
+
+
+def _fitted(
+    request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
+) -> Looked:
+    """The attempt where it fits, else the shortage (or both: check_memory is off)."""
+    found = predicted(request, facts, backend, gpu)
+    where = f"on the {found.device.upper()}"
+    if request.kv_dtype not in (AUTO, found.kv_dtype):
+        text = f"{backend} {where} holds its KV cache in {found.kv_dtype}"
+        return None, Reason(Cause.forced, f"{text}; {request.kv_dtype} was asked for")
+    if found.fits:
+        return found, None
+    text = (
+        f"{request.model.name} in {found.weight_format} needs {size(found.need_bytes)} "
+        f"{where} (weights {size(found.weight_bytes)}, KV {size(found.kv_bytes)}, "
+        f"overhead {size(found.overhead_bytes)}), {size(found.free_bytes or 0)} may be used"
+    )
+    if (fitting := slots_that_fit(found)) > 0:
+        text += f"; {fitting} slots instead of {request.slots} would fit"
+    elif fitting < 0:
+        text += "; the weights alone are too big: take a smaller model or format"
+    cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
+    return None if request.check_memory else found, Reason(cause, text)
+
+
+def slots_that_fit(attempt: Attempt) -> int:
+    """At most as many as were planned; below 0 where not even the weights do."""
+    if attempt.fits or attempt.free_bytes is None:
+        return attempt.slots
+    room = attempt.free_bytes - attempt.weight_bytes - attempt.overhead_bytes
+    return room // max(1, attempt.kv_bytes // attempt.slots) if room > 0 else -1
+
+
+def predicted(
+    request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
+) -> Attempt:
+    """The engine and its memory on this GPU, or on the CPU. The context must be known."""
+    spec, model, slots = spec_of(backend), request.model, request.slots
+    context, device = request.context_tokens or LEAST_CONTEXT, "cpu" if gpu is None else "gpu"
     try:
-        return format_of(backend, weight_format)
+        weight_format = format_of(backend, request.weight_format)
     except Unsupported as problem:
         raise NoPlacement(str(problem)) from problem
+    kv_dtype = spec.kv_dtype(request.kv_dtype, weight_format, device, facts.isa)
+    tokens = request.kv_tokens
+    if tokens is None or tokens == slots * context or not spec.shares_kv:
+        tokens = slots * spec.kv_row_tokens(context)  # each slot has a row of its own
+    weights = request.weight_bytes
+    if weights is None and spec.has_weights:
+        try:
+            weights = format_bytes(model, weight_format)
+        except KeyError:  # a format that is not ours counts as 16 bits a weight
+            weights = model.weight_bytes("fp16")
+    weights = weights or 0
+    overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, slots)
+    if gpu is None and spec.extra_bytes is not None:  # matrices that it holds twice
+        overhead += spec.extra_bytes(model, weight_format, facts.isa, request.file)
+    free_bytes = facts.usable_memory_bytes if gpu is None else gpu.free_bytes
+    return Attempt(
+        device=device,
+        backend=backend,
+        weight_format=weight_format,
+        slots=slots,
+        weight_bytes=weights,
+        kv_bytes=tokens * model.kv_bytes_per_token(kv_dtype) if spec.has_weights else 0,
+        overhead_bytes=overhead,
+        free_bytes=None if free_bytes is None else int(free_bytes * HEADROOM),
+        kv_dtype=kv_dtype,
+        device_name=facts.cpu_model if gpu is None else gpu.name,
+        device_id=(gpu.uuid or "") if gpu is not None else "",
+        vendor=gpu.vendor if gpu is not None else "",
+    )
 
 
 def default_backend(device: str, weight_format: str | None = None) -> str:
@@ -344,14 +350,11 @@ def narrowed(
     placement: Placement, attempts: tuple[Attempt, ...], reason: Reason | None
 ) -> Placement:
     """The decision with these attempts only, the first one chosen, and one more reason."""
-    first, reasons = attempts[0], placement.reasons
-    if first != placement.attempts[0]:
-        reasons = (*(one for one in reasons if one.cause is not None), _choice(first))
     return msgspec.structs.replace(
         placement,
-        reasons=reasons if reason is None else (*reasons, reason),
+        reasons=placement.reasons if reason is None else (*placement.reasons, reason),
         attempts=attempts,
-        **msgspec.structs.asdict(first),
+        **msgspec.structs.asdict(attempts[0]),
     )
 
 
@@ -362,12 +365,12 @@ def explain(placement: Placement) -> list[str]:
         f"format {placement.weight_format}, {placement.slots} slots of "
         f"{placement.context_tokens} tokens"
     ]
-    for attempt in placement.attempts:
+    for number, attempt in enumerate(placement.attempts):
         free = "unknown" if attempt.free_bytes is None else size(attempt.free_bytes)
         lines.append(
-            f"  {attempt.device.upper()} {attempt.backend} ({attempt.device_name}): "
-            f"weights {size(attempt.weight_bytes)} + KV {size(attempt.kv_bytes)} "
-            f"({placement.kv_tokens} tokens, {attempt.kv_dtype}) + "
+            f"  {'falls back to ' if number else ''}{attempt.device.upper()} {attempt.backend} "
+            f"({attempt.device_name}): weights {size(attempt.weight_bytes)} + "
+            f"KV {size(attempt.kv_bytes)} ({placement.kv_tokens} tokens, {attempt.kv_dtype}) + "
             f"overhead {size(attempt.overhead_bytes)} = {size(attempt.need_bytes)}; "
             f"may use {free}{'' if attempt.fits else ' - does not fit'}"
         )
@@ -376,25 +379,3 @@ def explain(placement: Placement) -> list[str]:
         for reason in placement.reasons
     ]
     return lines
-
-
-def _shortage(attempt: Attempt, sizes: Sizes) -> str:
-    free = attempt.free_bytes or 0
-    text = (
-        f"{sizes.model.name} in {attempt.weight_format} needs {size(attempt.need_bytes)} "
-        f"on the {attempt.device.upper()} (weights {size(attempt.weight_bytes)}, "
-        f"KV {size(attempt.kv_bytes)}, overhead {size(attempt.overhead_bytes)}), "
-        f"{size(free)} may be used"
-    )
-    room = free - attempt.weight_bytes - attempt.overhead_bytes
-    if room <= 0:
-        return text + "; the weights alone are too big: take a smaller model or format"
-    slot_bytes = max(1, attempt.kv_bytes // sizes.slots)
-    fitting = room // slot_bytes
-    return f"{text}; {fitting} slots instead of {sizes.slots} would fit" if fitting else text
-
-
-def _choice(attempt: Attempt) -> Reason:
-    where, need = f"the {attempt.device.upper()} ({attempt.device_name})", size(attempt.need_bytes)
-    usable = "" if attempt.free_bytes is None else f" of {size(attempt.free_bytes)} usable"
-    return Reason(None, f"{where} serves with {attempt.backend}: {need} needed{usable}")

@@ -41,7 +41,6 @@ from serving.placement.fastest_backend import (
     fastest_backend,
 )
 from serving.placement.placement_policy import (
-    Attempt,
     NoPlacement,
     Obstacles,
     Placement,
@@ -90,10 +89,10 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(
             EngineConfig(
                 backend=one.backend,
-                model_path=self.files[one.backend].path,
+                model_path=files.path,
                 model_name=self.name,
-                weight_format=self.files[one.backend].weight_format,
-                tokenizer_path=self.files[one.backend].tokenizer_path,
+                weight_format=files.weight_format,
+                tokenizer_path=files.tokenizer_path,
                 device=one.device,
                 device_id=one.device_id,
                 device_vendor=one.vendor,
@@ -102,11 +101,12 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
                 threads=self.split.threads,
                 cores=self.split.engine,
                 nice=self.split.nice if one.device == "cpu" else 0,  # a GPU waits for its host
-                quality_kl_nats=self.files[one.backend].quality_kl_nats,
+                quality_kl_nats=files.quality_kl_nats,
                 options=self.options[one.backend],
                 **{name: getattr(self.model, name) for name in _CONFIGURED},
             )
             for one in placement.attempts
+            for files in (self.files[one.backend],)
         )
 
 
@@ -127,7 +127,6 @@ class Machine:
         self._api_cores = api_cores
         self._allowed = allowed_cores()
         self._probed = once(probe_backend)  # it takes seconds
-        self.vendors: dict[str, str] = {}  # of the GPUs that a backend's build drives
 
     def facts(self) -> HardwareFacts:
         """As they are now: free memory changes. Cores are those from before this process took its
@@ -145,32 +144,42 @@ class Machine:
 
     def split(self, cores: str, threads: int | None) -> CoreSplit:
         """Cores of an engine with these options and of the HTTP process."""
-        return split_cores(
-            self._allowed,
-            parse_cores(cores, "--cores"),
-            parse_cores(self._api_cores, "--api-cores"),
-            threads,
-            physical_of(self._allowed),
-        )
+        asked = parse_cores(cores, "--cores"), parse_cores(self._api_cores, "--api-cores")
+        return split_cores(self._allowed, *asked, threads, physical_of(self._allowed))
 
-    def gpu_trouble(
-        self, facts: HardwareFacts, policy: Policy, backend: str | None
-    ) -> dict[str, tuple[Cause, str]]:
-        """Backends that may be asked to use the GPU and cannot, by their probes in subprocesses."""
+    def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
+        """Backends that cannot run, or cannot use the GPU, by their probes in subprocesses."""
         troubles: dict[str, tuple[Cause, str]] = {}
-        if not facts.gpus or policy is Policy.cpu_only:
-            return troubles
-        for name in DEFAULTS["gpu"] if backend is None else (backend,):
+        vendors: dict[str, str] = {}
+        names = DEFAULTS["gpu"] if request.backend is None else (request.backend,)
+        if not facts.gpus or request.policy is Policy.cpu_only:
+            names = ()
+        for name in names:
             if spec_of(name).probe is None:
                 continue
             answer = self._probed(name)
             if answer.gpu_vendor is not None:
-                self.vendors[name] = answer.gpu_vendor
+                vendors[name] = answer.gpu_vendor
             if not answer.gpu:
                 cause = Cause(answer.gpu_cause) if answer.gpu_cause else Cause.backend_missing
                 why = answer.gpu_note or answer.problem or "it does not say why"
                 troubles[name] = cause, why
-        return troubles
+        return Obstacles(missing_backends(), troubles, vendors)
+
+    def place(self, request: PlacementRequest, facts: HardwareFacts) -> Placement:
+        """Where a model runs on this machine. Raises NoPlacement."""
+        return plan(request, facts, self.obstacles(request, facts))
+
+    def files_of(self, source: str, backend: str, weight_format: str | None) -> ResolvedModel:
+        """A model's files for a backend, made or fetched where they are not there."""
+        kind, spelt = weights_of(backend, weight_format)
+        return resolve(
+            source,
+            kind=kind,
+            weight_format=(spelt or None) if weight_format else None,
+            cache=self.cache,
+            progress=self.progress,
+        )
 
 
 def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None = None) -> Prepared:
@@ -181,31 +190,33 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     """
     request = find_model(model, machine)
     facts = facts or machine.facts()
-    placement = place(request, machine, facts)
+    placement = machine.place(request, facts)
     request = msgspec.structs.replace(request, context_tokens=placement.context_tokens)
     split = machine.split(model.cores, model.threads)
-    if placement.device == "cpu":
-        choice = best_for(model, request, split, machine, facts)
-        if choice is not None:
-            request = msgspec.structs.replace(
-                request, backend=choice.backend, weight_format=choice.weight_format
-            )
-            placement = place(request, machine, facts)
-            reason = Reason(None, "; ".join(line.strip() for line in choice_lines(choice)))
-            placement = narrowed(placement, placement.attempts, reason)
-    backends = [one.backend for one in placement.attempts]
+    choice = best_for(model, request, split, machine, facts) if placement.device == "cpu" else None
+    if choice is not None:
+        request = msgspec.structs.replace(
+            request, backend=choice.backend, weight_format=choice.weight_format
+        )
+        placement = machine.place(request, facts)
+        reason = Reason(None, "; ".join(line.strip() for line in choice_lines(choice)))
+        placement = narrowed(placement, placement.attempts, reason)
+    options = options_by_backend(model.options, [one.backend for one in placement.attempts])
     prepared = Prepared(
         name=model.name or request.model.name,
         model=model,
         request=request,
         placement=placement,
         split=split,
-        options=options_by_backend(model.options, backends),  # before weights are made
-        files={one.backend: _files_of(model, one, machine) for one in placement.attempts},
+        options=options,  # checked before weights are made
+        files={
+            one.backend: machine.files_of(model.source, one.backend, one.weight_format)
+            for one in placement.attempts
+        },
     )
     for backend, files in prepared.files.items():
         if not files.path:
-            prepared.options[backend].setdefault("vocabulary", request.model.vocabulary)
+            options[backend].setdefault("vocabulary", request.model.vocabulary)
     path = Path(prepared.tokenizer_path)
     is_ours = any(read_manifest(place) is not None for place in (path, path.parent))
     if not is_ours and request.model.name != "fake":
@@ -217,18 +228,6 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
             "times and memory are those of the real model, the text is noise"
         )
     return prepared
-
-
-def _files_of(model: ModelOptions, attempt: Attempt, machine: Machine) -> ResolvedModel:
-    """The weights of an engine, made or fetched where they are not there."""
-    kind, weight_format = weights_of(attempt.backend, attempt.weight_format)
-    return resolve(
-        model.source,
-        kind=kind,
-        weight_format=weight_format or None,
-        cache=machine.cache,
-        progress=machine.progress,
-    )
 
 
 def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
@@ -244,14 +243,7 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     if backend is None and named is not None and not named.has_weights:
         backend = model.source
     backend = backend or backend_of_path(Path(model.source)) or DEFAULTS["cpu"][0]
-    kind, weight_format = weights_of(backend, model.weight_format)
-    files = resolve(
-        model.source,
-        kind=kind,
-        weight_format=weight_format if model.weight_format else None,
-        cache=machine.cache,
-        progress=machine.progress,
-    )
+    files = machine.files_of(model.source, backend, model.weight_format)
     path, size_bytes = Path(files.path), None
     if path.suffix == ".onnx":
         size_bytes = weight_bytes(path)
@@ -274,12 +266,6 @@ def backend_of_path(path: Path) -> str | None:
     if path.is_dir() and graphs(path):
         return backend_for("onnx")
     return backend_for("hf") if path.is_dir() and any(path.glob("*.safetensors")) else None
-
-
-def place(request: PlacementRequest, machine: Machine, facts: HardwareFacts) -> Placement:
-    """Where the model runs on this machine. Raises NoPlacement."""
-    gpu = machine.gpu_trouble(facts, request.policy, request.backend)
-    return plan(request, facts, Obstacles(missing_backends(), gpu, machine.vendors))
 
 
 def best_for(
@@ -314,22 +300,15 @@ def best_for(
 def options_by_backend(
     given: Mapping[str, Any], backends: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """Which of the options each engine gets: `torch.margin` is torch's alone, `prefill_chunk` is of
-    every engine that has one. Raises Unsupported for one that none has: an engine that is fallen
-    back to must not find it out."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in backends}
-    for key, value in given.items():
-        owner, _, name = key.rpartition(".")
-        known = {one: spec_of(one).options for one in found}
-        takers = [
-            one
-            for one, names in known.items()
-            if owner in ("", one) and (names is None or name in names)
-        ]
-        # A named owner that serves nowhere here is no mistake: its engine may on another machine.
-        if not takers and not (owner in BACKENDS and owner not in found):
+    """Which of the options each engine gets: those that it has. Raises Unsupported for one that
+    none has: an engine that is fallen back to must not find it out."""
+    known = {name: spec_of(name).options for name in backends}
+    found = {
+        backend: {key: value for key, value in given.items() if names is None or key in names}
+        for backend, names in known.items()
+    }
+    for key in given:
+        if not any(key in options for options in found.values()):
             told = "; ".join(f"{one} has {', '.join(names or ())}" for one, names in known.items())
             raise Unsupported(f"no engine here has the option {key!r}: {told}", key)
-        for one in takers:
-            found[one][name] = value
     return found

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,10 +32,10 @@ from serving.hardware.machine_facts import resident_bytes
 from serving.metrics import Metrics, ServerMetrics
 from serving.placement.placement_policy import Attempt, Placement, explain
 from serving.registry.engine_config import Prepared
-from serving.registry.eviction import Resident
 from serving.supervisor.supervisor import Supervisor
 
 T = TypeVar("T")
+Vocabulary = tuple[Tokenizer, list[bytes]]  # a tokenizer, and the bytes of each token
 MOST_CHARACTERS = 8 << 20  # of all texts at work and waiting: 2 s of one core, 10 s at the worst
 INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
 LONGEST_TEXT = 1 << 20  # bytes of UTF-8; more where the context is longer than usual
@@ -77,26 +77,18 @@ class Facts(msgspec.Struct, frozen=True):
     capabilities: frozenset[str]
 
 
-class Vocabulary(NamedTuple):
-    """A tokenizer, and the bytes of each token."""
-
-    tokenizer: Tokenizer
-    table: list[bytes]
-
-
 def read_vocabulary(tokenizer_path: str) -> Vocabulary:
     """Load a tokenizer: 1 to 3 s for 128,000 tokens. Raises ModelError."""
     tokenizer = load_tokenizer(tokenizer_path)
     with suppress(BadChat):  # compiles the template
         tokenizer.render_chat([{"role": "user", "content": ""}])
-    return Vocabulary(tokenizer, tokenizer.token_bytes())
+    return tokenizer, tokenizer.token_bytes()
 
 
 class ServedModel:
-    """What all requests for one model share: engines, tokenizer, metrics, who uses it and what
-    memory it takes. Times are time.monotonic(), but `used_unix`.
+    """What all requests for one model share: engines, tokenizer, metrics, and who uses it.
 
-    `prepared`: None where somebody else starts and ends its engines.
+    `prepared`: None where somebody else starts and ends its engines. Times are time.monotonic().
     """
 
     def __init__(
@@ -116,9 +108,8 @@ class ServedModel:
         self.created = int(time.time())
         self._longest = max(_LONGEST_SPECIAL, max(map(len, self.table), default=0))
         self.holders = 0  # requests that are being answered
-        self.used_at = time.monotonic()
-        self.used_unix: float | None = None
-        self.was_loaded = False
+        self.used_at = time.monotonic()  # when its last request began or ended, or it was loaded
+        self.was_used = self.was_loaded = False
         self.on_demand = True  # a request may load it
         self.doing: str | None = None  # what a load is at, where no engine says it
         self.load: asyncio.Task[None] | None = None
@@ -142,8 +133,7 @@ class ServedModel:
             context = min(info.context_tokens, info.kv_tokens)
             return Facts(info.name, context, info.vocabulary, info.capabilities)
         config = self.supervisor.config
-        pool = config.kv_tokens or config.slots * config.context_tokens
-        context = min(config.context_tokens, pool)
+        context = min(config.context_tokens, config.kv_tokens or config.context_tokens)
         return Facts(config.backend, context, self.tokenizer.vocabulary, frozenset())
 
     def unavailable(self, reason: str | None) -> Unavailable:
@@ -194,8 +184,6 @@ class ServedModel:
             )
             return b"".join(parts).decode("utf-8", "replace")
 
-        if len(tokens) <= INLINE_CHARACTERS:
-            return text()
         return await TEXT_WORK.run(len(tokens), text)
 
     def about(self) -> dict[str, Any] | None:
@@ -232,30 +220,12 @@ class ServedModel:
 
     def hold(self) -> Callable[[], None]:
         """A request uses it from now on, until the returned function is called, once."""
-        self.holders += 1
-        self.used_at, self.used_unix = time.monotonic(), time.time()
-        return self._release
+        self._held(1)
+        return partial(self._held, -1)
 
-    def _release(self) -> None:
-        self.holders -= 1
-        self.used_at, self.used_unix = time.monotonic(), time.time()
-
-    def check_may_load(self) -> None:
-        """Raises Unavailable where a request may not load it."""
-        who = f"the model {self.served_name!r}"
-        if not self.on_demand:
-            raise Unavailable(f"{who} was unloaded by an administrator", 30.0, "unloaded")
-        wait = self.retry_at - time.monotonic()
-        if self.load is None and wait > 0:
-            text = f"{who} did not load: {self.problem or 'no reason given'}"
-            raise Unavailable(text, wait, "load_failed")
-
-    def loaded(self) -> None:
-        """A load has succeeded."""
-        self.retry_at, self.problem = 0.0, None
-        self.was_loaded = True
-        self.used_at = time.monotonic()
-        self.metrics.loads["ready"] += 1
+    def _held(self, more: int) -> None:
+        self.holders += more
+        self.used_at, self.was_used = time.monotonic(), True
 
     def failed(self, problem: str) -> None:
         """A load has failed, or its engines kept dying: there is a pause before the next load."""
@@ -268,31 +238,17 @@ class ServedModel:
 
     # Its memory.
 
-    def attempts(self) -> Iterator[Attempt]:
+    def attempts(self) -> list[Attempt]:
         """The placements of the engines that are or will be loaded: in use, and on standby."""
         warm = self.prepared.model.standby == "warm"
         configs = self.supervisor.configs[:2] if warm else (self.supervisor.config,)
-        for config in configs:
-            for attempt in self.placement.attempts[:2]:
-                if (attempt.backend, attempt.device) == (config.backend, config.device):
-                    yield attempt
+        labels = [(one.backend, one.device) for one in configs]
+        return [one for one in self.placement.attempts if (one.backend, one.device) in labels]
 
     @property
     def measured_bytes(self) -> int:
         """RSS of its engine processes now."""
         return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
-
-    def as_resident(self) -> Resident:
-        """What its end would free, and the bytes of RAM that it may still touch."""
-        takes: dict[str, int] = {}
-        for attempt in self.attempts():
-            takes[attempt.place] = takes.get(attempt.place, 0) + attempt.need_bytes
-        promised = 0
-        if "cpu" in takes:
-            measured = self.measured_bytes
-            promised = max(0, takes["cpu"] - measured)
-            takes["cpu"] = max(takes["cpu"], measured)
-        return Resident(self.served_name, takes, self.used_at, self.busy, promised)
 
 
 class ModelRouter:
@@ -319,9 +275,7 @@ class ModelRouter:
         if name in self.models:
             return self.models[name]
         names = [repr(one) for one in self.models]
-        shown = ", ".join(names[:_NAMES_SHOWN])
-        if len(names) > _NAMES_SHOWN:
-            shown += f" and {len(names) - _NAMES_SHOWN} more"
+        shown = ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
         if name is None:
             raise ModelNotNamed(f"model is needed: {shown} are served")
         are = "is" if len(names) == 1 else "are"

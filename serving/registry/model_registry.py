@@ -1,15 +1,17 @@
 """Several models in one server: who is loaded, who makes room for whom, what a request waits for.
 
-    registry = Registry(ServerMetrics(), machine, make_supervisor, RegistryLimits(24 << 30), {})
-    registry.serve(prepare(ModelOptions(source="135m"), machine))
+    registry = Registry(metrics, machine, make_supervisor, RegistryLimits(), shared)
+    registry.serve(prepared)                          # each of them
     await registry.start()                            # loads in order, returns at once
     release = await registry.hold("smollm2-135m")     # a request: load it, keep it loaded
 
 Each model has one Supervisor. One model loads at a time: only then is it known what memory there
-is. When it is short, idle models are evicted, the least recently used first
-(serving.registry.eviction); a model in use never is, and a request that would need that is told to
-come back. A model that was unloaded for being idle, or for another one, is loaded again by the next
-request; one that an administrator unloaded, by an administrator.
+is. When it is short, idle models are evicted, the least recently used first; a model in use never
+is, and a request that would need that is told to come back. A model that was unloaded for being
+idle, or for another one, is loaded again by the next request; one that an administrator unloaded,
+by an administrator.
+
+Memory is that of one place: "cpu" for RAM, a GPU's UUID for its own (Attempt.place).
 """
 
 from __future__ import annotations
@@ -17,19 +19,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
+from models import formatting
 from models.errors import ModelError
 from serving.errors import EngineFailed, EngineState, LoadFailed, NoRoom, ServingError, Unavailable
-from serving.hardware.gpus import find_gpus
 from serving.metrics import Metrics, ServerMetrics
-from serving.placement.placement_policy import NoPlacement, Placement, Reason, narrowed
-from serving.registry.engine_config import Machine, Prepared, place
-from serving.registry.eviction import bytes_free, bytes_needed, make_room
+from serving.placement.placement_policy import Attempt, NoPlacement, Placement, Reason, narrowed
+from serving.registry.engine_config import Machine, Prepared
 from serving.registry.loaded_model import (
     TEXT_WORK,
     ModelRouter,
@@ -37,20 +37,94 @@ from serving.registry.loaded_model import (
     Vocabulary,
     read_vocabulary,
 )
-from serving.supervisor.return_to_gpu import has_room_again
 from serving.supervisor.supervisor import Background, Supervisor
 
-# From a model, and what asks whether its first engine could load now, to a supervisor, not started.
-MakeSupervisor = Callable[[Prepared, Callable[[], Awaitable[bool]]], Supervisor]
+Bytes = Mapping[str, int]  # place -> bytes
 
 
 class RegistryLimits(msgspec.Struct, frozen=True):
     """`memory_bytes`: RAM of all engines together; None: what the machine has free."""
 
     memory_bytes: int | None = None
-    most_loaded: int | None = None
     load_wait_seconds: float = 60.0  # that a request waits for its model
     drain_seconds: float = 60.0  # of an unload
+
+
+class Resident(NamedTuple):
+    """A model that is loaded or loading, and may have to go."""
+
+    name: str
+    takes: Bytes  # that its end would give back
+    used_at: float  # when its last request began or ended
+    busy: bool
+    promised_bytes: int = 0  # of RAM, that it may still touch
+
+
+def make_room(
+    options: Sequence[Bytes], residents: Sequence[Resident], free: Mapping[str, int | None]
+) -> tuple[int, list[str]]:
+    """Which of `options` (bytes needed in each place) can be had, and who goes for it, in order.
+
+    The first that can be had is taken (the placement's order: GPU first), even where others are
+    evicted for it; no more go than needed. `free`: None where the device does not say. Raises
+    NoRoom where busy models are in the way, NoPlacement where it would not even fit alone.
+    """
+
+    def lacks(needs: Bytes, gone: Sequence[Resident] = ()) -> list[str]:
+        room = {at: sum(one.takes.get(at, 0) for one in gone) + (free.get(at) or 0) for at in needs}
+        return [at for at in needs if free.get(at) is not None and room[at] < needs[at]]
+
+    idle = sorted((one for one in residents if not one.busy), key=lambda one: one.used_at)
+    for index, needs in enumerate(options):
+        if not lacks(needs, idle):
+            gone = idle
+            for one in reversed(idle):  # whoever may stay; the youngest first
+                others = [other for other in gone if other is not one]
+                gone = gone if lacks(needs, others) else others
+            return index, [one.name for one in gone]
+    why = "; ".join(
+        f"{formatting.size(needs[at])} needed on the {'CPU' if at == 'cpu' else 'GPU'}, "
+        f"{formatting.size(max(0, free[at] or 0))} may be used"
+        for needs in options
+        for at in lacks(needs)
+    )
+    if all(lacks(needs, residents) for needs in options):
+        raise NoPlacement(f"it would not fit even alone: {why}")
+    busy = [one.name for one in residents if one.busy]
+    raise NoRoom(f"{why}, and {', '.join(busy)} {'is' if len(busy) == 1 else 'are'} busy")
+
+
+def resident_of(model: ServedModel) -> Resident:
+    """KV caches fill as they are used: its end frees what was predicted or measured, whichever is
+    more, and it may still touch the rest of what was predicted."""
+    takes = bytes_by_place(model.attempts())
+    promised = 0
+    if "cpu" in takes:
+        measured = model.measured_bytes
+        promised = max(0, takes["cpu"] - measured)
+        takes["cpu"] += max(0, measured - takes["cpu"])
+    return Resident(model.served_name, takes, model.used_at, model.busy, promised)
+
+
+def bytes_by_place(attempts: Sequence[Attempt]) -> dict[str, int]:
+    """Bytes that engines need together."""
+    found: dict[str, int] = {}
+    for one in attempts:
+        found[one.place] = found.get(one.place, 0) + one.need_bytes
+    return found
+
+
+def bytes_free(
+    attempts: Sequence[Attempt], residents: Sequence[Resident], limit_bytes: int | None
+) -> dict[str, int | None]:
+    """Bytes by place that a new engine may take. `limit_bytes`: RAM of all engines together."""
+    free = {one.place: one.free_bytes for one in attempts}
+    if (there := free.get("cpu")) is not None:
+        free["cpu"] = there - sum(one.promised_bytes for one in residents)
+    if limit_bytes is not None and "cpu" in free:
+        left = limit_bytes - sum(one.takes.get("cpu", 0) for one in residents)
+        free["cpu"] = left if free["cpu"] is None else min(free["cpu"], left)
+    return free
 
 
 class Registry(ModelRouter):
@@ -61,7 +135,7 @@ class Registry(ModelRouter):
         self,
         metrics: ServerMetrics,
         machine: Machine,
-        make_supervisor: MakeSupervisor,
+        make_supervisor: Callable[[Prepared], Supervisor],
         limits: RegistryLimits,
         shared: Mapping[str, Any],
     ) -> None:
@@ -85,9 +159,9 @@ class Registry(ModelRouter):
         name = prepared.name
         if name in self.models:
             raise ServingError(f"two models are called {name!r}; give one of them another name")
-        supervisor = self._make_supervisor(prepared, partial(self._fits_its_gpu, name))
+        supervisor = self._make_supervisor(prepared)
         if prepared.model.load == "demand":
-            supervisor.shelve("it is loaded when it is first asked for")
+            supervisor.rest(EngineState.unloaded, "it is loaded when it is first asked for")
         vocabulary = vocabulary or read_vocabulary(prepared.tokenizer_path)
         metrics = Metrics(self.metrics, name, supervisor)
         self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
@@ -98,13 +172,6 @@ class Registry(ModelRouter):
         model = self.models.pop(name)
         self.metrics.remove(name)
         await model.supervisor.stop(drain=False)
-
-    async def _fits_its_gpu(self, name: str) -> bool:
-        """Asks the GPU's driver whether the model's first engine would fit now."""
-        placement = self.models[name].placement
-        if placement.attempts[0].device != "gpu":
-            return True
-        return has_room_again(placement, (await asyncio.to_thread(find_gpus)).gpus)
 
     async def start(self) -> None:
         """Begin to load, in order, the models that load at the start; returns at once."""
@@ -139,31 +206,35 @@ class Registry(ModelRouter):
     async def hold(self, name: str) -> Callable[[], None]:
         """Wait until this model serves, loading it where that is allowed, and keep it loaded until
         the returned function is called. Raises Unavailable."""
-        until = time.monotonic() + self.limits.load_wait_seconds
-        model = self.models[name]
+        model, until = self.models[name], time.monotonic() + self.limits.load_wait_seconds
+        who, supervisor = f"the model {name!r}", model.supervisor
         while True:
-            state = model.supervisor.state
+            state = supervisor.state
             # A request does not wait for the load at the server's start.
-            demanded = model.prepared.model.load == "demand" or model.used_unix is not None
+            demanded = model.prepared.model.load == "demand" or model.was_used
             if state == EngineState.unloaded or (state == EngineState.failed and model.retry_at):
-                model.check_may_load()
+                wait = model.retry_at - time.monotonic()
+                if not model.on_demand:
+                    raise Unavailable(f"{who} was unloaded by an administrator", 30.0, "unloaded")
+                if model.load is None and wait > 0:
+                    text = f"{who} did not load: {model.problem or 'no reason given'}"
+                    raise Unavailable(text, wait, "load_failed")
                 await self._until_loaded(model, self._load_soon(model), until)
             elif state == EngineState.loading and model.load is not None and demanded:
                 await self._until_loaded(model, model.load, until)
             elif state == EngineState.draining and not self._stopping:
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise Unavailable(f"the model {name!r} is being unloaded", 5.0, "unloaded")
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left):  # no task between the look and the wait
-                        await model.supervisor.wait_change()
+                try:
+                    async with asyncio.timeout(until - time.monotonic()):
+                        await supervisor.wait_change()  # no task between the look and the wait
+                except TimeoutError:
+                    raise Unavailable(f"{who} is being unloaded", 5.0, "unloaded") from None
             else:
                 return model.hold()  # or it says why not
 
     async def _until_loaded(
         self, model: ServedModel, load: asyncio.Task[None], until: float
     ) -> None:
-        model.used_unix = model.used_unix or time.time()
+        model.was_used = True
         done, _ = await asyncio.wait({load}, timeout=max(0.0, until - time.monotonic()))
         who = f"the model {model.served_name!r}"
         if not done:
@@ -174,11 +245,7 @@ class Registry(ModelRouter):
             raise Unavailable(f"the load of {who} was given up", 5.0, "unloaded")
         problem = load.exception()
         if isinstance(problem, NoRoom):
-            # Until a busy model may be idle: when the shortest queue is done, as far as is known.
-            busy = [one.supervisor for one in self.models.values() if one.busy]
-            waits = [supervisor.predicted_wait_seconds() for supervisor in busy]
-            wait = max(1.0, min((one for one in waits if one), default=5.0))
-            raise Unavailable(f"{who} cannot be loaded now: {problem}", wait, "no_room")
+            raise Unavailable(f"{who} cannot be loaded now: {problem}", 5.0, "no_room")
         if problem is not None:
             wait = max(1.0, model.retry_at - time.monotonic())
             raise Unavailable(f"{who} did not load: {problem}", wait, "load_failed")
@@ -208,17 +275,17 @@ class Registry(ModelRouter):
                     return
                 model.doing = "looks for room"
                 model.placement = await self._room_for(model, evict)
-                if supervisor.state == EngineState.failed:
-                    await supervisor.unload("it is loaded again")
                 model.doing = None
                 await supervisor.start(model.prepared.configs_of(model.placement))
                 try:
                     await supervisor.wait_ready()
                 except EngineFailed as problem:
                     raise LoadFailed(str(problem)) from problem
-            model.loaded()
+            model.retry_at, model.problem = 0.0, None
+            model.used_at, model.was_loaded = time.monotonic(), True
+            model.metrics.loads["ready"] += 1
         except NoRoom as problem:
-            supervisor.shelve(str(problem))
+            supervisor.rest(EngineState.unloaded, str(problem))
             raise
         except Exception as problem:  # whatever it is, this model did not load
             said = str(problem)
@@ -227,7 +294,7 @@ class Registry(ModelRouter):
             model.metrics.loads["failed"] += 1
             model.failed(said)
             if supervisor.state == EngineState.loading:
-                supervisor.give_up(said)
+                supervisor.rest(EngineState.failed, said)
             raise
         finally:
             model.load = None
@@ -238,21 +305,21 @@ class Registry(ModelRouter):
         then those it may fall back to. Raises NoRoom, NoPlacement."""
         prepared, name = model.prepared, model.served_name
         request = msgspec.structs.replace(prepared.request, check_memory=False)
-        check = prepared.request.check_memory
+        check, many = prepared.request.check_memory, 2 if prepared.model.standby == "warm" else 1
         evicted: list[str] = []
         while True:
             facts = await asyncio.to_thread(self.machine.facts)
-            wanted = await asyncio.to_thread(place, request, self.machine, facts)
+            wanted = await asyncio.to_thread(self.machine.place, request, facts)
             attempts = [one for one in wanted.attempts if one.backend in prepared.files]
             if not attempts:
                 why = "; ".join(reason.text for reason in wanted.reasons)
                 raise NoPlacement(f"{name} can run nowhere any more: {why}")
             others = [one for one in self.models.values() if one is not model]
-            residents = [one.as_resident() for one in others if one.supervisor.pids]
+            residents = [resident_of(one) for one in others if one.supervisor.pids]
             free = bytes_free(attempts, residents, self.limits.memory_bytes) if check else {}
-            needs = bytes_needed(attempts, prepared.model.standby == "warm")
+            needs = [bytes_by_place(attempts[at : at + many]) for at in range(len(attempts))]
             try:
-                option, gone = make_room(needs, residents, free, self.limits.most_loaded)
+                option, gone = make_room(needs, residents, free)
             except (NoRoom, NoPlacement) as problem:
                 raise type(problem)(f"{name}: {problem}") from problem
             if not gone:
@@ -283,9 +350,9 @@ class Registry(ModelRouter):
 
     async def _unload(self, model: ServedModel, why: str, kind: str, drain: bool = True) -> int:
         if model.supervisor.state == EngineState.unloaded:
-            model.supervisor.shelve(why)
+            model.supervisor.rest(EngineState.unloaded, why)
             return 0
-        cut_off = await model.supervisor.unload(why, drain, self.limits.drain_seconds)
+        cut_off = await model.supervisor.stop(drain, self.limits.drain_seconds, unload=why)
         model.metrics.unloads[kind] += 1
         return cut_off
 

@@ -5,7 +5,8 @@
     engine.send(Submit(...))
 
 Works on asyncio's loop and on uvloop. A thread passes its output on, keeps the last lines (the
-reason when a library aborts) and waits for its end.
+reason when a library aborts) and waits for its end. One that hangs is told from one that is slow by
+its messages, its steps and its CPU time.
 """
 
 from __future__ import annotations
@@ -22,35 +23,36 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import StrEnum
 
 import msgspec
+import psutil
 
 from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import spec_of
-from serving.engine.ipc_messages import (
-    CONFIG_VARIABLE,
-    SOCKET_VARIABLE,
-    Died,
-    Frames,
-    FromEngine,
-    Ready,
-    Step,
-    ToEngine,
-    decode_from_engine,
-    frame,
-)
+from serving.engine import ipc_messages as ipc
 from serving.errors import Cause
 from serving.hardware.gpus import VULKAN
-from serving.supervisor.hang_detection import HangWatch
-from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.admission import Pace
+from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, is_hung
 
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 # Of a thread of OpenMP that waits for one without a core, before it leaves its own to it; 300,000
 # by default. Two threads, two cores and other work on both (load 7): 9 tokens/s, and 12 with this.
 SHORT_SPINS = "1000"
+KEPT_LINES = 20
+# From SIGKILL to giving up: a process in the driver (state D) does not end (pytorch issue 24081).
+STUCK_AFTER_SECONDS = 10.0
+LOOK_AFTER_SECONDS = 0.5  # without a step: only then is the process's CPU time read
+_BUSY_CPU_SHARE = 0.05  # of one core; below it the process counts as asleep
+# Lines of faulthandler, which say where and not why.
+_TRACE = (
+    *(" ", "Extension modules", "Current thread 0x", "Thread 0x"),
+    "Fatal Python error: Aborted",
+)
+# What a library says before it ends the process because memory ran out.
+_SHORTAGES = ("out of memory", "cudaMalloc failed", "ErrorOutOfDeviceMemory", "bad_alloc")
 
 
 def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
@@ -63,16 +65,15 @@ def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",  # numpy samples on one thread beside the engine's own
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # weights are resolved before; an engine opens no connection
-        CONFIG_VARIABLE: json.dumps(msgspec.to_builtins(config)),
-        SOCKET_VARIABLE: str(socket_number),
+        ipc.CONFIG_VARIABLE: json.dumps(msgspec.to_builtins(config)),
+        ipc.SOCKET_VARIABLE: str(socket_number),
     } | allocator(config.backend)
-    variables |= visible_devices(config)
     if config.nice:
         variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHORT_SPINS)
-    return variables
+    return variables | _visible_devices(config)
 
 
-def visible_devices(config: EngineConfig) -> dict[str, str]:
+def _visible_devices(config: EngineConfig) -> dict[str, str]:
     """Which GPUs the engine sees: none on the CPU, else the one that was placed on, by its UUID.
 
     Drivers and runtimes number GPUs differently. HIP takes an empty list as none at all, and -1 as
@@ -100,53 +101,45 @@ def allocator(backend: str) -> dict[str, str]:
     return {_TUNABLES: ":".join(filter(None, (given, f"{_HUGE_PAGES}=1")))}
 
 
-KEPT_LINES = 20
-# From SIGKILL to giving up: a process in the driver (state D) does not end (pytorch issue 24081).
-STUCK_AFTER_SECONDS = 10.0
-
-
-class Role(StrEnum):
-    """What an engine process is for."""
-
-    current = "current"  # it serves, or will
-    candidate = "candidate"  # the preferred engine, loading while another serves
-    standby = "standby"  # the next engine of the list, loaded to take over
-    retired = "retired"  # it finishes what it has
+def to_standard_error(line: str) -> None:
+    """What becomes of an engine's output where nobody says."""
+    print(line, file=sys.stderr, flush=True)
 
 
 class EngineProcess(asyncio.Protocol):
     """`place`: index of its configuration in the supervisor's list. Times are time.monotonic().
 
-    `on_output` gets each line that the process prints, in a thread; None: standard error.
+    `on_output` gets each line that the process prints, in a thread.
     """
 
     def __init__(
-        self, place: int, config: EngineConfig, on_output: Callable[[str], None] | None = None
+        self, place: int, config: EngineConfig, on_output: Callable[[str], None] = to_standard_error
     ) -> None:
         self.place = place
         self.config = config
-        self.role = Role.retired
+        self.label = label(config)
         self.pid: int | None = None
         self.returncode: int | None = None
-        self.ready: Ready | None = None
+        self.ready: ipc.Ready | None = None
         self.ready_at: float | None = None
-        self.asked_to_end = False
-        self.sequences: set[int] = set()
-        self.started_at = time.monotonic()
+        self.asked_to_end = self.killed = False
+        self.pace = Pace()  # of its steps
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self.watch = HangWatch()
-        self._frames = Frames()
+        self.started_at = time.monotonic()
+        self._heard_at = self._step_at = self._busy_at = self.started_at
+        self._cpu: tuple[float, float] | None = None  # CPU seconds used, and when that was read
+        self._sequences: set[int] = set()  # that it has
+        self._frames = ipc.Frames()
         self._cause: tuple[Cause, str] | None = None  # of its end, where that is known already
         self._on_output = on_output
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
-        self._socket_closed = False
-        self._exit_told = False
+        self._socket_closed = self._exit_told = False
         self._memory_kills_before = _memory_kills()
 
     async def start(
         self,
-        on_message: Callable[[EngineProcess, FromEngine], None],
+        on_message: Callable[[EngineProcess, ipc.FromEngine], None],
         on_exit: Callable[[EngineProcess], None],
     ) -> None:
         """Start `python -m serving.engine.engine_loop`. Both functions are called on the loop.
@@ -185,20 +178,25 @@ class EngineProcess(asyncio.Protocol):
             self.kill()
 
     @property
-    def label(self) -> str:
-        return label(self.config)
-
-    @property
     def alive(self) -> bool:
         return self.pid is not None and self.returncode is None
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ipc.ToEngine) -> None:
         """Write a message to the socket; dropped once the process is gone."""
+        if isinstance(message, ipc.Submit):
+            if not self._sequences:  # from now on it has to step
+                self._step_at = self._busy_at = time.monotonic()
+            self._sequences.add(message.id)
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(message))
+            self._transport.write(ipc.frame(message))
+
+    def over(self, sequence: int) -> None:
+        """A sequence that it had has ended."""
+        self._sequences.discard(sequence)
 
     def kill(self) -> None:
         """SIGKILL, to the process and whatever it started."""
+        self.killed = True
         if self.alive and self.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -213,26 +211,49 @@ class EngineProcess(asyncio.Protocol):
             self._cause = Cause.health_timeout, text
             self._tell_exit()
 
-    def took(self, sequence: int) -> None:
-        """A sequence was given to it: from now on it has to step."""
-        if not self.sequences:
-            self.watch.took_work()
-        self.sequences.add(sequence)
-
-    def end_if_hung(self, limits: RecoveryLimits) -> None:
-        """Give up a running process that hangs (serving.supervisor.hang_detection)."""
-        if self._cause is None and self.alive and self.pid is not None:
-            device, count = self.config.device, len(self.sequences)
-            trouble = self.watch.trouble(self.pid, self.ready, count, limits, device)
-            if trouble is not None:
-                self.give_up(Cause.health_timeout, trouble)
-
     def give_up(self, cause: Cause, why: str) -> None:
         """End a process that is of no use."""
         self._cause = self._cause or (cause, why)
         self.kill()
 
+    def end_if_hung(self, timeout_seconds: float) -> None:
+        """Give up a process that is silent while it loads, or hangs (restart_policy.is_hung)."""
+        if self._cause is not None or not self.alive:
+            return
+        now, count = time.monotonic(), len(self._sequences)
+        if self.ready is None:
+            silent = now - self._heard_at
+            if silent > LOAD_SILENCE_SECONDS[self.config.device]:
+                why = f"no word from the loading engine for {silent:.0f} s"
+                self.give_up(Cause.health_timeout, why)
+            return
+        age = now - self._step_at
+        if not count or age < LOOK_AFTER_SECONDS:
+            return
+        pace = self.pace.prompt_tokens_per_second
+        longest = None if pace is None else self.ready.info.step_tokens / pace
+        if is_hung(age, self._idle_seconds(now), timeout_seconds, longest):
+            why = f"no step finished for {age:.1f} s with {count} sequences in flight"
+            self.give_up(Cause.health_timeout, why)
+
+    def _idle_seconds(self, now: float) -> float:
+        """For how long the process has used no CPU, as far as was looked."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:  # it is gone
+            return 0.0
+        used = float(times.user + times.system)
+        if self._cpu is None or used - self._cpu[0] > _BUSY_CPU_SHARE * (now - self._cpu[1]):
+            self._busy_at = now
+        self._cpu = (used, now)
+        return now - self._busy_at
+
     # Its end.
+
+    @property
+    def ended_as_asked(self) -> bool:
+        is_known = self.killed or self.returncode == 0
+        return self.asked_to_end and is_known and self._cause is None
 
     def why(self) -> tuple[Cause, str]:
         """The cause of an unasked-for end: why it was given up, its last word, or its exit."""
@@ -244,8 +265,9 @@ class EngineProcess(asyncio.Protocol):
         if status < 0:
             names = {number.value: number.name for number in signal.Signals}
             how = f"ended by {names.get(-status, f'signal {-status}')}"
-        told = [line.strip() for line in self.last_lines if not _is_trace(line)]
-        about_memory = [line for line in told if _says_memory(line)]
+        lines = self.last_lines
+        told = [line.strip() for line in lines if line.strip() and not line.startswith(_TRACE)]
+        about_memory = [line for line in told if any(words in line for words in _SHORTAGES)]
         if last := (about_memory or told)[-1:]:
             how = f"{how}: {last[0]}"
         has_killed = status == -signal.SIGKILL and _memory_kills() > self._memory_kills_before
@@ -257,17 +279,16 @@ class EngineProcess(asyncio.Protocol):
     # Its socket, on the loop.
 
     def data_received(self, data: bytes) -> None:
-        try:
-            messages = [decode_from_engine(body) for body in self._frames.feed(data)]
-        except (msgspec.DecodeError, ValueError) as problem:
-            self.give_up(Cause.engine_died, f"the engine sent what is no message: {problem}")
-            return
-        for message in messages:
-            self.watch.heard(message.stats if isinstance(message, Step) else None)
-            if isinstance(message, Ready):
+        self._heard_at = time.monotonic()
+        for body in self._frames.feed(data):
+            message = ipc.decode_from_engine(body)
+            if isinstance(message, ipc.Step):
+                self._step_at, stats = self._heard_at, message.stats
+                self.pace.learn(stats.decode_rows, stats.prefill_tokens, stats.step_seconds)
+            elif isinstance(message, ipc.Ready):
                 self.ready = message
-                self.ready_at = time.monotonic()
-            elif isinstance(message, Died):
+                self.ready_at = self._heard_at
+            elif isinstance(message, ipc.Died):
                 self._cause = message.cause, message.message
                 self._loop.call_later(STUCK_AFTER_SECONDS, self.kill)
             self._on_message(self, message)
@@ -302,10 +323,7 @@ class EngineProcess(asyncio.Protocol):
                 text = line.decode(errors="replace").rstrip()
                 self.last_lines.append(text)
                 with contextlib.suppress(OSError, ValueError):  # nobody reads our standard error
-                    if self._on_output is not None:
-                        self._on_output(text)
-                    else:
-                        print(text, file=sys.stderr, flush=True)
+                    self._on_output(text)
         # It stays a zombie until the loop knows: nobody else gets its number, which `kill` kills.
         try:
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
@@ -320,19 +338,6 @@ class EngineProcess(asyncio.Protocol):
 def label(config: EngineConfig) -> str:
     """Name of an engine in headers, logs and metrics: "llama_cpp/cpu"."""
     return f"{config.backend}/{config.device}"
-
-
-def _is_trace(line: str) -> bool:
-    """Lines of faulthandler, which say where and not why."""
-    return not line.strip() or line.startswith(
-        (" ", "Extension modules", "Current thread 0x", "Thread 0x", "Fatal Python error: Aborted")
-    )
-
-
-def _says_memory(line: str) -> bool:
-    """Whether a library said before it ended the process that memory ran out."""
-    words = ("out of memory", "cudaMalloc failed", "ErrorOutOfDeviceMemory", "bad_alloc")
-    return any(word in line for word in words)
 
 
 def _memory_kills() -> int:

@@ -21,41 +21,32 @@ from collections.abc import Callable
 
 import msgspec
 
-from serving.engine.ipc_messages import (
-    Cancel,
-    Delta,
-    FinishReason,
-    GenerationRequest,
-    Step,
-    Submit,
-)
-from serving.supervisor.admission import Ledger, QueueBounds
+from serving.engine import ipc_messages as ipc
+from serving.supervisor.admission import Ledger, QueueBounds, Work
 from serving.supervisor.engine_process import EngineProcess
 
 MOST_ATTEMPTS = 2  # of one sequence with an engine: it may be the one that kills it
 MOST_PIECES = 1000  # that a reader leaves are merged: a hundred thousand at once take 50 ms
-_NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
+_NATURAL = (ipc.FinishReason.STOP, ipc.FinishReason.LENGTH)
 
 
-class Stream:
+class Stream(Work):
     """The Deltas of one sequence, up to the one with `finish`. For one reader, on one loop."""
 
     def __init__(
-        self,
-        number: int,
-        request: GenerationRequest,
-        cancel: Callable[[int], None],
-        arrived: float,
+        self, number: int, request: ipc.GenerationRequest, cancel: Callable[[int], None], now: float
     ) -> None:
+        super().__init__(len(request.prompt), request.max_tokens)
         self.id = number
         self.request = request
-        self.arrived = arrived  # by time.monotonic()
+        seconds = request.deadline_seconds
+        self.deadline = None if seconds is None else now + seconds  # by time.monotonic()
         self.engine: EngineProcess | None = None  # that has it; None: it waits for one
         self.places: list[int] = []  # of the engines it was given to
         self.finished = False
         self.handed_over = False  # the reader has seen something: it cannot begin again
         self._cancel = cancel
-        self._pieces: list[Delta] = []
+        self._pieces: list[ipc.Delta] = []
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
 
@@ -67,8 +58,8 @@ class Stream:
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> Delta:
-        while not self._readable():
+    async def __anext__(self) -> ipc.Delta:
+        while not self._pieces or (self.request.whole and not self.finished):
             if self._ended:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
@@ -76,13 +67,13 @@ class Stream:
                 await self._waiter
             finally:
                 self._waiter = None
-        delta = merged(self._pieces)
+        delta = self._pieces[0] if len(self._pieces) == 1 else merged(self._pieces)
         self._pieces = []
         self.handed_over = True
         self._ended = delta.finish is not None
         return delta
 
-    def push(self, delta: Delta) -> None:
+    def push(self, delta: ipc.Delta) -> None:
         """The supervisor's side: one more Delta. Ignored after the last one."""
         if self.finished:
             return
@@ -90,31 +81,21 @@ class Stream:
         if len(self._pieces) >= MOST_PIECES:
             self._pieces = [merged(self._pieces)]
         self.finished = delta.finish is not None
-        if self._waiter is not None and not self._waiter.done() and self._readable():
-            self._waiter.set_result(None)
+        if self._waiter is not None and (self.finished or not self.request.whole):
+            if not self._waiter.done():
+                self._waiter.set_result(None)
 
     def start_again(self) -> None:
         """Forget what has come so far; only while nothing has been handed over."""
         self._pieces = []
+        self.produced = 0
         self.engine = None
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Until its deadline; None: it has none."""
-        seconds = self.request.deadline_seconds
-        return None if seconds is None else seconds - (time.monotonic() - self.arrived)
 
-    def _readable(self) -> bool:
-        return bool(self._pieces) and (self.finished or not self.request.whole)
-
-
-def merged(pieces: list[Delta]) -> Delta:
+def merged(pieces: list[ipc.Delta]) -> ipc.Delta:
     """Consecutive Deltas of one sequence (at least one) as one."""
-    if len(pieces) == 1:
-        return pieces[0]
-
     first, last = pieces[0], pieces[-1]
-    return Delta(
+    return ipc.Delta(
         id=first.id,
         tokens=sum(piece.tokens for piece in pieces),
         text="".join(piece.text for piece in pieces),
@@ -132,38 +113,34 @@ class InflightRequests:
     """Everything submitted and not finished, and the ledger that decides who may join."""
 
     def __init__(self, bounds: QueueBounds, slots: int) -> None:
-        self.ledger = Ledger(bounds, slots)
-        self.failed = 0  # ended with an error of ours, ever
         self._streams: dict[int, Stream] = {}
+        self.ledger = Ledger(bounds, slots, self._streams)
+        self.failed = 0  # ended with an error of ours since the last stop began
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def check_room(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Raises Overloaded where a sequence of this size may not join now."""
-        self.ledger.check_room(prompt_tokens, max_tokens, time.monotonic())
-
-    def admit(self, request: GenerationRequest) -> Stream:
+    def admit(self, request: ipc.GenerationRequest) -> Stream:
         """A new sequence, not yet given to an engine. Raises Overloaded."""
-        self.check_room(len(request.prompt), request.max_tokens)
-        stream = Stream(next(self._ids), request, self.cancel, time.monotonic())
+        now = time.monotonic()
+        self.ledger.check_room(len(request.prompt), request.max_tokens, now)
+        stream = Stream(next(self._ids), request, self.cancel, now)
         self._streams[stream.id] = stream
-        self.ledger.admit(stream.id, len(request.prompt), request.max_tokens)
+        self.ledger.joined(stream)
         return stream
 
     def give(self, stream: Stream, engine: EngineProcess) -> None:
         """Send it to an engine; one that is given again has the rest of its deadline left."""
         request = stream.request
-        if stream.places and (left := stream.seconds_left) is not None:
-            if left <= 0:
-                self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
+        if stream.places and stream.deadline is not None:
+            if (left := stream.deadline - time.monotonic()) <= 0:
+                self._end(ipc.Delta(stream.id, 0, "", finish=ipc.FinishReason.DEADLINE))
                 return
             request = msgspec.structs.replace(request, deadline_seconds=left)
         stream.engine = engine
         stream.places.append(engine.place)
-        engine.took(stream.id)
-        engine.send(Submit(stream.id, request))
+        engine.send(ipc.Submit(stream.id, request))
 
     def give_waiting(self, engine: EngineProcess) -> None:
         """Send every sequence that waits for an engine to this one, oldest first."""
@@ -173,17 +150,17 @@ class InflightRequests:
     def end_overdue(self) -> None:
         """End every sequence that waits for an engine and whose deadline is past."""
         for stream in self._waiting():
-            if (left := stream.seconds_left) is not None and left <= 0:
-                self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
+            if stream.deadline is not None and time.monotonic() >= stream.deadline:
+                self._end(ipc.Delta(stream.id, 0, "", finish=ipc.FinishReason.DEADLINE))
 
-    def hear(self, engine: EngineProcess, step: Step) -> None:
+    def hear(self, engine: EngineProcess, step: ipc.Step) -> None:
         """What one step of an engine added, to the sequences that it still has."""
+        self.ledger.changed()
         for delta in step.deltas:
             stream = self._streams.get(delta.id)
             if stream is None or stream.engine is not engine:
                 continue
-            if delta.tokens:
-                self.ledger.progressed(delta.id, delta.tokens)
+            stream.produced += delta.tokens
             if delta.finish is None:
                 stream.push(delta)
             else:
@@ -201,15 +178,13 @@ class InflightRequests:
 
         The others, and those that have been there MOST_ATTEMPTS times, end with finish "error".
         """
-        for sequence in sorted(engine.sequences):
-            stream = self._streams[sequence]
+        self.ledger.changed()
+        for stream in [one for one in self._streams.values() if one.engine is engine]:
             tried = place is None or stream.places.count(place) >= MOST_ATTEMPTS
             if stream.handed_over or tried:
                 self._fail(stream, f"the engine ended while this request was running: {message}")
                 continue
-            engine.sequences.discard(sequence)
             stream.start_again()
-            self.ledger.restarted(sequence)
             if successor is not None:
                 self.give(stream, successor)
 
@@ -217,9 +192,9 @@ class InflightRequests:
         """The reader gives up. The engine says when it is over; without one it is over now."""
         stream = self._streams.get(sequence)
         if stream is not None and stream.engine is not None:
-            stream.engine.send(Cancel(sequence))
+            stream.engine.send(ipc.Cancel(sequence))
         elif stream is not None:
-            self._end(Delta(sequence, 0, "", finish=FinishReason.CANCELLED))
+            self._end(ipc.Delta(sequence, 0, "", finish=ipc.FinishReason.CANCELLED))
 
     def fail(self, message: str, only_waiting: bool = False) -> None:
         """End everything, or what waits for an engine, with an error."""
@@ -231,11 +206,11 @@ class InflightRequests:
 
     def _fail(self, stream: Stream, message: str) -> None:
         self.failed += 1
-        self._end(Delta(stream.id, 0, "", finish=FinishReason.ERROR, error=message))
+        self._end(ipc.Delta(stream.id, 0, "", finish=ipc.FinishReason.ERROR, error=message))
 
-    def _end(self, delta: Delta) -> None:
+    def _end(self, delta: ipc.Delta) -> None:
         stream = self._streams.pop(delta.id)
         if stream.engine is not None:
-            stream.engine.sequences.discard(delta.id)
-        self.ledger.finished(delta.id, delta.finish in _NATURAL)
+            stream.engine.over(delta.id)
+        self.ledger.ended(stream, delta.finish in _NATURAL)
         stream.push(delta)

@@ -8,9 +8,10 @@
     await supervisor.stop(drain=True, timeout_seconds=30)
 
 Everything happens on one event loop. States: loading -> ready <-> restarting -> failed; draining ->
-stopped, or draining -> unloaded, from where `start` begins again. An engine process has a Role
-(serving.supervisor.engine_process). When one dies, sequences whose reader has seen nothing begin
-again on the next one; the others end with finish "error".
+stopped, or draining -> unloaded, from where `start` begins again. Of each configuration there is at
+most one engine: the current one serves, or will; one of an earlier place takes over as soon as it
+is loaded; one of a later place stands by. When one dies, sequences whose reader has seen nothing
+begin again on the next one; the others end with finish "error".
 """
 
 from __future__ import annotations
@@ -19,57 +20,32 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from enum import StrEnum
 from typing import Any, TypeVar
 
 import msgspec
 
 from serving.backends.backend_interface import EngineConfig
-from serving.engine.ipc_messages import (
-    FromEngine,
-    GenerationRequest,
-    Loading,
-    Ready,
-    Step,
-    StepStats,
-    Stop,
-)
+from serving.engine import ipc_messages as ipc
 from serving.errors import Cause, EngineFailed, EngineState, ServingError, Unavailable
 from serving.supervisor.admission import QueueBounds
-from serving.supervisor.engine_process import EngineProcess, Role, label
+from serving.supervisor.engine_process import EngineProcess, label, to_standard_error
 from serving.supervisor.inflight_requests import InflightRequests, Stream
-from serving.supervisor.restart_policy import Ending, RecoveryLimits, after_death
-from serving.supervisor.return_to_gpu import return_at
+from serving.supervisor.restart_policy import Ending, RecoveryLimits, after_death, return_at
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.1  # between two looks at engines, deadlines and this process's own lag
-_KEPT_EVENTS, _KEPT_ENDINGS, _KEPT_RETURNS = 200, 100, 100
-_NOT_SOON = (EngineState.failed, EngineState.stopped, EngineState.draining)
+_KEPT_EVENTS, _KEPT_ENDINGS = 200, 100
+_OVER = (EngineState.failed, EngineState.stopped, EngineState.draining, EngineState.unloaded)
 _BOUNDS, _LIMITS = QueueBounds(), RecoveryLimits()
-
-
-class EventKind(StrEnum):
-    """What happened to an engine."""
-
-    started = "started"
-    ready = "ready"
-    standby = "standby"
-    died = "died"
-    restarting = "restarting"
-    fell_back = "fell_back"
-    returning = "returning"
-    returned = "returned"
-    failed = "failed"
-    draining = "draining"
-    stopped = "stopped"
-    unloaded = "unloaded"
 
 
 class Event(msgspec.Struct, frozen=True):
     """Something that happened to an engine."""
 
     unix_seconds: float
-    kind: EventKind
+    # started, ready, standby, died, restarting, fell_back, returning, returned, failed, draining,
+    # stopped, unloaded
+    kind: str
     engine: str  # "llama_cpp/cpu"
     message: str
     cause: Cause | None = None
@@ -80,9 +56,7 @@ class Supervisor:
     """See the module's docstring.
 
     `standby`: keep the next engine of the list loaded (warm), not only when it is needed
-    (cold). `preferred_usable`: asked before failback whether the first engine could load now.
-    `on_event` hears of the engines, `on_output` gets the lines that they print; None: standard
-    error.
+    (cold). `on_event` hears of the engines, `on_output` gets the lines that they print.
     """
 
     def __init__(
@@ -92,32 +66,31 @@ class Supervisor:
         bounds: QueueBounds = _BOUNDS,
         limits: RecoveryLimits = _LIMITS,
         standby: bool = False,
-        preferred_usable: Callable[[], Awaitable[bool]] | None = None,
         on_event: Callable[[Event], None] | None = None,
-        on_output: Callable[[str], None] | None = None,
+        on_output: Callable[[str], None] = to_standard_error,
     ) -> None:
         self.configs = tuple(configs)
         self.state = EngineState.loading
         self.reason: str | None = "starting"
-        self.stats: StepStats | None = None
-        self.loading: Loading | None = None
+        self.stats: ipc.StepStats | None = None
+        self.loading: ipc.Loading | None = None
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self.restarts = self.fallbacks = self.returns = 0
         self.deaths: Counter[str] = Counter()  # by cause
-        self.on_step: Callable[[StepStats], None] | None = None  # after each step of the current
+        self.on_step: Callable[[ipc.StepStats], None] | None = None  # of the current engine
         self._limits = limits
         self._wants_standby = standby
-        self._usable = preferred_usable
         self._on_event = on_event
         self._on_output = on_output
         self._requests = InflightRequests(bounds, self.configs[0].slots)
         self._place = 0  # of the configuration in use
-        self._engines: set[EngineProcess] = set()  # all that live
+        self._engines: dict[int, EngineProcess] = {}  # by place
+        self._retired: set[EngineProcess] = set()  # they finish what they have
         self._endings: deque[Ending] = deque(maxlen=_KEPT_ENDINGS)
         self._fell_back_at = 0.0
-        self._returns: deque[float] = deque(maxlen=_KEPT_RETURNS)  # when each was tried
+        self._starts_at = 0.0  # the current engine, at the latest, by time.monotonic()
+        self._returns: list[float] = []  # when each was tried
         self._load_seconds: dict[int, float] = {}  # by place
-        self._failed_before_stop = 0
         self._changed = asyncio.Event()
         self._background = Background(
             "the supervisor",
@@ -136,24 +109,20 @@ class Supervisor:
         return label(self.config)
 
     @property
-    def ready(self) -> Ready | None:
+    def ready(self) -> ipc.Ready | None:
         """What the serving engine said when it was loaded; None while none serves."""
-        return current.ready if (current := self._engine(Role.current)) else None
+        current = self._engines.get(self._place)
+        return None if current is None else current.ready
 
     @property
     def engine_pid(self) -> int | None:
-        current = self._engine(Role.current)
+        current = self._engines.get(self._place)
         return current.pid if current is not None and current.alive else None
 
     @property
     def in_flight(self) -> int:
         """Sequences submitted and not finished."""
         return len(self._requests)
-
-    @property
-    def waiting(self) -> int:
-        """Those of them that have shown no token yet."""
-        return self._requests.ledger.waiting
 
     @property
     def most_sequences(self) -> int | None:
@@ -163,24 +132,25 @@ class Supervisor:
     @property
     def standby(self) -> str | None:
         """The label of the engine on standby, loaded; None where there is none."""
-        standby = self._engine(Role.standby)
+        standby = self._engines.get(self._place + 1)
         return standby.label if standby is not None and standby.ready else None
 
     @property
     def pids(self) -> list[int]:
         """Every engine process that lives, in any role."""
-        return sorted(one.pid for one in self._engines if one.alive and one.pid is not None)
+        return sorted(one.pid for one in self._living if one.alive and one.pid is not None)
 
-    def predicted_wait_seconds(self) -> float | None:
-        """Time until a sequence submitted now would begin; None where nothing is known yet."""
-        return self._requests.ledger.predicted_wait_seconds()
+    @property
+    def _living(self) -> list[EngineProcess]:
+        return [*self._engines.values(), *self._retired]
 
     def retry_after_seconds(self) -> float:
         """When to come back where no engine serves: the rest of the load, by the last one."""
-        if self.state in _NOT_SOON:
+        if self.state in _OVER:
             return 30.0
-        current = self._engine(Role.current)
-        elapsed = 0.0 if current is None else time.monotonic() - current.started_at
+        current = self._engines.get(self._place)
+        began = self._starts_at if current is None else current.started_at
+        elapsed = time.monotonic() - began  # below 0: it is started after a pause
         usual = self._load_seconds.get(self._place)
         fraction = self.loading.fraction if self.loading is not None else None
         if usual is None and fraction is not None and fraction > 0.05:
@@ -192,38 +162,33 @@ class Supervisor:
     async def start(self, configs: Sequence[EngineConfig] = ()) -> None:
         """Start the first engine; returns when its process runs, not when it is ready.
 
-        After `stop` or `unload` it begins again, with other `configs` where they are given. Raises
+        After an end it begins again, with other `configs` where they are given. Raises
         ServingError while an engine lives.
         """
-        if self._engines:
+        if self._living:
             raise ServingError(f"{self.label} cannot be started: it is {self.state}")
         self.configs = tuple(configs) or self.configs
         self._endings.clear()
         self._returns.clear()
         self._place = 0
         self._become(EngineState.loading, "starting")
+        self._background.cancel()
         self._background.keep(self._look())
-        if len(self.configs) > 1:
-            self._background.keep(self._watch_failback())
-        await self._spawn(0, Role.current)
+        await self._spawn(0)
 
-    def shelve(self, reason: str) -> None:
-        """Say that no engine is wanted for now. Only while none lives."""
+    def rest(self, state: EngineState, reason: str) -> None:
+        """Say why no engine lives: unloaded, or failed. Only while none does."""
         idle = (EngineState.loading, EngineState.unloaded, EngineState.failed)
-        if not self._engines and self.state in idle:
-            self._become(EngineState.unloaded, reason)
+        if not self._living and self.state in idle:
+            if state == EngineState.failed:
+                self._tell("failed", reason)
+            self._become(state, reason)
 
-    def give_up(self, reason: str) -> None:
-        """Say that no engine could even be tried. Only while none lives."""
-        if not self._engines:
-            self._tell(EventKind.failed, reason)
-            self._become(EngineState.failed, reason)
-
-    async def wait_ready(self, timeout_seconds: float | None = None) -> Ready:
+    async def wait_ready(self, timeout_seconds: float | None = None) -> ipc.Ready:
         """Wait until an engine serves. Raises EngineFailed when none ever will, or TimeoutError."""
         async with asyncio.timeout(timeout_seconds):
             while self.state != EngineState.ready:
-                if self.state in _NOT_SOON or self.state == EngineState.unloaded:
+                if self.state in _OVER:
                     raise EngineFailed(self.reason or self.state)
                 await self.wait_change()
         assert self.ready is not None
@@ -233,9 +198,13 @@ class Supervisor:
         """Wait until the state, or how far the load is, changes."""
         await self._changed.wait()
 
-    def submit(self, request: GenerationRequest) -> Stream:
+    def check_room(self) -> None:
+        """Raises Overloaded where not even the shortest sequence may join now."""
+        self._requests.ledger.check_room(1, 1, time.monotonic())
+
+    def submit(self, request: ipc.GenerationRequest) -> Stream:
         """Give the engine a new sequence. Raises Unavailable or Overloaded."""
-        current = self._engine(Role.current)
+        current = self._engines.get(self._place)
         if self.state != EngineState.ready or current is None:
             raise Unavailable(
                 f"the model is not served at the moment ({self.state}): {self.reason}",
@@ -246,146 +215,124 @@ class Supervisor:
         self._requests.give(stream, current)
         return stream
 
-    def check_room(self) -> None:
-        """Raises Overloaded where not even the shortest sequence may join now."""
-        self._requests.check_room(1, 1)
-
-    async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
+    async def stop(
+        self, drain: bool = True, timeout_seconds: float = 30.0, *, unload: str | None = None
+    ) -> int:
         """End every engine; with `drain`, what is in flight may finish within the time limit.
 
-        Returns how many sequences were cut off. A call with drain=False ends an earlier drain.
+        `unload`: why; the state becomes unloaded then, and `start` may be called again. Returns how
+        many sequences were cut off. A call with drain=False ends an earlier drain.
         """
-        during, after = "the server is shutting down", "the server was stopped"
-        return await self._end(EngineState.stopped, during, after, drain, timeout_seconds)
-
-    async def unload(self, reason: str, drain: bool = True, timeout_seconds: float = 30.0) -> int:
-        """As `stop`, but the state becomes unloaded, and `start` may be called again."""
-        during = f"the model is being unloaded: {reason}"
-        after = f"the model was unloaded: {reason}"
-        return await self._end(EngineState.unloaded, during, after, drain, timeout_seconds)
-
-    async def _end(
-        self, state: EngineState, during: str, after: str, drain: bool, timeout_seconds: float
-    ) -> int:
-        if self.state == EngineState.unloaded and not self._engines:
+        state, during = EngineState.stopped, "the server is shutting down"
+        after = "the server was stopped"
+        if unload is not None:
+            state, during = EngineState.unloaded, f"the model is being unloaded: {unload}"
+            after = f"the model was unloaded: {unload}"
+        if self.state == EngineState.unloaded and not self._living:
             self._become(state, after)
             return 0
         if self.state == EngineState.stopped:
-            return self._requests.failed - self._failed_before_stop
+            return self._requests.failed
         if self.state != EngineState.draining:
             how = f"{len(self._requests)} sequences in flight" if drain else "stopping at once"
-            self._tell(EventKind.draining, how)
-            self._failed_before_stop = self._requests.failed
+            self._tell("draining", how)
+            self._requests.failed = 0
             self._become(EngineState.draining, during)
         self._requests.fail(during, only_waiting=True)
-        for engine in self._engines:
+        for engine in self._living:
             self._ask_to_end(engine, drain)
         is_busy = drain and len(self._requests)
         try:
             async with asyncio.timeout(
                 timeout_seconds if is_busy else self._limits.kill_after_seconds
             ):
-                while self._engines:
+                while self._living:
                     await self.wait_change()
         except TimeoutError:
-            for engine in self._engines:
+            for engine in self._living:
                 engine.kill()
-            while self._engines:
+            while self._living:
                 await self.wait_change()
         self._requests.fail(f"{after} before this request had finished")
-        cut_off = self._requests.failed - self._failed_before_stop
+        cut_off = self._requests.failed
         await asyncio.gather(*self._background.cancel(), return_exceptions=True)
         # Of an unload and a stop at the same time, the stop has the last word.
         if self.state == EngineState.draining or state == EngineState.stopped:
             said = f"{after}, {cut_off} sequences cut off" if cut_off else after
-            self._tell(EventKind(state.value), said)
+            self._tell("stopped" if unload is None else "unloaded", said)
             self._become(state, after)
         return cut_off
 
     # Engines begin and speak.
 
-    def _engine(self, role: Role) -> EngineProcess | None:
-        for engine in self._engines:
-            if engine.role is role:
-                return engine
-        return None
-
-    async def _spawn(self, place: int, role: Role) -> None:
-        engine = EngineProcess(place, self.configs[place], self._on_output)
-        engine.role = role
-        self._engines.add(engine)
-        kind = EventKind.returning if role is Role.candidate else EventKind.started
-        to_stand_by = ", to stand by," if role is Role.standby else ""
-        if role is Role.current:
-            self._place = place
+    async def _spawn(self, place: int, delay_seconds: float = 0.0) -> None:
+        """Start the engine of a place, where by then one is still wanted there."""
+        await asyncio.sleep(delay_seconds)
+        is_wanted = self.state in (EngineState.loading, EngineState.restarting)
+        if place != self._place:
+            is_wanted = self.state == EngineState.ready and place <= self._place + 1
+        if not is_wanted or place in self._engines:
+            return
+        engine = self._engines[place] = EngineProcess(place, self.configs[place], self._on_output)
+        if place == self._place:
             self.loading = None
+        kind = "returning" if place < self._place else "started"
+        to_stand_by = ", to stand by," if place > self._place else ""
         self._tell(kind, f"loading{to_stand_by} {engine.config.model_name}", engine)
         await engine.start(self._hear, self._ended)
 
-    async def _spawn_later(self, place: int, role: Role, delay_seconds: float) -> None:
-        """Where it is still wanted then."""
-        await asyncio.sleep(delay_seconds)
-        is_wanted = self.state in (EngineState.loading, EngineState.restarting)
-        if role is Role.standby:
-            is_wanted = self.state == EngineState.ready and place == self._place + 1
-        if is_wanted and self._engine(role) is None:
-            await self._spawn(place, role)
-
-    def _hear(self, engine: EngineProcess, message: FromEngine) -> None:
-        is_current = engine.role is Role.current
+    def _hear(self, engine: EngineProcess, message: ipc.FromEngine) -> None:
+        is_current = self._engines.get(self._place) is engine
         match message:
-            case Step():
+            case ipc.Step():
                 if is_current:
                     self.stats = message.stats
                     if self.on_step is not None:
                         self.on_step(message.stats)
                 self._requests.hear(engine, message)
-            case Loading() if is_current:
+            case ipc.Loading() if is_current:
                 self.loading = message
                 if self.state == EngineState.loading:
                     self.reason = message.what
                 self._notify()
-            case Ready():
+            case ipc.Ready() if not engine.asked_to_end:
                 self._became_ready(engine)
 
     def _became_ready(self, engine: EngineProcess) -> None:
         assert engine.ready_at is not None
         self._load_seconds[engine.place] = engine.ready_at - engine.started_at
         took = f"loaded in {self._load_seconds[engine.place]:.1f} s"
-        if engine.role is Role.standby:
-            self._tell(EventKind.standby, f"{took}, ready to take over", engine)
-        elif engine.role is Role.candidate:
-            self.returns += 1
-            self._tell(EventKind.returned, f"{engine.label} serves again", engine)
-            previous = self._engine(Role.current)
-            if previous is not None:  # it finishes what it has, then stands by or ends
-                stays = self._wants_standby and previous.ready is not None
-                previous.role = Role.standby if stays else Role.retired
-                if not stays:
-                    self._ask_to_end(previous, drain=True)
-            self._serve_with(engine)
+        if engine.place > self._place:
+            self._tell("standby", f"{took}, ready to take over", engine)
+            return
+        previous = self._engines.get(self._place)
+        if engine is previous:
+            self._tell("ready", took, engine)
         else:
-            self._tell(EventKind.ready, took, engine)
-            self._serve_with(engine)
+            self.returns += 1
+            self._tell("returned", f"{engine.label} serves again", engine)
+            is_next = self._place == engine.place + 1
+            if previous is not None and not (self._wants_standby and is_next and previous.ready):
+                self._retired.add(self._engines.pop(self._place))
+                self._ask_to_end(previous, drain=True)
+        self._serve_with(engine)
 
     def _serve_with(self, engine: EngineProcess) -> None:
         """This engine, which is ready, gets what waits and what comes."""
         assert engine.ready is not None
-        engine.role = Role.current
         self._place = engine.place
-        self.loading = None
-        self.stats = None
-        self._requests.ledger.serve_with(engine.ready.info.slots, engine.watch.clock)
+        self.loading = self.stats = None
+        self._requests.ledger.serve_with(engine.ready.info.slots, engine.pace)
         if self.state != EngineState.draining:
             self._become(EngineState.ready, None)
         self._requests.give_waiting(engine)
         if self._wants_standby and self._place + 1 < len(self.configs):
-            self._background.keep(self._spawn_later(self._place + 1, Role.standby, 0.0))
+            self._background.keep(self._spawn(self._place + 1))
 
     def _ask_to_end(self, engine: EngineProcess, drain: bool) -> None:
         engine.asked_to_end = True
         if engine.ready is not None:
-            engine.send(Stop(drain))
+            engine.send(ipc.Stop(drain))
         else:
             engine.kill()
 
@@ -393,38 +340,40 @@ class Supervisor:
 
     def _ended(self, engine: EngineProcess) -> None:
         """The process is gone: find out why, move its sequences, decide what comes next."""
-        self._engines.discard(engine)
-        if engine.asked_to_end:
-            self._move_requests(engine, "the engine was stopped")
-            self._notify()
-            return
-        cause, message = engine.why()
-        now = time.monotonic()
-        lived = None if engine.ready_at is None else now - engine.ready_at
-        ending = Ending(engine.place, cause, message, now, lived)
-        self._endings.append(ending)
-        self.deaths[cause.value] += 1
-        self._tell(EventKind.died, message, engine, cause)
-        if engine.role is Role.current:
-            self._current_died(engine, ending)
-            return
-        self._move_requests(engine, message)  # one just retired may still have some
-        if engine.role is Role.standby:  # load another, unless it keeps dying
-            verdict = after_death(self._endings, engine.place + 1, self._limits)
-            if verdict.engine is not None:
-                later = self._spawn_later(engine.place, Role.standby, verdict.delay_seconds)
-                self._background.keep(later)
+        is_current = self._engines.get(self._place) is engine
+        if self._engines.get(engine.place) is engine:
+            del self._engines[engine.place]
+        self._retired.discard(engine)
+        message = "the engine was stopped"
+        if not engine.ended_as_asked:
+            cause, message = engine.why()
+            self.deaths[cause.value] += 1
+            self._tell("died", message, engine, cause)
+        if not engine.asked_to_end:
+            now = time.monotonic()
+            lived = None if engine.ready_at is None else now - engine.ready_at
+            self._endings.append(Ending(engine.place, cause, message, now, lived))
+            if is_current:
+                self._current_died(engine, self._endings[-1])
+            elif engine.place > self._place:  # another stands by, unless it keeps dying
+                verdict = after_death(self._endings, engine.place + 1, self._limits)
+                if verdict.engine is not None:
+                    self._background.keep(self._spawn(engine.place, verdict.delay_seconds))
+        current = self._engines.get(self._place)
+        successor = current if current is not None and current.ready else None
+        place = None if self.state in _OVER else self._place
+        self._requests.move(engine, message, successor, place)
+        self._notify()
 
     def _current_died(self, engine: EngineProcess, ending: Ending) -> None:
-        standby, candidate = self._engine(Role.standby), self._engine(Role.candidate)
+        standby = self._engines.get(engine.place + 1)
         is_warm = standby is not None and standby.ready is not None
         verdict = after_death(self._endings, len(self.configs), self._limits, is_warm)
         place = verdict.engine
-        if place is None and candidate is not None:
-            place = candidate.place  # the last hope
+        if place is None:  # an earlier one that loads is the last hope
+            place = min(self._engines, default=None)
         if place is None:
-            self._move_requests(engine, ending.message)
-            self._tell(EventKind.failed, verdict.text, engine, ending.cause)
+            self._tell("failed", verdict.text, engine, ending.cause)
             self._become(EngineState.failed, verdict.text)
             self._requests.fail(verdict.text, only_waiting=True)
             return
@@ -433,69 +382,41 @@ class Supervisor:
             self._fell_back_at = ending.at_seconds
             warm = ", which stood by" if is_warm else ""
             to = f"to {label(self.configs[place])}{warm}: {ending.message}"
-            self._tell(EventKind.fell_back, to, engine, ending.cause)
+            self._tell("fell_back", to, engine, ending.cause)
         else:
             self.restarts += 1
             when = f"in {verdict.delay_seconds:.1f} s: {ending.message}"
-            self._tell(EventKind.restarting, when, engine, ending.cause)
+            self._tell("restarting", when, engine, ending.cause)
         self._place = place
-        # Who is loaded already, or on the way.
-        heir = next((one for one in (standby, candidate) if one and one.place == place), None)
-        if heir is None or heir.ready is None:
-            was_up = engine.ready_at is not None or self.state == EngineState.restarting
-            state = EngineState.restarting if was_up else EngineState.loading
-            self._become(state, verdict.text)
-        self._move_requests(engine, ending.message)
-        if heir is None:
-            later = self._spawn_later(place, Role.current, verdict.delay_seconds)
-            self._background.keep(later)
-        elif heir.ready is not None:
+        self._starts_at = ending.at_seconds + verdict.delay_seconds
+        heir = self._engines.get(place)  # who is loaded already, or on the way
+        if heir is not None and heir.ready is not None:
             self._serve_with(heir)
-        else:
-            heir.role = Role.current
-
-    def _move_requests(self, engine: EngineProcess, message: str) -> None:
-        successor = self._engine(Role.current) if self.ready else None
-        is_over = self.state in _NOT_SOON or self.state == EngineState.unloaded
-        self._requests.move(engine, message, successor, None if is_over else self._place)
+            return
+        was_up = engine.ready_at is not None or self.state == EngineState.restarting
+        self._become(EngineState.restarting if was_up else EngineState.loading, verdict.text)
+        if heir is None:
+            self._background.keep(self._spawn(place, verdict.delay_seconds))
 
     # What is looked at all the time.
 
     async def _look(self) -> None:
         """Gives up engines that hang, ends what waits for one beyond its deadline, and measures how
-        late this process is: what waits in its sockets is not in the ledger yet."""
+        late this process is: what waits in its sockets is not in the ledger yet. Loads the
+        preferred engine beside the current one once that is due."""
         while True:
             due = time.monotonic() + LOOK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
-            self._requests.ledger.lag_seconds = max(0.0, time.monotonic() - due)
-            self._requests.end_overdue()
-            for engine in list(self._engines):
-                engine.end_if_hung(self._limits)
-
-    async def _watch_failback(self) -> None:
-        """Load the preferred engine beside the current one once that is due, and it has looked
-        usable for `steady_seconds` without a break."""
-        limits = self._limits
-        shorter = min(limits.return_first_seconds, limits.steady_seconds)
-        usable_since: float | None = None
-        while True:
-            await asyncio.sleep(min(5.0, max(0.05, shorter / 6)))
-            if not self._may_return() or (self._usable is not None and not await self._usable()):
-                usable_since = None
-                continue
             now = time.monotonic()
-            usable_since = usable_since or now
-            if now - usable_since >= limits.steady_seconds and self._may_return():
-                usable_since = None
-                self._returns.append(now)
-                await self._spawn(0, Role.candidate)
-
-    def _may_return(self) -> bool:
-        is_other = self.state == EngineState.ready and self._place != 0
-        if not is_other or self._engine(Role.candidate) is not None:
-            return False
-        at = return_at(self._endings, self._fell_back_at, self._returns, self._limits)
-        return at is not None and time.monotonic() >= at
+            self._requests.ledger.lag_seconds = max(0.0, now - due)
+            self._requests.end_overdue()
+            for engine in self._living:
+                engine.end_if_hung(self._limits.health_timeout_seconds)
+            if self._place and self.state == EngineState.ready and 0 not in self._engines:
+                at = return_at(self._endings, self._fell_back_at, self._returns, self._limits)
+                if at is not None and now >= at:
+                    self._returns.append(now)
+                    await self._spawn(0)
 
     def _become(self, state: EngineState, reason: str | None) -> None:
         self.state = state
@@ -508,7 +429,7 @@ class Supervisor:
 
     def _tell(
         self,
-        kind: EventKind,
+        kind: str,
         message: str,
         engine: EngineProcess | None = None,
         cause: Cause | None = None,
@@ -522,21 +443,17 @@ class Supervisor:
 
 
 class Background:
-    """Tasks beside the others, kept until they end. `owner` is named where one fails.
-
-    `expected`: failures that are for whoever awaits the task, not for the log. `on_failure` is told
-    of any other, which is a bug.
+    """Tasks beside the others, kept until they end. `owner` is named where one fails, but for
+    `expected` failures: those are for whoever awaits the task. `on_failure` is told of any other.
     """
 
     def __init__(
         self,
         owner: str,
         expected: tuple[type[Exception], ...] = (),
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_failure: Callable[[BaseException], None] = lambda bug: None,
     ) -> None:
-        self._owner = owner
-        self._expected = expected
-        self._on_failure = on_failure
+        self._owner, self._expected, self._on_failure = owner, expected, on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def keep(self, work: Awaitable[T]) -> asyncio.Task[T]:
@@ -556,9 +473,7 @@ class Background:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         problem = None if task.cancelled() else task.exception()
-        if problem is None or isinstance(problem, self._expected):
-            return
-        context = {"message": f"{self._owner} failed", "exception": problem, "task": task}
-        asyncio.get_running_loop().call_exception_handler(context)
-        if self._on_failure is not None:
+        if problem is not None and not isinstance(problem, self._expected):
+            context = {"message": f"{self._owner} failed", "exception": problem, "task": task}
+            asyncio.get_running_loop().call_exception_handler(context)
             self._on_failure(problem)

@@ -23,7 +23,6 @@ QUICK = RecoveryLimits(
     backoff_first_seconds=0.05,
     health_timeout_seconds=10.0,  # a busy machine is no hung engine
     return_first_seconds=0.2,
-    steady_seconds=0.0,
     kill_after_seconds=3.0,
 )
 LONG = 400  # tokens of a sequence that is still running when something happens to it

@@ -39,7 +39,7 @@ from serving.http.http_request import Limits
 from serving.http.http_server import server_options
 from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
-from serving.registry.loaded_model import ModelRouter, ServedModel, Vocabulary
+from serving.registry.loaded_model import ModelRouter, ServedModel
 from serving.sampling.step_rows import Sampling
 from serving.supervisor.inflight_requests import Stream
 from serving.supervisor.supervisor import Supervisor
@@ -296,7 +296,7 @@ def app_on(
     router = ModelRouter(ServerMetrics())
     metrics = Metrics(router.metrics, name, supervisor)
     tokenizer = tokenizer or ByteTokenizer()
-    vocabulary = Vocabulary(tokenizer, tokenizer.token_bytes())
+    vocabulary = tokenizer, tokenizer.token_bytes()
     model = ServedModel(supervisor, vocabulary, metrics)
     model.about = lambda: placement  # type: ignore[method-assign]
     router.add(model)

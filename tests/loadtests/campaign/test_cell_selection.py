@@ -15,6 +15,7 @@ from loadtests.campaign.cell_selection import (
     law_of_times,
     layout_of,
     on_the_line,
+    question_of,
     shares,
     to_confirm,
     why_not,
@@ -29,7 +30,7 @@ from loadtests.records.run_folder import read_records
 from loadtests.records.run_journal import EngineChosen, of_kind
 from models.ladder import rung
 from serving.hardware.machine_facts import allowed_cores, hardware_facts
-from serving.placement.fastest_backend import EngineTimes, keep
+from serving.placement.fastest_backend import BEST, USUAL, EngineCandidate, EngineTimes, keep
 from tests.loadtests.campaign.simulated import Simulated, killed_after
 from tests.tools.made_up_machines import FACTS
 
@@ -101,25 +102,14 @@ cache = "{cache}"
 """
 
 
-def times(name: str, speed: float = 1.0, engine: str = "llama_cpp Q4_0") -> EngineTimes:
+def times(name: str, speed: float = 1.0) -> EngineTimes:
     """Of a machine `speed` times as quick."""
     alone, together, tokens = TIMES[name]
-    layout = layout_of(Cell(key="", model="135m", weight_format="", backend=""), allowed_cores())
-    assert layout is not None
-    backend, weight_format = engine.split()
     return EngineTimes(
-        model=name,
-        parameters=rung(name).spec.parameters,
-        backend=backend,
-        weight_format=weight_format,
-        threads=layout.engine_threads,
         slots=8,
-        prompt_tokens=128,
         prompt_tokens_per_second=tokens * speed,
         decode_seconds=alone / speed,
         decode_slots_seconds=together / speed,
-        spent_seconds=1.0,
-        unix_seconds=0.0,
     )
 
 
@@ -159,9 +149,11 @@ def kept(tmp_path: Path) -> Path:
     """A cache with the times of this machine: onnx is twice as quick where it was timed."""
     cache = tmp_path / "cache"
     for name in MEASURED:
-        for tokens in (128, 256):
-            for one in (times(name), times(name, 2.0, "onnx int8")):
-                keep(cache, hardware_facts(), msgspec.structs.replace(one, prompt_tokens=tokens))
+        cell = Cell(key=name, model=name, weight_format="", backend=BEST)
+        question = question_of(cell, plan_of(cache).campaign)
+        for (backend, weight_format), speed in zip(USUAL, (1.0, 2.0), strict=True):
+            engine = EngineCandidate(backend=backend, weight_format=weight_format)
+            keep(cache, hardware_facts(), question.key(engine), times(name, speed))
     return cache
 
 

@@ -91,9 +91,7 @@ def test_a_killed_engine_falls_back_to_the_cpu_and_returns(model: Path, device: 
     limits = RecoveryLimits(
         backoff_first_seconds=0.05,
         return_first_seconds=2.0,
-        steady_seconds=0.5,
         health_timeout_seconds=150.0,
-        gpu_load_timeout_seconds=150.0,
     )
     supervisor = Supervisor(prepared.configs, limits=limits)
     app = app_on(supervisor, tokenizer=load_tokenizer(prepared.tokenizer_path))

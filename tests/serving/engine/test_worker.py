@@ -14,8 +14,9 @@ import pytest
 
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
-from serving.engine.engine_loop import CONFIG_VARIABLE, SOCKET_VARIABLE
 from serving.engine.ipc_messages import (
+    CONFIG_VARIABLE,
+    SOCKET_VARIABLE,
     Cancel,
     Delta,
     Died,

@@ -19,11 +19,12 @@ import msgspec
 import pytest
 
 from models.convert_to_onnx import make_onnx
-from models.machine import cpu_flags
 from models.random_weights import write_gguf, write_hf_folder
 from models.spec import ModelSpec
-from serving.backends.backend_interface import AUTO, BackendInfo, EngineConfig
-from serving.placement.memory_estimate import Sizes, forecast
+from serving.backends.backend_interface import BackendInfo, EngineConfig
+from serving.hardware.machine_facts import hardware_facts
+from serving.placement.placement_policy import PlacementRequest
+from serving.placement.placement_policy import predicted as planned_memory
 
 MEDIUM = ModelSpec(
     name="medium",
@@ -112,8 +113,10 @@ def test_weights_and_kv_are_predicted_within_five_percent(
     assert predicted.weight_bytes == pytest.approx(measured.weight_bytes, rel=0.05)
     both = measured.weight_bytes + measured.kv_bytes
     assert predicted.weight_bytes + (predicted.kv_bytes or 0) == pytest.approx(both, rel=0.05)
-    sizes = Sizes(MEDIUM, SLOTS, CONTEXT, SLOTS * CONTEXT, AUTO, isa=cpu_flags())
-    planned = forecast(sizes, backend, "cpu", weight_format)  # by placement, before any file
+    request = PlacementRequest(
+        model=MEDIUM, weight_format=weight_format, slots=SLOTS, context_tokens=CONTEXT
+    )
+    planned = planned_memory(request, hardware_facts(), backend, None)  # before any file
     assert planned.kv_bytes == pytest.approx(measured.kv_bytes, rel=0.01)
     # And neither is far from what the shape says: both could be wrong in the same way.
     if kv is not None:

@@ -10,7 +10,7 @@ import pytest
 from serving.errors import Cause
 from serving.http.openapi import document
 from serving.http.routes import ROUTES
-from serving.supervisor.supervisor import Event, EventKind
+from serving.supervisor.supervisor import Event
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, served
 
 
@@ -83,7 +83,7 @@ def test_the_only_model_unloaded_by_an_administrator_is_not_ready(
 
 
 def test_placement_says_what_runs_where(supervisor: FakeSupervisor) -> None:
-    supervisor.events = [Event(0.0, EventKind.fell_back, "fake/cpu", "text", Cause.load_oom)]
+    supervisor.events = [Event(0.0, "fell_back", "fake/cpu", "text", Cause.load_oom)]
     placed = {"reasons": ["no GPU"]}
     with served(app_on(supervisor, placement=placed)) as port:
         answer = ask(port, "GET", "/v1/placement")

@@ -5,6 +5,7 @@ rows are scripted. Then real measurements.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.errors import ServingError
 from serving.hardware.machine_facts import hardware_facts
 from serving.placement.fastest_backend import (
+    EngineCandidate,
     EngineChoice,
     EngineTimes,
     Question,
@@ -23,7 +25,6 @@ from serving.placement.fastest_backend import (
     keep,
     measure,
     measured_times,
-    prompt_class,
     read_table,
     requests_per_second,
     table_path,
@@ -36,53 +37,50 @@ from tests.shapes import TINY_LLAMA3
 FACTS = msgspec.structs.replace(
     hardware_facts(), memory_available_bytes=64 << 30, cgroup_memory_bytes=None
 )
-PART_SECONDS = 0.05
 
 
-def row(
-    weight_format: str, seconds: float, backend: str = "onnx", model: str = "135m"
-) -> EngineTimes:
+def times(seconds: float) -> EngineTimes:
     """Of an engine whose decode step takes `seconds`, whatever is in it."""
-    spec = rung(model).spec
     return EngineTimes(
-        model=spec.name,
-        parameters=spec.parameters,
-        backend=backend,
-        weight_format=weight_format,
-        threads=1,
         slots=8,
-        prompt_tokens=64,
         prompt_tokens_per_second=1 / seconds,
         decode_seconds=seconds,
         decode_slots_seconds=seconds,
-        spent_seconds=1.0,
-        unix_seconds=0.0,
     )
 
 
-def chosen(
-    cache: Path,
-    model: str = "135m",
-    formats: tuple[str, ...] = (),
-    memory_bytes: int = 64 << 30,
-    kv_dtype: str = "auto",
-    may_measure: bool = False,
-    output_tokens: float = 40,
-) -> EngineChoice:
+def asked(cache: Path, model: str = "135m", kv_dtype: str = "auto", **more: Any) -> Question:
     request = PlacementRequest(
         model=rung(model).spec, slots=8, context_tokens=512, kv_dtype=kv_dtype
     )
-    question = Question(
+    settings: dict[str, Any] = {"output_tokens": 40, "may_measure": False, **more}
+    return Question(
         source=model,
         request=request,
         prompt_tokens=40,
-        output_tokens=output_tokens,
         threads=1,
         cores=(0,),
-        formats=formats,
         cache=str(cache),
-        may_measure=may_measure,
+        **settings,
     )
+
+
+def keep_times(
+    cache: Path,
+    weight_format: str,
+    found: EngineTimes,
+    backend: str = "onnx",
+    model: str = "135m",
+    kv_dtype: str = "auto",
+) -> None:
+    engine = EngineCandidate(backend=backend, weight_format=weight_format)
+    keep(cache, FACTS, asked(cache, model, kv_dtype).key(engine), found)
+
+
+def chosen(
+    cache: Path, model: str = "135m", memory_bytes: int = 64 << 30, **more: Any
+) -> EngineChoice:
+    question = asked(cache, model, **more)
     facts = msgspec.structs.replace(FACTS, memory_available_bytes=memory_bytes)
     return fastest_backend(question, facts, print, lambda what, fraction: None)
 
@@ -90,17 +88,17 @@ def chosen(
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     """With a table in which the onnx engine is twice as quick, three times in int4."""
-    keep(tmp_path, FACTS, row("Q4_0", 0.02, "llama_cpp"))
-    keep(tmp_path, FACTS, row("int8", 0.01))
-    keep(tmp_path, FACTS, row("int4", 0.0066))
+    keep_times(tmp_path, "Q4_0", times(0.02), "llama_cpp")
+    keep_times(tmp_path, "int8", times(0.01))
+    keep_times(tmp_path, "int4", times(0.0066))
     return tmp_path
 
 
 def test_a_request_takes_its_prefill_and_its_share_of_the_steps() -> None:
-    times = msgspec.structs.replace(
-        row("int8", 0.01), prompt_tokens_per_second=100.0, decode_slots_seconds=0.080
+    found = msgspec.structs.replace(
+        times(0.01), prompt_tokens_per_second=100.0, decode_slots_seconds=0.080
     )
-    assert 1 / requests_per_second(times, 200, 11) == pytest.approx(200 / 100 + 10 * 0.080 / 8)
+    assert 1 / requests_per_second(found, 200, 11) == pytest.approx(200 / 100 + 10 * 0.080 / 8)
 
 
 def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> None:
@@ -113,14 +111,14 @@ def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> 
 
 
 def test_the_work_decides_between_the_same_two_engines(cache: Path) -> None:
-    slow_prompts = msgspec.structs.replace(row("int8", 0.01), prompt_tokens_per_second=20.0)
-    keep(cache, FACTS, slow_prompts)
+    slow_prompts = msgspec.structs.replace(times(0.01), prompt_tokens_per_second=20.0)
+    keep_times(cache, "int8", slow_prompts)
     assert chosen(cache, output_tokens=1).backend == "llama_cpp"
     assert chosen(cache, output_tokens=2000).backend == "onnx"
 
 
 def test_a_row_is_replaced_by_a_newer_one(cache: Path) -> None:
-    keep(cache, FACTS, row("int8", 0.04))
+    keep_times(cache, "int8", times(0.04))
     assert len(read_table(cache, FACTS)) == 3
     assert chosen(cache).backend == "llama_cpp"
 
@@ -130,20 +128,20 @@ def test_what_is_not_known_is_not_measured_beside_requests_and_the_usual_order_h
 ) -> None:
     choice = chosen(cache, kv_dtype="fp32")
     assert choice.backend == "llama_cpp" and "none of which was measured" in choice.reason
-    keep(cache, FACTS, msgspec.structs.replace(row("int8", 0.01), kv_dtype="fp32"))
+    keep_times(cache, "int8", times(0.01), kv_dtype="fp32")
     assert chosen(cache, kv_dtype="fp32").backend == "onnx", "what was measured wins"
 
 
 def test_a_big_model_whose_weights_are_not_made_is_judged_by_a_smaller_rung(cache: Path) -> None:
     for backend, name, seconds in (("llama_cpp", "Q4_0", 0.2), ("onnx", "int8", 0.1)):
-        keep(cache, FACTS, row(name, seconds, backend, "1b"))
+        keep_times(cache, name, times(seconds), backend, "1b")
     choice = chosen(cache, "8b", may_measure=True)
     assert choice.backend == "onnx"
     assert "measured on llama-3.2-1b, scaled" in choice_lines(choice)[2]
     mine, smaller = (rung(name).spec.matrix_parameters for name in ("8b", "1b"))
-    times = choice.candidates[1].times
-    assert times is not None and times.model == "llama-3.1-8b"
-    assert times.decode_seconds == pytest.approx(0.1 * mine / smaller)
+    scaled = choice.candidates[1].times
+    assert scaled is not None
+    assert scaled.decode_seconds == pytest.approx(0.1 * mine / smaller)
     assert not list(cache.glob("synthetic/llama*"))
 
 
@@ -173,10 +171,10 @@ def test_where_eight_bits_do_not_fit_four_serve_and_where_nothing_fits_it_is_tol
 
 def test_a_table_of_another_machine_or_that_is_broken_is_void(cache: Path) -> None:
     other = msgspec.structs.replace(FACTS, cpu_model="another")
-    assert read_table(cache, other) == ()
+    assert read_table(cache, other) == {}
     table_path(cache).write_text(table_path(cache).read_text()[:-20])
-    assert read_table(cache, FACTS) == ()
-    keep(cache, FACTS, row("Q4_0", 0.01, "llama_cpp"))
+    assert read_table(cache, FACTS) == {}
+    keep_times(cache, "Q4_0", times(0.01), "llama_cpp")
     assert len(read_table(cache, FACTS)) == 1
 
 
@@ -206,23 +204,19 @@ class Scripted:
 @pytest.mark.parametrize("slots", [1, 8])
 def test_the_times_are_those_of_the_script(slots: int) -> None:
     backend = Scripted(slots)
-    found = measure(backend, 64, clock=lambda: backend.now)  # type: ignore[arg-type]
-    assert found == {
-        "prompt_tokens_per_second": pytest.approx(64 / (0.002 + 64 * 0.0005)),
-        "decode_seconds": pytest.approx(0.003),
-        "decode_slots_seconds": pytest.approx(0.002 + slots * 0.001),
-    }
+    found = measure(backend, clock=lambda: backend.now)  # type: ignore[arg-type]
+    assert found == EngineTimes(
+        slots=slots,
+        prompt_tokens_per_second=pytest.approx(256 / (0.002 + 256 * 0.0005)),
+        decode_seconds=pytest.approx(0.003),
+        decode_slots_seconds=pytest.approx(0.002 + slots * 0.001),
+    )
 
 
 def test_a_slow_engine_is_measured_in_little_time_all_the_same() -> None:
     backend = Scripted(16, step_tokens=32)
-    measure(backend, 256, 0.01, lambda: backend.now)  # type: ignore[arg-type]
+    measure(backend, 0.01, lambda: backend.now)  # type: ignore[arg-type]
     assert backend.longest == 16 and max(backend.held[1:]) < 64
-
-
-def test_prompts_of_a_length_class_share_their_rows() -> None:
-    lengths = (0.5, 16, 17, 36, 100, 4000)
-    assert [prompt_class(length) for length in lengths] == [16, 16, 32, 64, 128, 256]
 
 
 def test_llama_cpp_and_onnx_are_measured_as_they_serve(tmp_path: Path) -> None:
@@ -230,7 +224,7 @@ def test_llama_cpp_and_onnx_are_measured_as_they_serve(tmp_path: Path) -> None:
     write_gguf(TINY_LLAMA3, gguf, "Q4_0")
     for backend, path in (("llama_cpp", gguf), ("onnx", onnx_folder("llama3-int8"))):
         config = EngineConfig(backend, str(path), "tiny", slots=2, threads=1)
-        found = measured_times(config, TINY_LLAMA3, 16, PART_SECONDS)
+        found = measured_times(config, TINY_LLAMA3)
         assert found.prompt_tokens_per_second > 100
         assert 0 < found.decode_seconds < 1 and 0 < found.decode_slots_seconds < 1
 
@@ -238,4 +232,4 @@ def test_llama_cpp_and_onnx_are_measured_as_they_serve(tmp_path: Path) -> None:
 def test_an_engine_that_cannot_load_says_why() -> None:
     config = EngineConfig("fake", "", "m", options={"fail_cause": "load_oom"})
     with pytest.raises(ServingError, match=r"fake.*told to fail with load_oom"):
-        measured_times(config, TINY_LLAMA3, 16, PART_SECONDS)
+        measured_times(config, TINY_LLAMA3)

@@ -78,7 +78,7 @@ def test_auto_without_a_gpu_chooses_the_cpu_and_says_so_in_words_and_numbers() -
     assert causes(placement) == [Cause.no_device]
     text = "\n".join(explain(placement))
     assert "no_device: this machine has no GPU" in text
-    assert "the CPU (Test CPU) serves with llama_cpp" in text
+    assert "on the CPU with llama_cpp, format Q4_0" in text and "(Test CPU)" in text
     assert formatting.size(placement.need_bytes) in text
 
 
@@ -87,7 +87,7 @@ def test_auto_with_a_gpu_uses_it_and_keeps_the_cpu_to_fall_back_to() -> None:
     on_gpu, on_cpu = ("gpu", "torch", "bf16"), ("cpu", "llama_cpp", "Q4_0")
     assert place(placement) == on_gpu
     assert [place(attempt) for attempt in placement.attempts] == [on_gpu, on_cpu]
-    assert any("falls back to llama_cpp on the CPU" in reason.text for reason in placement.reasons)
+    assert any("falls back to CPU llama_cpp (Test CPU)" in line for line in explain(placement))
 
 
 def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:

@@ -1,6 +1,5 @@
 """Which engine a server takes where no backend is named. The table of step times is scripted."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,8 @@ import pytest
 
 from models.ladder import rung
 from serving.hardware.machine_facts import hardware_facts
-from serving.placement.fastest_backend import EngineTimes, keep
+from serving.placement.fastest_backend import EngineCandidate, EngineTimes, Question, keep
+from serving.placement.placement_policy import PlacementRequest
 from serving.registry.engine_config import Machine, best_for, find_model
 from serving.server_options import ModelOptions
 
@@ -18,22 +18,23 @@ SPEC = rung("135m").spec
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     """Where onnx is twice as quick with one thread. No weights are made yet."""
+    question = Question(
+        source="135m",
+        request=PlacementRequest(model=SPEC),
+        prompt_tokens=1.0,
+        output_tokens=1.0,
+        threads=1,
+        cores=(0,),
+    )
     for backend, name, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):
-        one = EngineTimes(
-            model=SPEC.name,
-            parameters=SPEC.parameters,
-            backend=backend,
-            weight_format=name,
-            threads=1,
+        times = EngineTimes(
             slots=16,
-            prompt_tokens=256,
             prompt_tokens_per_second=1 / seconds,
             decode_seconds=seconds,
             decode_slots_seconds=seconds,
-            spent_seconds=1.0,
-            unix_seconds=time.time(),
         )
-        keep(tmp_path, hardware_facts(), one)
+        engine = EngineCandidate(backend=backend, weight_format=name)
+        keep(tmp_path, hardware_facts(), question.key(engine), times)
     return Machine(str(tmp_path))
 
 

@@ -7,20 +7,39 @@ import msgspec
 import pytest
 
 from serving.errors import Overloaded
-from serving.supervisor.admission import Ledger, QueueBounds
+from serving.supervisor.admission import Ledger, QueueBounds, Work
 
 OPEN = QueueBounds(waiting_requests=None, waiting_tokens=None, wait_seconds=None)
 
 
-def paced(bounds: QueueBounds, slots: int, tokens_per_second: float = 100.0) -> Ledger:
-    ledger = Ledger(bounds, slots)
+class Queue(Ledger):
+    """With the sequences in flight beside it, as serving.supervisor.inflight_requests has them."""
+
+    def __init__(self, bounds: QueueBounds, slots: int) -> None:
+        self.inside: dict[int, Work] = {}
+        super().__init__(bounds, slots, self.inside)
+
+    def admit(self, number: int, prompt: int, limit: int) -> None:
+        self.inside[number] = Work(prompt, limit)
+        self.joined(self.inside[number])
+
+    def progressed(self, number: int, tokens: int) -> None:
+        self.inside[number].produced += tokens
+        self.changed()
+
+    def finished(self, number: int) -> None:
+        self.ended(self.inside.pop(number), naturally=True)
+
+
+def paced(bounds: QueueBounds, slots: int, tokens_per_second: float = 100.0) -> Queue:
+    ledger = Queue(bounds, slots)
     for _ in range(100):
-        ledger.clock.learn(int(tokens_per_second / 10), 0, 0.1)
+        ledger.pace.learn(int(tokens_per_second / 10), 0, 0.1)
     return ledger
 
 
 def refused(
-    ledger: Ledger, prompt: int = 10, limit: int = 10, now: float = 0.0
+    ledger: Queue, prompt: int = 10, limit: int = 10, now: float = 0.0
 ) -> Overloaded | None:
     """None: it may join."""
     try:
@@ -44,7 +63,7 @@ def test_no_refusal_while_a_slot_is_free_whatever_the_bounds() -> None:
 
 
 def test_the_bound_by_requests_counts_those_beyond_the_slots() -> None:
-    ledger = Ledger(msgspec.structs.replace(OPEN, waiting_requests=2), slots=1)
+    ledger = Queue(msgspec.structs.replace(OPEN, waiting_requests=2), slots=1)
     for number in range(3):
         assert refused(ledger) is None
         ledger.admit(number, 10, 10)
@@ -56,7 +75,7 @@ def test_the_bound_by_requests_counts_those_beyond_the_slots() -> None:
 
 def test_the_bound_by_tokens_lets_one_big_request_wait() -> None:
     """Alone it can never fit; refusing it would be for ever."""
-    ledger = Ledger(msgspec.structs.replace(OPEN, waiting_tokens=100), slots=1)
+    ledger = Queue(msgspec.structs.replace(OPEN, waiting_tokens=100), slots=1)
     ledger.admit(0, 10, 10)
     ledger.progressed(0, 1)
     assert refused(ledger, 5000, 100) is None
@@ -66,10 +85,10 @@ def test_the_bound_by_tokens_lets_one_big_request_wait() -> None:
 
 
 def test_the_bound_by_wait_needs_evidence() -> None:
-    ledger = Ledger(msgspec.structs.replace(OPEN, wait_seconds=1.0), slots=1)
+    ledger = Queue(msgspec.structs.replace(OPEN, wait_seconds=1.0), slots=1)
     ledger.admit(0, 1000, 1000)
     assert ledger.predicted_wait_seconds() is None and refused(ledger) is None
-    ledger.clock.learn(100, 0, 1.0)
+    ledger.pace.learn(100, 0, 1.0)
     kind, text = kind_of(refused(ledger))
     assert kind == "queue_wait" and "20.0 s is predicted" in text
 
@@ -110,7 +129,7 @@ def simulate(
     For `warm_seconds` there is hardly any load, and nothing is counted.
     """
     rng = random.Random(seed)
-    ledger = Ledger(bounds, slots)
+    ledger = Queue(bounds, slots)
     now, due, number, prompt = 0.0, 0.0, 0, 30
     queue: list[tuple[int, int]] = []
     running: dict[int, list[int]] = {}  # prompt tokens and output tokens still to be worked
@@ -148,7 +167,7 @@ def simulate(
         cost = (0.02 + 0.001 * filled) * (1 + noise * abs(rng.gauss(0, 1)))
         now += cost
         busy += cost if now > warm_seconds else 0.0
-        ledger.clock.learn(len(decoding), filled, cost)
+        ledger.pace.learn(len(decoding), filled, cost)
         for sequence in decoding + begun:
             running[sequence][1] -= 1
             ledger.progressed(sequence, 1)
@@ -186,7 +205,7 @@ def test_an_slo_is_kept_for_those_let_in_and_the_engine_is_never_idle_for_it(
 
 
 def test_while_no_pace_is_known_nobody_waits_for_an_slo() -> None:
-    ledger = Ledger(msgspec.structs.replace(OPEN, ttft_seconds=1.0), slots=2)
+    ledger = Queue(msgspec.structs.replace(OPEN, ttft_seconds=1.0), slots=2)
     for number in range(2):
         assert refused(ledger) is None
         ledger.admit(number, 10, 10)
@@ -213,10 +232,10 @@ def test_the_slot_that_a_new_sequence_finds_is_the_one_that_is_free_first() -> N
     """Slots: 10 and 40 tokens left; one waits for 30. It takes the first; the new one the second,
     at 40, where the first has 0 left."""
     ledger = paced(OPEN, slots=2)
-    for number, limit in ((1, 10), (2, 40), (3, 30)):
+    for number, limit in ((1, 11), (2, 41), (3, 30)):
         ledger.admit(number, 0, limit)
-    ledger.progressed(1, 0)
-    ledger.progressed(2, 0)
+    ledger.progressed(1, 1)
+    ledger.progressed(2, 1)
     assert ledger.predicted_wait_seconds() == pytest.approx((10 + 40 + 30) / 100)
     ledger.admit(4, 0, 100)  # slots end at 40 and 140: the next one begins at 40
     assert ledger.predicted_wait_seconds() == pytest.approx((10 + 40 + 30) / 100)

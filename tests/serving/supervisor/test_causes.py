@@ -16,10 +16,11 @@ import msgspec
 import pytest
 
 from models.tokenizer import load_tokenizer
+from serving.backends.backend_table import missing_backends
 from serving.errors import Cause
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.placement_policy import explain
+from serving.placement.placement_policy import Obstacles, PlacementRequest, explain
 from serving.registry.engine_config import Machine, prepare
 from serving.server_options import ModelOptions, Policy
 from serving.supervisor.restart_policy import RecoveryLimits
@@ -47,10 +48,8 @@ class MadeUp(Machine):
     def facts(self) -> HardwareFacts:
         return self._facts
 
-    def gpu_trouble(
-        self, facts: HardwareFacts, policy: Policy, backend: str | None
-    ) -> dict[str, tuple[Cause, str]]:
-        return self._found
+    def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
+        return Obstacles(missing_backends(), self._found)
 
 
 class Served:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from typing import Any, cast
@@ -14,8 +13,7 @@ from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
 from serving.errors import Cause, EngineFailed
 from serving.supervisor.engine_process import EngineProcess
-from serving.supervisor.hang_detection import HangWatch
-from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 
 ABORTED = (
@@ -68,13 +66,16 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
     asyncio.run(scenario())
 
 
-def test_a_silent_load_on_a_gpu_is_given_up_earlier() -> None:
-    limits = RecoveryLimits(gpu_load_timeout_seconds=0.05)
-    watch = HangWatch()
-    time.sleep(0.1)
-    found = [watch.trouble(os.getpid(), None, 0, limits, device) for device in ("gpu", "cpu")]
-    assert found[0] is not None and "no word from the loading engine" in found[0]
-    assert found[1] is None
+def test_a_silent_load_on_a_gpu_is_given_up_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOAD_SILENCE_SECONDS, "gpu", 0.05)
+    monkeypatch.setattr(EngineProcess, "kill", lambda engine: setattr(engine, "killed", True))
+    for device in ("gpu", "cpu"):
+        engine = EngineProcess(0, EngineConfig("fake", "", "m", device=device))
+        engine.pid = 1 << 30  # of nobody
+        time.sleep(0.1)
+        engine.end_if_hung(30.0)
+        assert engine.killed is (device == "gpu")
+        assert device == "cpu" or "no word from the loading engine" in engine.why()[1]
 
 
 @pytest.mark.parametrize("fails", ["socket.socketpair", "threading.Thread.start"])
@@ -94,7 +95,7 @@ def test_an_engine_that_cannot_be_started_wedges_neither_the_model_nor_its_end(
         await supervisor.start()
         with pytest.raises(EngineFailed, match="Too many open files"):
             await supervisor.wait_ready(20)
-        assert supervisor.pids == [] and await supervisor.unload("for a test") == 0
+        assert supervisor.pids == [] and await supervisor.stop(unload="for a test") == 0
         monkeypatch.undo()
         await supervisor.start()
         await asyncio.wait_for(supervisor.stop(drain=False), 20)

@@ -96,7 +96,7 @@ def test_an_unloaded_supervisor_can_start_again_and_remembers_nothing_bad(config
             os.kill(supervisor.engine_pid, signal.SIGKILL)
             await until(lambda: supervisor.state == "restarting")
             await supervisor.wait_ready(20)
-            assert await supervisor.unload("for a test") == 0
+            assert await supervisor.stop(unload="for a test") == 0
             assert (
                 supervisor.state == "unloaded"
                 and supervisor.reason == "the model was unloaded: for a test"
