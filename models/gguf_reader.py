@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType, dequantize
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import gguf_file_formats, gguf_name
+from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
 from models.spec import ModelSpec, RopeScaling
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -161,17 +164,14 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return value
 
 
-def read_header(path: Path, whole_arrays: bool = False) -> GgufHeader:
-    """Read and check a GGUF header. Raises BrokenWeights (no GGUF, damaged, cut off).
-
-    `whole_arrays`: with the tokenizer, whose arrays are None otherwise.
-    """
+def read_header(path: Path) -> GgufHeader:
+    """Read and check a GGUF header. Raises BrokenWeights (no GGUF, damaged, cut off)."""
     try:
         with (
             path.open("rb") as stream,
             mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            return _read(path, _Cursor(path, data, whole_arrays))
+            return _read(path, _Cursor(path, data))
     except ValueError as problem:  # an empty file cannot be mapped
         raise BrokenWeights(f"{str(path)!r} is no GGUF file: {problem}") from problem
 
@@ -224,13 +224,55 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, TensorEntry]:
     return name, TensorEntry(shape, kind.name, offset, elements // weights * size)
 
 
+def gguf_rows(header: GgufHeader, spec: ModelSpec) -> Rows:
+    """Reads the floats that the file's blocks stand for, in transformers' order of rows.
+
+    Raises UnsupportedModel where transformers' classes have not all parts of the model.
+    """
+    part = header.unknown_part(spec)
+    if part is not None:
+        raise UnsupportedModel(
+            f"{Path(header.path).name} has {part}, which is served by llama_cpp only; for another "
+            "engine give the model's folder of safetensors"
+        )
+    is_rotated = header.metadata["general.architecture"] == "llama"
+
+    def rows(name: str, first: int, last: int) -> Floats:
+        entry = header.tensors[gguf_name(EMBEDDING if spec.tied and name == HEAD else name)]
+        at = np.arange(first, last)
+        if is_rotated and name.endswith(("q_proj.weight", "k_proj.weight")):
+            at = paired_rows(at, spec.head_dim)
+        width = entry.shape[0] if len(entry.shape) == 2 else 1
+        kind = GGMLQuantizationType[entry.type]
+        count = math.prod(entry.shape) // width
+        raw = np.memmap(header.path, np.uint8, "r", entry.start, (count, entry.bytes // count))
+        try:
+            values: Floats = dequantize(raw[at], kind).astype(np.float32, copy=False)
+        except NotImplementedError as problem:
+            raise UnsupportedModel(
+                f"tensor {name} of {Path(header.path).name} is of type {entry.type}, whose floats "
+                "only llama.cpp can read"
+            ) from problem
+        return values if len(entry.shape) == 2 else values.reshape(-1)
+
+    return rows
+
+
+def paired_rows(at: npt.NDArray[np.int64], head_dim: int) -> npt.NDArray[np.int64]:
+    """Where llama.cpp has these rows of a query or key matrix: it rotates neighbours of a head,
+    transformers the head's first half with its second."""
+    half = head_dim // 2
+    head, inside = np.divmod(at, head_dim)
+    there: npt.NDArray[np.int64] = head * head_dim + 2 * (inside % half) + inside // half
+    return there
+
+
 class _Cursor:
     """Reads little-endian values one after the other and never past the end."""
 
-    def __init__(self, path: Path, data: mmap.mmap, whole_arrays: bool) -> None:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
         self._data = data
-        self._kept = _MOST_ENTRIES if whole_arrays else _KEPT_ARRAY
         self.size = len(data)
         self.position = 0
 
@@ -271,7 +313,7 @@ class _Cursor:
         if kind != _ARRAY:
             raise self.broken(f"metadata of type {kind}, which is not known")
         of, count = self.scalar("I"), self.count()
-        is_kept = count <= self._kept
+        is_kept = count <= _KEPT_ARRAY
         if of in _SCALARS:
             code = f"<{count}{_SCALARS[of]}"
             raw = self.take(struct.calcsize(code))

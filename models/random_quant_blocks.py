@@ -1,87 +1,125 @@
-"""Streams of random weights in their final form: ggml blocks and floats.
+"""Random weights of a shape: as floats, and as streams of bytes in their final form.
 
-    >>> weights = Weights(seed=0, largest_elements=1 << 20)
-    >>> stream = weights.stream("blk.0.attn_q.weight", "Q4_0", 1 << 20, std=0.04)
-    >>> sum(len(chunk) for chunk in stream)
-    589824
+    >>> from models.ladder import rung
+    >>> weights = Weights(rung("135m").spec, seed=0)
+    >>> weights.rows("model.embed_tokens.weight", 0, 2).shape
+    (2, 576)
+    >>> sum(len(one) for one in weights.stream("model.layers.0.mlp.up_proj.weight", "Q8_0"))
+    940032
 
-A pool of blocks is drawn once a type and spread; a tensor reads the pool round and round from its
-own offset. The pool's length is a prime above any number of rows: no two rows of a matrix are
-alike (twins in an embedding tie at every argmax). Mean 0.
+One pool of normal floats, and one of blocks for each type and spread, quantised by ggml, is drawn
+once; a tensor reads the pool round and round from its own offset. The pools' lengths are primes
+above any number of rows: no two rows of a matrix are alike (twins in an embedding tie at every
+argmax). Spreads keep the size of activations through any number of layers, with logits of standard
+deviation LOGIT_SPREAD.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType
 
 from models.formats import BLOCKS
+from models.gguf_vocabulary import llama_library
+from models.safetensors_reader import EMBEDDING, HEAD, Floats
+from models.spec import ModelSpec
 
-# Lengths of pools, in blocks; all prime.
+LOGIT_SPREAD = 3.0
+_FLOATS = 1048573
+_LONGEST_SLICE = 1 << 21
 _POOL_BLOCKS = (4093, 65521, 262139)
-_POOL_ELEMENTS = (65521, 1048573, 8388593)
-_PLAIN = ("F32", "F16", "BF16")
+_QUANTISED = 4096  # blocks that a pool is drawn from
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Weights:
-    """A seeded source of tensors: same seed, name, type and spread, same bytes."""
+    """A seeded source of a model's tensors, by their Hugging Face names: same seed, same bytes."""
 
-    def __init__(self, seed: int, largest_elements: int) -> None:
-        """`largest_elements`: of the largest tensor; small models get small pools."""
-        self._seed = seed
-        self._largest = largest_elements
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self._spec, self._seed = spec, seed
+        self._shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
+        self._starts = {name: 7919 * number for number, name in enumerate(self._shapes)}
         self._pools: dict[tuple[str, float], Bytes] = {}
+        pool = np.random.default_rng(seed).standard_normal(_FLOATS, dtype=np.float32)
+        self._floats = np.resize(pool, _FLOATS + _LONGEST_SLICE)
 
-    def stream(self, name: str, kind: str, elements: int, std: float) -> Iterator[memoryview]:
+    def rows(self, name: str, first: int, last: int) -> Floats:
+        """Rows of a matrix, elements of a vector: models.safetensors_reader.Rows."""
+        name = EMBEDDING if self._spec.tied and name == HEAD else name
+        shape = self._shapes[name]
+        each = math.prod(shape[1:])
+        at = (self._starts[name] + first * each) % _FLOATS
+        values = self._floats[at : at + (last - first) * each].reshape(-1, *shape[1:])
+        if len(shape) == 1:
+            return values / np.float32(20) + np.float32("norm" in name)
+        return values * np.float32(self._std(name))
+
+    def stream(self, name: str, kind: str) -> Iterator[memoryview]:
         """The tensor's bytes in chunks. `kind`: a key of BLOCKS."""
-        unit = BLOCKS[kind]
-        pool = self._pool(kind, std)
-        left = elements // unit.weights * unit.bytes
-        units = len(pool) // unit.bytes
-        position = int(self._generator(name).integers(units)) * unit.bytes
+        shape, unit = self._shapes[name], BLOCKS[kind]
+        if len(shape) == 1:
+            yield as_bytes(stored_as(kind, self.rows(name, 0, shape[0])))
+            return
+        pool = self._pool(kind, self._std(name))
+        left = math.prod(shape) // unit.weights * unit.bytes
+        position = self._starts[name] * unit.bytes % len(pool)
         while left:
             chunk = pool[position : position + left]
-            yield memoryview(chunk)  # type: ignore[arg-type]  # numpy arrays are buffers
+            yield as_bytes(chunk)
             left -= len(chunk)
             position = 0
 
-    def vector(self, name: str, length: int, low: float, high: float) -> npt.NDArray[np.float32]:
-        """A small float32 vector, uniform in [low, high): norms and biases."""
-        return self._generator(name).uniform(low, high, length).astype(np.float32)
+    def _std(self, name: str) -> float:
+        """Standard deviation of a matrix: gain / sqrt(inputs), which keeps the size of activations.
+
+        The MLP adds twice as much as it reads: else a tied model repeats its last token for ever.
+        """
+        is_head = name == HEAD or (self._spec.tied and name == EMBEDDING)
+        if name == EMBEDDING and not is_head:
+            return 1.0
+        gain = LOGIT_SPREAD if is_head else 2.0 if name.endswith("down_proj.weight") else 1.0
+        return gain / math.sqrt(self._shapes[name][1])
 
     def _pool(self, kind: str, std: float) -> Bytes:
         key = (kind, std)
         if key not in self._pools:
-            generator = self._generator(kind)
-            lengths = _POOL_ELEMENTS if kind in _PLAIN else _POOL_BLOCKS
-            wanted = self._largest // BLOCKS[kind].weights
-            length = next((one for one in lengths if one >= wanted), lengths[-1])
-            if kind in _PLAIN:
-                values = generator.standard_normal(length, dtype=np.float32) * np.float32(std)
+            if kind in ("F32", "F16", "BF16"):
+                values = self._floats[:_FLOATS] * np.float32(std)
                 self._pools[key] = stored_as(kind, values).view(np.uint8)
             else:
-                self._pools[key] = _blocks(generator, kind, length, std)
+                self._pools[key] = self._blocks(kind, std)
         return self._pools[key]
 
-    def _generator(self, name: str) -> np.random.Generator:
-        return np.random.default_rng([self._seed, zlib.crc32(name.encode())])
+    def _blocks(self, kind: str, std: float) -> Bytes:
+        unit = BLOCKS[kind]
+        largest = max(map(math.prod, self._shapes.values())) // unit.weights
+        length = next((one for one in _POOL_BLOCKS if one >= largest), _POOL_BLOCKS[-1])
+        values = self._floats[: _QUANTISED * unit.weights] * np.float32(std)
+        made = np.empty((_QUANTISED, unit.bytes), np.uint8)
+        quantise = llama_library().llama_cpp._lib.ggml_quantize_chunk
+        quantise.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3]
+        quantise.argtypes += [ctypes.c_void_p]
+        places = (values.ctypes.data, made.ctypes.data)
+        quantise(GGMLQuantizationType[kind], *places, 0, _QUANTISED, unit.weights, None)
+        chosen = np.random.default_rng(self._seed).integers(0, _QUANTISED, length)
+        return made[chosen].reshape(-1)
 
 
-def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+def to_bf16(values: Floats) -> npt.NDArray[np.uint16]:
     """bfloat16 bit patterns of finite float32 values, rounded to nearest, ties to even."""
     bits = values.view(np.uint32)
     rounded: npt.NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return rounded
 
 
-def stored_as(kind: str, values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+def stored_as(kind: str, values: Floats) -> npt.NDArray[Any]:
     """Floats as a file of type F32, F16 or BF16 has them."""
     if kind == "BF16":
         return to_bf16(np.ascontiguousarray(values))
@@ -91,62 +129,3 @@ def stored_as(kind: str, values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
 def as_bytes(values: npt.NDArray[Any]) -> memoryview:
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     return memoryview(flat)  # type: ignore[arg-type]  # numpy arrays are buffers
-
-
-# Standard deviation of the quantised integers, uniform over their whole range: sqrt((levels^2 - 1)
-# / 12).
-def _spread(levels: int) -> float:
-    return math.sqrt((levels**2 - 1) / 12)
-
-
-def _blocks(generator: np.random.Generator, kind: str, length: int, std: float) -> Bytes:
-    """`length` random blocks of `kind` (ggml-common.h): mean 0, standard deviation `std`."""
-    out = generator.integers(0, 256, (length, BLOCKS[kind].bytes), dtype=np.uint8)
-    match kind:
-        case "Q4_0":  # fp16 d, 16 bytes of nibbles: d * (q - 8)
-            out[:, 0:2] = _scales(generator, length, std / _spread(16))
-        case "Q5_0":  # fp16 d, 4 bytes of high bits, nibbles: d * (q - 16)
-            out[:, 0:2] = _scales(generator, length, std / _spread(32))
-        case "Q8_0":  # fp16 d, 32 int8: d * q
-            out[:, 0:2] = _scales(generator, length, std / _spread(256))
-        case "Q5_1":  # fp16 d, fp16 m, high bits, nibbles: d * q + m, m = -15.5 d
-            scales = _scales(generator, length, std / _spread(32))
-            out[:, 0:2], out[:, 2:4] = scales, _half(scales, -15.5)
-        case "Q4_K" | "Q5_K":
-            # fp16 d, fp16 dmin, 8 pairs of 6 bits: d * scale * q - dmin * min,
-            # with min = scale and dmin = mean(q) * d
-            levels = 16 if kind == "Q4_K" else 32
-            sixes = generator.integers(24, 64, (length, 8), dtype=np.uint8)
-            root_mean_square = math.sqrt(float(np.mean(sixes.astype(np.float64) ** 2)))
-            scales = _scales(generator, length, std / _spread(levels) / root_mean_square)
-            out[:, 0:2], out[:, 2:4] = scales, _half(scales, (levels - 1) / 2)
-            out[:, 4:16] = _packed_sixes(sixes)
-        case "Q6_K":  # 128 low nibbles, 64 high pairs, 16 int8 scales, fp16 d: d * scale * (q - 32)
-            signs = generator.choice(np.array([-1, 1], np.int8), (length, 16))
-            bytes16 = generator.integers(48, 128, (length, 16)).astype(np.int8) * signs
-            root_mean_square = math.sqrt(float(np.mean(bytes16.astype(np.float64) ** 2)))
-            out[:, 192:208] = bytes16.view(np.uint8)
-            out[:, 208:210] = _scales(generator, length, std / _spread(64) / root_mean_square)
-        case _:
-            raise KeyError(f"no random blocks of type {kind!r}")
-    return out.reshape(-1)
-
-
-def _scales(generator: np.random.Generator, length: int, size: float) -> Bytes:
-    """fp16 scales of both signs with root mean square `size`; [length, 2] bytes."""
-    values = generator.uniform(0.75, 1.25, length) * generator.choice([-1.0, 1.0], length)
-    values *= size / math.sqrt(float(np.mean(values**2)))
-    stored: Bytes = values.astype(np.float16).view(np.uint8).reshape(length, 2)
-    return stored
-
-
-def _half(scales: Bytes, factor: float) -> Bytes:
-    values = np.ascontiguousarray(scales).view(np.float16).astype(np.float32) * factor
-    return values.astype(np.float16).view(np.uint8).reshape(len(scales), 2)
-
-
-def _packed_sixes(sixes: Bytes) -> Bytes:
-    """Eight 6-bit scales and mins (get_scale_min_k4), min = scale; [length, 12] bytes."""
-    low, high = sixes[:, :4], sixes[:, 4:]
-    first = low | ((high >> 4) << 6)
-    return np.concatenate([first, first, (high & 15) | ((high & 15) << 4)], axis=1)

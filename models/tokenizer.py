@@ -201,8 +201,8 @@ def shipped(vocabulary: int) -> dict[str, Any]:
     return table
 
 
-def shipped_files(vocabulary: int, context: int) -> dict[str, dict[str, Any]]:
-    """The shipped tokenizer's files for a model of `context` tokens: name -> content."""
+def write_shipped(folder: Path, vocabulary: int, context: int) -> None:
+    """The shipped tokenizer's files for a model of `context` tokens."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIAL_TOKENS[0],
@@ -212,12 +212,13 @@ def shipped_files(vocabulary: int, context: int) -> dict[str, dict[str, Any]]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }
-    generation = {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0}
-    return {
+    for name, content in {
         "tokenizer.json": shipped(vocabulary),
         "tokenizer_config.json": config,
-        "generation_config.json": generation,
-    }
+        "generation_config.json": {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0},
+    }.items():
+        text = json.dumps(content, ensure_ascii=False)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 @cache

@@ -27,12 +27,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.random_weights import rope_factors
+from models.float_forward import BLOCK, forward
 from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
 from models.spec import ModelSpec
 from models.tokenizer import DATA
 
-BLOCK = 1 << 20  # floats of a matrix that are worked on at once
 EXPONENTS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of an MLP channel's size in s; the rest is the weights'
 
 
@@ -88,7 +87,7 @@ class Turned:
         self._lock = threading.RLock()
         self._held: tuple[str, Any] = ("", None)  # the last whole matrix that was asked for
         self._evened: tuple[str, Any] = ("", None)  # the last layer's order and s
-        self._layers = mlp_inputs(spec, rows, ids) if ids is not None else None
+        self._layers = forward(spec, rows, ids) if ids is not None else None
 
     def __call__(self, name: str, first: int, last: int) -> Floats:
         layer, _, part = name.removesuffix(".weight").rpartition(".")
@@ -192,58 +191,3 @@ def even_channels(x: Floats, blocks: Callable[[], Iterator[Floats]]) -> Floats:
 
     best: Floats = candidates[min(range(len(candidates)), key=harm)]
     return best
-
-
-def mlp_inputs(spec: ModelSpec, rows: Rows, ids: npt.NDArray[np.int64]) -> Iterator[Floats]:
-    """What down_proj reads in each layer, [tokens, intermediate], for ids [sequences, tokens]."""
-    count, length = ids.shape
-    group, half = spec.heads // spec.kv_heads, spec.head_dim // 2
-    frequencies = 1.0 / spec.rope_theta ** (np.arange(half) / half)
-    if spec.rope_scaling is not None:
-        frequencies = frequencies / rope_factors(spec, spec.rope_scaling)
-    angles = np.outer(np.arange(length), frequencies)[:, None]
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    mask = np.triu(np.full((length, length), -np.inf, np.float32), 1)
-
-    def product(x: Floats, name: str, outputs: int) -> Floats:
-        step = max(1, BLOCK // x.shape[1])
-        parts = [
-            x @ rows(f"{name}.weight", first, min(outputs, first + step)).T
-            for first in range(0, outputs, step)
-        ]
-        return np.concatenate(parts, 1)
-
-    def norm(x: Floats, name: str) -> Floats:
-        size = np.sqrt(np.mean(x**2, -1, keepdims=True) + np.float32(spec.norm_epsilon))
-        normed: Floats = x / size * rows(name, 0, x.shape[-1])
-        return normed
-
-    def heads(x: Floats, path: str, part: str, number: int) -> Floats:
-        y = product(x, f"{path}.{part}_proj", number * spec.head_dim)
-        if spec.qkv_bias:
-            y = y + rows(f"{path}.{part}_proj.bias", 0, y.shape[1])
-        y = y.reshape(count, length, number, spec.head_dim)
-        if part == "v":
-            return y
-        if spec.qk_norm:
-            y = norm(y, f"{path}.{part}_norm.weight")
-        a, b = y[..., :half], y[..., half:]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    x = np.concatenate([rows(EMBEDDING, int(one), int(one) + 1) for one in ids.reshape(-1)])
-    for layer in range(spec.layers):
-        path = f"model.layers.{layer}"
-        y, attention = norm(x, f"{path}.input_layernorm.weight"), f"{path}.self_attn"
-        q = heads(y, attention, "q", spec.heads)
-        q = q.reshape(count, length, spec.kv_heads, group, spec.head_dim)
-        k, v = (heads(y, attention, part, spec.kv_heads) for part in ("k", "v"))
-        scores = np.einsum("nqhgd,nkhd->nhgqk", q, k) * np.float32(spec.head_dim**-0.5) + mask
-        scores = np.exp(scores - scores.max(-1, keepdims=True))
-        scores /= scores.sum(-1, keepdims=True)
-        y = np.einsum("nhgqk,nkhd->nqhgd", scores, v).reshape(count * length, -1)
-        x = x + product(y, f"{attention}.o_proj", spec.hidden)
-        y = norm(x, f"{path}.post_attention_layernorm.weight")
-        gate = product(y, f"{path}.mlp.gate_proj", spec.intermediate)
-        y = gate / (1 + np.exp(-gate)) * product(y, f"{path}.mlp.up_proj", spec.intermediate)
-        yield y
-        x = x + product(y, f"{path}.mlp.down_proj", spec.hidden)

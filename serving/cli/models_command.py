@@ -14,7 +14,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Collection, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,12 +24,12 @@ from rich.table import Table
 
 from models import formatting
 from models import resolve as hub
-from models.cache import Wish, converted_models, delete_synthetic, finished_formats
-from models.errors import BrokenWeights, ModelError
+from models.cache import finished_formats
+from models.errors import ModelError
 from models.formats import FORMATS, known_formats, weight_bytes
 from models.gguf_reader import read_header
 from models.hf_config import read_spec
-from models.ladder import LADDER, Rung, is_rung, real_weights, real_weights_of, rung
+from models.ladder import LADDER, Rung, real_weights, real_weights_of, rung
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends.backend_interface import AUTO
 from serving.backends.backend_table import BACKENDS, missing_backends, weights_of
@@ -92,13 +91,6 @@ def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
             f"{row['context']:,}",
         )
     console.print(table)
-    for path, manifest in converted_models(root).items():
-        quality, kept = manifest.quality_kl_nats, manifest.greedy_agreement
-        cost = "what it costs on text was not measured"
-        if quality is not None and kept is not None:
-            cost = f"KL to float {quality:.2g} nats, {kept:.0%} of greedy tokens kept"
-        where = path.relative_to(root)
-        typer.echo(f"{manifest.spec.name} in {manifest.weight_format}: {cost} ({where})")
 
 
 def _listed(one: Rung, root: Path) -> dict[str, Any]:
@@ -129,34 +121,20 @@ def make(
         "llama_cpp", "--backend", help="Whose kind of weights: llama_cpp, torch, onnx."
     ),
     cache: Path | None = CACHE,
-    verify: bool = typer.Option(
-        False, "--verify", help="Compare checksums even of files that were checked before."
-    ),
 ) -> None:
-    """Make weights in the cache or check them; damaged synthetic ones are made again."""
+    """Make weights in the cache; damaged ones are made again."""
     kind, _ = weights_of(backend)
     if weight_format in FORMATS:
         kind, weight_format = weight_format, None
-    chosen = hub.weight_format_of(kind, weight_format)
-    root = hub.cache_dir(cache)
     narrator = Narrator(sys.stderr)
     for name in names:
-        resolve = partial(
-            hub.resolve,
+        found = hub.resolve(
             name,
             kind=kind,
             weight_format=weight_format,
-            cache=root,
+            cache=cache,
             progress=narrator.progress,
         )
-        try:
-            found = resolve(full_check=verify)
-        except BrokenWeights as problem:
-            wish = Wish(kind, chosen, root)
-            if not is_rung(name) or not delete_synthetic(rung(name).spec, wish):
-                raise
-            narrator.say(f"{problem}; making it again")
-            found = resolve()
         narrator.end_progress()
         parts = [f"{found.spec.parameters:,} parameters", found.weight_format or "no weights"]
         if found.quality_kl_nats is not None:

@@ -17,7 +17,6 @@ import msgspec
 from models.isolated import run_aside
 from models.ladder import is_rung, rung
 from models.manifest import Progress, read_manifest
-from models.onnx_files import graphs
 from models.resolve import ResolvedModel, resolve
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import (
@@ -271,7 +270,7 @@ def backend_of_path(path: Path) -> str | None:
     """The backend that reads a local GGUF file or folder; None for anything else."""
     if path.suffix == ".gguf":
         return backend_for("gguf")
-    if path.is_dir() and graphs(path):
+    if (path / "model.onnx").is_file():
         return backend_for("onnx")
     return backend_for("hf") if path.is_dir() and any(path.glob("*.safetensors")) else None
 

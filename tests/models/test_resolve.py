@@ -12,7 +12,7 @@ from models.gguf_vocabulary import read_by_child
 from models.ladder import rung
 from models.manifest import manifest_path, read_manifest, write_manifest
 from models.random_weights import write_gguf, write_hf_folder
-from models.resolve import ResolvedModel, cache_dir, resolve, weight_format_of
+from models.resolve import ResolvedModel, cache_dir, is_gguf, resolve, weight_format_of
 from models.tokenizer import load_tokenizer
 from tests.serving.backends.hf_folders import children_here
 from tests.shapes import TINY_LLAMA, TINY_LLAMA3
@@ -35,7 +35,6 @@ def test_formats_are_spelt_as_their_kind_spells_them() -> None:
     assert weight_format_of("gguf") == "Q4_0"
     assert weight_format_of("gguf", "q4_k_m") == "Q4_K_M"
     assert weight_format_of("hf", "FP32") == "fp32"
-    assert weight_format_of("onnx", "dynamic-int8") == "int8"  # its name before 1.0
     assert weight_format_of("none") == ""
     with pytest.raises(
         UnsupportedModel, match="'hf' has no weight format 'Q4_0'; made here are bf16"
@@ -68,15 +67,16 @@ def test_a_rung_is_made_on_demand_and_only_once(smallest: tuple[ResolvedModel, P
     assert tokenizer.eos_ids == load_tokenizer(first.path).eos_ids
 
 
-def test_a_cut_file_in_the_cache_is_refused(
+def test_a_cut_file_in_the_cache_is_made_again(
     smallest: tuple[ResolvedModel, Path], tmp_path: Path
 ) -> None:
     first, cache = smallest
     shutil.copytree(cache, tmp_path / "copy")
     file = tmp_path / "copy" / Path(first.path).relative_to(cache)
+    whole = file.stat().st_size
     os.truncate(file, 1000)
-    with pytest.raises(BrokenWeights, match="1000 bytes"):
-        resolve("135m", kind="gguf", cache=tmp_path / "copy")
+    resolve("135m", kind="gguf", cache=tmp_path / "copy")
+    assert file.stat().st_size == whole
 
 
 def test_the_fake_backend_needs_no_weights(tmp_path: Path) -> None:
@@ -99,8 +99,7 @@ def test_a_gguf_file_is_taken_where_it_lies(tmp_path: Path) -> None:
         "Q8_0",
     )
     assert msgspec.structs.replace(found.spec, name=TINY_LLAMA3.name) == TINY_LLAMA3
-    with pytest.raises(UnsupportedModel, match="Q8_0, not Q4_0"):
-        resolve(str(file), kind="gguf", weight_format="Q4_0")
+    assert is_gguf(str(file)) and not is_gguf("org/name")
 
 
 def test_a_strangers_gguf_is_probed_once_until_it_changes(

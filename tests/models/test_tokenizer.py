@@ -17,7 +17,7 @@ from models.convert_tokenizer import PROBES
 from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
 from models.isolated import run_python
 from models.random_weights import write_gguf
-from models.tokenizer import DATA, SHIPPED, Tokenizer, load_tokenizer, shipped, shipped_files
+from models.tokenizer import DATA, SHIPPED, Tokenizer, load_tokenizer, shipped, write_shipped
 from tests.shapes import TINY_LLAMA
 
 VOCABULARY = 4000
@@ -27,7 +27,7 @@ VOCABULARY = 4000
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
     """The same tokenizer from a folder and from a GGUF file."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_files(folder, shipped_files(VOCABULARY, 2048))
+    write_shipped(folder, VOCABULARY, 2048)
     write_gguf(msgspec.structs.replace(TINY_LLAMA, vocabulary=VOCABULARY), folder / "x.gguf")
     return load_tokenizer(folder), load_tokenizer(folder / "x.gguf")
 

@@ -25,7 +25,7 @@ import msgspec
 from loadtests.analysis.level import Level as Columns
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_journal import LevelPurpose, LevelStarted
-from models.tokenizer import shipped_files
+from models.tokenizer import write_shipped
 
 ROOT = Path(__file__).parents[3]
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
@@ -99,8 +99,7 @@ class Tool(ABC):
         self.count = 0
         self.tokenizer = folder / "tokenizer"
         self.tokenizer.mkdir(parents=True, exist_ok=True)
-        for file, content in shipped_files(32_768, 4096).items():
-            (self.tokenizer / file).write_text(json.dumps(content))
+        write_shipped(self.tokenizer, 32_768, 4096)
 
     def new(self) -> Path:
         """A folder for one run."""

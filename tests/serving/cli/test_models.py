@@ -45,9 +45,8 @@ def test_make_then_list_then_repair(models: Ask, cache: Path) -> None:
 
     (file,) = cache.glob("synthetic/smollm2-135m/*.gguf")
     os.truncate(file, 5000)
-    done = models("make", "135m", "--verify")
+    done = models("make", "135m")
     assert done.returncode == 0
-    assert "5000 bytes" in done.stderr and "making it again" in done.stderr
     assert file.stat().st_size > 80_000_000
 
 
