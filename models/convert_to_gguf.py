@@ -24,14 +24,14 @@ from models.errors import BrokenWeights
 from models.float_forward import BLOCK, Ids
 from models.formats import GGUF_FORMATS, GgufTensor, check_made
 from models.gguf_reader import paired_rows
-from models.gguf_vocabulary import GgufTokenizer, llama_library, read_by_child
+from models.gguf_vocabulary import GgufTokenizer, llama_library
 from models.gguf_writer import ARCHITECTURES, write_file
 from models.manifest import Progress, atomic_file, manifest_path
 from models.random_quant_blocks import as_bytes, stored_as
 from models.random_weights import rope_factors
 from models.safetensors_reader import Floats
 from models.spec import ModelSpec
-from models.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer, try_tokenizer
 
 OWN_FORMAT = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -60,7 +60,7 @@ def make_gguf(
             _write(found, weight_format, temporary, say)
             say("comparing the tokenizers", None)
             # By a child first: llama.cpp ends a process on a vocabulary that it does not expect.
-            read_by_child(temporary, f"the tokenizer of {found.path.name}")
+            try_tokenizer(temporary)
             ours = GgufTokenizer(temporary)
             compare_tokenizers(load_tokenizer(found.path), ours, found.path.name)
         quality = quality_of(found, lambda ids: gguf_logits(temporary, ids), say)

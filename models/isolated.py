@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,8 +39,7 @@ SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 
 def python_path() -> str:
     """PYTHONPATH with these packages first."""
-    given = os.environ.get("PYTHONPATH")
-    return f"{PACKAGE_ROOT}{os.pathsep}{given}" if given else str(PACKAGE_ROOT)
+    return os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def python_variables() -> dict[str, str]:
@@ -116,15 +115,6 @@ def run_python(
     return Ran(child.returncode, output, error.decode(errors="replace"))
 
 
-class _Said(msgspec.Struct, omit_defaults=True):
-    """A line from a child of run_aside. JSON: a child that read a stranger's file may be his."""
-
-    kind: Literal["progress", "done", "error"]
-    text: str = ""
-    fraction: float | None = None
-    error: str = ""  # a class of models.errors
-
-
 def run_aside(
     function: str, progress: Callable[[str, float | None], None] | None, *args: Any, **kwargs: Any
 ) -> None:
@@ -170,27 +160,28 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _is_done(heard: Any, progress: Callable[[str, float | None], None] | None) -> bool:
-    """Reads what a child says to its end; False where it ends before it is done."""
+    """Reads what a child says to its end: lines of JSON with a kind, a text and a fraction; the
+    kind is "progress", "done" or a class of models.errors. False where it ends before it is done.
+    """
     for line in iter(lambda: heard.readline(1 << 20), b""):
         try:
-            said = msgspec.json.decode(line, type=_Said)
+            kind, text, fraction = msgspec.json.decode(line, type=tuple[str, str, float | None])
         except msgspec.MsgspecError:
             return False
-        if said.kind == "done":
+        if kind == "done":
             return True
-        if said.kind == "error":
-            found = getattr(errors, said.error, None)
-            if isinstance(found, type) and issubclass(found, ModelError):
-                raise found(said.text)
-            raise ModelError(said.text)
+        if kind != "progress":
+            found = getattr(errors, kind, None)
+            is_ours = isinstance(found, type) and issubclass(found, ModelError)
+            raise (found if is_ours else ModelError)(text)
         if progress:
-            progress(said.text, said.fraction)
+            progress(text, fraction)
     return False
 
 
 def _child(function: str, out: int) -> None:
-    def say(*said: Any) -> None:
-        os.write(out, msgspec.json.encode(_Said(*said)) + b"\n")
+    def say(kind: str, text: str = "", fraction: float | None = None) -> None:
+        os.write(out, msgspec.json.encode((kind, text, fraction)) + b"\n")
 
     # A parent pickles for its child; what the child says is JSON.
     args, kwargs = pickle.load(sys.stdin.buffer)  # nosec B301
@@ -200,7 +191,7 @@ def _child(function: str, out: int) -> None:
         work(*args, **kwargs, progress=lambda what, fraction: say("progress", what, fraction))
         say("done")
     except ModelError as problem:
-        say("error", str(problem), None, type(problem).__name__)
+        say(type(problem).__name__, str(problem))
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
 

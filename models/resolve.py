@@ -15,7 +15,6 @@ pickles, no remote code.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from models.errors import UnknownModel, UnsupportedModel
 from models.export_with_optimum import foreign_spec
 from models.formats import DEFAULT_FORMATS, check_made, spelt
 from models.gguf_reader import read_header
-from models.gguf_vocabulary import read_by_child
 from models.hf_config import FAMILIES, read_config, spec_of
 from models.ladder import LADDER, is_rung, real_weights, rung
 from models.manifest import Manifest, Progress, read_manifest, verify
@@ -180,10 +178,9 @@ def _local_gguf(path: Path, source: str, wish: Wish, is_asked: bool) -> Resolved
     header = read_header(path)
     spec = header.spec(path.stem)
     manifest = _checked_manifest(path)
-    if manifest is None:
-        now = path.stat()
-        _probe_once(path, now.st_size, now.st_mtime_ns)
-    else:  # a GGUF file holds the results of RoPE scaling, the manifest its parameters
+    if (
+        manifest is not None
+    ):  # a GGUF file holds the results of RoPE scaling, the manifest its parameters
         spec = msgspec.structs.replace(spec, rope_scaling=manifest.spec.rope_scaling)
     if wish.kind == "gguf" and (not is_asked or wish.weight_format == header.weight_format):
         return _found(path, spec, header.weight_format, source, manifest)
@@ -191,12 +188,6 @@ def _local_gguf(path: Path, source: str, wish: Wish, is_asked: bool) -> Resolved
         check_made(wish.weight_format)
     made, manifest = converted(path, spec, wish)
     return _found(made, spec, wish.weight_format, source, manifest, path)
-
-
-@lru_cache(maxsize=64)  # a server resolves each of its models twice
-def _probe_once(path: Path, size_bytes: int, changed_ns: int) -> None:
-    """Let a child read a foreign file's vocabulary first: llama.cpp may abort on a damaged one."""
-    read_by_child(path, f"the tokenizer in {path.name}")
 
 
 def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:

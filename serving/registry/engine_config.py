@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from models.isolated import run_aside
 from models.ladder import is_rung, rung
 from models.manifest import Progress, read_manifest
 from models.resolve import ResolvedModel, resolve
+from models.tokenizer import try_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import (
     BACKENDS,
@@ -209,7 +209,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     is_ours = any(read_manifest(place) is not None for place in (path, path.parent))
     if not is_ours and request.model.name != "fake":
         # A stranger's tokenizer is tried in another process before it is loaded in this one.
-        run_aside("models.tokenizer:rehearse", None, str(path))
+        try_tokenizer(path)
     if any(one.synthetic and one.path for one in prepared.files.values()):
         machine.say(
             f"{request.model.name} has random weights: "

