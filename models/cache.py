@@ -37,10 +37,7 @@ from models.random_weights import GENERATOR, write_gguf, write_hf_folder
 from models.spec import ModelSpec
 from models.tokenizer import shipped_mark, write_shipped
 
-CONVERTERS = {
-    "gguf": "models.convert_to_gguf:make_gguf",
-    "onnx": "models.convert_to_onnx:make_onnx",
-}
+CONVERT = "models.convert_to_onnx:make_onnx"
 RANDOM_ONNX = "models.convert_to_onnx:make_random_onnx"
 SPARE_DISK_BYTES = 256 << 20
 CACHE_VARIABLE = "CROSSOVER_CACHE"
@@ -82,7 +79,7 @@ def synthetic(spec: ModelSpec, wish: Wish) -> Path:
     """A rung's weights, made on demand."""
     path, made_by = synthetic_path(spec, wish), GENERATOR
     if wish.kind == "onnx":
-        made_by = f"{converter('onnx', wish.weight_format)}, {GENERATOR}"
+        made_by = f"{converter(wish.weight_format)}, {GENERATOR}"
 
     def make() -> None:
         if wish.kind == "onnx":
@@ -96,21 +93,15 @@ def synthetic(spec: ModelSpec, wish: Wish) -> Path:
 
 
 def converted(source: Path, spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
-    """Somebody's GGUF file or folder of safetensors in another format, made if it is not there."""
-    path = converted_path(source, wish)
+    """Somebody's GGUF file or folder of safetensors as ONNX, made if it is not there yet."""
+    name = source.name if source.is_dir() else source.stem
+    path = wish.cache / "converted" / _fingerprint(source) / wish.file_name(name)
 
     def make() -> None:
-        function = CONVERTERS[wish.kind]
-        run_aside(function, wish.progress, source, path, wish.weight_format, spec=spec)
+        run_aside(CONVERT, wish.progress, source, path, wish.weight_format, spec=spec)
 
     need = weight_bytes(spec, "fp16") + weight_bytes(spec, wish.weight_format)
-    return path, _made(path, spec, converter(wish.kind, wish.weight_format), make, need)
-
-
-def converted_path(source: Path, wish: Wish) -> Path:
-    """Where the conversion of a file or folder lies in the cache."""
-    name = source.name if source.is_dir() else source.stem
-    return wish.cache / "converted" / _fingerprint(source) / wish.file_name(name)
+    return path, _made(path, spec, converter(wish.weight_format), make, need)
 
 
 def tokenizer_folder(spec: ModelSpec, cache: Path) -> Path:

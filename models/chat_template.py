@@ -180,7 +180,7 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
         _tick()
         method, owner = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
         if isinstance(owner, str) and method in ("join", "replace"):
-            return _join(*args, owner) if method == "join" else _replace(owner, *args)
+            return _join(args[0], owner) if method == "join" else _replace(owner, *args)
         return super().call(__context, __obj, *args, **kwargs)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:

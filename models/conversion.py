@@ -34,7 +34,6 @@ class Source(NamedTuple):
 
     path: Path
     spec: ModelSpec
-    weight_format: str
     rows: Rows
     is_random: bool
 
@@ -49,13 +48,6 @@ class Source(NamedTuple):
         return found[: sequences * each].reshape(sequences, each)
 
 
-class Quality(NamedTuple):
-    """What a format costs, against the float weights on text."""
-
-    kl_nats: float  # KL(source || converted), mean over positions
-    agreement: float  # share of positions with the same greedy token
-
-
 def open_source(path: Path, wanted: ModelSpec | None = None) -> Source:
     """Raises UnsupportedModel, BrokenWeights where it is not whole or not of the `wanted` shape."""
     before = read_manifest(path)
@@ -63,7 +55,7 @@ def open_source(path: Path, wanted: ModelSpec | None = None) -> Source:
     if path.is_file():
         header = read_header(path)
         spec = wanted or header.spec(path.stem)
-        return Source(path, spec, header.weight_format, gguf_rows(header, spec), is_random)
+        return Source(path, spec, gguf_rows(header, spec), is_random)
     spec = spec_of(read_config(path), path.name)
     if wanted is not None:
         differences = [
@@ -77,7 +69,8 @@ def open_source(path: Path, wanted: ModelSpec | None = None) -> Source:
                 f"{', '.join(differences)}"
             )
         spec = wanted
-    return Source(path, spec, check_tensors(path, spec), stored_rows(path, spec), is_random)
+    check_tensors(path, spec)
+    return Source(path, spec, stored_rows(path, spec), is_random)
 
 
 def prose() -> str:
@@ -86,9 +79,11 @@ def prose() -> str:
     return text.partition("limitations under the License.\n\n")[2]
 
 
-def quality_of(source: Source, logits_of: Callable[[Ids], Floats], say: Progress) -> Quality | None:
-    """The Quality of what was made, by its logits; None where it cannot be told, or says nothing:
-    random weights do not lose what trained ones would."""
+def quality_of(source: Source, logits_of: Callable[[Ids], Floats], say: Progress) -> float | None:
+    """What was made, by its logits, against the float weights on text: mean KL divergence in nats.
+
+    None where it cannot be told, or says nothing: random weights do not lose what trained ones do.
+    """
     if source.is_random:
         return None
     ids = source.ids(prose(), 4, 64)
@@ -97,17 +92,13 @@ def quality_of(source: Source, logits_of: Callable[[Ids], Floats], say: Progress
         return None
     say("comparing the logits with the source's", None)
     reference = deque(forward(source.spec, source.rows, ids), maxlen=1).pop()
-    return compared(reference, logits_of(ids))
+    return divergence(reference, logits_of(ids))
 
 
-def compared(reference: Floats, candidate: Floats) -> Quality:
-    """Of two arrays of logits [..., vocabulary]."""
-    a, b = (one.reshape(-1, one.shape[-1]).astype(np.float64) for one in (reference, candidate))
-    p, q = _log_softmax(a), _log_softmax(b)
-    return Quality(
-        kl_nats=float(np.mean(np.sum(np.exp(p) * (p - q), -1))),
-        agreement=float(np.mean(a.argmax(-1) == b.argmax(-1))),
-    )
+def divergence(reference: Floats, candidate: Floats) -> float:
+    """KL(reference || candidate) in nats, mean over positions, of logits [..., vocabulary]."""
+    p, q = (_log_softmax(one.astype(np.float64)) for one in (reference, candidate))
+    return float(np.mean(np.sum(np.exp(p) * (p - q), -1)))
 
 
 def _log_softmax(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -131,23 +122,10 @@ def copy_texts(source: Path, folder: Path, spec: ModelSpec | None = None) -> Non
 
 
 def finish(
-    source: Path,
-    weights: Path,
-    kind: str,
-    weight_format: str,
-    spec: ModelSpec,
-    quality: Quality | None = None,
+    source: Path, folder: Path, weight_format: str, spec: ModelSpec, quality: float | None = None
 ) -> None:
-    """Write the manifest of a converted file or folder, last."""
+    """Write the manifest of a converted folder, last."""
     before = read_manifest(source)
-    manifest = Manifest(
-        kind=kind,
-        spec=spec,
-        weight_format=weight_format,
-        source=source.name if before is None else before.source,
-        generator=converter(kind, weight_format),
-        seed=None if before is None else before.seed,
-        quality_kl_nats=None if quality is None else quality.kl_nats,
-        greedy_agreement=None if quality is None else quality.agreement,
-    )
-    write_manifest(weights, manifest)
+    name, seed = (source.name, None) if before is None else (before.source, before.seed)
+    made_by = converter(weight_format)
+    write_manifest(folder, Manifest("onnx", spec, weight_format, name, made_by, seed, quality))

@@ -79,7 +79,7 @@ def make_onnx(
         copy_texts(path, folder, found.spec)
         _write_graph(found.spec, rows, folder, weight_format, say)
         quality = quality_of(found, lambda ids: graph_logits(folder / GRAPH, ids, found.spec), say)
-        finish(path, folder, "onnx", weight_format, found.spec, quality)
+        finish(path, folder, weight_format, found.spec, quality)
     return target
 
 
@@ -99,7 +99,7 @@ def make_random_onnx(
     with atomic_folder(target := Path(out_folder)) as folder:
         write_texts(spec, folder, "fp32")
         _write_graph(spec, Weights(spec, seed).rows, folder, weight_format, say)
-        made_by = f"{converter('onnx', weight_format)}, {GENERATOR}"
+        made_by = f"{converter(weight_format)}, {GENERATOR}"
         write_manifest(folder, Manifest("onnx", spec, weight_format, "synthetic", made_by, seed))
     return target
 

@@ -1,6 +1,6 @@
 """Write a GGUF file tensor by tensor.
 
-write_file(spec, "Q4_0", vocabulary, path, data=lambda tensor: [bytes(tensor.bytes)])
+write_file(spec, "Q4_0", path, data=lambda tensor: [bytes(tensor.bytes)])
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import gguf
-import msgspec
 import numpy as np
 
+from models.chat_template import CHATML
 from models.formats import GGUF_FORMATS, GgufTensor, gguf_tensors
 from models.manifest import Progress
 from models.spec import ModelSpec
+from models.tokenizer import SPECIAL_TOKENS, shipped
 
 ALIGNMENT = 32
 # transformers' model_type -> architecture name in GGUF, which knows Mistral as llama.
@@ -27,32 +28,16 @@ ARCHITECTURES: dict[str, str] = {
 }
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
-    """A byte-level BPE tokenizer as GGUF stores it. `types`: gguf.TokenType."""
-
-    pre: str  # llama.cpp's name of the rule that cuts text into words
-    tokens: list[str]
-    types: list[int]
-    merges: list[str]
-    bos_id: int | None = None
-    eos_id: int | None = None
-    pad_id: int | None = None
-    add_bos: bool = False
-    chat_template: str | None = None
-
-
 def write_file(
     spec: ModelSpec,
     weight_format: str,
-    vocabulary: Vocabulary,
     path: Path,
     data: Callable[[GgufTensor], Iterable[bytes | memoryview]],
     progress: Progress | None = None,
-    label: str = "",
 ) -> None:
-    """Write a GGUF file. `data` gives a tensor's bytes in chunks."""
+    """Write a GGUF file with the shipped tokenizer. `data` gives a tensor's bytes in chunks."""
     tensors = gguf_tensors(spec, weight_format)
-    header = _header(spec, weight_format, tensors, vocabulary, path)
+    header = _header(spec, weight_format, tensors, path)
     done, total = len(header), len(header) + sum(_padded(tensor.bytes) for tensor in tensors)
     with path.open("wb") as out:
         out.write(header)
@@ -65,21 +50,15 @@ def write_file(
             out.write(bytes(_padded(written) - written))
             done += _padded(written)
             if progress:
-                progress(label or f"writing {path.name}", done / total)
+                progress(f"writing {spec.name}", done / total)
 
 
-def _header(
-    spec: ModelSpec,
-    weight_format: str,
-    tensors: list[GgufTensor],
-    vocabulary: Vocabulary,
-    scratch: Path,
-) -> bytes:
+def _header(spec: ModelSpec, weight_format: str, tensors: list[GgufTensor], scratch: Path) -> bytes:
     """All before the tensors' data: metadata, tokenizer, tensor table, padding."""
     logging.getLogger("gguf").setLevel(logging.WARNING)
     writer = gguf.GGUFWriter(scratch, ARCHITECTURES[spec.family])
     _add_shape(writer, spec, weight_format)
-    _add_vocabulary(writer, vocabulary)
+    _add_vocabulary(writer, spec.vocabulary)
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[tensor.type]
         writer.add_tensor_info(
@@ -111,21 +90,23 @@ def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec, weight_format: str) -> 
     writer.add_quantization_version(2)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
-    for add, value in (
-        (writer.add_tokenizer_model, "gpt2"),
-        (writer.add_tokenizer_pre, vocabulary.pre),
-        (writer.add_token_list, vocabulary.tokens),
-        (writer.add_token_types, vocabulary.types),
-        (writer.add_token_merges, vocabulary.merges or None),
-        (writer.add_bos_token_id, vocabulary.bos_id),
-        (writer.add_eos_token_id, vocabulary.eos_id),
-        (writer.add_pad_token_id, vocabulary.pad_id),
-        (writer.add_add_bos_token, vocabulary.add_bos),
-        (writer.add_chat_template, vocabulary.chat_template),
-    ):
-        if value is not None:
-            add(value)
+def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    """The shipped tokenizer, cut or padded to `size`."""
+    model = shipped(size)["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    types = [gguf.TokenType.CONTROL] * len(SPECIAL_TOKENS)
+    types += [gguf.TokenType.NORMAL] * (len(tokens) - len(types))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if model["merges"]:
+        writer.add_token_merges([f"{left} {right}" for left, right in model["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHATML)
 
 
 def _padded(size: int) -> int:

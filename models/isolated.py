@@ -172,8 +172,9 @@ def _is_done(heard: Any, progress: Callable[[str, float | None], None] | None) -
             return True
         if kind != "progress":
             found = getattr(errors, kind, None)
-            is_ours = isinstance(found, type) and issubclass(found, ModelError)
-            raise (found if is_ours else ModelError)(text)
+            if isinstance(found, type) and issubclass(found, ModelError):
+                raise found(text)
+            raise ModelError(text)
         if progress:
             progress(text, fraction)
     return False

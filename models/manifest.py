@@ -21,9 +21,9 @@ from models.errors import BrokenWeights, ModelError
 from models.machine import int8_bits
 from models.spec import ModelSpec
 
-# The converter of each kind of file. Its number goes up when the same source would give other
-# files: what an earlier one left in the cache is made again.
-_CONVERTERS = {"gguf": "convert 2", "hf": "from_gguf 1", "onnx": "convert_to_onnx 1"}
+# The number goes up when the same source would give other files: what an earlier version left in
+# the cache is made again.
+_CONVERTER = "convert_to_onnx 1"
 
 Progress = Callable[[str, float | None], None]  # what is under way, its fraction 0..1 or None
 
@@ -38,15 +38,13 @@ class Manifest(msgspec.Struct, frozen=True):
     generator: str  # "synthesis 1", or `converter`
     seed: int | None = None
     quality_kl_nats: float | None = None  # KL divergence to the float model, on text
-    greedy_agreement: float | None = None  # share of its greedy tokens that are kept, on text
     sizes: dict[str, int] = {}
     version: int = 1
 
 
-def converter(kind: str, weight_format: str = "") -> str:
-    """The converter's name in a manifest; ONNX weights of int8 depend on the CPU."""
-    has_bits = kind == "onnx" and weight_format == "int8"
-    return _CONVERTERS[kind] + (f", {int8_bits()} bits" if has_bits else "")
+def converter(weight_format: str) -> str:
+    """The name of the converter to ONNX in a manifest; weights of int8 depend on the CPU."""
+    return _CONVERTER + (f", {int8_bits()} bits" if weight_format == "int8" else "")
 
 
 def manifest_path(weights: Path) -> Path:

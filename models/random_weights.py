@@ -15,14 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
-from models.chat_template import CHATML
 from models.errors import UnsupportedModel
-from models.formats import BLOCKS, GgufTensor, check_made
-from models.gguf_writer import Vocabulary, write_file
+from models.formats import BLOCKS, GgufTensor
+from models.gguf_writer import write_file
 from models.hf_config import ARCHITECTURES, FAMILIES
 from models.manifest import (
     Manifest,
@@ -34,7 +32,7 @@ from models.manifest import (
 )
 from models.random_quant_blocks import Weights, as_bytes
 from models.spec import ModelSpec, RopeScaling
-from models.tokenizer import SPECIAL_TOKENS, shipped, shipped_mark, write_shipped
+from models.tokenizer import shipped_mark, write_shipped
 
 # Part of the manifest: weights that another generator or another tokenizer made are made again.
 GENERATOR = f"synthesis 2, tokenizer {shipped_mark()}"
@@ -56,7 +54,6 @@ def write_gguf(
     """
     path = Path(path)
     _check_family(spec)
-    check_made(weight_format)
     weights = Weights(spec, seed)
 
     def data(tensor: GgufTensor) -> Iterable[memoryview]:
@@ -67,8 +64,7 @@ def write_gguf(
 
     manifest_path(path).unlink(missing_ok=True)
     with atomic_file(path) as temporary:
-        vocabulary, label = shipped_vocabulary(spec.vocabulary), f"writing {path.name}"
-        write_file(spec, weight_format, vocabulary, temporary, data, progress, label)
+        write_file(spec, weight_format, temporary, data, progress)
     write_manifest(path, Manifest("gguf", spec, weight_format, "synthetic", GENERATOR, seed))
 
 
@@ -154,23 +150,6 @@ def rope_factors(spec: ModelSpec, scaling: RopeScaling) -> npt.NDArray[np.float3
         np.where(turns > scaling.high_freq_factor, 1.0, factors),
     )
     return factors.astype(np.float32)
-
-
-def shipped_vocabulary(size: int) -> Vocabulary:
-    """The shipped tokenizer, cut or padded to `size`, as GGUF stores it."""
-    model = shipped(size)["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
-    return Vocabulary(
-        pre="gpt-2",
-        tokens=tokens,
-        types=[control] * len(SPECIAL_TOKENS) + [normal] * (len(tokens) - len(SPECIAL_TOKENS)),
-        merges=[f"{left} {right}" for left, right in model["merges"]],
-        bos_id=0,
-        eos_id=2,
-        pad_id=0,
-        chat_template=CHATML,
-    )
 
 
 def _check_family(spec: ModelSpec) -> None:

@@ -7,9 +7,8 @@
     resolve("org/name", kind="hf"), resolve("org/name:x.gguf", kind="gguf")
     resolve("org/name@5f2b1c9", kind="hf")     # a commit, branch or tag of it
 
-Files of another kind are converted into the cache where that is possible: folders of safetensors to
-any kind, a GGUF file to ONNX or to another GGUF format. Nothing that can run code is read: no
-pickles, no remote code.
+Folders of safetensors and GGUF files are converted to ONNX, into the cache. Nothing that can run
+code is read: no pickles, no remote code.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ from models.cache import (
     Wish,
     cache_dir,
     converted,
-    converted_path,
     synthetic,
     synthetic_path,
     tokenizer_folder,
 )
 from models.errors import UnknownModel, UnsupportedModel
 from models.export_with_optimum import foreign_spec
-from models.formats import DEFAULT_FORMATS, check_made, spelt
+from models.formats import DEFAULT_FORMATS, spelt
 from models.gguf_reader import read_header
 from models.hf_config import FAMILIES, read_config, spec_of
 from models.ladder import LADDER, is_rung, real_weights, rung
@@ -87,6 +85,8 @@ def resolve(
     or a converter died.
     """
     chosen = weight_format_of(kind, weight_format)
+    if kind == "onnx" and not weight_format and not is_rung(name):
+        chosen = "int8"  # int4 costs trained weights much of what they know
     wish = Wish(kind, chosen, cache_dir(cache), progress)
     # Else `chosen` is a default, and files that are there may have another format.
     is_asked = bool(weight_format)
@@ -127,15 +127,9 @@ def is_gguf(name: str) -> bool:
 
 
 def is_made(name: str, *, kind: str, weight_format: str, cache: str | Path | None = None) -> bool:
-    """Whether `resolve` finds the files of a rung, a package or a local path without making any."""
+    """Whether `resolve` finds a rung's files without making any."""
     wish = Wish(kind, weight_format, cache_dir(cache))
-    if is_rung(name):
-        return synthetic_path(rung(name).spec, wish).exists()
-    real = real_weights(name)
-    source = Path(name).expanduser().absolute() if real is None else real.file
-    if source is None or not source.exists():
-        return False
-    return kind != "onnx" or converted_path(source, wish).exists()
+    return is_rung(name) and synthetic_path(rung(name).spec, wish).exists()
 
 
 def _fake(name: str, wish: Wish) -> ResolvedModel:
@@ -182,10 +176,12 @@ def _local_gguf(path: Path, source: str, wish: Wish, is_asked: bool) -> Resolved
         manifest is not None
     ):  # a GGUF file holds the results of RoPE scaling, the manifest its parameters
         spec = msgspec.structs.replace(spec, rope_scaling=manifest.spec.rope_scaling)
-    if wish.kind == "gguf" and (not is_asked or wish.weight_format == header.weight_format):
-        return _found(path, spec, header.weight_format, source, manifest)
     if wish.kind == "gguf":
-        check_made(wish.weight_format)
+        if is_asked and wish.weight_format != header.weight_format:
+            raise UnsupportedModel(
+                f"{path.name} is of format {header.weight_format}, not {wish.weight_format}"
+            )
+        return _found(path, spec, header.weight_format, source, manifest)
     made, manifest = converted(path, spec, wish)
     return _found(made, spec, wish.weight_format, source, manifest, path)
 
@@ -200,6 +196,11 @@ def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> Reso
             )
         return _local_gguf(ggufs[0], source, wish, is_asked)
     config = read_config(folder)
+    if wish.kind == "gguf":
+        raise UnsupportedModel(
+            f"{folder.name} holds no GGUF file, which llama_cpp wants: name one (of the hub: "
+            "org/name:file.gguf), or give --backend onnx or torch, which read its safetensors"
+        )
     # What the writer does not know is exported by optimum.
     is_foreign = wish.kind == "onnx" and config.get("model_type") not in FAMILIES
     spec = (foreign_spec if is_foreign else spec_of)(config, folder.name)

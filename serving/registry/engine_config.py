@@ -16,7 +16,7 @@ import msgspec
 
 from models.ladder import is_rung, rung
 from models.manifest import Progress, read_manifest
-from models.resolve import ResolvedModel, resolve
+from models.resolve import ResolvedModel, is_gguf, resolve
 from models.tokenizer import try_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import (
@@ -242,7 +242,7 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     backend, named = model.backend, BACKENDS.get(model.source)
     if backend is None and named is not None and not named.has_weights:
         backend = model.source
-    backend = backend or backend_of_path(Path(model.source)) or DEFAULTS["cpu"][0]
+    backend = backend or _usual_backend(model, machine)
     kind, weight_format = weights_of(backend, model.weight_format)
     files = resolve(
         model.source,
@@ -264,6 +264,17 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
         file=files.path if path.suffix == ".gguf" else "",
         **asked,
     )
+
+
+def _usual_backend(model: ModelOptions, machine: Machine) -> str:
+    """The backend of a model's files: of those on the hub what a GPU, or this CPU, does best."""
+    if is_gguf(model.source):
+        return backend_for("gguf")
+    found = backend_of_path(Path(model.source))
+    if found is None:
+        is_gpu = model.policy is not Policy.cpu_only and machine.facts().gpus
+        found = backend_for("hf" if is_gpu else "onnx")
+    return found
 
 
 def backend_of_path(path: Path) -> str | None:

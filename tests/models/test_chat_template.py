@@ -151,15 +151,6 @@ def test_a_template_cannot_be_compiled_or_is_too_long() -> None:
         ChatTemplate("x" * (MAX_TEMPLATE + 1))
 
 
-def test_messages_are_never_taken_as_a_template() -> None:
-    assert (
-        ChatTemplate("{{ messages[0].content }}").render(
-            [{"role": "user", "content": "{{ 7 * 7 }}"}]
-        )
-        == "{{ 7 * 7 }}"
-    )
-
-
 def test_missing_fields_are_the_callers_error() -> None:
     with pytest.raises(BadChat, match="messages"):
         ChatTemplate(CHATML).render([{"role": "user"}])

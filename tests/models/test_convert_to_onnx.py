@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import conversion
-from models.conversion import Quality
+from models.conversion import divergence
 from models.convert_to_onnx import graph_logits, make_onnx, make_random_onnx
 from models.errors import BrokenWeights, UnsupportedModel
 from models.manifest import read_manifest, verify
@@ -25,11 +24,11 @@ FAMILIES = ["tiny-llama", "tiny-llama3", "tiny-mistral", "tiny-qwen2", "tiny-qwe
 IDS = np.random.default_rng(20).integers(3, 600, (2, 20))
 
 
-def compared(folder: Path, source: Path, spec: ModelSpec) -> Quality:
+def compared(folder: Path, source: Path, spec: ModelSpec) -> float:
     """Of log-probabilities: they are logits less a constant."""
     reference = np.stack([logprobs_of(source, [int(one) for one in row]) for row in IDS])
     logits = graph_logits(folder / "model.onnx", IDS, spec)
-    return conversion.compared(reference.astype(np.float32), logits)
+    return divergence(reference, logits)
 
 
 def unmarked(shape: str, out: Path) -> Path:
@@ -45,7 +44,7 @@ def test_the_logits_are_those_of_transformers(
     shape: str, weight_format: str, most: float, tmp_path: Path
 ) -> None:
     folder = make_onnx(unmarked(shape, tmp_path / "source"), tmp_path / "out", weight_format)
-    assert compared(folder, hf_folder(shape), TINY[shape]).kl_nats <= most
+    assert compared(folder, hf_folder(shape), TINY[shape]) <= most
     manifest = read_manifest(folder)
     assert manifest is not None and (manifest.kind, manifest.seed) == ("onnx", None)
     assert manifest.weight_format == weight_format
@@ -70,7 +69,7 @@ def test_without_vnni_int8_weights_have_seven_bits(
         name = "model.layers.0.mlp.down_proj.weight"
         (weight,) = (one for one in graph.initializer if one.name == name)
         found[bits] = int(np.abs(onnx.numpy_helper.to_array(weight).astype(int)).max())
-        assert compared(folder, hf_folder("tiny-llama"), TINY_LLAMA).kl_nats < 2e-2
+        assert compared(folder, hf_folder("tiny-llama"), TINY_LLAMA) < 2e-2
     assert found == {8: 127, 7: 64}
 
 
@@ -97,7 +96,7 @@ def test_a_turned_model_is_the_same_function_without_channels_that_stick_out(
         hf_folder("tiny-mistral") / "crossover.json", source
     )  # taken for random: not turned
     untouched = make_onnx(source, tmp_path / "untouched", "int8")
-    better, worse = (compared(one, source, spec).kl_nats for one in (folder, untouched))
+    better, worse = (compared(one, source, spec) for one in (folder, untouched))
     assert better < worse / 2
 
 
@@ -121,7 +120,7 @@ def test_optimum_exports_what_the_writer_does_not_know(tmp_path: Path) -> None:
     assert manifest.spec.heads == 4 and manifest.weight_format == "int8"
     reference = np.stack([logprobs_of(source, [int(one) for one in row]) for row in IDS])
     logits = graph_logits(folder / "model.onnx", IDS, manifest.spec)
-    assert conversion.compared(reference.astype(np.float32), logits).kl_nats < 0.05
+    assert divergence(reference, logits) < 0.05
     found = resolve(str(source), kind="onnx", weight_format="fp32", cache=tmp_path)
     assert Path(found.path, "model.onnx").is_file() and found.spec.context == 256
     with pytest.raises(UnsupportedModel, match="architecture 'gpt2'.* not to int4"):

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from models import random_weights as synthesis
-from models.convert_to_gguf import gguf_logits
 from models.errors import UnsupportedModel
 from models.formats import GGUF_FORMATS
 from models.gguf_reader import read_header
 from models.ladder import rung
-from models.manifest import read_manifest
 from models.random_quant_blocks import Weights
 from models.random_weights import write_gguf, write_hf_folder
 from models.spec import ModelSpec
+from tests.gguf_files import gguf_logits
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3
 
 ALL = list(TINY.values())
@@ -95,22 +94,6 @@ def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path: Path) -> None:
     assert folders[0] == folders[1] != folders[2]
 
 
-def test_interrupted_writing_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
-    def stop(what: str, fraction: float | None) -> None:
-        if fraction is not None and fraction > 0.3:
-            raise KeyboardInterrupt
-
-    write_gguf(TINY_LLAMA, tmp_path / "x.gguf", seed=1)
-    before = (tmp_path / "x.gguf").read_bytes()
-    with pytest.raises(KeyboardInterrupt):
-        write_gguf(TINY_LLAMA, tmp_path / "x.gguf", seed=2, progress=stop)
-    with pytest.raises(KeyboardInterrupt):
-        write_hf_folder(TINY_LLAMA, tmp_path / "folder", progress=stop)
-    assert [file.name for file in tmp_path.iterdir()] == ["x.gguf"]
-    assert (tmp_path / "x.gguf").read_bytes() == before
-    assert read_manifest(tmp_path / "x.gguf") is None
-
-
 @pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.name)
 def test_transformers_loads_the_folder_whole(spec: ModelSpec, tmp_path: Path) -> None:
     import torch
@@ -135,8 +118,7 @@ def test_dtypes_are_those_asked_for(dtype: str, stored: str, tmp_path: Path) -> 
     with safe_open(tmp_path / "x" / "model.safetensors", "pt") as file:
         for tensor in TINY_LLAMA3.tensors():
             assert file.get_slice(tensor.name).get_dtype() == stored
-            values = file.get_tensor(tensor.name).float().numpy()
-            assert values.shape == tensor.shape
+            assert tuple(file.get_slice(tensor.name).get_shape()) == tensor.shape
 
 
 def test_rope_factors_are_those_of_transformers() -> None:

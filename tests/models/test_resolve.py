@@ -13,7 +13,6 @@ from models.manifest import read_manifest, write_manifest
 from models.random_weights import write_gguf, write_hf_folder
 from models.resolve import ResolvedModel, cache_dir, is_gguf, resolve, weight_format_of
 from models.tokenizer import load_tokenizer
-from tests.serving.backends.hf_folders import children_here
 from tests.shapes import TINY_LLAMA, TINY_LLAMA3
 
 
@@ -66,7 +65,7 @@ def test_a_rung_is_made_on_demand_and_only_once(smallest: tuple[ResolvedModel, P
     assert tokenizer.eos_ids == load_tokenizer(first.path).eos_ids
 
 
-def test_a_cut_file_in_the_cache_is_made_again(
+def test_what_is_cut_or_of_an_earlier_version_is_made_again(
     smallest: tuple[ResolvedModel, Path], tmp_path: Path
 ) -> None:
     first, cache = smallest
@@ -76,6 +75,11 @@ def test_a_cut_file_in_the_cache_is_made_again(
     os.truncate(file, 1000)
     resolve("135m", kind="gguf", cache=tmp_path / "copy")
     assert file.stat().st_size == whole
+    manifest = read_manifest(file)
+    assert manifest is not None
+    write_manifest(file, msgspec.structs.replace(manifest, generator="synthesis 0"))
+    resolve("135m", kind="gguf", cache=tmp_path / "copy")
+    assert read_manifest(file) == manifest
 
 
 def test_the_fake_backend_needs_no_weights(tmp_path: Path) -> None:
@@ -144,6 +148,9 @@ def test_names_that_are_nothing_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_missing_and_strange_files(tmp_path: Path) -> None:
+    write_hf_folder(TINY_LLAMA, tmp_path / "mine")
+    with pytest.raises(UnsupportedModel, match="mine holds no GGUF file.*--backend onnx"):
+        resolve(str(tmp_path / "mine"), kind="gguf")
     with pytest.raises(UnknownModel, match="there is no file or folder"):
         resolve(str(tmp_path / "nothing"), kind="hf")
     (tmp_path / "x.pt").write_bytes(b"x")
@@ -189,24 +196,3 @@ def test_a_disk_that_is_too_small_is_said_before_the_work(
     monkeypatch.setattr(cache, "SPARE_DISK_BYTES", 1 << 60)
     with pytest.raises(ModelError, match="needs 89.* bytes of disk"):
         resolve("135m", kind="gguf", cache=tmp_path)
-
-
-def test_what_an_earlier_converter_left_in_the_cache_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that nobody goes on with files that this version would not make."""
-    children_here(monkeypatch)
-    folder = tmp_path / "own"
-    write_hf_folder(TINY_LLAMA, folder, dtype="fp32")
-
-    def made() -> Path:
-        return Path(
-            resolve(str(folder), kind="gguf", weight_format="F16", cache=tmp_path / "cache").path
-        )
-
-    path = made()
-    written, manifest = path.stat().st_mtime_ns, read_manifest(path)
-    assert made().stat().st_mtime_ns == written and manifest is not None
-    write_manifest(path, msgspec.structs.replace(manifest, generator="convert 0"))
-    assert made().stat().st_mtime_ns > written
-    assert read_manifest(path) == manifest
