@@ -50,6 +50,7 @@ class Wish(msgspec.Struct, frozen=True):
     weight_format: str
     cache: Path
     progress: Progress | None = None
+    is_asked: bool = True  # else the format is a default, and files that are there may have another
 
     def file_name(self, name: str) -> str:
         """The file or folder for a model of this name."""

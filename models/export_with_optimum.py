@@ -73,11 +73,11 @@ def export_onnx(
     BrokenWeights.
     """
     config = read_config(source)
-    is_asked = f"{source.name} is of architecture {config.get('model_type')!r}, which optimum"
+    what = f"{source.name} is of architecture {config.get('model_type')!r}, which optimum"
     if weight_format not in ("fp32", "int8"):
-        raise UnsupportedModel(f"{is_asked} exports to fp32 or int8, not to {weight_format}")
+        raise UnsupportedModel(f"{what} exports to fp32 or int8, not to {weight_format}")
     if importlib.util.find_spec("optimum") is None:
-        raise UnsupportedModel(f"{is_asked} must export; pip install 'llm-crossover[optimum]'")
+        raise UnsupportedModel(f"{what} must export; pip install 'llm-crossover[optimum]'")
     read_tensors(source)  # no pickles
     with atomic_folder(target) as folder:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:

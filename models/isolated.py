@@ -124,16 +124,15 @@ def run_aside(
     """
     ours, theirs = os.pipe()
     command = ("-m", "models.isolated", function, str(theirs))
-    with tempfile.TemporaryFile() as words:  # what native code says before it aborts
+    with tempfile.TemporaryFile() as words, os.fdopen(ours, "rb") as heard:
         child = start_python(*command, stdin=subprocess.PIPE, pass_fds=(theirs,), stderr=words)
         os.close(theirs)
         assert child.stdin is not None
         try:
-            with os.fdopen(ours, "rb") as heard:
-                with contextlib.suppress(BrokenPipeError), child.stdin:
-                    child.stdin.write(pickle.dumps((args, kwargs)))
-                if _is_done(heard, progress):
-                    return
+            with contextlib.suppress(BrokenPipeError), child.stdin:
+                child.stdin.write(pickle.dumps((args, kwargs)))
+            if _is_done(heard, progress):
+                return
         except BaseException as problem:
             if not isinstance(problem, ModelError):
                 child.send_signal(signal.SIGINT)  # it clears up
@@ -143,12 +142,9 @@ def run_aside(
                 child.wait(STOP_SECONDS)
             _kill(child)
         words.seek(0)
-        said = words.read()[-4096:].decode(errors="replace")
-    if child.returncode == -signal.SIGKILL:
-        why = ", most likely because memory ran out"
-    else:
-        why = f": {Ran(None, b'', said).reason}" if said.strip() else ""
-    raise ModelError(f"{function.replace(':', '.')} died with status {child.returncode}{why}")
+        ran = Ran(child.returncode, b"", words.read()[-4096:].decode(errors="replace"))
+    why = "most likely because memory ran out" if ran.status == -signal.SIGKILL else ran.reason
+    raise ModelError(f"{function.replace(':', '.')} died with status {ran.status}: {why}")
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

@@ -87,9 +87,7 @@ def resolve(
     chosen = weight_format_of(kind, weight_format)
     if kind == "onnx" and not weight_format and not is_rung(name):
         chosen = "int8"  # int4 costs trained weights much of what they know
-    wish = Wish(kind, chosen, cache_dir(cache), progress)
-    # Else `chosen` is a default, and files that are there may have another format.
-    is_asked = bool(weight_format)
+    wish = Wish(kind, chosen, cache_dir(cache), progress, bool(weight_format))
     if kind == "none":
         return _fake(name, wish)
     if is_rung(name):
@@ -97,10 +95,10 @@ def resolve(
     is_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
     if is_path or (name != "" and ":" not in name and Path(name).exists()):
         path = Path(name).expanduser().absolute()
-        return _local(path, str(path), wish, is_asked)
+        return _local(path, str(path), wish)
     real = real_weights(name)
     if real is not None and real.file is not None:
-        return _named(_local_gguf(real.file, str(real.file), wish, is_asked), real.name)
+        return _named(_local_gguf(real.file, str(real.file), wish), real.name)
     match = _HUB_ID.fullmatch(name if real is None else real.repository)
     if match is None or ".." in name:
         known = ", ".join(one.spec.name for one in LADDER)
@@ -109,7 +107,7 @@ def resolve(
             "org/name@revision or org/name:file.gguf"
         )
     path = _download(name, match, wish)
-    found = _local(path, name, wish, is_asked)
+    found = _local(path, name, wish)
     # The hub's folder is named by its commit.
     called = path.stem if match["file"] else match["repository"].partition("/")[2]
     return _named(found, called if real is None else real.name)
@@ -151,19 +149,19 @@ def _rung(spec: ModelSpec, wish: Wish) -> ResolvedModel:
     )
 
 
-def _local(path: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
+def _local(path: Path, source: str, wish: Wish) -> ResolvedModel:
     if path.is_dir():
-        return _local_folder(path, source, wish, is_asked)
+        return _local_folder(path, source, wish)
     if not path.is_file():
         raise UnknownModel(f"there is no file or folder {str(path)!r}")
     if path.suffix != ".gguf":
         raise UnsupportedModel(
             f"{str(path)!r} is neither a GGUF file nor a folder; pickled weights are never read"
         )
-    return _local_gguf(path, source, wish, is_asked)
+    return _local_gguf(path, source, wish)
 
 
-def _local_gguf(path: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
+def _local_gguf(path: Path, source: str, wish: Wish) -> ResolvedModel:
     if wish.kind == "hf":
         raise UnsupportedModel(
             f"{path.name} is a GGUF file, which llama_cpp and onnx serve; torch wants the model's "
@@ -177,7 +175,7 @@ def _local_gguf(path: Path, source: str, wish: Wish, is_asked: bool) -> Resolved
     ):  # a GGUF file holds the results of RoPE scaling, the manifest its parameters
         spec = msgspec.structs.replace(spec, rope_scaling=manifest.spec.rope_scaling)
     if wish.kind == "gguf":
-        if is_asked and wish.weight_format != header.weight_format:
+        if wish.is_asked and wish.weight_format != header.weight_format:
             raise UnsupportedModel(
                 f"{path.name} is of format {header.weight_format}, not {wish.weight_format}"
             )
@@ -186,7 +184,7 @@ def _local_gguf(path: Path, source: str, wish: Wish, is_asked: bool) -> Resolved
     return _found(made, spec, wish.weight_format, source, manifest, path)
 
 
-def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
+def _local_folder(folder: Path, source: str, wish: Wish) -> ResolvedModel:
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs and (wish.kind == "gguf" or not (folder / "config.json").is_file()):
         if len(ggufs) > 1:
@@ -194,7 +192,7 @@ def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> Reso
                 f"{str(folder)!r} holds {len(ggufs)} GGUF files; "
                 f"name one of {', '.join(file.name for file in ggufs)}"
             )
-        return _local_gguf(ggufs[0], source, wish, is_asked)
+        return _local_gguf(ggufs[0], source, wish)
     config = read_config(folder)
     if wish.kind == "gguf":
         raise UnsupportedModel(
@@ -208,14 +206,16 @@ def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> Reso
     if wish.kind == "onnx" and (folder / "model.onnx").is_file():
         # A foreign graph does not say what its format is.
         stored = "" if manifest is None else manifest.weight_format
-        if is_asked and stored and stored != wish.weight_format:
+        if wish.is_asked and stored and stored != wish.weight_format:
             raise UnsupportedModel(f"{folder.name} is of format {stored}, not {wish.weight_format}")
         return _found(
-            folder, spec, stored or (wish.weight_format if is_asked else ""), source, manifest
+            folder, spec, stored or (wish.weight_format if wish.is_asked else ""), source, manifest
         )
     stored = "" if is_foreign else check_tensors(folder, spec)
     if wish.kind == "hf":
-        return _found(folder, spec, wish.weight_format if is_asked else stored, source, manifest)
+        return _found(
+            folder, spec, wish.weight_format if wish.is_asked else stored, source, manifest
+        )
     path, made = converted(folder, spec, wish)
     return _found(path, spec, wish.weight_format, source, made, folder)
 

@@ -145,11 +145,6 @@ class HfTokenizer(RendersChat):
         """The token as the vocabulary writes it ("Ġthe", "<s>"); "" for unused ids."""
         return self._special_parsing.id_to_token(token) or ""
 
-    def named_id(self, name: str) -> int | None:
-        """The id of a token that tokenizer_config.json names ("eos_token"), or None."""
-        found: int | None = self._special_parsing.token_to_id(self.chat_tokens.get(name, ""))
-        return found
-
     def _eos_ids(self, folder: Path) -> frozenset[int]:
         found: set[int] = set()
         for name in ("generation_config.json", "config.json"):
