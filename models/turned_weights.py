@@ -9,10 +9,10 @@ the graph as they are:
   - A root mean square does not change when a vector is turned. With the weights of each norm moved
     into the matrices behind it, all that reads the hidden state is multiplied by an orthogonal
     matrix (which mixes all channels alike) on its inputs, all that writes it on its outputs.
-  - Channel j of an MLP is divided by s_j in up_proj and multiplied by it in down_proj. Which s is
-    best is computed from a forward pass over some tokens, layer by layer in float32, and from
-    down_proj's weights: the error of rounding both is known up to a factor. The few channels that
-    reach furthest come first: the graph multiplies them in float32 (`far_channels`).
+  - Channel j of an MLP is divided by s_j in up_proj and multiplied by it in down_proj: by its size
+    in a forward pass over some tokens, layer by layer in float32, and by its weights in down_proj.
+    The few channels that reach furthest come first: the graph multiplies them in float32
+    (`far_channels`).
 
 SmolLM2-135M-Instruct, KL to float32: see docs/benchmarks.md.
 """
@@ -20,7 +20,7 @@ SmolLM2-135M-Instruct, KL to float32: see docs/benchmarks.md.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -32,7 +32,7 @@ from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
 from models.spec import ModelSpec
 from models.tokenizer import DATA
 
-EXPONENTS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of an MLP channel's size in s; the rest is the weights'
+EXPONENT = 0.6  # of an MLP channel's size in s; the rest is the weights'
 
 
 def calibration_text() -> str:
@@ -146,9 +146,8 @@ class Turned:
                         here = int(np.flatnonzero(order == at)[0])
                         order[to], order[here] = order[here], order[to]
                     near, name = order[far:], f"{layer}.mlp.down_proj.weight"
-                    s[far:] = even_channels(
-                        x[:, near], lambda: (block[:, near] for block in self._blocks(name))
-                    )
+                    blocks = (block[:, near] for block in self._blocks(name))
+                    s[far:] = even_channels(x[:, near], blocks)
                 self._evened = (layer, (order, s))
             found: tuple[npt.NDArray[np.int64], Floats] = self._evened[1]
             return found
@@ -166,28 +165,16 @@ def far_channels(spec: ModelSpec) -> int:
     return min(64, spec.intermediate // 16)
 
 
-def even_channels(x: Floats, blocks: Callable[[], Iterator[Floats]]) -> Floats:
-    """s [inputs] for which rounding x / s by a scale a token, and weight * s by a scale a row, does
-    least harm to their product. x: [tokens, inputs]; `blocks`: the weight, some rows at a time.
+def even_channels(x: Floats, blocks: Iterable[Floats]) -> Floats:
+    """s [inputs] by which x is divided and the weight multiplied, so that rounding x by a scale a
+    token and the weight by a scale a row does little harm to their product.
+
+    x: [tokens, inputs]; `blocks`: the weight, some rows at a time.
     """
     sizes = np.maximum(np.sqrt(np.mean(x**2, 0)), np.float32(1e-6))
-    weights, squares = np.full_like(sizes, 1e-6), np.zeros_like(sizes)
-    for block in blocks():
+    weights = np.full_like(sizes, 1e-6)
+    for block in blocks:
         np.maximum(weights, np.abs(block).max(0), out=weights)
-        squares += np.einsum("ij,ij->j", block, block)
-    candidates = [np.ones_like(sizes)]
-    for exponent in EXPONENTS:
-        s = sizes**exponent / weights ** (1 - exponent)
-        candidates.append((s / np.exp(np.mean(np.log(s)))).astype(np.float32))
-    rows = np.zeros(len(candidates))  # of each: sum of the squares of the rows' scales
-    for block in blocks():
-        np.abs(block, out=block)
-        rows += [float(np.sum((block * s).max(1) ** 2)) for s in candidates]
-
-    def harm(at: int) -> float:
-        s = candidates[at]
-        tokens = np.mean(np.abs(x / s).max(1) ** 2) * np.sum(s**2 * squares)
-        return float(tokens + rows[at] * np.sum((sizes / s) ** 2))
-
-    best: Floats = candidates[min(range(len(candidates)), key=harm)]
-    return best
+    s = sizes**EXPONENT / weights ** (1 - EXPONENT)
+    even: Floats = (s / np.exp(np.mean(np.log(s)))).astype(np.float32)
+    return even
