@@ -33,12 +33,16 @@ from models.manifest import (
     read_manifest,
     verify,
 )
-from models.random_weights import GENERATOR, write_gguf, write_hf_folder
+from models.random_weights import GENERATOR
 from models.spec import ModelSpec
 from models.tokenizer import shipped_mark, write_shipped
 
 CONVERT = "models.convert_to_onnx:make_onnx"
-RANDOM_ONNX = "models.convert_to_onnx:make_random_onnx"
+RANDOM = {
+    "gguf": "models.random_weights:write_gguf",
+    "hf": "models.random_weights:write_hf_folder",
+    "onnx": "models.convert_to_onnx:make_random_onnx",
+}
 SPARE_DISK_BYTES = 256 << 20
 CACHE_VARIABLE = "CROSSOVER_CACHE"
 
@@ -83,11 +87,7 @@ def synthetic(spec: ModelSpec, wish: Wish) -> Path:
         made_by = f"{converter(wish.weight_format)}, {GENERATOR}"
 
     def make() -> None:
-        if wish.kind == "onnx":
-            run_aside(RANDOM_ONNX, wish.progress, spec, path, wish.weight_format)
-        else:
-            write = write_gguf if wish.kind == "gguf" else write_hf_folder
-            write(spec, path, wish.weight_format, progress=wish.progress)
+        run_aside(RANDOM[wish.kind], wish.progress, spec, path, wish.weight_format)
 
     _made(path, spec, made_by, make, weight_bytes(spec, wish.weight_format))
     return path

@@ -37,8 +37,7 @@ from models.formats import ONNX_FORMATS
 from models.hf_config import FAMILIES, read_config
 from models.machine import int8_bits
 from models.manifest import Manifest, Progress, atomic_folder, converter, write_manifest
-from models.random_quant_blocks import Weights, as_bytes
-from models.random_weights import GENERATOR, rope_factors, write_texts
+from models.random_weights import GENERATOR, Weights, as_bytes, rope_factors, write_texts
 from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
 from models.spec import ModelSpec
 from models.turned_weights import Turned, calibration_text, far_channels

@@ -16,8 +16,7 @@ from models.formats import GgufTensor
 from models.gguf_reader import paired_rows
 from models.gguf_vocabulary import llama_library
 from models.gguf_writer import ARCHITECTURES, write_file
-from models.random_quant_blocks import as_bytes, stored_as
-from models.random_weights import rope_factors
+from models.random_weights import as_bytes, rope_factors, stored_as
 from models.safetensors_reader import Floats, stored_rows
 from models.spec import ModelSpec
 

@@ -10,8 +10,7 @@ from models.errors import UnsupportedModel
 from models.formats import GGUF_FORMATS
 from models.gguf_reader import read_header
 from models.ladder import rung
-from models.random_quant_blocks import Weights
-from models.random_weights import write_gguf, write_hf_folder
+from models.random_weights import Weights, write_gguf, write_hf_folder
 from models.spec import ModelSpec
 from tests.gguf_files import gguf_logits
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3
