@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from models.errors import BrokenWeights
 from models.float_forward import Ids, forward
 from models.gguf_reader import gguf_rows, read_header
 from models.hf_config import read_config, spec_of, v4_config
@@ -48,27 +46,18 @@ class Source(NamedTuple):
         return found[: sequences * each].reshape(sequences, each)
 
 
-def open_source(path: Path, wanted: ModelSpec | None = None) -> Source:
-    """Raises UnsupportedModel, BrokenWeights where it is not whole or not of the `wanted` shape."""
+def open_source(path: Path, spec: ModelSpec | None = None) -> Source:
+    """`spec`: its shape, where it is known better than the file says.
+
+    Raises UnsupportedModel, BrokenWeights.
+    """
     before = read_manifest(path)
     is_random = before is not None and before.seed is not None
     if path.is_file():
         header = read_header(path)
-        spec = wanted or header.spec(path.stem)
+        spec = spec or header.spec(path.stem)
         return Source(path, spec, gguf_rows(header, spec), is_random)
-    spec = spec_of(read_config(path), path.name)
-    if wanted is not None:
-        differences = [
-            f"{key} {getattr(spec, key)} and not {getattr(wanted, key)}"
-            for key in spec.__struct_fields__
-            if key != "name" and getattr(spec, key) != getattr(wanted, key)
-        ]
-        if differences:
-            raise BrokenWeights(
-                f"{path.name} does not hold {wanted.name}: config.json says "
-                f"{', '.join(differences)}"
-            )
-        spec = wanted
+    spec = spec or spec_of(read_config(path), path.name)
     check_tensors(path, spec)
     return Source(path, spec, stored_rows(path, spec), is_random)
 
@@ -97,14 +86,9 @@ def quality_of(source: Source, logits_of: Callable[[Ids], Floats], say: Progress
 
 def divergence(reference: Floats, candidate: Floats) -> float:
     """KL(reference || candidate) in nats, mean over positions, of logits [..., vocabulary]."""
-    p, q = (_log_softmax(one.astype(np.float64)) for one in (reference, candidate))
+    a, b = (one.astype(np.float64) for one in (reference, candidate))
+    p, q = (one - np.logaddexp.reduce(one, -1, keepdims=True) for one in (a, b))
     return float(np.mean(np.sum(np.exp(p) * (p - q), -1)))
-
-
-def _log_softmax(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    shifted = values - values.max(-1, keepdims=True)
-    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return result
 
 
 def copy_texts(source: Path, folder: Path, spec: ModelSpec | None = None) -> None:

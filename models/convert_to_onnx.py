@@ -58,7 +58,8 @@ def make_onnx(
 ) -> Path:
     """Convert a Hugging Face folder or a GGUF file; returns `out_folder`, replaced whole.
 
-    `spec`: the shape that the source must have. Raises UnsupportedModel, BrokenWeights.
+    `spec`: its shape, where it is known better than the source says. Raises UnsupportedModel,
+    BrokenWeights.
     """
     path, target = Path(source), Path(out_folder)
     say = progress or (lambda what, fraction: None)
