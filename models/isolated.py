@@ -1,6 +1,6 @@
 """Work in other processes: their memory is given back, and native code that aborts ends only them.
 
-run_aside("models.convert_to_gguf:make_gguf", progress, "folder", "out.gguf", "Q4_0")
+run_aside("models.convert_to_onnx:make_onnx", progress, "model.gguf", "folder", "int8")
 ran = run_python("-m", "serving.hardware.gpus", "nvml", timeout_seconds=10)
 
 A child imports nothing from the folder it runs in, and inherits no secrets: it may parse, or run,
