@@ -97,7 +97,7 @@ def resolve(
         path = Path(name).expanduser().absolute()
         return _local(path, str(path), wish)
     real = real_weights(name)
-    if real is not None and real.file is not None:
+    if real is not None and real.file is not None and kind != "hf":  # the hub has safetensors
         return _named(_local_gguf(real.file, str(real.file), wish), real.name)
     match = _HUB_ID.fullmatch(name if real is None else real.repository)
     if match is None or ".." in name:
