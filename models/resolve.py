@@ -170,9 +170,7 @@ def _local_gguf(path: Path, source: str, wish: Wish) -> ResolvedModel:
     header = read_header(path)
     spec = header.spec(path.stem)
     manifest = _checked_manifest(path)
-    if (
-        manifest is not None
-    ):  # a GGUF file holds the results of RoPE scaling, the manifest its parameters
+    if manifest is not None:  # the file holds the results of RoPE scaling, not its parameters
         spec = msgspec.structs.replace(spec, rope_scaling=manifest.spec.rope_scaling)
     if wish.kind == "gguf":
         if wish.is_asked and wish.weight_format != header.weight_format:
