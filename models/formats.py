@@ -100,7 +100,8 @@ def gguf_file_formats() -> dict[str, str]:
 
 def spelt(kind: str, weight_format: str) -> str:
     """The format as files of this kind spell it. Raises UnsupportedModel."""
-    for one in (*FORMATS[kind], *(gguf_file_formats() if kind == "gguf" else ())):
+    known: list[str] = [*FORMATS[kind], *(gguf_file_formats() if kind == "gguf" else ())]
+    for one in known:
         if one.lower() == weight_format.lower():
             return one
     raise UnsupportedModel(

@@ -50,7 +50,7 @@ def write_file(
             out.write(bytes(_padded(written) - written))
             done += _padded(written)
             if progress:
-                progress(f"writing {spec.name}", done / total)
+                progress(f"writing {spec.name}-{weight_format}.gguf", done / total)
 
 
 def _header(spec: ModelSpec, weight_format: str, tensors: list[GgufTensor], scratch: Path) -> bytes:
