@@ -5,13 +5,14 @@ CACHE/synthetic/smollm2-135m/smollm2-135m-onnx-int4/   by models.convert_to_onnx
 CACHE/synthetic/tokenizers/...                         the shipped tokenizer, by vocabulary
 CACHE/converted/FINGERPRINT/...                        from a user's folder or GGUF file; changes
                                                        with it
+
+What is there and damaged, or made by an earlier version, is made again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,16 +33,16 @@ from models.manifest import (
     read_manifest,
     verify,
 )
-from models.random_weights import GENERATOR, write_gguf, write_hf_folder
+from models.random_weights import GENERATOR
 from models.spec import ModelSpec
-from models.tokenizer import shipped_files, shipped_mark
+from models.tokenizer import shipped_mark, write_shipped
 
-CONVERTERS = {
-    "gguf": "models.convert_to_gguf:make_gguf",
-    "onnx": "models.convert_to_onnx:make_onnx",
+CONVERT = "models.convert_to_onnx:make_onnx"
+RANDOM = {
+    "gguf": "models.random_weights:write_gguf",
+    "hf": "models.random_weights:write_hf_folder",
+    "onnx": "models.convert_to_onnx:make_random_onnx",
 }
-REBUILD = "models.convert_from_gguf:make_folder"
-RANDOM_ONNX = "models.convert_to_onnx:make_random_onnx"
 SPARE_DISK_BYTES = 256 << 20
 CACHE_VARIABLE = "CROSSOVER_CACHE"
 
@@ -53,6 +54,7 @@ class Wish(msgspec.Struct, frozen=True):
     weight_format: str
     cache: Path
     progress: Progress | None = None
+    is_asked: bool = True  # else the format is a default, and files that are there may have another
 
     def file_name(self, name: str) -> str:
         """The file or folder for a model of this name."""
@@ -78,62 +80,29 @@ def synthetic_path(spec: ModelSpec, wish: Wish) -> Path:
     return wish.cache / "synthetic" / spec.name / wish.file_name(spec.name)
 
 
-def synthetic(spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
-    """A rung's weights, made on demand. Raises BrokenWeights where existing ones are damaged."""
-    path = synthetic_path(spec, wish)
-    made_by = GENERATOR
+def synthetic(spec: ModelSpec, wish: Wish) -> Path:
+    """A rung's weights, made on demand."""
+    path, made_by = synthetic_path(spec, wish), GENERATOR
     if wish.kind == "onnx":
-        made_by = f"{converter('onnx', wish.weight_format)}, {GENERATOR}"
-
-    def is_current(found: Manifest) -> bool:
-        return (found.spec, found.generator, found.seed) == (spec, made_by, 0)
+        made_by = f"{converter(wish.weight_format)}, {GENERATOR}"
 
     def make() -> None:
-        if wish.kind == "onnx":
-            run_aside(RANDOM_ONNX, wish.progress, spec, path, wish.weight_format)
-        else:
-            write = write_gguf if wish.kind == "gguf" else write_hf_folder
-            write(spec, path, wish.weight_format, progress=wish.progress)
+        run_aside(RANDOM[wish.kind], wish.progress, spec, path, wish.weight_format)
 
-    return path, _made(path, wish, is_current, make, weight_bytes(spec, wish.weight_format))
-
-
-def converted(folder: Path, spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
-    """Somebody's folder of safetensors in another format, made if it is not there yet."""
-    path = converted_path(folder, wish)
-    return path, _convert(CONVERTERS[wish.kind], folder, path, spec, wish)
-
-
-def converted_path(folder: Path, wish: Wish) -> Path:
-    """Where the conversion of somebody's folder lies in the cache."""
-    return wish.cache / "converted" / _fingerprint(folder) / wish.file_name(folder.name)
-
-
-def rebuilt(file: Path, spec: ModelSpec, wish: Wish) -> Path:
-    """The folder of floats that a GGUF file stands for, made if it is not there yet."""
-    path = rebuilt_path(file, wish)
-    # In its own words: what is made of it is another wish.
-    floats = msgspec.structs.replace(wish, kind="hf", weight_format="bf16")
-    _convert(REBUILD, file, path, spec, floats)
+    _made(path, spec, made_by, make, weight_bytes(spec, wish.weight_format))
     return path
 
 
-def rebuilt_path(file: Path, wish: Wish) -> Path:
-    """Where the folder of a GGUF file lies."""
-    return wish.cache / "converted" / _fingerprint(file) / file.stem
+def converted(source: Path, spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
+    """Somebody's GGUF file or folder of safetensors as ONNX, made if it is not there yet."""
+    name = source.name if source.is_dir() else source.stem
+    path = wish.cache / "converted" / _fingerprint(source) / wish.file_name(name)
 
+    def make() -> None:
+        run_aside(CONVERT, wish.progress, source, path, wish.weight_format, spec=spec)
 
-def converted_models(cache: Path) -> dict[Path, Manifest]:
-    """What was converted from users' own files, by its path."""
-    found: dict[Path, Manifest] = {}
-    for file in sorted((cache / "converted").glob("*/**/*crossover.json")):
-        weights = file.with_name(file.name.removesuffix(".crossover.json"))
-        path = file.parent if file.name == "crossover.json" else weights
-        with contextlib.suppress(BrokenWeights):
-            manifest = read_manifest(path)
-            if manifest is not None:
-                found[path] = manifest
-    return found
+    need = weight_bytes(spec, "fp16") + weight_bytes(spec, wish.weight_format)
+    return path, _made(path, spec, converter(wish.weight_format), make, need)
 
 
 def tokenizer_folder(spec: ModelSpec, cache: Path) -> Path:
@@ -144,9 +113,7 @@ def tokenizer_folder(spec: ModelSpec, cache: Path) -> Path:
         with making(folder):
             if not folder.is_dir():
                 with atomic_folder(folder) as temporary:
-                    for name, content in shipped_files(spec.vocabulary, spec.context).items():
-                        text = json.dumps(content, ensure_ascii=False)
-                        (temporary / name).write_text(text, encoding="utf-8")
+                    write_shipped(temporary, spec.vocabulary, spec.context)
     return folder
 
 
@@ -161,40 +128,28 @@ def finished_formats(spec: ModelSpec, cache: Path) -> list[str]:
     return found
 
 
-def _convert(function: str, source: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
-    def is_current(found: Manifest) -> bool:
-        is_same = msgspec.structs.replace(found.spec, name=spec.name) == spec
-        return is_same and found.generator == converter(wish.kind, wish.weight_format)
-
-    def make() -> None:
-        run_aside(function, wish.progress, source, path, wish.weight_format, spec=spec)
-
-    need = weight_bytes(spec, "fp16") + weight_bytes(spec, wish.weight_format)
-    return _made(path, wish, is_current, make, need)
-
-
 def _made(
-    path: Path,
-    wish: Wish,
-    is_current: Callable[[Manifest], bool],
-    make: Callable[[], None],
-    need_bytes: int,
+    path: Path, spec: ModelSpec, made_by: str, make: Callable[[], None], need_bytes: int
 ) -> Manifest:
-    """The checked manifest of what lies at `path`, made where it is not there as it should be."""
+    """The manifest of what lies at `path`, made where it is not there as it should be."""
     with making(path):
-        manifest = read_manifest(path) if path.exists() else None
-        if manifest is None or not is_current(manifest):
-            free = disk_free_bytes(path.parent)
-            if free < need_bytes + SPARE_DISK_BYTES:
-                raise ModelError(
-                    f"making {path.name} needs {need_bytes} bytes of disk, {str(path.parent)!r} "
-                    f"has {free} free; choose another with --cache"
-                )
-            make()
-            manifest = read_manifest(path)
-            assert manifest is not None
-        verify(path, manifest, progress=wish.progress)
-    return manifest
+        with contextlib.suppress(BrokenWeights):
+            manifest = read_manifest(path) if path.exists() else None
+            if manifest is not None:
+                verify(path, manifest)
+                is_same = msgspec.structs.replace(manifest.spec, name=spec.name) == spec
+                if is_same and manifest.generator == made_by:
+                    return manifest
+        free = disk_free_bytes(path.parent)
+        if free < need_bytes + SPARE_DISK_BYTES:
+            raise ModelError(
+                f"making {path.name} needs {need_bytes} bytes of disk, {str(path.parent)!r} has "
+                f"{free} free; choose another with --cache"
+            )
+        make()
+        manifest = read_manifest(path)
+        assert manifest is not None
+        return manifest
 
 
 def _fingerprint(source: Path) -> str:

@@ -4,10 +4,9 @@
     >>> template.render([{"role": "user", "content": "Hi"}])
     '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
 
-A template is a program that came with a download. It runs in Jinja's immutable sandbox under limits
-that the sandbox lacks: loop rounds, calls and filters are counted (`TICKS`) and timed
-(`CPU_SECONDS`), what `~`, `+`, `*`, `join` and `replace` build is bounded by the length of the
-messages, and what else makes a huge string from a short one is not there.
+A template is a program that came with a download. It runs in Jinja's immutable sandbox with two
+limits that the sandbox lacks: each loop round, call and filter looks at the clock (`CPU_SECONDS`),
+and what builds a long text out of short ones is bounded (`MOST_CHARACTERS`) or not there.
 """
 
 from __future__ import annotations
@@ -24,17 +23,14 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
-from jinja2 import filters, nodes
+from jinja2 import nodes
 
 from models.errors import BadChat
 
 MAX_TEMPLATE = 1 << 20  # characters; the largest published templates have about 20,000
-# Characters of any string made while rendering: this many, and so many more for each of a message.
-BASE_TEXT = 1 << 18
-TEXT_PER_CHARACTER = 4
+MOST_CHARACTERS = 1 << 22  # of any text that is made while rendering
 CPU_SECONDS = 2.0  # of the rendering thread
 MOST_BITS = 4096  # of two numbers that are multiplied
-TICKS = 200_000  # a second or two; a chat of a thousand messages takes a few thousand
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -42,11 +38,13 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Filters and methods of strings that make long strings, lists or bytes out of short ones; no
+# Filters and methods that make long strings, lists, bytes or numbers out of short ones; no
 # published chat template uses them.
 _REFUSED = {"center", "expandtabs", "format", "format_map", "indent", "ljust", "pprint", "rjust"}
-_REFUSED |= {"batch", "encode", "slice", "translate", "urlize", "wordwrap", "xmlattr", "zfill"}
+_REFUSED |= {"batch", "encode", "round", "slice", "translate", "urlize", "wordwrap", "xmlattr"}
+_REFUSED |= {"zfill", "to_bytes"}
 _SEQUENCES = (str, bytes, list, tuple)
+_until = threading.local()  # the rendering thread's time at which its template is stopped
 
 
 class ChatTemplate:
@@ -71,9 +69,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The prompt for messages with role and content. Raises BadChat."""
-        leash = _Leashed.leash
-        leash.ticks, leash.until = TICKS, time.thread_time() + CPU_SECONDS
-        leash.text = BASE_TEXT + TEXT_PER_CHARACTER * _characters([*messages, variables])
+        _until.seconds = time.thread_time() + CPU_SECONDS
         given: dict[str, Any] = {
             "tools": None,
             "documents": None,
@@ -93,8 +89,13 @@ class ChatTemplate:
 
 
 class RendersChat:
-    """The part of a tokenizer that makes prompts of chats."""
+    """The part of a tokenizer that makes prompts of chats, and what every tokenizer says."""
 
+    vocabulary: int  # one more than the highest id it knows; a model's own vocabulary may be larger
+    eos_ids: frozenset[int]  # any of them ends a generation
+    # To be put before a prompt that no chat template made; None: this model wants none.
+    bos_id: int | None
+    special_ids: frozenset[int]  # control tokens: no text of their own
     chat_template: str | None
     chat_tokens: dict[str, str]  # special tokens that a template may refer to
 
@@ -110,16 +111,9 @@ class RendersChat:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
+        """The prompt of chat messages, for `parse_special=True`. `variables`: more that the
+        template may read. Raises BadChat."""
         return self._compiled.render(messages, add_generation_prompt, variables)
-
-
-def _characters(value: Any) -> int:
-    """Of the texts in the values, and about as many as there are in its numbers."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_characters, value.values()))
-    return sum(map(_characters, value)) if isinstance(value, Sequence) else 24
 
 
 class _Generation(jinja2.ext.Extension):
@@ -133,21 +127,23 @@ class _Generation(jinja2.ext.Extension):
         return nodes.Scope(body, lineno=line)
 
 
+def _tick() -> str:
+    if time.thread_time() > _until.seconds:
+        raise BadChat(f"it takes more than {CPU_SECONDS:g} s")
+    return ""
+
+
 class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, set up as transformers does, with counted loops and bounded strings."""
+    """The sandbox, set up as transformers does, with a clock and bounded texts."""
 
     intercepted_binops = frozenset(("+", "*", "%", "**"))
-    leash = threading.local()
+    tick = staticmethod(_tick)
 
     def __init__(self) -> None:
         extensions: list[Any] = ["jinja2.ext.loopcontrols", _Generation]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        self.filters |= {"tojson": _tojson, "join": _join, "round": _round}
-        self.filters = {
-            name: self._ticking(found)
-            for name, found in self.filters.items()
-            if name not in _REFUSED
-        }
+        known = self.filters | {"tojson": _tojson, "join": _join, "replace": _replace}
+        self.filters = {name: _timed(one) for name, one in known.items() if name not in _REFUSED}
         self.globals = {
             **{name: self.globals[name] for name in ("range", "namespace")},
             "dict": dict,
@@ -155,28 +151,8 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
 
-    def tick(self) -> str:
-        self.leash.ticks -= 1
-        if self.leash.ticks < 0:
-            raise BadChat(f"it takes more than {TICKS} loop rounds")
-        if time.thread_time() > self.leash.until:
-            raise BadChat(f"it takes more than {CPU_SECONDS:g} s")
-        return ""
-
-    def _ticking(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # also how Jinja passes its context on
-        def ticking(*args: Any, **kwargs: Any) -> Any:
-            self.tick()
-            return function(*args, **kwargs)
-
-        return ticking
-
-    def concatenate(self, *parts: Any) -> str:
-        return _join(parts)
-
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        is_refused = isinstance(obj, str) and attr in _REFUSED
-        is_refused |= isinstance(obj, bytes) or (isinstance(obj, int) and attr == "to_bytes")
+        is_refused = isinstance(obj, bytes) or (isinstance(obj, str | int) and attr in _REFUSED)
         return not is_refused and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Any:
@@ -201,13 +177,10 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902
+        _tick()
         method, owner = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
-        if isinstance(owner, str) and method == "replace" and len(args) >= 2:
-            times = owner.count(str(args[0])) if args[0] else len(owner) + 1
-            _check_length(len(owner) + times * len(str(args[1])))
-        if isinstance(owner, str) and method == "join" and args:
-            return _join(args[0], owner)
-        __self.tick()
+        if isinstance(owner, str) and method in ("join", "replace"):
+            return _join(args[0], owner) if method == "join" else _replace(owner, *args)
         return super().call(__context, __obj, *args, **kwargs)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -216,34 +189,44 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Counted(jinja2.visitor.NodeTransformer):
-    """Puts a tick into every loop and macro, and our concatenation in place of `~`."""
+    """Puts a look at the clock into every loop, and our `join` in place of `~`."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _call("concatenate", node.nodes).set_lineno(node.lineno)
+        return nodes.Filter(nodes.List(node.nodes), "join", [], [], None, None, lineno=node.lineno)
 
-    def visit_For(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+    def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("tick", [])).set_lineno(node.lineno))
+        tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
         return node
 
-    visit_Macro = visit_CallBlock = visit_For
 
+def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # also how Jinja passes its context on
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        _tick()
+        return function(*args, **kwargs)
 
-def _call(method: str, values: list[nodes.Expr]) -> nodes.Call:
-    return nodes.Call(nodes.EnvironmentAttribute(method), values, [], None, None)
+    return timed
 
 
 def _check_length(length: int) -> None:
-    most = _Leashed.leash.text
-    if length > most:
-        raise BadChat(f"it makes a text of {length} characters, more than {most}")
+    if length > MOST_CHARACTERS:
+        raise BadChat(f"it makes a text of {length} characters, more than {MOST_CHARACTERS}")
 
 
 def _join(value: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
     parts = [str(item if attribute is None else item[attribute]) for item in value]
     _check_length(sum(map(len, parts)) + len(str(d)) * len(parts))
     return str(d).join(parts)
+
+
+def _replace(value: Any, old: Any, new: Any, count: int = -1) -> str:
+    text = str(value)
+    times = text.count(str(old)) if old else len(text) + 1
+    _check_length(len(text) + times * len(str(new)))
+    return text.replace(str(old), str(new), -1 if count is None else count)
 
 
 def _tojson(
@@ -253,12 +236,6 @@ def _tojson(
     if indent is not None and not 0 <= indent <= 16:
         raise BadChat(f"tojson with an indent of {indent}, more than 16")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
-    if abs(precision) > 100:
-        raise BadChat(f"round to {precision} digits, more than 100")
-    return filters.do_round(value, precision, method)
 
 
 def _raise_exception(message: str) -> None:

@@ -1,201 +1,115 @@
-"""What conversions share: the source's shape and texts, the float reference, the manifest.
-
-Two questions, two answers. Is the conversion right? Its logits are those of the *same* weights,
-dequantised, but for the rounding of activations: `Comparison.check`. What does its format cost? The
-divergence from the float weights on text: written down, and refuses nothing.
-"""
+"""What conversions share: the source, what a format costs on text, the manifest."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from models.errors import BrokenWeights, UnsupportedModel
+from models.float_forward import Ids, forward
+from models.gguf_reader import gguf_rows, read_header
 from models.hf_config import read_config, spec_of, v4_config
-from models.machine import available_bytes
-from models.manifest import (
-    FileFacts,
-    Manifest,
-    converter,
-    file_facts,
-    read_manifest,
-    write_manifest,
-)
-from models.safetensors_reader import Floats, stored_rows
+from models.manifest import Manifest, Progress, converter, read_manifest, write_manifest
+from models.random_weights import hf_config
+from models.safetensors_reader import Floats, Rows, check_tensors, stored_rows
 from models.spec import ModelSpec
 from models.tokenizer import DATA, load_tokenizer
-
-Ids = npt.NDArray[np.int64]
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     *("generation_config.json", "special_tokens_map.json"),
 )
-# transformers loads a model under process-wide switches (default dtype, meta device): one thread at
-# a time, and no forward pass beside it.
-TRANSFORMERS_LOCK = threading.RLock()
+MOST_COMPARED = 2_000_000_000  # parameters; a pass takes a minute
 
 
-class Comparison(msgspec.Struct, frozen=True):
-    """How far logits are from the source's."""
+class Source(NamedTuple):
+    """What is converted: a GGUF file, or a folder of safetensors, and its weights as floats."""
 
-    distance: float  # root mean square of the difference over that of the (centred) source
-    kl_nats: float  # KL(source || converted), mean over positions
-    agreement: float  # share of positions with the same greedy token
-    positions: int
+    path: Path
+    spec: ModelSpec
+    rows: Rows
+    is_random: bool
 
-    def check(self, limit: float, what: str) -> None:
-        """Raises BrokenWeights where `distance` is above `limit` or NaN. Unrelated: about 1.4."""
-        if not self.distance <= limit:
-            raise BrokenWeights(
-                f"{what} is wrong: its logits are {self.distance:.3g} away from the source's, "
-                f"more than {limit:g} (greedy tokens agree at {self.agreement:.0%} of "
-                f"{self.positions} positions)"
-            )
-
-
-def distance_of(reference: Floats, candidate: Floats) -> Comparison:
-    """The Comparison of two arrays of logits [..., vocabulary]."""
-    a, b = (one.reshape(-1, one.shape[-1]).astype(np.float64) for one in (reference, candidate))
-    p, q = _log_softmax(a), _log_softmax(b)
-    error = float(np.sqrt(np.mean((a - b) ** 2)))
-    scale = float(np.sqrt(np.mean((a - a.mean(-1, keepdims=True)) ** 2)))
-    return Comparison(
-        distance=error / scale if scale else float("inf"),
-        kl_nats=float(np.mean(np.sum(np.exp(p) * (p - q), -1))),
-        agreement=float(np.mean(a.argmax(-1) == b.argmax(-1))),
-        positions=a.shape[0],
-    )
+    def ids(self, text: str, sequences: int = 1, tokens: int = 1 << 30) -> Ids | None:
+        """The first ids of a text, [sequences, tokens]; None without a tokenizer of the model's."""
+        if self.path.is_dir() and not (self.path / "tokenizer.json").is_file():
+            return None
+        found = np.array(load_tokenizer(self.path).encode(text)[: sequences * tokens], np.int64)
+        each = min(len(found) // sequences, self.spec.context)
+        if not each or found.max() >= self.spec.vocabulary:
+            return None
+        return found[: sequences * each].reshape(sequences, each)
 
 
-def _log_softmax(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    shifted = values - values.max(-1, keepdims=True)
-    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return result
+def open_source(path: Path, spec: ModelSpec | None = None) -> Source:
+    """`spec`: its shape, where it is known better than the file says.
+
+    Raises UnsupportedModel, BrokenWeights.
+    """
+    before = read_manifest(path)
+    is_random = before is not None and before.seed is not None
+    if path.is_file():
+        header = read_header(path)
+        spec = spec or header.spec(path.stem)
+        return Source(path, spec, gguf_rows(header, spec), is_random)
+    spec = spec or spec_of(read_config(path), path.name)
+    check_tensors(path, spec)
+    return Source(path, spec, stored_rows(path, spec), is_random)
 
 
-def text_sequences(tokenizer: Path, count: int = 4, tokens: int = 64) -> list[list[int]]:
-    """The first ids of the shipped prose, cut into `count` sequences of `tokens`."""
+def prose() -> str:
+    """Shipped text on which formats are compared."""
     text = (DATA / "corpus.txt").read_text(encoding="utf-8")
-    ids = load_tokenizer(tokenizer).encode(text.partition("limitations under the License.\n\n")[2])
-    return [ids[begin : begin + tokens] for begin in range(0, count * tokens, tokens)]
+    return text.partition("limitations under the License.\n\n")[2]
 
 
-def compared_ids(
-    folder: Path, spec: ModelSpec, sequences: Sequence[Sequence[int]] | None = None
-) -> Ids:
-    """Token ids [sequences, tokens]: the given ones, else of text, by the folder's tokenizer.
+def quality_of(source: Source, logits_of: Callable[[Ids], Floats], say: Progress) -> float | None:
+    """What was made, by its logits, against the float weights on text: mean KL divergence in nats.
 
-    Raises UnsupportedModel for ids that the model does not have.
+    None where it cannot be told, or says nothing: random weights do not lose what trained ones do.
     """
-    if sequences is None:
-        sequences = text_sequences(folder, tokens=min(64, spec.context))
-    ids = np.array(sequences, np.int64)
-    if ids.max() >= spec.vocabulary:
-        raise UnsupportedModel(
-            f"the tokenizer of {folder.name} makes token ids above {spec.vocabulary - 1}"
-        )
-    return ids
+    if source.is_random:
+        return None
+    ids = source.ids(prose(), 4, 64)
+    if ids is None or source.spec.parameters > MOST_COMPARED:
+        say("logits not compared: the model is large, or has no tokenizer of its own", None)
+        return None
+    say("comparing the logits with the source's", None)
+    reference = deque(forward(source.spec, source.rows, ids), maxlen=1).pop()
+    return divergence(reference, logits_of(ids))
 
 
-def reference_fits(spec: ModelSpec) -> bool:
-    """Whether the source's weights and the file's fit into free memory, in float32."""
-    return spec.parameters * 4 * 2.4 < available_bytes()
+def divergence(reference: Floats, candidate: Floats) -> float:
+    """KL(reference || candidate) in nats, mean over positions, of logits [..., vocabulary]."""
+    a, b = (one.astype(np.float64) for one in (reference, candidate))
+    p, q = (one - np.logaddexp.reduce(one, -1, keepdims=True) for one in (a, b))
+    return float(np.mean(np.sum(np.exp(p) * (p - q), -1)))
 
 
-def reference_logits(
-    folder: Path, spec: ModelSpec, ids: Ids, weights: Mapping[str, Floats] | None = None
-) -> Floats:
-    """transformers' float32 logits [sequences, tokens, vocabulary] of a Hugging Face folder.
-
-    `weights`: others than the folder's, by their names; a tied head needs none.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if weights is None:
-        rows = stored_rows(folder, spec)
-        weights = {one.name: rows(one.name, 0, one.shape[0]) for one in spec.tensors()}
-    held = {name: torch.from_numpy(values) for name, values in weights.items()}
-    held.setdefault("lm_head.weight", held["model.embed_tokens.weight"])
-    settings = v4_config(read_config(folder))
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    with TRANSFORMERS_LOCK:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager"
-            )
-        model.load_state_dict(held, strict=True, assign=True)
-        # The table of the rotation is no parameter, and was made without memory.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
-        model.eval()
-        with torch.inference_mode():
-            logits: Floats = model(torch.from_numpy(ids)).logits.float().numpy()
-    return logits
-
-
-def source_spec(source: Path, wanted: ModelSpec | None) -> ModelSpec:
-    """The shape of the source folder. Raises BrokenWeights where it is not the `wanted` one."""
-    found = spec_of(read_config(source), source.name)
-    if wanted is None:
-        return found
-    differences = [
-        f"{key} {getattr(found, key)} and not {getattr(wanted, key)}"
-        for key in found.__struct_fields__
-        if key != "name" and getattr(found, key) != getattr(wanted, key)
-    ]
-    if differences:
-        raise BrokenWeights(
-            f"{source.name} does not hold {wanted.name}: config.json says {', '.join(differences)}"
-        )
-    return wanted
-
-
-def copy_texts(source: Path, folder: Path) -> None:
-    """The config in transformers 4's words and the source's own tokenizer files, into `folder`."""
-    config = json.dumps(v4_config(read_config(source)), indent=2) + "\n"
-    (folder / "config.json").write_text(config, encoding="utf-8")
+def copy_texts(source: Path, folder: Path, spec: ModelSpec | None = None) -> None:
+    """config.json in transformers 4's words and the source's tokenizer files, into `folder`. A GGUF
+    file, whose shape is `spec`, stays its own tokenizer."""
+    if source.is_file():
+        assert spec is not None
+        config = hf_config(spec, "fp32")
+    else:
+        config = v4_config(read_config(source))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def finish(
-    source: Path,
-    weights: Path,
-    kind: str,
-    weight_format: str,
-    spec: ModelSpec,
-    quality: Comparison | None = None,
-    known: Mapping[str, FileFacts] = MappingProxyType({}),
-) -> Manifest:
-    """Write the manifest of a converted file or folder, last. `known`: facts found while writing.
-
-    Random weights say nothing of what a format costs trained ones: they get no quality.
-    """
+    source: Path, folder: Path, weight_format: str, spec: ModelSpec, quality: float | None = None
+) -> None:
+    """Write the manifest of a converted folder, last."""
     before = read_manifest(source)
-    seed = None if before is None else before.seed
-    if seed is not None:
-        quality = None
-    files = sorted(weights.iterdir()) if weights.is_dir() else [weights]
-    manifest = Manifest(
-        kind=kind,
-        spec=spec,
-        weight_format=weight_format,
-        source=source.name if before is None else before.source,
-        files={one.name: known.get(one.name) or file_facts(one) for one in files},
-        generator=converter(kind, weight_format),
-        seed=seed,
-        quality_kl_nats=None if quality is None else quality.kl_nats,
-        greedy_agreement=None if quality is None else quality.agreement,
-    )
-    write_manifest(weights, manifest)
-    return manifest
+    name, seed = (source.name, None) if before is None else (before.source, before.seed)
+    made_by = converter(weight_format)
+    write_manifest(folder, Manifest("onnx", spec, weight_format, name, made_by, seed, quality))

@@ -20,49 +20,27 @@ saturate 16 bits: there int8 weights have 7 bits (`int8_bits`; the manifest's ge
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
-from models.conversion import (
-    Comparison,
-    compared_ids,
-    copy_texts,
-    distance_of,
-    finish,
-    reference_fits,
-    reference_logits,
-    source_spec,
-)
+from models.conversion import copy_texts, finish, open_source, quality_of
 from models.errors import BrokenWeights, UnsupportedModel
+from models.float_forward import BLOCK, Ids
 from models.formats import ONNX_FORMATS
 from models.hf_config import FAMILIES, read_config
 from models.machine import int8_bits
-from models.manifest import (
-    FileFacts,
-    HashedFile,
-    Manifest,
-    Progress,
-    atomic_folder,
-    converter,
-    file_facts,
-    read_manifest,
-    write_manifest,
-)
-from models.random_quant_blocks import as_bytes
-from models.random_weights import GENERATOR, LOGIT_SPREAD, hf_config, rope_factors
-from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows, check_tensors, stored_rows
+from models.manifest import Manifest, Progress, atomic_folder, converter, write_manifest
+from models.random_weights import GENERATOR, Weights, as_bytes, rope_factors, write_texts
+from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
 from models.spec import ModelSpec
-from models.tokenizer import load_tokenizer, shipped_files
-from models.turned_weights import BLOCK, Turned, calibration_text, far_channels
+from models.turned_weights import Turned, calibration_text, far_channels
 
 GRAPH, DATA = "model.onnx", "model.onnx.data"
 GROUP = 32  # weights of an int4 row that share a scale
@@ -71,43 +49,37 @@ TYPES = {"f4": 1, "u1": 2, "i1": 3, "i8": 7}  # numpy's names -> onnx's TensorPr
 
 
 def make_onnx(
-    hf_folder: str | Path,
+    source: str | Path,
     out_folder: str | Path,
     weight_format: str,
     *,
     spec: ModelSpec | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Convert a Hugging Face folder; returns `out_folder`, replaced whole if it was there.
+    """Convert a Hugging Face folder or a GGUF file; returns `out_folder`, replaced whole.
 
-    `spec`: the shape that the folder must have. Raises UnsupportedModel, BrokenWeights.
+    `spec`: its shape, where it is known better than the source says. Raises UnsupportedModel,
+    BrokenWeights.
     """
-    source, target = Path(hf_folder), Path(out_folder)
+    path, target = Path(source), Path(out_folder)
     say = progress or (lambda what, fraction: None)
     if weight_format not in ONNX_FORMATS:
         raise UnsupportedModel(
             f"unknown ONNX format {weight_format!r}; known: {', '.join(ONNX_FORMATS)}"
         )
-    if read_config(source).get("model_type") not in FAMILIES:
+    if path.is_dir() and read_config(path).get("model_type") not in FAMILIES:
         from models.export_with_optimum import export_onnx
 
-        return export_onnx(source, target, weight_format, progress=progress)
-    found = source_spec(source, spec)
-    check_tensors(source, found)
-    rows = stored_rows(source, found)
-    before = read_manifest(source)
-    is_random = before is not None and before.seed is not None
-    if weight_format == "int8" and not is_random:
-        ids = None
-        if (source / "tokenizer.json").is_file():
-            text = load_tokenizer(source).encode(calibration_text())[: found.context]
-            ids = np.array([text], np.int64) if max(text) < found.vocabulary else None
-        rows = Turned(found, rows, ids)
+        return export_onnx(path, target, weight_format, progress=progress)
+    found = open_source(path, spec)
+    rows = found.rows
+    if weight_format == "int8" and not found.is_random:
+        rows = Turned(found.spec, rows, found.ids(calibration_text()))
     with atomic_folder(target) as folder:
-        copy_texts(source, folder)
-        known = {DATA: _write_graph(found, rows, folder, weight_format, say)}
-        quality = None if is_random else _quality(source, folder, found, say)
-        finish(source, folder, "onnx", weight_format, found, quality, known)
+        copy_texts(path, folder, found.spec)
+        _write_graph(found.spec, rows, folder, weight_format, say)
+        quality = quality_of(found, lambda ids: graph_logits(folder / GRAPH, ids, found.spec), say)
+        finish(path, folder, weight_format, found.spec, quality)
     return target
 
 
@@ -125,46 +97,23 @@ def make_random_onnx(
     """
     say = progress or (lambda what, fraction: None)
     with atomic_folder(target := Path(out_folder)) as folder:
-        texts = {"config.json": hf_config(spec, "fp32")}
-        for name, content in (texts | shipped_files(spec.vocabulary, spec.context)).items():
-            (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        data = _write_graph(spec, random_rows(spec, seed), folder, weight_format, say)
-        files = {one.name: file_facts(one) for one in sorted(folder.iterdir()) if one.name != DATA}
-        files[DATA] = data
-        made_by = f"{converter('onnx', weight_format)}, {GENERATOR}"
-        manifest = Manifest("onnx", spec, weight_format, "synthetic", files, made_by, seed)
-        write_manifest(folder, manifest)
+        write_texts(spec, folder, "fp32")
+        _write_graph(spec, Weights(spec, seed).rows, folder, weight_format, say)
+        made_by = f"{converter(weight_format)}, {GENERATOR}"
+        write_manifest(folder, Manifest("onnx", spec, weight_format, "synthetic", made_by, seed))
     return target
 
 
 def _write_graph(
     spec: ModelSpec, rows: Rows, folder: Path, weight_format: str, say: Progress
-) -> FileFacts:
-    """Write GRAPH and DATA; the facts of DATA."""
-    writer = GraphWriter(spec, rows, folder, weight_format, say)
-    try:
+) -> None:
+    """Write GRAPH and DATA."""
+    with (folder / DATA).open("wb") as out, ThreadPoolExecutor(THREADS) as pool:
+        writer = GraphWriter(spec, rows, out, pool, weight_format, say)
         (folder / GRAPH).write_bytes(writer.graph().SerializeToString())
-    finally:
-        writer.pool.shutdown()
-        data = writer.file.close()
-    return data
 
 
-def _quality(source: Path, folder: Path, spec: ModelSpec, say: Progress) -> Comparison | None:
-    """What the format costs on text; None without the means to tell."""
-    has_means = all(map(find_spec, ("torch", "transformers", "onnxruntime")))
-    if not (has_means and (source / "tokenizer.json").is_file() and reference_fits(spec)):
-        say("logits not compared: no float reference here", None)
-        return None
-    say("comparing the logits with the source's", None)
-    try:
-        ids = compared_ids(source, spec)
-    except UnsupportedModel:  # the tokenizer makes ids that the model does not have
-        return None
-    return distance_of(reference_logits(source, spec, ids), graph_logits(folder / GRAPH, ids, spec))
-
-
-def graph_logits(graph: Path, ids: npt.NDArray[np.int64], spec: ModelSpec) -> Floats:
+def graph_logits(graph: Path, ids: Ids, spec: ModelSpec) -> Floats:
     """An ONNX graph's logits [sequences, tokens, vocabulary], token by token through its cache."""
     import onnxruntime
 
@@ -187,39 +136,19 @@ def graph_logits(graph: Path, ids: npt.NDArray[np.int64], spec: ModelSpec) -> Fl
     return np.stack(found, 1)
 
 
-def random_rows(spec: ModelSpec, seed: int = 0) -> Rows:
-    """Seeded normal weights: slices of one pool of a prime length, each tensor from its own offset.
-
-    Matrices keep the size of activations, an MLP doubles it, and logits have a standard deviation
-    of LOGIT_SPREAD.
-    """
-    shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
-    length = 1048573
-    pool = np.random.default_rng(seed).standard_normal(length, dtype=np.float32)
-    pool = np.resize(pool, length + 2 * BLOCK)
-    starts = {name: 7919 * number for number, name in enumerate(shapes)}
-    gains = {"lm_head": LOGIT_SPREAD, "embed_tokens": LOGIT_SPREAD, "down_proj": 2.0}
-
-    def rows(name: str, first: int, last: int) -> Floats:
-        name = EMBEDDING if spec.tied and name == HEAD else name
-        each = math.prod(shapes[name][1:])
-        at = (starts[name] + first * each) % length
-        values = pool[at : at + (last - first) * each].reshape(-1, *shapes[name][1:])
-        if len(shapes[name]) == 1:
-            return values / np.float32(20) + np.float32("norm" in name)
-        gain = gains.get(name.split(".")[-2], 1.0)
-        return values * np.float32(gain / math.sqrt(each))
-
-    return rows
-
-
 class GraphWriter:
     """Writes weights to DATA as it builds the graph's nodes."""
 
     def __init__(
-        self, spec: ModelSpec, rows: Rows, folder: Path, weight_format: str, say: Progress
+        self,
+        spec: ModelSpec,
+        rows: Rows,
+        out: BinaryIO,
+        pool: ThreadPoolExecutor,
+        weight_format: str,
+        say: Progress,
     ) -> None:
-        self.spec, self.rows, self.say = spec, rows, say
+        self.spec, self.rows, self.file, self.pool, self.say = spec, rows, out, pool, say
         self.format = weight_format
         self.steps = 127 if int8_bits() == 8 else 64
         self.nodes: list[Any] = []
@@ -233,19 +162,17 @@ class GraphWriter:
                     "which int4 needs; int8 has no such limit"
                 )
         self.total_bytes = 2 * spec.weight_bytes(weight_format)
-        self.file = HashedFile(folder / DATA)
-        self.pool = ThreadPoolExecutor(THREADS)
 
     # --- constants
 
     def begin(self, name: str, dtype: str, dims: tuple[int, ...]) -> str:
         """A constant whose bytes are written to the file next."""
-        self.file.write(b"\0" * (-self.file.bytes % 4096))
+        self.file.write(b"\0" * (-self.file.tell() % 4096))
         tensor = TensorProto(
             name=name, dims=dims, data_type=TYPES[dtype], data_location=TensorProto.EXTERNAL
         )
         length = math.prod(dims) * np.dtype(dtype).itemsize
-        for key, value in (("location", DATA), ("offset", self.file.bytes), ("length", length)):
+        for key, value in (("location", DATA), ("offset", self.file.tell()), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
         self.constants.append(tensor)
         return name
@@ -284,7 +211,7 @@ class GraphWriter:
 
     def product(self, x: str, y: str, *sources: str) -> str:
         """y = x times the transposed matrices side by side."""
-        self.say(f"writing {sources[0]}", self.file.bytes / self.total_bytes)
+        self.say(f"writing {sources[0]}", self.file.tell() / self.total_bytes)
         is_whole = self.format == "int8" or (self.format == "int4" and sources == (HEAD,))
         make = self._int8 if is_whole else self._int4 if self.format == "int4" else self._fp32
         return make(x, y, sources)

@@ -3,7 +3,7 @@
     export_onnx(Path("gpt2"), Path("gpt2-int8"), "int8")
 
 optimum exports the float32 graph with a growing `past_key_values` and quantises it: dynamic int8,
-products with stored matrices only. Each runs in a child process, offline. It needs some 17 bytes
+products with stored matrices only. It runs in a child process, offline. It needs some 17 bytes
 of memory a parameter. One scale serves a whole step of activations, so a row's logits depend on
 the other rows of the batch.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -70,94 +70,65 @@ def export_onnx(
     """Export a Hugging Face folder to `target`, replaced whole if it was there.
 
     Raises UnsupportedModel (a format that optimum does not make, optimum is not there),
-    BrokenWeights, ModelError.
+    BrokenWeights.
     """
-    say = progress or (lambda what, fraction: None)
     config = read_config(source)
-    family = config.get("model_type")
+    what = f"{source.name} is of architecture {config.get('model_type')!r}, which optimum"
     if weight_format not in ("fp32", "int8"):
-        raise UnsupportedModel(
-            f"{source.name} is of architecture {family!r}, which optimum exports to fp32 or int8, "
-            f"not to {weight_format}"
-        )
+        raise UnsupportedModel(f"{what} exports to fp32 or int8, not to {weight_format}")
     if importlib.util.find_spec("optimum") is None:
-        raise UnsupportedModel(
-            f"{source.name} is of architecture {family!r}, which optimum must export; "
-            "pip install 'llm-crossover[optimum]'"
-        )
+        raise UnsupportedModel(f"{what} must export; pip install 'llm-crossover[optimum]'")
     read_tensors(source)  # no pickles
     with atomic_folder(target) as folder:
-        staged = folder / "staged"
-        staged.mkdir()
-        for file in source.iterdir():
-            if file.suffix in (".json", ".safetensors", ".txt", ".jinja"):
-                (staged / file.name).symlink_to(file.resolve())
-        (staged / "config.json").unlink()  # without keys that name code
-        (staged / "config.json").write_text(json.dumps(v4_config(config)), encoding="utf-8")
-        made = folder / "fp32"
-        say("exporting by optimum", 0.1)
-        _aside("_export", staged, made)
-        if weight_format == "int8":
-            say("quantising by optimum", 0.6)
-            _aside("_quantise", made, folder / "int8")
-            made = folder / "int8"
-        for file in made.glob(f"{MODEL}*"):
-            file.rename(folder / file.name)
-        for left in (staged, folder / "fp32", folder / "int8"):
-            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            staged = Path(scratch, "source")
+            staged.mkdir()
+            for file in source.iterdir():
+                if file.suffix in (".safetensors", ".txt", ".jinja", ".json"):
+                    (staged / file.name).symlink_to(file.resolve())
+            (staged / "config.json").unlink()  # without keys that name code
+            (staged / "config.json").write_text(json.dumps(v4_config(config)), encoding="utf-8")
+            if progress:
+                progress("exporting by optimum", None)
+            try:  # in a child: its memory is freed, its output kept off ours
+                run_aside(f"{__name__}:_export", None, staged, Path(scratch), weight_format)
+            except ModelError as problem:
+                why = f"optimum could not export {source.name}: {problem}"
+                raise BrokenWeights(why) from problem
+            for made in Path(scratch, weight_format).glob(f"{MODEL}*"):
+                made.rename(folder / made.name)
         copy_texts(source, folder)
-        finish(source, folder, "onnx", weight_format, foreign_spec(config, source.name))
+        finish(source, folder, weight_format, foreign_spec(config, source.name))
     return target
 
 
-def _aside(function: str, source: Path, target: Path) -> None:
-    """In a child: its memory is freed, its output kept off ours."""
-    try:
-        run_aside(f"{__name__}:{function}", None, source, target)
-    except ModelError as problem:
-        raise BrokenWeights(f"optimum could not export {source.name}: {problem}") from problem
-
-
-def _export(source: Path, target: Path, progress: object = None) -> None:
+def _export(source: Path, scratch: Path, weight_format: str, progress: object = None) -> None:
+    """The graph in scratch/fp32, and where it is wanted in scratch/int8."""
     os.environ |= OFFLINE
     from optimum.exporters.onnx import main_export
 
-    main_export(
-        str(source),
-        str(target),
-        task="text-generation-with-past",
-        do_validation=False,
-        local_files_only=True,
-        device="cpu",
-    )
+    task = "text-generation-with-past"
+    settings = {"do_validation": False, "local_files_only": True, "device": "cpu"}
+    main_export(str(source), str(scratch / "fp32"), task=task, **settings)
+    if weight_format == "int8":
+        _quantise(scratch / "fp32", scratch / "int8")
 
 
-def without_weights(graph: Any) -> list[str]:
-    """Names of the MatMul nodes of an onnx.GraphProto whose second factor is no stored matrix:
-    queries x keys, positions x frequencies. 8 bits cannot hold those.
-    """
-    constants = {tensor.name for tensor in graph.initializer}
-    return [
-        node.name
-        for node in graph.node
-        if node.op_type == "MatMul" and node.input[1] not in constants
-    ]
-
-
-def _quantise(source: Path, target: Path, progress: object = None) -> None:
-    os.environ |= OFFLINE
+def _quantise(source: Path, target: Path) -> None:
     import onnx
     from optimum.onnxruntime import ORTQuantizer
     from optimum.onnxruntime.configuration import AutoQuantizationConfig
 
     graph = onnx.load(str(source / MODEL), load_external_data=False).graph
+    # Products whose second factor is no stored matrix: queries x keys, positions x frequencies. 8
+    # bits cannot hold those.
+    constants = {tensor.name for tensor in graph.initializer}
+    products = [node for node in graph.node if node.op_type == "MatMul"]
+    left_out = [node.name for node in products if node.input[1] not in constants]
     kind = AutoQuantizationConfig.avx512_vnni if int8_bits() == 8 else AutoQuantizationConfig.avx512
     narrow = {"reduce_range": True} if int8_bits() == 7 else {}
-    settings = kind(
-        is_static=False, per_channel=True, nodes_to_exclude=without_weights(graph), **narrow
-    )
-    quantiser = ORTQuantizer.from_pretrained(str(source), file_name=MODEL)
-    quantiser.quantize(
+    settings = kind(is_static=False, per_channel=True, nodes_to_exclude=left_out, **narrow)
+    ORTQuantizer.from_pretrained(str(source), file_name=MODEL).quantize(
         save_dir=str(target),
         quantization_config=settings,
         file_suffix="",

@@ -67,27 +67,17 @@ DEFAULT_FORMATS = {"gguf": "Q4_0", "hf": "bf16", "onnx": "int4", "none": ""}
 # What a row that is no multiple of 256 falls back to.
 _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
-# Hugging Face name -> GGUF name, of one layer.
-LAYER_NAMES: dict[str, str] = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.q_proj.bias": "attn_q.bias",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.k_proj.bias": "attn_k.bias",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.v_proj.bias": "attn_v.bias",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
-TOP_NAMES: dict[str, str] = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
+# Hugging Face name -> GGUF name, of one layer and of the whole, without .weight and .bias.
+_NAMES = {
+    **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
+    **{f"self_attn.{one}_norm": f"attn_{one}_norm" for one in "qk"},
+    **{f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")},
+    "self_attn.o_proj": "attn_output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
 }
 
 
@@ -108,29 +98,16 @@ def gguf_file_formats() -> dict[str, str]:
     return found | {"IQ3_XS": "IQ3_S", "IQ3_M": "IQ3_S", "IQ2_M": "IQ2_S"}
 
 
-def readable_formats(kind: str) -> tuple[str, ...]:
-    """Every weight format that files of this kind may have; those that are made here first."""
-    return (*FORMATS[kind], *(gguf_file_formats() if kind == "gguf" else ()))
-
-
 def spelt(kind: str, weight_format: str) -> str:
     """The format as files of this kind spell it. Raises UnsupportedModel."""
-    for one in readable_formats(kind):
+    known: list[str] = [*FORMATS[kind], *(gguf_file_formats() if kind == "gguf" else ())]
+    for one in known:
         if one.lower() == weight_format.lower():
             return one
     raise UnsupportedModel(
         f"kind {kind!r} has no weight format {weight_format!r}; made here are "
         f"{', '.join(FORMATS[kind])}"
     )
-
-
-def check_made(weight_format: str) -> None:
-    """Raises UnsupportedModel for a GGUF format that is only read."""
-    if weight_format not in GGUF_FORMATS:
-        raise UnsupportedModel(
-            f"GGUF files of format {weight_format!r} are not made here, only "
-            f"{', '.join(GGUF_FORMATS)}; a file of any format that llama.cpp reads is served"
-        )
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
@@ -153,15 +130,20 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
 def gguf_name(hf_name: str) -> str:
     """The GGUF name of a Hugging Face tensor. Raises KeyError for an unknown one."""
-    if hf_name in TOP_NAMES:
-        return TOP_NAMES[hf_name]
-    _, _, layer, rest = hf_name.split(".", 3)
-    return f"blk.{int(layer)}.{LAYER_NAMES[rest]}"
+    path, _, kind = hf_name.rpartition(".")
+    if path.startswith("model.layers."):
+        _, _, layer, path = path.split(".", 3)
+        return f"blk.{int(layer)}.{_NAMES[path]}.{kind}"
+    return f"{_NAMES[path]}.{kind}"
 
 
 def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
     """Every tensor of the GGUF file of `spec`, in file order."""
-    check_made(weight_format)
+    if weight_format not in GGUF_FORMATS:
+        raise UnsupportedModel(
+            f"GGUF files of format {weight_format!r} are not made here, only "
+            f"{', '.join(GGUF_FORMATS)}; a file of any format that llama.cpp reads is served"
+        )
     out = []
     for tensor in spec.tensors():
         name = gguf_name(tensor.name)

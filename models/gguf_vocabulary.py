@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from models.chat_template import RendersChat
-from models.errors import BrokenWeights, ModelError, UnsupportedModel
-from models.isolated import run_aside
+from models.errors import BrokenWeights, UnsupportedModel
 
 _NO_VOCABULARY = 0  # enum llama_vocab_type
 # For most families llama.cpp cuts text by std::regex, which calls itself for each character of a
@@ -21,15 +20,10 @@ _NO_VOCABULARY = 0  # enum llama_vocab_type
 _PLAIN_CHARACTERS = 4096
 _CHARACTER_STACK = 1024
 _STACK_SIZE = threading.Lock()
-# Characters whose UTF-8 has every byte that text can have: where a vocabulary lacks one, and has no
-# token for what is unknown, llama.cpp ends the process.
-_EVERY_BYTE = "".join(
-    map(chr, [*range(1, 2048), *range(2048, 0xD800, 61), *range(1 << 16, 1 << 20, 4093)])
-)
 
 
 class GgufTokenizer(RendersChat):
-    """`models.tokenizer.Tokenizer` over llama.cpp's own vocabulary code."""
+    """As models.tokenizer.HfTokenizer, over llama.cpp's own vocabulary code."""
 
     def __init__(self, file: Path) -> None:
         self._llama = llama = llama_library()
@@ -95,25 +89,6 @@ class GgufTokenizer(RendersChat):
             return ""
         text = self._llama.llama_vocab_get_text(self._vocab, token)
         return text.decode(errors="replace") if text else ""
-
-
-def read_by_child(file: Path, what: str) -> None:
-    """Let a child read a file's vocabulary: llama.cpp ends the process on some of them.
-
-    `what`: the file or part, for the error. Raises BrokenWeights, UnsupportedModel.
-    """
-    try:
-        run_aside(f"{__name__}:_read", None, str(file))
-    except (BrokenWeights, UnsupportedModel):
-        raise
-    except ModelError as problem:
-        raise BrokenWeights(f"llama.cpp ends while it reads {what}: {problem}") from problem
-
-
-def _read(file: str, progress: object = None) -> None:
-    tokenizer = GgufTokenizer(Path(file))
-    tokenizer.encode(_EVERY_BYTE)
-    tokenizer.token_bytes()
 
 
 # llama.cpp writes pages to stderr while loading; the last error says what matters.

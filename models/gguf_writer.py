@@ -1,6 +1,6 @@
-"""Write a GGUF file tensor by tensor, with its checksum on the way.
+"""Write a GGUF file tensor by tensor.
 
-facts = write_file(spec, "Q4_0", vocabulary, path, data=lambda tensor: [bytes(tensor.bytes)])
+write_file(spec, "Q4_0", path, data=lambda tensor: [bytes(tensor.bytes)])
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import gguf
-import msgspec
 import numpy as np
 
+from models.chat_template import CHATML
 from models.formats import GGUF_FORMATS, GgufTensor, gguf_tensors
-from models.manifest import FileFacts, HashedFile, Progress
+from models.manifest import Progress
 from models.spec import ModelSpec
+from models.tokenizer import SPECIAL_TOKENS, shipped
 
 ALIGNMENT = 32
 # transformers' model_type -> architecture name in GGUF, which knows Mistral as llama.
@@ -27,68 +28,37 @@ ARCHITECTURES: dict[str, str] = {
 }
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
-    """A tokenizer as GGUF stores it. `types`: gguf.TokenType; `scores`: of SentencePiece."""
-
-    model: str  # gpt2: byte-level BPE; llama: SentencePiece BPE
-    pre: str  # llama.cpp's name of the rule that cuts text into words
-    tokens: list[str]
-    types: list[int]
-    merges: list[str] = []
-    scores: list[float] = []
-    bos_id: int | None = None
-    eos_id: int | None = None
-    pad_id: int | None = None
-    unknown_id: int | None = None
-    add_bos: bool = False
-    add_space_prefix: bool | None = None
-    chat_template: str | None = None
-
-
 def write_file(
     spec: ModelSpec,
     weight_format: str,
-    vocabulary: Vocabulary,
     path: Path,
     data: Callable[[GgufTensor], Iterable[bytes | memoryview]],
     progress: Progress | None = None,
-    label: str = "",
-) -> FileFacts:
-    """Write and sync a GGUF file. `data` gives a tensor's bytes in chunks."""
+) -> None:
+    """Write a GGUF file with the shipped tokenizer. `data` gives a tensor's bytes in chunks."""
     tensors = gguf_tensors(spec, weight_format)
-    header = _header(spec, weight_format, tensors, vocabulary, path)
-    total = len(header) + sum(_padded(tensor.bytes) for tensor in tensors)
-    out = HashedFile(path)
-    try:
+    header = _header(spec, weight_format, tensors, path)
+    done, total = len(header), len(header) + sum(_padded(tensor.bytes) for tensor in tensors)
+    with path.open("wb") as out:
         out.write(header)
         for tensor in tensors:
-            begin = out.bytes
-            for chunk in data(tensor):
-                out.write(chunk)
-            if out.bytes - begin != tensor.bytes:
+            written = sum(map(out.write, data(tensor)))
+            if written != tensor.bytes:
                 raise ValueError(
-                    f"tensor {tensor.name} came with {out.bytes - begin} bytes, not {tensor.bytes}"
+                    f"tensor {tensor.name} came with {written} bytes, not {tensor.bytes}"
                 )
-            out.write(bytes(_padded(tensor.bytes) - tensor.bytes))
+            out.write(bytes(_padded(written) - written))
+            done += _padded(written)
             if progress:
-                progress(label or f"writing {path.name}", out.bytes / total)
-    finally:
-        facts = out.close()
-    return facts
+                progress(f"writing {spec.name}-{weight_format}.gguf", done / total)
 
 
-def _header(
-    spec: ModelSpec,
-    weight_format: str,
-    tensors: list[GgufTensor],
-    vocabulary: Vocabulary,
-    scratch: Path,
-) -> bytes:
+def _header(spec: ModelSpec, weight_format: str, tensors: list[GgufTensor], scratch: Path) -> bytes:
     """All before the tensors' data: metadata, tokenizer, tensor table, padding."""
     logging.getLogger("gguf").setLevel(logging.WARNING)
     writer = gguf.GGUFWriter(scratch, ARCHITECTURES[spec.family])
     _add_shape(writer, spec, weight_format)
-    _add_vocabulary(writer, vocabulary)
+    _add_vocabulary(writer, spec.vocabulary)
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[tensor.type]
         writer.add_tensor_info(
@@ -120,24 +90,23 @@ def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec, weight_format: str) -> 
     writer.add_quantization_version(2)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
-    for add, value in (
-        (writer.add_tokenizer_model, vocabulary.model),
-        (writer.add_tokenizer_pre, vocabulary.pre),
-        (writer.add_token_list, vocabulary.tokens),
-        (writer.add_token_types, vocabulary.types),
-        (writer.add_token_scores, vocabulary.scores or None),
-        (writer.add_token_merges, vocabulary.merges or None),
-        (writer.add_bos_token_id, vocabulary.bos_id),
-        (writer.add_eos_token_id, vocabulary.eos_id),
-        (writer.add_pad_token_id, vocabulary.pad_id),
-        (writer.add_unk_token_id, vocabulary.unknown_id),
-        (writer.add_add_bos_token, vocabulary.add_bos),
-        (writer.add_add_space_prefix, vocabulary.add_space_prefix),
-        (writer.add_chat_template, vocabulary.chat_template),
-    ):
-        if value is not None:
-            add(value)
+def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    """The shipped tokenizer, cut or padded to `size`."""
+    model = shipped(size)["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    types = [gguf.TokenType.CONTROL] * len(SPECIAL_TOKENS)
+    types += [gguf.TokenType.NORMAL] * (len(tokens) - len(types))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if model["merges"]:
+        writer.add_token_merges([f"{left} {right}" for left, right in model["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHATML)
 
 
 def _padded(size: int) -> int:

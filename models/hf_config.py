@@ -10,9 +10,10 @@ transformers only sees configs that went through `v4_config`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.spec import ModelSpec, RopeScaling
@@ -36,16 +37,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"{Path(folder).name} holds no config.json: it is not a Hugging Face model folder"
         )
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except ValueError as problem:
         raise BrokenWeights(
-            f"config.json of {Path(folder).name} is not valid JSON: {problem}"
+            f"config.json of {Path(folder).name} is no object of JSON: {problem}"
         ) from problem
-    if not isinstance(config, dict):
-        raise BrokenWeights(
-            f"config.json of {Path(folder).name} holds a {type(config).__name__}, not an object"
-        )
-    return config
 
 
 def read_spec(folder: str | Path, name: str | None = None) -> ModelSpec:
@@ -126,58 +122,58 @@ def v4_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unknown_parts(config: dict[str, Any], name: str) -> None:
-    def refuse(said: str) -> None:
-        raise UnsupportedModel(f"{name} {said}")
-
-    act = config.get("hidden_act", "silu")
-    if act != "silu":
-        refuse(f"has hidden_act {act!r}; only silu is known")
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            refuse(f"has {key} = true, which is not known for {config['model_type']}")
     window, context = config.get("sliding_window"), config.get("max_position_embeddings", 0)
-    is_in_use = config["model_type"] == "mistral" or bool(config.get("use_sliding_window"))
-    if is_in_use and window is not None and window < context:
-        refuse(
+    is_windowed = config["model_type"] == "mistral" or bool(config.get("use_sliding_window"))
+    is_short = window is not None and window < context
+    kinds = {str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"}
+    if kinds == {"sliding_attention"} and window is not None and not is_short:
+        kinds = set()
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
+    for is_wrong, said in (
+        (
+            config.get("hidden_act", "silu") != "silu",
+            f"has hidden_act {config.get('hidden_act')!r}; only silu is known",
+        ),
+        *(
+            (config.get(key), f"has {key} = true, which is not known for {config['model_type']}")
+            for key in ("attention_bias", "mlp_bias")
+        ),
+        (
+            is_windowed and is_short,
             f"attends through a sliding window (sliding_window {window}, max_position_embeddings "
             f"{context}), which is not known; with max_position_embeddings {window} or "
-            "sliding_window null it is served up to that length"
-        )
-    kinds = {str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"}
-    is_too_wide = window is not None and window >= context
-    if kinds and not (kinds == {"sliding_attention"} and is_too_wide):
-        refuse(f"has layer_types {', '.join(sorted(kinds))}; only full_attention is known")
-    quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
-        refuse(f"holds weights already quantised ({method}); give the original weights")
+            "sliding_window null it is served up to that length",
+        ),
+        (kinds, f"has layer_types {', '.join(sorted(kinds))}; only full_attention is known"),
+        (quantised, f"holds weights already quantised ({method}); give the original weights"),
+    ):
+        if is_wrong:
+            raise UnsupportedModel(f"{name} {said}")
 
 
 def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
+    """The base, and Llama 3's scaling."""
+
+    def refuse(said: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{name} {said}")
+
     parameters = config.get("rope_parameters")
     scaling, theta = config.get("rope_scaling") or {}, config.get("rope_theta")
     if isinstance(parameters, dict):
-        nested = [key for key, value in parameters.items() if isinstance(value, dict)]
-        if nested:
-            raise UnsupportedModel(
-                f"{name} has rope_parameters for each kind of layer ({', '.join(nested)}), which "
-                "is not known"
-            )
         scaling, theta = parameters, parameters.get("rope_theta", theta)
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise refuse("has rope_parameters for each kind of layer, which is not known")
     theta = 10_000.0 if theta is None else theta
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
-        raise UnsupportedModel(f"{name} has rope_theta {theta!r}; it must be a number above 0")
-    for one in (config, scaling):
-        if (one.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise UnsupportedModel(
-                f"{name} rotates only a part of each head (partial_rotary_factor), which is not "
-                "known"
-            )
+        raise refuse(f"has rope_theta {theta!r}; it must be a number above 0")
+    if any((one.get("partial_rotary_factor") or 1.0) != 1.0 for one in (config, scaling)):
+        raise refuse("rotates only a part of each head (partial_rotary_factor), which is not known")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return float(theta), None
     if kind != "llama3":
-        raise UnsupportedModel(f"{name} has rope_type {kind!r}; known: default, llama3")
+        raise refuse(f"has rope_type {kind!r}; known: default, llama3")
     try:
         return float(theta), RopeScaling(
             factor=float(scaling["factor"]),
@@ -186,4 +182,4 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
             original_context=int(scaling["original_max_position_embeddings"]),
         )
     except KeyError as missing:
-        raise UnsupportedModel(f"{name} has rope_type llama3 without {missing}") from missing
+        raise refuse(f"has rope_type llama3 without {missing}") from missing

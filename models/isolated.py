@@ -1,6 +1,6 @@
 """Work in other processes: their memory is given back, and native code that aborts ends only them.
 
-run_aside("models.convert_to_gguf:make_gguf", progress, "folder", "out.gguf", "Q4_0")
+run_aside("models.convert_to_onnx:make_onnx", progress, "model.gguf", "folder", "int8")
 ran = run_python("-m", "serving.hardware.gpus", "nvml", timeout_seconds=10)
 
 A child imports nothing from the folder it runs in, and inherits no secrets: it may parse, or run,
@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,8 +39,7 @@ SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 
 def python_path() -> str:
     """PYTHONPATH with these packages first."""
-    given = os.environ.get("PYTHONPATH")
-    return f"{PACKAGE_ROOT}{os.pathsep}{given}" if given else str(PACKAGE_ROOT)
+    return os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def python_variables() -> dict[str, str]:
@@ -116,15 +115,6 @@ def run_python(
     return Ran(child.returncode, output, error.decode(errors="replace"))
 
 
-class _Said(msgspec.Struct, omit_defaults=True):
-    """A line from a child of run_aside. JSON: a child that read a stranger's file may be his."""
-
-    kind: Literal["progress", "done", "error"]
-    text: str = ""
-    fraction: float | None = None
-    error: str = ""  # a class of models.errors
-
-
 def run_aside(
     function: str, progress: Callable[[str, float | None], None] | None, *args: Any, **kwargs: Any
 ) -> None:
@@ -134,16 +124,15 @@ def run_aside(
     """
     ours, theirs = os.pipe()
     command = ("-m", "models.isolated", function, str(theirs))
-    with tempfile.TemporaryFile() as words:  # what native code says before it aborts
+    with tempfile.TemporaryFile() as words, os.fdopen(ours, "rb") as heard:
         child = start_python(*command, stdin=subprocess.PIPE, pass_fds=(theirs,), stderr=words)
         os.close(theirs)
         assert child.stdin is not None
         try:
-            with os.fdopen(ours, "rb") as heard:
-                with contextlib.suppress(BrokenPipeError), child.stdin:
-                    child.stdin.write(pickle.dumps((args, kwargs)))
-                if _is_done(heard, progress):
-                    return
+            with contextlib.suppress(BrokenPipeError), child.stdin:
+                child.stdin.write(pickle.dumps((args, kwargs)))
+            if _is_done(heard, progress):
+                return
         except BaseException as problem:
             if not isinstance(problem, ModelError):
                 child.send_signal(signal.SIGINT)  # it clears up
@@ -153,12 +142,9 @@ def run_aside(
                 child.wait(STOP_SECONDS)
             _kill(child)
         words.seek(0)
-        said = words.read()[-4096:].decode(errors="replace")
-    if child.returncode == -signal.SIGKILL:
-        why = ", most likely because memory ran out"
-    else:
-        why = f": {Ran(None, b'', said).reason}" if said.strip() else ""
-    raise ModelError(f"{function.replace(':', '.')} died with status {child.returncode}{why}")
+        ran = Ran(child.returncode, b"", words.read()[-4096:].decode(errors="replace"))
+    why = "most likely because memory ran out" if ran.status == -signal.SIGKILL else ran.reason
+    raise ModelError(f"{function.replace(':', '.')} died with status {ran.status}: {why}")
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -170,27 +156,29 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _is_done(heard: Any, progress: Callable[[str, float | None], None] | None) -> bool:
-    """Reads what a child says to its end; False where it ends before it is done."""
+    """Reads what a child says to its end: lines of JSON with a kind, a text and a fraction; the
+    kind is "progress", "done" or a class of models.errors. False where it ends before it is done.
+    """
     for line in iter(lambda: heard.readline(1 << 20), b""):
         try:
-            said = msgspec.json.decode(line, type=_Said)
+            kind, text, fraction = msgspec.json.decode(line, type=tuple[str, str, float | None])
         except msgspec.MsgspecError:
             return False
-        if said.kind == "done":
+        if kind == "done":
             return True
-        if said.kind == "error":
-            found = getattr(errors, said.error, None)
+        if kind != "progress":
+            found = getattr(errors, kind, None)
             if isinstance(found, type) and issubclass(found, ModelError):
-                raise found(said.text)
-            raise ModelError(said.text)
+                raise found(text)
+            raise ModelError(text)
         if progress:
-            progress(said.text, said.fraction)
+            progress(text, fraction)
     return False
 
 
 def _child(function: str, out: int) -> None:
-    def say(*said: Any) -> None:
-        os.write(out, msgspec.json.encode(_Said(*said)) + b"\n")
+    def say(kind: str, text: str = "", fraction: float | None = None) -> None:
+        os.write(out, msgspec.json.encode((kind, text, fraction)) + b"\n")
 
     # A parent pickles for its child; what the child says is JSON.
     args, kwargs = pickle.load(sys.stdin.buffer)  # nosec B301
@@ -200,7 +188,7 @@ def _child(function: str, out: int) -> None:
         work(*args, **kwargs, progress=lambda what, fraction: say("progress", what, fraction))
         say("done")
     except ModelError as problem:
-        say("error", str(problem), None, type(problem).__name__)
+        say(type(problem).__name__, str(problem))
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
 

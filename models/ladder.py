@@ -93,10 +93,9 @@ class RealWeights(msgspec.Struct, frozen=True):
         """The GGUF file of an installed package, which is not imported; None: there is none."""
         package, file = _PACKAGES.get(self.name, ("", ""))
         spec = find_spec(package) if package else None
-        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-            if Path(folder, file).is_file():
-                return Path(folder, file)
-        return None
+        folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+        found = (Path(folder, file) for folder in folders)
+        return next((one for one in found if one.is_file()), None)
 
     @property
     def place(self) -> str:

@@ -1,8 +1,7 @@
-"""The manifest beside weights (sizes, checksums, shape, seed), and atomic writing of both.
+"""The manifest beside weights (sizes, shape, seed), and atomic writing of both.
 
 `x.gguf` has `x.gguf.crossover.json`, a folder has `crossover.json` inside. The manifest is written
-last: weights without one are unfinished. Sizes are checked at every read, checksums at the first; a
-stamp of size and time says that this was done.
+last: weights without one are unfinished. Sizes are compared at every read.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import hashlib
 import os
 import secrets
 import shutil
@@ -23,39 +21,30 @@ from models.errors import BrokenWeights, ModelError
 from models.machine import int8_bits
 from models.spec import ModelSpec
 
-# The converter of each kind of file. Its number goes up when the same source would give other
-# files: what an earlier one left in the cache is made again.
-_CONVERTERS = {"gguf": "convert 2", "hf": "from_gguf 1", "onnx": "convert_to_onnx 1"}
+# The number goes up when the same source would give other files: what an earlier version left in
+# the cache is made again.
+_CONVERTER = "convert_to_onnx 2"
 
 Progress = Callable[[str, float | None], None]  # what is under way, its fraction 0..1 or None
 
 
-class FileFacts(msgspec.Struct, frozen=True):
-    """Size in bytes and BLAKE2b-256 checksum (hex) of one file."""
-
-    bytes: int
-    blake2b: str
-
-
 class Manifest(msgspec.Struct, frozen=True):
-    """How weights came to be. `files`: name in the folder -> facts."""
+    """How weights came to be. `sizes`: name in the folder -> bytes, found when it is written."""
 
     kind: str  # gguf, hf, onnx
     spec: ModelSpec
     weight_format: str
     source: str  # "synthetic", or the path or hub id they were converted from
-    files: dict[str, FileFacts]
     generator: str  # "synthesis 1", or `converter`
     seed: int | None = None
     quality_kl_nats: float | None = None  # KL divergence to the float model, on text
-    greedy_agreement: float | None = None  # share of its greedy tokens that are kept, on text
+    sizes: dict[str, int] = {}
     version: int = 1
 
 
-def converter(kind: str, weight_format: str = "") -> str:
-    """The converter's name in a manifest; ONNX weights of int8 depend on the CPU."""
-    has_bits = kind == "onnx" and weight_format == "int8"
-    return _CONVERTERS[kind] + (f", {int8_bits()} bits" if has_bits else "")
+def converter(weight_format: str) -> str:
+    """The name of the converter to ONNX in a manifest; weights of int8 depend on the CPU."""
+    return _CONVERTER + (f", {int8_bits()} bits" if weight_format == "int8" else "")
 
 
 def manifest_path(weights: Path) -> Path:
@@ -79,70 +68,24 @@ def read_manifest(weights: Path) -> Manifest | None:
 
 
 def write_manifest(weights: Path, manifest: Manifest) -> None:
-    """Write the manifest of finished weights, atomically."""
-    text = msgspec.json.format(msgspec.json.encode(manifest)) + b"\n"
-    write_atomically(manifest_path(weights), text)
+    """Write the manifest of finished weights with their sizes, atomically."""
+    files = sorted(weights.iterdir()) if weights.is_dir() else [weights]
+    sizes = {file.name: file.stat().st_size for file in files if file != manifest_path(weights)}
+    whole = msgspec.structs.replace(manifest, sizes=sizes)
+    write_atomically(
+        manifest_path(weights), msgspec.json.format(msgspec.json.encode(whole)) + b"\n"
+    )
 
 
-def verify(weights: Path, manifest: Manifest, *, progress: Progress | None = None) -> None:
-    """Check sizes always, checksums of files that are new or changed since.
-
-    Raises BrokenWeights naming the file and both values.
-    """
+def verify(weights: Path, manifest: Manifest) -> None:
+    """Compare the sizes. Raises BrokenWeights naming the file and both values."""
     folder = weights if weights.is_dir() else weights.parent
-    stamp = ""
-    for name, facts in manifest.files.items():
+    for name, size in manifest.sizes.items():
         file = folder / name
-        if not file.is_file():
-            raise BrokenWeights(
-                f"{str(file)!r} is missing; delete {str(weights)!r} and make it again"
-            )
-        found = file.stat()
-        if found.st_size != facts.bytes:
-            raise BrokenWeights(
-                f"{str(file)!r} has {found.st_size} bytes, its manifest says {facts.bytes}; delete "
-                "it and make it again"
-            )
-        stamp += f"{name} {found.st_size} {found.st_mtime_ns} {found.st_ino}\n"
-    stamp_file = manifest_path(weights).with_suffix(".verified")
-    if stamp_file.is_file() and stamp_file.read_text(encoding="utf-8") == stamp:
-        return
-    for number, (name, facts) in enumerate(manifest.files.items()):
-        if progress:
-            progress(f"checking {name}", number / len(manifest.files))
-        if file_facts(folder / name) != facts:
-            raise BrokenWeights(
-                f"{str(folder / name)!r} does not match its checksum; delete it and make it again"
-            )
-    with contextlib.suppress(OSError):  # a read-only cache is checked each time
-        stamp_file.write_text(stamp, encoding="utf-8")
-
-
-def file_facts(file: Path) -> FileFacts:
-    """Size and checksum of a file as it lies there."""
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32))
-    return FileFacts(file.stat().st_size, digest.hexdigest())
-
-
-class HashedFile:
-    """A file being written, with its size and checksum so far."""
-
-    def __init__(self, path: Path) -> None:
-        self._stream = path.open("wb")
-        self._digest = hashlib.blake2b(digest_size=32)
-        self.bytes = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._stream.write(data)
-        self._digest.update(data)
-        self.bytes += len(data)
-
-    def close(self) -> FileFacts:
-        with self._stream as stream:
-            stream.flush()
-            os.fsync(stream.fileno())
-        return FileFacts(self.bytes, self._digest.hexdigest())
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            has = "is missing" if found is None else f"has {found} bytes, not {size}"
+            raise BrokenWeights(f"{str(file)!r} {has}; delete {str(weights)!r} and make it again")
 
 
 def _temporary(path: Path) -> Path:
@@ -157,11 +100,15 @@ def atomic_file(path: Path) -> Iterator[Path]:
     temporary = _temporary(path)
     try:
         yield temporary
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
+        _sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sync(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -177,6 +124,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        for file in temporary.iterdir():
+            _sync(file)
         if path.exists():
             old = _temporary(path)
             os.rename(path, old)

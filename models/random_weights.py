@@ -1,52 +1,61 @@
 """Seeded random weights of a published shape: GGUF files and Hugging Face folders.
 
     write_gguf(rung("3b").spec, Path("3b.gguf"), "Q4_0")  # streamed, 1.9 GB
-    write_hf_folder(rung("135m").spec, Path("135m"), dtype="bf16")  # for transformers 4 and 5
+    write_hf_folder(rung("135m").spec, Path("135m"), "bf16")  # for transformers 4 and 5
 
 Tensors, types and bytes a token are a real file's (`models.formats`): so are time and memory; text
-is noise. Spreads keep the size of activations through any number of layers, with logits of
-standard deviation 3; the HF folder takes transformers' `initializer_range`.
+is noise. Spreads keep the size of activations through any number of layers, with logits of standard
+deviation LOGIT_SPREAD.
+
+One pool of normal floats, and one of blocks for each type and spread, quantised by ggml, is drawn
+once; a tensor reads the pool round and round from its own offset. The pools' lengths are primes
+above any number of rows: no two rows of a matrix are alike (twins in an embedding tie at every
+argmax).
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType
 
-from models.chat_template import CHATML
 from models.errors import UnsupportedModel
-from models.formats import BLOCKS, GgufTensor, check_made
-from models.gguf_writer import Vocabulary, write_file
+from models.formats import BLOCKS, GgufTensor
+from models.gguf_vocabulary import llama_library
+from models.gguf_writer import write_file
 from models.hf_config import ARCHITECTURES, FAMILIES
 from models.manifest import (
-    FileFacts,
-    HashedFile,
     Manifest,
     Progress,
     atomic_file,
     atomic_folder,
-    file_facts,
     manifest_path,
     write_manifest,
 )
-from models.random_quant_blocks import Weights, as_bytes, stored_as
-from models.spec import ModelSpec, RopeScaling, TensorShape
-from models.tokenizer import SPECIAL_TOKENS, shipped, shipped_files, shipped_mark
+from models.safetensors_reader import EMBEDDING, HEAD, Floats
+from models.spec import ModelSpec, RopeScaling
+from models.tokenizer import shipped_mark, write_shipped
 
 # Part of the manifest: weights that another generator or another tokenizer made are made again.
-GENERATOR = f"synthesis 1, tokenizer {shipped_mark()}"
-LOGIT_SPREAD = 3.0
+GENERATOR = f"synthesis 2, tokenizer {shipped_mark()}"
 
 # Name of a dtype: that of ggml and safetensors, torch's name.
 DTYPES = {"fp32": ("F32", "float32"), "fp16": ("F16", "float16"), "bf16": ("BF16", "bfloat16")}
+
+LOGIT_SPREAD = 3.0
+_FLOATS = 1048573
+_LONGEST_SLICE = 1 << 21
+_POOL_BLOCKS = (4093, 65521, 262139)
+_QUANTISED = 4096  # blocks that a pool is drawn from
+
+Bytes = npt.NDArray[np.uint8]
 
 
 def write_gguf(
@@ -55,24 +64,25 @@ def write_gguf(
     weight_format: str = "Q4_0",
     seed: int = 0,
     progress: Progress | None = None,
-) -> Manifest:
+) -> None:
     """Write a GGUF file of `spec` with random weights and its manifest, atomically.
 
     Takes up to 300 MB of memory. Raises UnsupportedModel for an unknown family or format.
     """
     path = Path(path)
-    weights = _weights(spec, seed)
-    check_made(weight_format)
-    vocabulary = shipped_vocabulary(spec.vocabulary)
+    _check_family(spec)
+    weights = Weights(spec, seed)
+
+    def data(tensor: GgufTensor) -> Iterable[memoryview]:
+        if tensor.hf_name is not None:
+            return weights.stream(tensor.hf_name, tensor.type)
+        assert spec.rope_scaling is not None
+        return [as_bytes(rope_factors(spec, spec.rope_scaling))]
+
     manifest_path(path).unlink(missing_ok=True)
     with atomic_file(path) as temporary:
-        data = partial(_gguf_data, spec, weights)
-        label = f"writing {path.name}"
-        facts = write_file(spec, weight_format, vocabulary, temporary, data, progress, label)
-    files = {path.name: facts}
-    manifest = Manifest("gguf", spec, weight_format, "synthetic", files, GENERATOR, seed)
-    write_manifest(path, manifest)
-    return manifest
+        write_file(spec, weight_format, temporary, data, progress)
+    write_manifest(path, Manifest("gguf", spec, weight_format, "synthetic", GENERATOR, seed))
 
 
 def write_hf_folder(
@@ -81,42 +91,28 @@ def write_hf_folder(
     dtype: str = "bf16",
     seed: int = 0,
     progress: Progress | None = None,
-    initializer_range: float = 0.02,
-) -> Manifest:
+) -> None:
     """Write a folder that AutoModelForCausalLM loads, with its manifest, atomically.
 
-    Matrices and biases: mean 0, standard deviation `initializer_range`; norms: [0.9, 1.1). Raises
-    UnsupportedModel for an unknown family or dtype.
+    Raises UnsupportedModel for an unknown family or dtype.
     """
-    weights = _weights(spec, seed)
+    _check_family(spec)
     if dtype not in DTYPES:
         raise UnsupportedModel(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-    kind = DTYPES[dtype][0]
-
-    def data(tensor: TensorShape) -> Iterator[memoryview]:
-        if "norm" not in tensor.name:
-            yield from weights.stream(tensor.name, kind, tensor.elements, initializer_range)
-            return
-        values = weights.vector(tensor.name, tensor.elements, 0.9, 1.1)
-        yield as_bytes(stored_as(kind, values))
-
     with atomic_folder(Path(folder)) as temporary:
-        files = write_safetensors(spec, temporary, dtype, data, progress)
-        texts = {
-            "config.json": hf_config(spec, dtype, initializer_range),
-            **shipped_files(spec.vocabulary, spec.context),
-        }
-        for name, content in texts.items():
-            indent = None if name == "tokenizer.json" else 2
-            text = json.dumps(content, ensure_ascii=False, indent=indent) + "\n"
-            (temporary / name).write_text(text, encoding="utf-8")
-            files[name] = file_facts(temporary / name)
-        manifest = Manifest("hf", spec, dtype, "synthetic", files, GENERATOR, seed)
-        write_manifest(temporary, manifest)
-    return manifest
+        _write_safetensors(spec, temporary / "model.safetensors", dtype, seed, progress)
+        write_texts(spec, temporary, dtype)
+        write_manifest(temporary, Manifest("hf", spec, dtype, "synthetic", GENERATOR, seed))
 
 
-def hf_config(spec: ModelSpec, dtype: str, initializer_range: float = 0.02) -> dict[str, Any]:
+def write_texts(spec: ModelSpec, folder: Path, dtype: str) -> None:
+    """config.json and the shipped tokenizer's files."""
+    config = json.dumps(hf_config(spec, dtype), indent=2)
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    write_shipped(folder, spec.vocabulary, spec.context)
+
+
+def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     """config.json of `spec`, with RoPE as transformers 4 and as 5 reads it."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if spec.rope_scaling is not None:
@@ -147,7 +143,6 @@ def hf_config(spec: ModelSpec, dtype: str, initializer_range: float = 0.02) -> d
         "attention_bias": False,
         "attention_dropout": 0.0,
         "sliding_window": None,
-        "initializer_range": initializer_range,
         "use_cache": True,
         "bos_token_id": 0,
         "eos_token_id": 2,
@@ -174,67 +169,17 @@ def rope_factors(spec: ModelSpec, scaling: RopeScaling) -> npt.NDArray[np.float3
     return factors.astype(np.float32)
 
 
-def shipped_vocabulary(size: int) -> Vocabulary:
-    """The shipped tokenizer, cut or padded to `size`, as GGUF stores it."""
-    model = shipped(size)["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
-    return Vocabulary(
-        model="gpt2",
-        pre="gpt-2",
-        tokens=tokens,
-        types=[control] * len(SPECIAL_TOKENS) + [normal] * (len(tokens) - len(SPECIAL_TOKENS)),
-        merges=[f"{left} {right}" for left, right in model["merges"]],
-        bos_id=0,
-        eos_id=2,
-        pad_id=0,
-        chat_template=CHATML,
-    )
-
-
-def _weights(spec: ModelSpec, seed: int) -> Weights:
+def _check_family(spec: ModelSpec) -> None:
     if spec.family not in FAMILIES:
         raise UnsupportedModel(
             f"model family {spec.family!r} is not supported; known: {', '.join(FAMILIES)}"
         )
-    return Weights(seed, max(tensor.elements for tensor in spec.tensors()))
 
 
-def _gguf_data(spec: ModelSpec, weights: Weights, tensor: GgufTensor) -> Iterator[memoryview]:
-    if tensor.hf_name is None:
-        assert spec.rope_scaling is not None
-        yield as_bytes(rope_factors(spec, spec.rope_scaling))
-    elif len(tensor.shape) == 1:
-        low, high = (0.9, 1.1) if "norm" in tensor.name else (-0.1, 0.1)
-        yield as_bytes(weights.vector(tensor.name, tensor.elements, low, high))
-    else:
-        yield from weights.stream(tensor.name, tensor.type, tensor.elements, _std(spec, tensor))
-
-
-def _std(spec: ModelSpec, tensor: GgufTensor) -> float:
-    """Standard deviation of a matrix: gain / sqrt(inputs), which keeps the size of activations.
-
-    The head (or tied embedding) makes logits of LOGIT_SPREAD. The MLP adds twice as much as it
-    reads: else a tied model repeats its last token for ever.
-    """
-    is_head = tensor.name == "output.weight" or (spec.tied and tensor.name == "token_embd.weight")
-    if tensor.name == "token_embd.weight" and not is_head:
-        return 1.0
-    gain = 2.0 if tensor.name.endswith("ffn_down.weight") else 1.0
-    if is_head:
-        gain = LOGIT_SPREAD
-    return gain / math.sqrt(tensor.shape[-1])
-
-
-def write_safetensors(
-    spec: ModelSpec,
-    folder: Path,
-    dtype: str,
-    data: Callable[[TensorShape], Iterable[bytes | memoryview]],
-    progress: Progress | None,
-) -> dict[str, FileFacts]:
-    """model.safetensors, by name. `data`: a tensor's bytes in chunks."""
-    kind = DTYPES[dtype][0]
+def _write_safetensors(
+    spec: ModelSpec, file: Path, dtype: str, seed: int, progress: Progress | None
+) -> None:
+    kind, weights = DTYPES[dtype][0], Weights(spec, seed)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in spec.tensors():
@@ -243,15 +188,102 @@ def write_safetensors(
         header[tensor.name] = place
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    name = "model.safetensors"
-    out = HashedFile(folder / name)
-    try:
+    with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for tensor in spec.tensors():
-            for chunk in data(tensor):
+            for chunk in weights.stream(tensor.name, kind):
                 out.write(chunk)
             if progress:
-                progress(f"writing {name}", out.bytes / (8 + len(text) + end))
-    finally:
-        facts = out.close()
-    return {name: facts}
+                progress(f"writing {file.name}", out.tell() / (8 + len(text) + end))
+
+
+class Weights:
+    """A seeded source of a model's tensors, by their Hugging Face names: same seed, same bytes."""
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self._spec, self._seed = spec, seed
+        self._shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
+        self._starts = {name: 7919 * number for number, name in enumerate(self._shapes)}
+        self._pools: dict[tuple[str, float], Bytes] = {}
+        pool = np.random.default_rng(seed).standard_normal(_FLOATS, dtype=np.float32)
+        self._floats = np.resize(pool, _FLOATS + _LONGEST_SLICE)
+
+    def rows(self, name: str, first: int, last: int) -> Floats:
+        """Rows of a matrix, elements of a vector: models.safetensors_reader.Rows."""
+        name = EMBEDDING if self._spec.tied and name == HEAD else name
+        shape = self._shapes[name]
+        each = math.prod(shape[1:])
+        at = (self._starts[name] + first * each) % _FLOATS
+        values = self._floats[at : at + (last - first) * each].reshape(-1, *shape[1:])
+        if len(shape) == 1:
+            return values / np.float32(20) + np.float32("norm" in name)
+        return values * np.float32(self._std(name))
+
+    def stream(self, name: str, kind: str) -> Iterator[memoryview]:
+        """The tensor's bytes in chunks. `kind`: a key of BLOCKS."""
+        shape, unit = self._shapes[name], BLOCKS[kind]
+        if len(shape) == 1:
+            yield as_bytes(stored_as(kind, self.rows(name, 0, shape[0])))
+            return
+        pool = self._pool(kind, self._std(name))
+        left = math.prod(shape) // unit.weights * unit.bytes
+        position = self._starts[name] * unit.bytes % len(pool)
+        while left:
+            chunk = pool[position : position + left]
+            yield as_bytes(chunk)
+            left -= len(chunk)
+            position = 0
+
+    def _std(self, name: str) -> float:
+        """Standard deviation of a matrix: gain / sqrt(inputs), which keeps the size of activations.
+
+        The MLP adds twice as much as it reads: else a tied model repeats its last token for ever.
+        """
+        is_head = name == HEAD or (self._spec.tied and name == EMBEDDING)
+        if name == EMBEDDING and not is_head:
+            return 1.0
+        gain = LOGIT_SPREAD if is_head else 2.0 if name.endswith("down_proj.weight") else 1.0
+        return gain / math.sqrt(self._shapes[name][1])
+
+    def _pool(self, kind: str, std: float) -> Bytes:
+        key = (kind, std)
+        if key not in self._pools:
+            if kind in ("F32", "F16", "BF16"):
+                values = self._floats[:_FLOATS] * np.float32(std)
+                self._pools[key] = stored_as(kind, values).view(np.uint8)
+            else:
+                self._pools[key] = self._blocks(kind, std)
+        return self._pools[key]
+
+    def _blocks(self, kind: str, std: float) -> Bytes:
+        unit = BLOCKS[kind]
+        largest = max(map(math.prod, self._shapes.values())) // unit.weights
+        length = next((one for one in _POOL_BLOCKS if one >= largest), _POOL_BLOCKS[-1])
+        values = self._floats[: _QUANTISED * unit.weights] * np.float32(std)
+        made = np.empty((_QUANTISED, unit.bytes), np.uint8)
+        quantise = llama_library().llama_cpp._lib.ggml_quantize_chunk
+        quantise.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3]
+        quantise.argtypes += [ctypes.c_void_p]
+        places = (values.ctypes.data, made.ctypes.data)
+        quantise(GGMLQuantizationType[kind], *places, 0, _QUANTISED, unit.weights, None)
+        chosen = np.random.default_rng(self._seed).integers(0, _QUANTISED, length)
+        return made[chosen].reshape(-1)
+
+
+def to_bf16(values: Floats) -> npt.NDArray[np.uint16]:
+    """bfloat16 bit patterns of finite float32 values, rounded to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    rounded: npt.NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rounded
+
+
+def stored_as(kind: str, values: Floats) -> npt.NDArray[Any]:
+    """Floats as a file of type F32, F16 or BF16 has them."""
+    if kind == "BF16":
+        return to_bf16(np.ascontiguousarray(values))
+    return values.astype(np.float16) if kind == "F16" else values
+
+
+def as_bytes(values: npt.NDArray[Any]) -> memoryview:
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return memoryview(flat)  # type: ignore[arg-type]  # numpy arrays are buffers

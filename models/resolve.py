@@ -7,15 +7,13 @@
     resolve("org/name", kind="hf"), resolve("org/name:x.gguf", kind="gguf")
     resolve("org/name@5f2b1c9", kind="hf")     # a commit, branch or tag of it
 
-Files of another kind are converted into the cache where that is possible: folders of safetensors to
-any kind, a GGUF file to a folder of the floats that it stands for. Nothing that can run code is
-read: no pickles, no remote code.
+Folders of safetensors and GGUF files are converted to ONNX, into the cache. Nothing that can run
+code is read: no pickles, no remote code.
 """
 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,6 @@ from models.cache import (
     Wish,
     cache_dir,
     converted,
-    converted_path,
-    rebuilt,
-    rebuilt_path,
     synthetic,
     synthetic_path,
     tokenizer_folder,
@@ -36,11 +31,9 @@ from models.errors import UnknownModel, UnsupportedModel
 from models.export_with_optimum import foreign_spec
 from models.formats import DEFAULT_FORMATS, spelt
 from models.gguf_reader import read_header
-from models.gguf_vocabulary import read_by_child
 from models.hf_config import FAMILIES, read_config, spec_of
 from models.ladder import LADDER, is_rung, real_weights, rung
 from models.manifest import Manifest, Progress, read_manifest, verify
-from models.onnx_files import graph_of, graphs, is_layout, patterns
 from models.safetensors_reader import check_tensors
 from models.spec import ModelSpec
 
@@ -54,7 +47,7 @@ _HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _HUB_TEXTS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 _HUB_TEXTS += ["chat_template.jinja"]
 
-__all__ = ["ResolvedModel", "cache_dir", "is_made", "resolve", "weight_format_of"]
+__all__ = ["ResolvedModel", "cache_dir", "is_gguf", "is_made", "resolve", "weight_format_of"]
 
 
 class ResolvedModel(msgspec.Struct, frozen=True):
@@ -75,8 +68,6 @@ def weight_format_of(kind: str, weight_format: str | None = None) -> str:
     """The format as files of this kind spell it; None: the default. Raises UnsupportedModel."""
     if kind == "none" or not weight_format:
         return DEFAULT_FORMATS[kind]
-    if kind == "onnx" and weight_format == "dynamic-int8":  # its name before 1.0
-        weight_format = "int8"
     return spelt(kind, weight_format)
 
 
@@ -94,9 +85,9 @@ def resolve(
     or a converter died.
     """
     chosen = weight_format_of(kind, weight_format)
-    wish = Wish(kind, chosen, cache_dir(cache), progress)
-    # Else `chosen` is a default, and files that are there may have another format.
-    is_asked = bool(weight_format)
+    if kind == "onnx" and not weight_format and not is_rung(name):
+        chosen = "int8"  # int4 costs trained weights much of what they know
+    wish = Wish(kind, chosen, cache_dir(cache), progress, bool(weight_format))
     if kind == "none":
         return _fake(name, wish)
     if is_rung(name):
@@ -104,10 +95,10 @@ def resolve(
     is_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
     if is_path or (name != "" and ":" not in name and Path(name).exists()):
         path = Path(name).expanduser().absolute()
-        return _local(path, str(path), wish, is_asked)
+        return _local(path, str(path), wish)
     real = real_weights(name)
-    if real is not None and real.file is not None:
-        return _named(_package_gguf(real.file, wish, is_asked), real.name)
+    if real is not None and real.file is not None and kind != "hf":  # the hub has safetensors
+        return _named(_local_gguf(real.file, str(real.file), wish), real.name)
     match = _HUB_ID.fullmatch(name if real is None else real.repository)
     if match is None or ".." in name:
         known = ", ".join(one.spec.name for one in LADDER)
@@ -115,8 +106,8 @@ def resolve(
             f"{name!r} is no rung ({known}), no file or folder, and no hub id such as org/name, "
             "org/name@revision or org/name:file.gguf"
         )
-    path = _download(name, match, wish, is_asked)
-    found = _local(path, name, wish, is_asked)
+    path = _download(name, match, wish)
+    found = _local(path, name, wish)
     # The hub's folder is named by its commit.
     called = path.stem if match["file"] else match["repository"].partition("/")[2]
     return _named(found, called if real is None else real.name)
@@ -127,20 +118,16 @@ def _named(found: ResolvedModel, name: str) -> ResolvedModel:
     return msgspec.structs.replace(found, name=name, spec=spec)
 
 
-def is_made(name: str, *, kind: str, weight_format: str, cache: str | Path | None = None) -> bool:
-    """Whether `resolve` finds the files of a rung, a package or a local path without making any."""
-    wish = Wish(kind, weight_format, cache_dir(cache))
-    if is_rung(name):
-        return synthetic_path(rung(name).spec, wish).exists()
+def is_gguf(name: str) -> bool:
+    """Whether the name is a GGUF file's: a path, a file of the hub, a package."""
     real = real_weights(name)
-    source = Path(name).expanduser().absolute() if real is None else real.file
-    if source is None:
-        return False
-    if source.suffix == ".gguf" and kind != "gguf":
-        source = rebuilt_path(source, wish)
-    if not source.is_dir():
-        return False
-    return kind != "onnx" or converted_path(source, wish).exists()
+    return name.endswith(".gguf") or (real is not None and real.file is not None)
+
+
+def is_made(name: str, *, kind: str, weight_format: str, cache: str | Path | None = None) -> bool:
+    """Whether `resolve` finds a rung's files without making any."""
+    wish = Wish(kind, weight_format, cache_dir(cache))
+    return is_rung(name) and synthetic_path(rung(name).spec, wish).exists()
 
 
 def _fake(name: str, wish: Wish) -> ResolvedModel:
@@ -155,57 +142,47 @@ def _fake(name: str, wish: Wish) -> ResolvedModel:
 
 
 def _rung(spec: ModelSpec, wish: Wish) -> ResolvedModel:
-    path, _ = synthetic(spec, wish)
+    path = synthetic(spec, wish)
     tokenizer = tokenizer_folder(spec, wish.cache) if wish.kind == "gguf" else path
     return ResolvedModel(
         spec.name, spec, str(path), wish.weight_format, str(tokenizer), True, "ladder"
     )
 
 
-def _local(path: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
+def _local(path: Path, source: str, wish: Wish) -> ResolvedModel:
     if path.is_dir():
-        return _local_folder(path, source, wish, is_asked)
+        return _local_folder(path, source, wish)
     if not path.is_file():
         raise UnknownModel(f"there is no file or folder {str(path)!r}")
     if path.suffix != ".gguf":
         raise UnsupportedModel(
             f"{str(path)!r} is neither a GGUF file nor a folder; pickled weights are never read"
         )
-    return _local_gguf(path, source, wish, is_asked)
+    return _local_gguf(path, source, wish)
 
 
-def _local_gguf(path: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
+def _local_gguf(path: Path, source: str, wish: Wish) -> ResolvedModel:
+    if wish.kind == "hf":
+        raise UnsupportedModel(
+            f"{path.name} is a GGUF file, which llama_cpp and onnx serve; torch wants the model's "
+            "folder of safetensors, or its hub id"
+        )
     header = read_header(path)
-    if is_asked and wish.kind == "gguf":
-        _check_format(path, header.weight_format, wish)
     spec = header.spec(path.stem)
-    manifest = _checked_manifest(path, wish)
-    if manifest is None:
-        now = path.stat()
-        _probe_once(path, now.st_size, now.st_mtime_ns)
-    else:  # a GGUF file holds the results of RoPE scaling, the manifest its parameters
+    manifest = _checked_manifest(path)
+    if manifest is not None:  # the file holds the results of RoPE scaling, not its parameters
         spec = msgspec.structs.replace(spec, rope_scaling=manifest.spec.rope_scaling)
     if wish.kind == "gguf":
+        if wish.is_asked and wish.weight_format != header.weight_format:
+            raise UnsupportedModel(
+                f"{path.name} is of format {header.weight_format}, not {wish.weight_format}"
+            )
         return _found(path, spec, header.weight_format, source, manifest)
-    folder = rebuilt(path, spec, wish)
-    return _named(_local_folder(folder, source, wish, is_asked), path.stem)
+    made, manifest = converted(path, spec, wish)
+    return _found(made, spec, wish.weight_format, source, manifest, path)
 
 
-@lru_cache(maxsize=64)  # a server resolves each of its models twice
-def _probe_once(path: Path, size_bytes: int, changed_ns: int) -> None:
-    """Let a child read a foreign file's vocabulary first: llama.cpp may abort on a damaged one."""
-    read_by_child(path, f"the tokenizer in {path.name}")
-
-
-def _package_gguf(path: Path, wish: Wish, is_asked: bool) -> ResolvedModel:
-    """The file itself where it has the format; else made of the floats that it stands for."""
-    header = read_header(path)
-    if wish.kind != "gguf" or not is_asked or wish.weight_format == header.weight_format:
-        return _local_gguf(path, str(path), wish, is_asked)
-    return _local_folder(rebuilt(path, header.spec(path.stem), wish), str(path), wish, is_asked)
-
-
-def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
+def _local_folder(folder: Path, source: str, wish: Wish) -> ResolvedModel:
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs and (wish.kind == "gguf" or not (folder / "config.json").is_file()):
         if len(ggufs) > 1:
@@ -213,35 +190,32 @@ def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> Reso
                 f"{str(folder)!r} holds {len(ggufs)} GGUF files; "
                 f"name one of {', '.join(file.name for file in ggufs)}"
             )
-        return _local_gguf(ggufs[0], source, wish, is_asked)
+        return _local_gguf(ggufs[0], source, wish)
     config = read_config(folder)
+    if wish.kind == "gguf":
+        raise UnsupportedModel(
+            f"{folder.name} holds no GGUF file, which llama_cpp wants: name one (of the hub: "
+            "org/name:file.gguf), or give --backend onnx or torch, which read its safetensors"
+        )
     # What the writer does not know is exported by optimum.
     is_foreign = wish.kind == "onnx" and config.get("model_type") not in FAMILIES
     spec = (foreign_spec if is_foreign else spec_of)(config, folder.name)
-    manifest = _checked_manifest(folder, wish)
-    if wish.kind == "onnx" and is_layout(folder):
-        graph = graph_of(folder, wish.weight_format if is_asked else None)
-        return _found(graph.file, spec, graph.weight_format, source, None, folder)
-    if wish.kind == "onnx" and graphs(folder):
+    manifest = _checked_manifest(folder)
+    if wish.kind == "onnx" and (folder / "model.onnx").is_file():
         # A foreign graph does not say what its format is.
-        stored = wish.weight_format if is_asked else ""
-        if manifest is not None:
-            stored = weight_format_of(wish.kind, manifest.weight_format)
-        if is_asked:
-            _check_format(folder, stored, wish)
-        return _found(folder, spec, stored, source, manifest)
+        stored = "" if manifest is None else manifest.weight_format
+        if wish.is_asked and stored and stored != wish.weight_format:
+            raise UnsupportedModel(f"{folder.name} is of format {stored}, not {wish.weight_format}")
+        return _found(
+            folder, spec, stored or (wish.weight_format if wish.is_asked else ""), source, manifest
+        )
     stored = "" if is_foreign else check_tensors(folder, spec)
     if wish.kind == "hf":
-        return _found(folder, spec, wish.weight_format if is_asked else stored, source, manifest)
+        return _found(
+            folder, spec, wish.weight_format if wish.is_asked else stored, source, manifest
+        )
     path, made = converted(folder, spec, wish)
     return _found(path, spec, wish.weight_format, source, made, folder)
-
-
-def _check_format(path: Path, weight_format: str, wish: Wish) -> None:
-    if weight_format != wish.weight_format:
-        raise UnsupportedModel(
-            f"{path.name} is of format {weight_format}, not {wish.weight_format}"
-        )
 
 
 def _found(
@@ -265,33 +239,25 @@ def _found(
     )
 
 
-def _checked_manifest(path: Path, wish: Wish) -> Manifest | None:
+def _checked_manifest(path: Path) -> Manifest | None:
     """The manifest of weights that we made, compared with them; None for those of others."""
     manifest = read_manifest(path)
     if manifest is not None:
-        verify(path, manifest, progress=wish.progress)
+        verify(path, manifest)
     return manifest
 
 
-def _download(name: str, hub: re.Match[str], wish: Wish, is_asked: bool) -> Path:
-    """The hub's files in the hub library's own cache.
-
-    Safetensors, GGUF, ONNX and JSON only, and of several graphs only the one wanted.
-    """
+def _download(name: str, hub: re.Match[str], wish: Wish) -> Path:
+    """The hub's safetensors and JSON, or one GGUF file, in the hub library's own cache."""
     if wish.progress:
         wish.progress(f"fetching {name}", None)
-    if hub["file"] is not None:
-        # hf_hub_download retries for half a minute where there is no network.
-        file = _snapshot(name, hub, [hub["file"]]) / hub["file"]
-        if not file.is_file():
-            raise UnknownModel(f"the hub's {hub['repository']} has no file {hub['file']}")
-        return file
-    if wish.kind == "onnx":
-        for one in patterns(wish.weight_format if is_asked else None):
-            folder = _snapshot(name, hub, [*_HUB_TEXTS, *one])
-            if graphs(folder):
-                return folder
-    return _snapshot(name, hub, [*_HUB_TEXTS, *_HUB_WEIGHTS])
+    if hub["file"] is None:
+        return _snapshot(name, hub, [*_HUB_TEXTS, *_HUB_WEIGHTS])
+    # hf_hub_download retries for half a minute where there is no network.
+    file = _snapshot(name, hub, [hub["file"]]) / hub["file"]
+    if not file.is_file():
+        raise UnknownModel(f"the hub's {hub['repository']} has no file {hub['file']}")
+    return file
 
 
 def _snapshot(name: str, hub: re.Match[str], wanted: list[str]) -> Path:

@@ -35,7 +35,6 @@ BITS_PER_WEIGHT: dict[str, float] = {
     "Q4_1": 5.0,
     "Q4_0": 4.5,
     "int8": 8.0,
-    "dynamic-int8": 8.0,
     "int4": 5.0,
 }
 

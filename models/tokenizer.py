@@ -15,23 +15,22 @@ to 258 are bytes, 259 + i is what merge i makes, so the table can be cut after a
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer as HfFile
 
 from models.chat_template import CHATML, RendersChat
-from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
+from models.errors import BadChat, BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.gguf_vocabulary import GgufTokenizer
+from models.isolated import run_aside
 
 DATA = Path(__file__).parent / "data"
 SHIPPED = DATA / "tokenizer.json"
@@ -39,6 +38,11 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTES = 256
 SMALLEST_VOCABULARY = 512
 REHEARSAL_SECONDS = 60  # of a process that does nothing else; the largest vocabularies take two
+# Characters whose UTF-8 has every byte that text can have: where a vocabulary lacks one, and has no
+# token for what is unknown, llama.cpp ends the process.
+_EVERY_BYTE = "".join(
+    map(chr, [*range(1, 2048), *range(2048, 0xD800, 61), *range(1 << 16, 1 << 20, 4093)])
+)
 # Where no configuration names one.
 END_TOKENS = (
     *("<|endoftext|>", "<|im_end|>", "</s>", "<|eot_id|>", "<|end_of_text|>", "<|end|>"),
@@ -46,41 +50,8 @@ END_TOKENS = (
 )
 
 
-class Tokenizer(Protocol):
-    """What serving and load generation need of a tokenizer. Thread-safe."""
-
-    vocabulary: int  # one more than the highest id it knows; a model's own vocabulary may be larger
-    eos_ids: frozenset[int]  # any of them ends a generation
-    # To be put before a prompt that no chat template made; None: this model wants none.
-    bos_id: int | None
-    chat_template: str | None
-    special_ids: frozenset[int]  # control tokens: no text of their own
-
-    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Ids without BOS; a control token's text is plain unless `parse_special`."""
-        ...
-
-    def token_bytes(self) -> list[bytes]:
-        """Bytes of each id; b"" for control tokens and unused ids."""
-        ...
-
-    def token_text(self, token: int) -> str:
-        """The token as the vocabulary writes it ("Ġthe", "<s>"); "" for unused ids."""
-        ...
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
-        """The prompt of chat messages, for `parse_special=True`. `variables`: more that the
-        template may read. Raises BadChat."""
-        ...
-
-
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, a folder or a GGUF file.
+    """The tokenizer of a tokenizer.json, a folder or a GGUF file. Thread-safe.
 
     Raises UnknownModel where there is none, BrokenWeights where it cannot be read.
     """
@@ -96,22 +67,30 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return HfTokenizer(file)
 
 
-def rehearse(path: str, progress: object = None) -> None:
+def try_tokenizer(path: Path) -> None:
     """Load and use a foreign tokenizer once, in a child: native code may abort or hang.
 
     Raises BrokenWeights, UnknownModel, UnsupportedModel.
     """
+    try:
+        run_aside(f"{__name__}:_rehearse", None, str(path))
+    except (UnknownModel, UnsupportedModel):
+        raise
+    except ModelError as problem:
+        raise BrokenWeights(f"the tokenizer of {path.name} cannot be used: {problem}") from problem
+
+
+def _rehearse(path: str, progress: object = None) -> None:
     signal.alarm(REHEARSAL_SECONDS)
     tokenizer = load_tokenizer(path)
     try:
         tokenizer.token_bytes()
+        tokenizer.encode(_EVERY_BYTE)
         tokenizer.encode("Once <|im_start|>", parse_special=True)
         with suppress(BadChat):
             tokenizer.render_chat([{"role": "user", "content": "Once"}])
     except Exception as problem:
-        raise BrokenWeights(
-            f"the tokenizer at {path!r} cannot be used: {type(problem).__name__}: {problem}"
-        ) from problem
+        raise BrokenWeights(f"{type(problem).__name__}: {problem}") from problem
 
 
 class HfTokenizer(RendersChat):
@@ -144,6 +123,7 @@ class HfTokenizer(RendersChat):
         self.chat_template = _chat_template(file.parent, config)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Ids without BOS; a control token's text is plain unless `parse_special`."""
         chosen = self._special_parsing if parse_special else self._plain
         # JSON can carry half a surrogate pair, which is no text.
         whole = text.encode(errors="replace").decode()
@@ -152,6 +132,7 @@ class HfTokenizer(RendersChat):
         return ids
 
     def token_bytes(self) -> list[bytes]:
+        """Bytes of each id; b"" for control tokens and unused ids."""
         table = [b""] * self.vocabulary
         to_bytes = _byte_level if self._is_byte_level else _sentencepiece
         for token, index in self._special_parsing.get_vocab(with_added_tokens=False).items():
@@ -161,12 +142,8 @@ class HfTokenizer(RendersChat):
         return table
 
     def token_text(self, token: int) -> str:
+        """The token as the vocabulary writes it ("Ġthe", "<s>"); "" for unused ids."""
         return self._special_parsing.id_to_token(token) or ""
-
-    def named_id(self, name: str) -> int | None:
-        """The id of a token that tokenizer_config.json names ("eos_token"), or None."""
-        found: int | None = self._special_parsing.token_to_id(self.chat_tokens.get(name, ""))
-        return found
 
     def _eos_ids(self, folder: Path) -> frozenset[int]:
         found: set[int] = set()
@@ -181,6 +158,9 @@ class HfTokenizer(RendersChat):
         return frozenset(found | {index for index in known if index is not None})
 
 
+Tokenizer = HfTokenizer | GgufTokenizer
+
+
 @cache
 def shipped(vocabulary: int) -> dict[str, Any]:
     """The shipped tokenizer.json cut or padded to `vocabulary` entries. Read-only: cached.
@@ -192,7 +172,7 @@ def shipped(vocabulary: int) -> dict[str, Any]:
             f"a vocabulary of {vocabulary} is too small for the shipped tokenizer, which needs "
             f"{SMALLEST_VOCABULARY}"
         )
-    table = copy.deepcopy(_shipped_whole())
+    table = _read_json(SHIPPED)
     model = table["model"]
     model["merges"] = model["merges"][: vocabulary - len(SPECIAL_TOKENS) - BYTES]
     ordered = sorted(model["vocab"], key=model["vocab"].__getitem__)[:vocabulary]
@@ -201,8 +181,8 @@ def shipped(vocabulary: int) -> dict[str, Any]:
     return table
 
 
-def shipped_files(vocabulary: int, context: int) -> dict[str, dict[str, Any]]:
-    """The shipped tokenizer's files for a model of `context` tokens: name -> content."""
+def write_shipped(folder: Path, vocabulary: int, context: int) -> None:
+    """The shipped tokenizer's files for a model of `context` tokens."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIAL_TOKENS[0],
@@ -212,12 +192,13 @@ def shipped_files(vocabulary: int, context: int) -> dict[str, dict[str, Any]]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }
-    generation = {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0}
-    return {
+    for name, content in {
         "tokenizer.json": shipped(vocabulary),
         "tokenizer_config.json": config,
-        "generation_config.json": generation,
-    }
+        "generation_config.json": {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0},
+    }.items():
+        text = json.dumps(content, ensure_ascii=False)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 @cache
@@ -227,19 +208,12 @@ def shipped_mark() -> str:
 
 
 @cache
-def _shipped_whole() -> dict[str, Any]:
-    return _read_json(SHIPPED)
-
-
-@cache
 def _byte_characters() -> dict[str, int]:
     """GPT-2's printable stand-ins: character of a byte-level vocabulary -> byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
-    return {
-        **{chr(byte): byte for byte in printable},
-        **{chr(256 + index): byte for index, byte in enumerate(rest)},
-    }
+    shown = [*printable, *range(256, 256 + len(rest))]
+    return dict(zip(map(chr, shown), [*printable, *rest], strict=True))
 
 
 def _byte_level(token: str) -> bytes:

@@ -9,10 +9,10 @@ the graph as they are:
   - A root mean square does not change when a vector is turned. With the weights of each norm moved
     into the matrices behind it, all that reads the hidden state is multiplied by an orthogonal
     matrix (which mixes all channels alike) on its inputs, all that writes it on its outputs.
-  - Channel j of an MLP is divided by s_j in up_proj and multiplied by it in down_proj. Which s is
-    best is computed from a forward pass over some tokens, layer by layer in float32, and from
-    down_proj's weights: the error of rounding both is known up to a factor. The few channels that
-    reach furthest come first: the graph multiplies them in float32 (`far_channels`).
+  - Channel j of an MLP is divided by s_j in up_proj and multiplied by it in down_proj: by its size
+    in a forward pass over some tokens, layer by layer in float32, and by its weights in down_proj.
+    The few channels that reach furthest come first: the graph multiplies them in float32
+    (`far_channels`).
 
 SmolLM2-135M-Instruct, KL to float32: see docs/benchmarks.md.
 """
@@ -20,20 +20,19 @@ SmolLM2-135M-Instruct, KL to float32: see docs/benchmarks.md.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from models.random_weights import rope_factors
+from models.float_forward import BLOCK, forward
 from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
 from models.spec import ModelSpec
 from models.tokenizer import DATA
 
-BLOCK = 1 << 20  # floats of a matrix that are worked on at once
-EXPONENTS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of an MLP channel's size in s; the rest is the weights'
+EXPONENT = 0.6  # of an MLP channel's size in s; the rest is the weights'
 
 
 def calibration_text() -> str:
@@ -88,7 +87,7 @@ class Turned:
         self._lock = threading.RLock()
         self._held: tuple[str, Any] = ("", None)  # the last whole matrix that was asked for
         self._evened: tuple[str, Any] = ("", None)  # the last layer's order and s
-        self._layers = mlp_inputs(spec, rows, ids) if ids is not None else None
+        self._layers = forward(spec, rows, ids) if ids is not None else None
 
     def __call__(self, name: str, first: int, last: int) -> Floats:
         layer, _, part = name.removesuffix(".weight").rpartition(".")
@@ -147,9 +146,8 @@ class Turned:
                         here = int(np.flatnonzero(order == at)[0])
                         order[to], order[here] = order[here], order[to]
                     near, name = order[far:], f"{layer}.mlp.down_proj.weight"
-                    s[far:] = even_channels(
-                        x[:, near], lambda: (block[:, near] for block in self._blocks(name))
-                    )
+                    blocks = (block[:, near] for block in self._blocks(name))
+                    s[far:] = even_channels(x[:, near], blocks)
                 self._evened = (layer, (order, s))
             found: tuple[npt.NDArray[np.int64], Floats] = self._evened[1]
             return found
@@ -167,83 +165,16 @@ def far_channels(spec: ModelSpec) -> int:
     return min(64, spec.intermediate // 16)
 
 
-def even_channels(x: Floats, blocks: Callable[[], Iterator[Floats]]) -> Floats:
-    """s [inputs] for which rounding x / s by a scale a token, and weight * s by a scale a row, does
-    least harm to their product. x: [tokens, inputs]; `blocks`: the weight, some rows at a time.
+def even_channels(x: Floats, blocks: Iterable[Floats]) -> Floats:
+    """s [inputs] by which x is divided and the weight multiplied, so that rounding x by a scale a
+    token and the weight by a scale a row does little harm to their product.
+
+    x: [tokens, inputs]; `blocks`: the weight, some rows at a time.
     """
     sizes = np.maximum(np.sqrt(np.mean(x**2, 0)), np.float32(1e-6))
-    weights, squares = np.full_like(sizes, 1e-6), np.zeros_like(sizes)
-    for block in blocks():
+    weights = np.full_like(sizes, 1e-6)
+    for block in blocks:
         np.maximum(weights, np.abs(block).max(0), out=weights)
-        squares += np.einsum("ij,ij->j", block, block)
-    candidates = [np.ones_like(sizes)]
-    for exponent in EXPONENTS:
-        s = sizes**exponent / weights ** (1 - exponent)
-        candidates.append((s / np.exp(np.mean(np.log(s)))).astype(np.float32))
-    rows = np.zeros(len(candidates))  # of each: sum of the squares of the rows' scales
-    for block in blocks():
-        np.abs(block, out=block)
-        rows += [float(np.sum((block * s).max(1) ** 2)) for s in candidates]
-
-    def harm(at: int) -> float:
-        s = candidates[at]
-        tokens = np.mean(np.abs(x / s).max(1) ** 2) * np.sum(s**2 * squares)
-        return float(tokens + rows[at] * np.sum((sizes / s) ** 2))
-
-    best: Floats = candidates[min(range(len(candidates)), key=harm)]
-    return best
-
-
-def mlp_inputs(spec: ModelSpec, rows: Rows, ids: npt.NDArray[np.int64]) -> Iterator[Floats]:
-    """What down_proj reads in each layer, [tokens, intermediate], for ids [sequences, tokens]."""
-    count, length = ids.shape
-    group, half = spec.heads // spec.kv_heads, spec.head_dim // 2
-    frequencies = 1.0 / spec.rope_theta ** (np.arange(half) / half)
-    if spec.rope_scaling is not None:
-        frequencies = frequencies / rope_factors(spec, spec.rope_scaling)
-    angles = np.outer(np.arange(length), frequencies)[:, None]
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    mask = np.triu(np.full((length, length), -np.inf, np.float32), 1)
-
-    def product(x: Floats, name: str, outputs: int) -> Floats:
-        step = max(1, BLOCK // x.shape[1])
-        parts = [
-            x @ rows(f"{name}.weight", first, min(outputs, first + step)).T
-            for first in range(0, outputs, step)
-        ]
-        return np.concatenate(parts, 1)
-
-    def norm(x: Floats, name: str) -> Floats:
-        size = np.sqrt(np.mean(x**2, -1, keepdims=True) + np.float32(spec.norm_epsilon))
-        normed: Floats = x / size * rows(name, 0, x.shape[-1])
-        return normed
-
-    def heads(x: Floats, path: str, part: str, number: int) -> Floats:
-        y = product(x, f"{path}.{part}_proj", number * spec.head_dim)
-        if spec.qkv_bias:
-            y = y + rows(f"{path}.{part}_proj.bias", 0, y.shape[1])
-        y = y.reshape(count, length, number, spec.head_dim)
-        if part == "v":
-            return y
-        if spec.qk_norm:
-            y = norm(y, f"{path}.{part}_norm.weight")
-        a, b = y[..., :half], y[..., half:]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    x = np.concatenate([rows(EMBEDDING, int(one), int(one) + 1) for one in ids.reshape(-1)])
-    for layer in range(spec.layers):
-        path = f"model.layers.{layer}"
-        y, attention = norm(x, f"{path}.input_layernorm.weight"), f"{path}.self_attn"
-        q = heads(y, attention, "q", spec.heads)
-        q = q.reshape(count, length, spec.kv_heads, group, spec.head_dim)
-        k, v = (heads(y, attention, part, spec.kv_heads) for part in ("k", "v"))
-        scores = np.einsum("nqhgd,nkhd->nhgqk", q, k) * np.float32(spec.head_dim**-0.5) + mask
-        scores = np.exp(scores - scores.max(-1, keepdims=True))
-        scores /= scores.sum(-1, keepdims=True)
-        y = np.einsum("nhgqk,nkhd->nqhgd", scores, v).reshape(count * length, -1)
-        x = x + product(y, f"{attention}.o_proj", spec.hidden)
-        y = norm(x, f"{path}.post_attention_layernorm.weight")
-        gate = product(y, f"{path}.mlp.gate_proj", spec.intermediate)
-        y = gate / (1 + np.exp(-gate)) * product(y, f"{path}.mlp.up_proj", spec.intermediate)
-        yield y
-        x = x + product(y, f"{path}.mlp.down_proj", spec.hidden)
+    s = sizes**EXPONENT / weights ** (1 - EXPONENT)
+    even: Floats = (s / np.exp(np.mean(np.log(s)))).astype(np.float32)
+    return even

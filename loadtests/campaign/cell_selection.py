@@ -25,7 +25,7 @@ from loadtests.simulation.step_law import NUMBERS, StepLaw
 from loadtests.workload.request_lengths import draw
 from models import formatting
 from models.ladder import is_rung, rung
-from models.resolve import resolve
+from models.resolve import is_gguf, resolve
 from models.spec import ModelSpec
 from serving.backends.backend_table import BACKENDS, missing_backends
 from serving.errors import ServingError
@@ -178,7 +178,8 @@ def question_of(cell: Cell, campaign: Campaign) -> Question:
     if is_rung(cell.model):
         spec = rung(cell.model).spec
     else:
-        spec = resolve(cell.model, kind="hf", cache=server.cache).spec
+        kind = "gguf" if is_gguf(cell.model) else "hf"
+        spec = resolve(cell.model, kind=kind, cache=server.cache).spec
     asks = draw(campaign.workload_of(cell), 1000, 1)
     prompts = sum(ask.prompt_tokens for ask in asks) / len(asks)
     outputs = sum(ask.output_tokens for ask in asks) / len(asks)

@@ -22,7 +22,7 @@ import typer
 
 from models import formatting
 from models import resolve as hub
-from models.cache import converted_models, finished_formats
+from models.cache import finished_formats
 from models.errors import ModelError
 from models.formats import FORMATS, known_formats, weight_bytes
 from models.gguf_reader import read_header
@@ -79,13 +79,6 @@ def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
         name = f"{real['name']} ({real['here']})" if real["here"] else real["name"]
         told = (row["name"], f"{row['parameters']:,}", *sizes, kv, context, name, cached)
         typer.echo(layout.format(*told))
-    for path, manifest in converted_models(root).items():
-        quality, kept = manifest.quality_kl_nats, manifest.greedy_agreement
-        cost = "what it costs on text was not measured"
-        if quality is not None and kept is not None:
-            cost = f"KL to float {quality:.2g} nats, {kept:.0%} of greedy tokens kept"
-        where = path.relative_to(root)
-        typer.echo(f"{manifest.spec.name} in {manifest.weight_format}: {cost} ({where})")
 
 
 def _listed(one: Rung, root: Path) -> dict[str, Any]:
@@ -117,7 +110,7 @@ def make(
     ),
     cache: Path | None = CACHE,
 ) -> None:
-    """Make weights in the cache, or check those that are there."""
+    """Make weights in the cache; damaged ones are made again."""
     kind, _ = weights_of(backend)
     if weight_format in FORMATS:
         kind, weight_format = weight_format, None

@@ -14,11 +14,10 @@ from typing import Any
 
 import msgspec
 
-from models.isolated import run_aside
 from models.ladder import is_rung, rung
 from models.manifest import Progress, read_manifest
-from models.onnx_files import graphs
-from models.resolve import ResolvedModel, resolve
+from models.resolve import ResolvedModel, is_gguf, resolve
+from models.tokenizer import try_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import (
     BACKENDS,
@@ -221,7 +220,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     is_ours = any(read_manifest(place) is not None for place in (path, path.parent))
     if not is_ours and request.model.name != "fake":
         # A stranger's tokenizer is tried in another process before it is loaded in this one.
-        run_aside("models.tokenizer:rehearse", None, str(path))
+        try_tokenizer(path)
     if any(one.synthetic and one.path for one in prepared.files.values()):
         machine.say(
             f"{request.model.name} has random weights: "
@@ -242,7 +241,7 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     backend, named = model.backend, BACKENDS.get(model.source)
     if backend is None and named is not None and not named.has_weights:
         backend = model.source
-    backend = backend or backend_of_path(Path(model.source)) or DEFAULTS["cpu"][0]
+    backend = backend or _usual_backend(model, machine)
     files = machine.files_of(model.source, backend, model.weight_format)
     path, size_bytes = Path(files.path), None
     if path.suffix == ".onnx":
@@ -259,11 +258,22 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     )
 
 
+def _usual_backend(model: ModelOptions, machine: Machine) -> str:
+    """The backend of a model's files: of those on the hub what a GPU, or this CPU, does best."""
+    if is_gguf(model.source):
+        return backend_for("gguf")
+    found = backend_of_path(Path(model.source))
+    if found is None:
+        is_gpu = model.policy is not Policy.cpu_only and machine.facts().gpus
+        found = backend_for("hf" if is_gpu else "onnx")
+    return found
+
+
 def backend_of_path(path: Path) -> str | None:
     """The backend that reads a local GGUF file or folder; None for anything else."""
     if path.suffix == ".gguf":
         return backend_for("gguf")
-    if path.is_dir() and graphs(path):
+    if (path / "model.onnx").is_file():
         return backend_for("onnx")
     return backend_for("hf") if path.is_dir() and any(path.glob("*.safetensors")) else None
 

@@ -3,11 +3,11 @@ engines serve it.
 
     python -m tests.bench.format_quality --model smollm2-135m-instruct onnx:int8 llama_cpp:Q8_0
 
-Reference: transformers in float32 over the model's float folder (of a GGUF file: the floats that it
-stands for). Every format is made from that folder, loaded by its backend, and given the same 2,000
-tokens of the shipped prose, one token a step and all sequences in one batch. The log-probabilities
-that the engine reports are held against the reference at every position: rounding of activations,
-of the KV cache and by batch mates counts, as it does in service.
+Reference: the float32 forward pass over the model's weights (of a GGUF file: the floats that it
+stands for). Every format is made from them (GGUF formats: by llama.cpp's quantiser), loaded by its
+backend, and given the same 2,000 tokens of the shipped prose, one token a step and all sequences in
+one batch. The log-probabilities that the engine reports are held against the reference at every
+position: rounding of activations, of the KV cache and by batch mates counts, as it does in service.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from models.conversion import reference_logits, text_sequences
-from models.resolve import resolve
+from models.conversion import open_source, prose
+from models.float_forward import forward
+from models.resolve import is_gguf, resolve
+from serving.backends.backend_table import weights_of
 from tests.bench.engine_child import EngineChild, config_of, engine
 from tests.bench.paired import machine, machine_line
+from tests.gguf_files import quantise
 
-DEFAULT = (
-    "llama_cpp:BF16 llama_cpp:Q8_0 llama_cpp:Q4_K_M llama_cpp:Q4_0 onnx:int8 onnx:int4 torch:bf16"
-)
+DEFAULT = "llama_cpp:BF16 llama_cpp:Q8_0 llama_cpp:Q4_K_M llama_cpp:Q4_0 onnx:int8 onnx:int4"
 
 
 def main() -> None:
@@ -42,17 +43,26 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="+", default=[0])
     arguments = parser.parse_args()
     print(machine_line(machine("llama-cpp-python", "onnxruntime", "torch", "transformers")))
-    source = resolve(arguments.model, kind="hf")
-    ids = text_sequences(Path(source.path), arguments.sequences, arguments.tokens)
-    print(f"{source.name}: {np.size(ids)} tokens of text; against transformers in float32")
+    name = arguments.model
+    path = Path(resolve(name, kind="gguf" if is_gguf(name) else "hf").path)
+    source = open_source(path)
+    tokens = source.ids(prose(), arguments.sequences, arguments.tokens)
+    assert tokens is not None
+    ids = tokens.tolist()
+    print(f"{name}: {tokens.size} tokens of text; against its floats")
     print(f"{'':24}{'KL, nats':>10}{'greedy tokens kept':>20}{'weights, MB':>13}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         reference = Path(scratch, "reference.npy")
-        logits = reference_logits(Path(source.path), source.spec, np.array(ids, np.int64))
+        *_, logits = forward(source.spec, source.rows, tokens)
         np.save(reference, logits)
         for backend, weight_format in arguments.engines:
+            if weights_of(backend)[0] == "gguf" and path.is_file():
+                name = str(Path(scratch, f"{weight_format}.gguf"))
+                quantise(path, Path(name), weight_format)
+            else:
+                name = arguments.model
             config = config_of(
-                *(arguments.model, backend, weight_format),
+                *(name, backend, weight_format),
                 slots=arguments.sequences,
                 context_tokens=-(-arguments.tokens // 64) * 64,
                 threads=len(arguments.cores),

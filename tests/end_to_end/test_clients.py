@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from models.random_weights import write_gguf
-from models.tokenizer import shipped_files
+from models.tokenizer import write_shipped
 from tests.serving.cli.test_serve import server
 from tests.serving.fakes import ask
 from tests.shapes import TINY_LLAMA
@@ -66,8 +66,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
-    for name, content in shipped_files(8192, 1024).items():
-        (folder / name).write_text(json.dumps(content))
+    write_shipped(folder, 8192, 1024)
     return str(folder)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.conversion import Comparison, distance_of
+from models.conversion import divergence
 from models.convert_to_onnx import graph_logits, make_onnx, make_random_onnx
 from models.errors import BrokenWeights, UnsupportedModel
 from models.manifest import read_manifest, verify
@@ -24,10 +24,11 @@ FAMILIES = ["tiny-llama", "tiny-llama3", "tiny-mistral", "tiny-qwen2", "tiny-qwe
 IDS = np.random.default_rng(20).integers(3, 600, (2, 20))
 
 
-def compared(folder: Path, source: Path, spec: ModelSpec) -> Comparison:
+def compared(folder: Path, source: Path, spec: ModelSpec) -> float:
     """Of log-probabilities: they are logits less a constant."""
     reference = np.stack([logprobs_of(source, [int(one) for one in row]) for row in IDS])
-    return distance_of(reference, graph_logits(folder / "model.onnx", IDS, spec))  # type: ignore[arg-type]
+    logits = graph_logits(folder / "model.onnx", IDS, spec)
+    return divergence(reference, logits)
 
 
 def unmarked(shape: str, out: Path) -> Path:
@@ -38,15 +39,16 @@ def unmarked(shape: str, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
-@pytest.mark.parametrize(("weight_format", "most"), [("fp32", 1e-9), ("int8", 4e-3), ("int4", 0.5)])
+@pytest.mark.parametrize(("weight_format", "most"), [("fp32", 1e-9), ("int8", 8e-3), ("int4", 0.5)])
 def test_the_logits_are_those_of_transformers(
     shape: str, weight_format: str, most: float, tmp_path: Path
 ) -> None:
     folder = make_onnx(unmarked(shape, tmp_path / "source"), tmp_path / "out", weight_format)
-    assert compared(folder, hf_folder(shape), TINY[shape]).kl_nats <= most
+    assert compared(folder, hf_folder(shape), TINY[shape]) <= most
     manifest = read_manifest(folder)
     assert manifest is not None and (manifest.kind, manifest.seed) == ("onnx", None)
     assert manifest.weight_format == weight_format
+    assert manifest.quality_kl_nats is not None and -1e-9 < manifest.quality_kl_nats <= most
     verify(folder, manifest)
     tokenizer = (folder / "tokenizer.json").read_bytes()
     assert tokenizer == (hf_folder(shape) / "tokenizer.json").read_bytes()
@@ -67,7 +69,7 @@ def test_without_vnni_int8_weights_have_seven_bits(
         name = "model.layers.0.mlp.down_proj.weight"
         (weight,) = (one for one in graph.initializer if one.name == name)
         found[bits] = int(np.abs(onnx.numpy_helper.to_array(weight).astype(int)).max())
-        assert compared(folder, hf_folder("tiny-llama"), TINY_LLAMA).kl_nats < 1e-2
+        assert compared(folder, hf_folder("tiny-llama"), TINY_LLAMA) < 2e-2
     assert found == {8: 127, 7: 64}
 
 
@@ -77,11 +79,11 @@ def test_a_turned_model_is_the_same_function_without_channels_that_stick_out(
     """Where a channel is a hundred times the others, 8 bits a token lose the rest."""
     from safetensors.torch import load_file, save_file
 
-    source = unmarked("tiny-llama", tmp_path / "source")
+    source = unmarked("tiny-mistral", tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     tensors["model.embed_tokens.weight"][:, 7] *= 100
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    spec = TINY_LLAMA
+    spec = TINY["tiny-mistral"]
     plain, even = stored_rows(source, spec), Turned(spec, stored_rows(source, spec))
     rows = plain("model.embed_tokens.weight", 0, 20)
     moved = even("model.embed_tokens.weight", 0, 20)
@@ -90,9 +92,11 @@ def test_a_turned_model_is_the_same_function_without_channels_that_stick_out(
     basis = turned(np.eye(64, dtype=np.float32))
     assert np.allclose(basis @ basis.T, np.eye(64), atol=1e-5)
     folder = make_onnx(source, tmp_path / "out", "int8")
-    shutil.copy(hf_folder("tiny-llama") / "crossover.json", source)  # taken for random: not turned
+    shutil.copy(
+        hf_folder("tiny-mistral") / "crossover.json", source
+    )  # taken for random: not turned
     untouched = make_onnx(source, tmp_path / "untouched", "int8")
-    better, worse = (compared(one, source, spec).kl_nats for one in (folder, untouched))
+    better, worse = (compared(one, source, spec) for one in (folder, untouched))
     assert better < worse / 2
 
 
@@ -116,7 +120,7 @@ def test_optimum_exports_what_the_writer_does_not_know(tmp_path: Path) -> None:
     assert manifest.spec.heads == 4 and manifest.weight_format == "int8"
     reference = np.stack([logprobs_of(source, [int(one) for one in row]) for row in IDS])
     logits = graph_logits(folder / "model.onnx", IDS, manifest.spec)
-    assert distance_of(reference, logits).kl_nats < 0.05  # type: ignore[arg-type]
+    assert divergence(reference, logits) < 0.05
     found = resolve(str(source), kind="onnx", weight_format="fp32", cache=tmp_path)
     assert Path(found.path, "model.onnx").is_file() and found.spec.context == 256
     with pytest.raises(UnsupportedModel, match="architecture 'gpt2'.* not to int4"):
@@ -126,7 +130,7 @@ def test_optimum_exports_what_the_writer_does_not_know(tmp_path: Path) -> None:
 def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="'int3'; known: int4, int8, fp32"):
         make_onnx(hf_folder("tiny-llama"), tmp_path / "out", "int3")
-    with pytest.raises(BrokenWeights, match="vocabulary 704 and not 640"):
+    with pytest.raises(BrokenWeights, match=r"shape \(704, 64\), its config.json says \(640, 64\)"):
         make_onnx(hf_folder("tiny-qwen2"), tmp_path / "out", "fp32", spec=TINY_LLAMA)
     odd = TINY_LLAMA.__replace__(hidden=48, heads=3, kv_heads=1, head_dim=16)
     write_hf_folder(odd, tmp_path / "odd", dtype="fp32")

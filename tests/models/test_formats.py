@@ -5,13 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models.convert_to_gguf import quantise
 from models.errors import UnsupportedModel
 from models.formats import gguf_tensors, weight_bytes
 from models.gguf_reader import read_header
 from models.ladder import rung
 from models.random_weights import write_gguf
 from models.spec import ModelSpec
+from tests.gguf_files import quantise
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
 
 

@@ -103,5 +103,5 @@ def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:
     with pytest.raises(BrokenWeights, match="JSON"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
-    with pytest.raises(BrokenWeights, match="list"):
+    with pytest.raises(BrokenWeights, match="array"):
         read_config(tmp_path)

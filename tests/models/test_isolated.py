@@ -55,20 +55,20 @@ def test_work_aside_passes_progress_errors_and_deaths_on() -> None:
     assert seen == [("doubled", 42.0)]
     with pytest.raises(BrokenWeights, match="on purpose"):
         run_aside(f"{WORK}:fail", None)
-    with pytest.raises(ModelError, match="died with status -9, most likely because memory ran out"):
+    with pytest.raises(ModelError, match="died with status -9: most likely because memory ran out"):
         run_aside(f"{WORK}:die", None)
 
 
 def test_what_a_child_says_is_data() -> None:
     """A child that has read a stranger's file may say anything: it is data."""
     seen: list[tuple[str, float | None]] = []
-    run_aside(f"{WORK}:say", lambda *what: seen.append(what), '{"kind":"progress","text":"x"}')
+    run_aside(f"{WORK}:say", lambda *what: seen.append(what), '["progress", "x", null]')
     assert seen == [("x", None)]
-    for line in (pickle.dumps(["done"]).hex(), '{"kind":"sell"}', '{"kind":"progress","text":7}'):
+    for line in (pickle.dumps(["done"]).hex(), '["done"]', '["progress", 7, null]'):
         with pytest.raises(ModelError, match="died with status"):
             run_aside(f"{WORK}:say", None, line)
     with pytest.raises(ModelError, match="^gone$") as caught:
-        run_aside(f"{WORK}:say", None, '{"kind":"error","error":"CrossoverError","text":"gone"}')
+        run_aside(f"{WORK}:say", None, '["CrossoverError", "gone", null]')
     assert caught.type is ModelError
 
 

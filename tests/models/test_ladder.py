@@ -10,19 +10,11 @@ def test_shape_has_the_published_number_of_parameters(one: Rung) -> None:
     assert one.source.startswith("https://")
 
 
-def test_ladder_is_ordered_and_reaches_from_135m_to_70b() -> None:
+def test_names_are_unique_and_sizes_in_order() -> None:
     counts = [one.spec.parameters for one in LADDER]
-    assert counts == sorted(counts)
-    assert counts[0] == 134_515_008
-    assert counts[-1] == 70_553_706_496
-
-
-def test_names_and_aliases_are_unique_and_found_in_any_case() -> None:
+    assert counts == sorted(counts) and (counts[0], counts[-1]) == (134_515_008, 70_553_706_496)
     names = [name for one in LADDER for name in (one.spec.name, *one.aliases)]
-    assert len(names) == len(set(names))
-    for name in names:
-        assert name in (rung(name.upper()).spec.name, *rung(name.upper()).aliases)
-    assert {"135m", "360m", "0.5b", "1b", "3b", "8b", "70b"} <= set(names)
+    assert len(names) == len(set(names)) and rung("8B") == rung("llama-3.1-8b")
 
 
 def test_unknown_name_lists_what_there_is() -> None:
@@ -30,9 +22,3 @@ def test_unknown_name_lists_what_there_is() -> None:
         UnknownModel, match=r"'9b' is no rung.*smollm2-135m or 135m.*llama-3\.3-70b or 70b"
     ):
         rung("9b")
-
-
-def test_kv_bytes_of_published_models() -> None:
-    # Llama-3.1-8B: 32 layers x 2 x 8 heads x 128 x 2 bytes.
-    assert rung("8b").spec.kv_bytes_per_token() == 131_072
-    assert rung("qwen2.5-7b").spec.kv_bytes_per_token() == 57_344

@@ -63,7 +63,7 @@ class OnnxBackend:
         file = graph_file(config.model_path, options.file)
         manifest = read_manifest(file.parent)
         if manifest is not None:
-            verify(file.parent, manifest, progress=progress)
+            verify(file.parent, manifest)
         resident = resident_bytes(file)
         if config.check_memory:
             refuse_shortage(resident + _COMPUTE_BYTES, f"the weights of {file.name}")

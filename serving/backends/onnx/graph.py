@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.onnx_files import graphs
 from serving.backends.backend_table import BackendProbe
 from serving.errors import Cause
 from serving.sampling.step_rows import Row
@@ -95,7 +94,7 @@ def graph_file(path: str | Path, chosen: str | None = None) -> Path:
         if not inside.is_file() or path not in inside.parents:
             raise UnknownModel(f"option file={chosen!r}: no such file in {path.name}")
         return inside
-    found = graphs(path)
+    found = sorted([*path.glob("*.onnx"), *path.glob("onnx/*.onnx")])
     usual = [path / "model.onnx", path / "onnx" / "model.onnx"]
     for file in (*(one for one in usual if one in found), *found[: len(found) == 1]):
         return file

@@ -123,7 +123,7 @@ def plan_of(config: EngineConfig, progress: Progress) -> Plan:
     spec = read_spec(folder, config.model_name)
     manifest = read_manifest(folder)
     if manifest is not None:
-        verify(folder, manifest, progress=progress)
+        verify(folder, manifest)
     checkpoint = Checkpoint(folder)
     weight_format = config.weight_format or checkpoint.weight_format
     known = ["fp32", "bf16", "fp16"] if is_gpu else ["fp32", "bf16"]

@@ -7,9 +7,9 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
-import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from models.conversion import TRANSFORMERS_LOCK
 from models.convert_to_onnx import make_onnx
 from models.export_with_optimum import export_onnx
 from models.random_weights import write_hf_folder
-from models.tokenizer import shipped_files
+from models.tokenizer import write_shipped
 from tests.serving.backends.backend_steps import Reference
 from tests.shapes import TINY
 
-# name -> (shape, format). Large random weights (initializer_range 0.1), so that greedy tokens are
-# far from ties. optimum exports those called growing.
+# name -> (shape, format). optimum exports those called growing.
 ONNX = {
     "llama-fp32": ("tiny-llama", "fp32"),
     "llama3-fp32": ("tiny-llama3", "fp32"),
@@ -44,6 +42,11 @@ ONNX = {
 }
 
 
+# transformers loads a model under process-wide switches: one thread at a time, and no forward pass
+# beside it.
+TRANSFORMERS_LOCK = threading.RLock()
+
+
 @functools.cache
 def _root() -> Path:
     root = Path(tempfile.mkdtemp(prefix="crossover-tests-"))
@@ -58,7 +61,7 @@ def hf_folder(shape: str, dtype: str = "fp32") -> Path:
     if shape == "tiny-gpt2":
         _write_gpt2(folder)
     else:
-        write_hf_folder(TINY[shape], folder, dtype=dtype, seed=5, initializer_range=0.1)
+        write_hf_folder(TINY[shape], folder, dtype=dtype, seed=5)
     return folder
 
 
@@ -71,8 +74,7 @@ def _write_gpt2(folder: Path) -> None:
     with TRANSFORMERS_LOCK:
         model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2))
         model.save_pretrained(folder)
-    for name, content in shipped_files(704, 256).items():
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    write_shipped(folder, 704, 256)
 
 
 def children_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,8 @@ def test_make_then_list_then_a_damaged_file(models: Ask, cache: Path) -> None:
     (file,) = cache.glob("synthetic/smollm2-135m/*.gguf")
     os.truncate(file, 5000)
     done = models("make", "135m")
-    assert done.returncode == 2
-    assert "5000 bytes" in done.stderr and "delete it and make it again" in done.stderr
+    assert done.returncode == 0
+    assert file.stat().st_size > 80_000_000
 
 
 def test_a_plan_adds_up_and_agrees_with_what_serve_decides(models: Ask) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import openai
 import pytest
 
-from models.tokenizer import Tokenizer, load_tokenizer, shipped_files
+from models.tokenizer import Tokenizer, load_tokenizer, write_shipped
 from serving.backends.backend_interface import EngineConfig
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.restart_policy import RecoveryLimits
@@ -43,8 +43,7 @@ MESSAGES: Any = [
 @pytest.fixture(scope="module")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    for name, content in shipped_files(VOCABULARY, CONTEXT).items():
-        (folder / name).write_text(json.dumps(content))
+    write_shipped(folder, VOCABULARY, CONTEXT)
     return folder
 
 

@@ -1,16 +1,20 @@
 """Which engine a server takes where no backend is named. The table of step times is scripted."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from models.ladder import rung
+from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import hardware_facts
 from serving.placement.fastest_backend import EngineCandidate, EngineTimes, Question, keep
 from serving.placement.placement_policy import PlacementRequest
 from serving.registry.engine_config import Machine, best_for, find_model
 from serving.server_options import ModelOptions
+from tests.serving.backends.hf_folders import children_here, hf_folder
 
 SPEC = rung("135m").spec
 
@@ -59,3 +63,23 @@ def test_the_kept_table_decides_where_neither_backend_nor_its_options_are_named(
     request = find_model(model, machine)
     choice = best_for(model, request, machine.split("", 1), machine, machine.facts())
     assert (choice and (choice.backend, choice.weight_format)) == expected
+
+
+def test_a_model_of_the_hub_goes_to_onnx_in_8_bits_and_to_torch_where_there_is_a_gpu(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    children_here(monkeypatch)
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    shutil.copytree(hf_folder("tiny-llama"), snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    model = ModelOptions(source="org/name")
+    gpu = msgspec.structs.replace(hardware_facts(), gpus=(GpuFacts("a GPU", "nvidia", 1, 1),))
+    for facts, expected in ((hardware_facts(), ("onnx", "int8")), (gpu, ("torch", "fp32"))):
+        monkeypatch.setattr(machine, "facts", lambda facts=facts: facts)
+        found = find_model(model, machine)
+        assert (found.backend, found.weight_format, found.model.name) == (*expected, "name")

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from models.tokenizer import load_tokenizer, shipped_files
+from models.tokenizer import load_tokenizer, write_shipped
 from serving.errors import ServingError, Unsupported
 from serving.sampling.grammar import Grammars, Matcher
 from serving.sampling.sampler import sample
@@ -92,8 +92,7 @@ ENDS = [0, 2]
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     folder = tmp_path_factory.mktemp("table")
-    for name, content in shipped_files(TINY_LLAMA.vocabulary, 256).items():
-        (folder / name).write_text(json.dumps(content))
+    write_shipped(folder, TINY_LLAMA.vocabulary, 256)
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eos_ids == set(ENDS)
     return tokenizer.token_bytes()

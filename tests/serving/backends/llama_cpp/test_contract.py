@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from models.convert_to_gguf import make_gguf
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.llama_cpp.backend import LlamaCppBackend
@@ -19,6 +18,7 @@ from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed
 from serving.sampling.grammar import Grammars
 from serving.sampling.step_rows import Row, Sampled, Sampling
+from tests.gguf_files import gguf_of
 from tests.serving.backends.backend_contract import (
     check_churn,
     check_contract,
@@ -98,7 +98,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         path = folder / f"{shape}-{kind}.gguf"
         if not path.exists():
             dtype = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}[kind]
-            make_gguf(hf_folder(shape, dtype), path, kind, spec=TINY[shape])
+            gguf_of(hf_folder(shape, dtype), TINY[shape], path, kind)
         return path
 
     return file
