@@ -54,10 +54,7 @@ def graph_of(folder: Path, weight_format: str | None) -> Graph:
     if weight_format is None and there:
         return Graph(there[0], "")
     names = ", ".join(str(file.relative_to(folder)) for file in there)
-    raise UnknownModel(
-        f"{folder.name} holds no graph of format {weight_format}; it has {names} (--option "
-        "file=NAME serves any of them)"
-    )
+    raise UnknownModel(f"{folder.name} holds no graph of format {weight_format}; it has {names}")
 
 
 def patterns(weight_format: str | None) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Which KV row holds which slot, so that a decode step is one call over neighbouring rows.
 
-A decode step of onnx and torch runs over rows lo..hi of the KV buffers. Slots come and go in any
+A decode step of onnx runs over rows lo..hi of the KV buffers. Slots come and go in any
 order, so they are mapped to rows by a permutation. Where a row in the range takes no part,
   - it rides along with a dummy token, written behind its valid tokens: one row of compute a step,
   - or rows swap places: one copy of what they hold.
@@ -39,11 +39,8 @@ def rider_tokens(flops_per_token: float, threads: int, kv_bytes_per_token: float
 class RowMap:
     """A permutation of slots over rows, with the number of valid tokens in each row."""
 
-    def __init__(
-        self, slots: int, context_tokens: int, rider_tokens: float, spare_tokens: int = 0
-    ) -> None:
+    def __init__(self, slots: int, context_tokens: int, rider_tokens: float) -> None:
         self.context_tokens = context_tokens
-        self.room_tokens = context_tokens + spare_tokens  # of a row, dummy tokens included
         self.rider_tokens = rider_tokens  # price of a rider
         self.row_of = list(range(slots))
         self.slot_of = list(range(slots))
@@ -91,7 +88,7 @@ class RowMap:
             self._rent = 0.0
             return Window(lo, hi)
         # A full row has no room for a dummy token.
-        full = any(self.length[row] >= self.room_tokens for row in riders)
+        full = any(self.length[row] >= self.context_tokens for row in riders)
         inside = range(lo, lo + len(members))
         incoming = sorted(members.difference(inside))
         outgoing = [row for row in inside if row not in members]

@@ -164,7 +164,6 @@ class Scheduler:
         going_on = [s for s in self.running.values() if not s.draws_last]
         filling = [s for s in going_on if s.pending > 1]
         rows = [s.row(1) for s in going_on if s.pending <= 1]
-        slots = [row.slot for row in rows]
         budget = self.info.step_tokens - len(rows)
         if rows and filling:
             most, target = self._most_prefill, self._step_target
@@ -175,21 +174,13 @@ class Scheduler:
             if count < min(sequence.pending, PREFILL_MULTIPLE) and left < budget:
                 break  # too little is left for a piece of another prompt
             if PREFILL_MULTIPLE < count < sequence.pending:
-                rides = self._rides(slots, sequence.slot)
-                count -= (count - rides) % PREFILL_MULTIPLE
-                if rides:
-                    slots.append(sequence.slot)
+                count -= count % PREFILL_MULTIPLE
             if count <= 0:
                 break
             rows.append(sequence.row(count))
             left -= count
         rows.sort(key=lambda row: row.slot)
         return rows, {sequence.slot for sequence in filling}
-
-    def _rides(self, slots: list[int], slot: int) -> bool:
-        """Whether a prompt's last token is best computed with the decoding slots (see Backend)."""
-        rides = getattr(self.backend, "rides", None)
-        return bool(rides is not None and slots and rides(slots, slot))
 
     def _run(self) -> Flight:
         """The next step: launched where the backend can, else done."""

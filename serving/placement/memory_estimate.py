@@ -35,7 +35,6 @@ class Sizes(msgspec.Struct, frozen=True):
     kv_tokens: int  # of all slots together
     kv_dtype: str  # as asked for
     weight_bytes: int | None = None  # of the file; None: there is none yet
-    file: str = ""  # a GGUF file that is there, whose header has its tensors
     isa: Collection[str] = ()  # CPU flags
 
 
@@ -63,5 +62,5 @@ def forecast(sizes: Sizes, backend: str, device: str, weight_format: str) -> For
             weights = model.weight_bytes("fp16")
     overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, sizes.slots)
     if device == "cpu" and spec.extra_bytes is not None:
-        overhead += spec.extra_bytes(model, weight_format, sizes.isa, sizes.file)
+        overhead += spec.extra_bytes(model, weight_format, sizes.isa)
     return Forecast(weights, kv_bytes, kv_dtype, overhead)

@@ -58,7 +58,6 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: Count | None = None  # None: slots x context
     kv_dtype: str = AUTO
     weight_bytes: int | None = None  # of the file; None: there is none yet
-    file: str = ""  # a GGUF file that is there, whose header has its tensors
     check_memory: bool = True  # False: plan even what does not fit, and say so
 
 
@@ -176,7 +175,7 @@ class _Looks:
     def sizes(self, slots: int, context: int) -> Sizes:
         request = self.request
         pool = request.kv_tokens if request.kv_tokens is not None else slots * context
-        held = request.kv_dtype, request.weight_bytes, request.file, frozenset(self.facts.isa)
+        held = request.kv_dtype, request.weight_bytes, frozenset(self.facts.isa)
         return Sizes(request.model, slots, context, pool, *held)
 
     def context(self) -> int:

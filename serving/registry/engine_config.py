@@ -262,7 +262,6 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
         backend=backend,
         weight_format=files.weight_format or None,
         weight_bytes=size_bytes,
-        file=files.path if path.suffix == ".gguf" else "",
         **asked,
     )
 
@@ -314,7 +313,7 @@ def best_for(
 def options_by_backend(
     given: Mapping[str, Any], backends: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """Which of the options each engine gets: `torch.margin` is torch's alone, `prefill_chunk` is of
+    """Which of the options each engine gets: `torch.graphs` is torch's alone, `prefill_chunk` is of
     every engine that has one. Raises Unsupported for one that none has: an engine that is fallen
     back to must not find it out."""
     found: dict[str, dict[str, Any]] = {name: {} for name in backends}

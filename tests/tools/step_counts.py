@@ -24,11 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from models.ladder import rung
 from models.spec import ModelSpec
-from serving.backends.kv_rows import RowMap
-from serving.backends.torch.backend import TorchBackend
+from serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
 from serving.backends.torch.cuda_graphs import DecodeGraphs
 from serving.backends.torch.forward_pass import SlotModel, run_pass
-from serving.backends.torch.load_plan import KINDS_OF_DRAWS
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import KvCache
 from serving.sampling.step_rows import DRAWN, Row
@@ -96,18 +94,13 @@ def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, 
     spec = msgspec.structs.replace(rung(name).spec, layers=LAYERS)
     cache = KvCache(spec, 8, 512, torch.bfloat16, META, is_flash=packed)
     model = SlotModel(spec, meta_weights(spec), cache)
-    rows = RowMap(8, 511, 0.0)
-    rows.length = [20] * 8
-    slots = list(range(7 if prompts else 8))
-    one = np.ones(1, np.int32)
-    pieces = [(Row(slot, one, 20, wants_token=True), slot, one, 20) for slot in slots]
-    piece = np.ones(40, np.int32)
-    if prompts:
-        pieces.append((Row(7, piece, 20, wants_token=True), 7, piece, 20))
+    one, piece = np.ones(1, np.int32), np.ones(40, np.int32)
+    given = [one] * 7 + [piece if prompts else one]
+    pieces = [(Row(slot, each, 20, wants_token=True), each, 20) for slot, each in enumerate(given)]
     out = torch.empty(8, spec.vocabulary, device=META)
     kernels = Kernels()
     with HostTensors(kernels) as host, kernels:
-        run_pass(model, rows, pieces, len(slots), out)
+        run_pass(model, pieces, out)
     return kernels, host
 
 
@@ -120,8 +113,7 @@ def launched(name: str, *, prompts: bool = False) -> tuple[Kernels, HostTensors]
     model = SlotModel(spec, meta_weights(spec), cache)
     logits = torch.empty(8, spec.vocabulary, device=META)
     backend._model, backend._logits, backend._device = model, logits, META
-    backend._rows = RowMap(8, 511, 0.0)
-    backend._rows.length = [20] * 8
+    backend._lengths = [20] * 8
     backend._graphs = DecodeGraphs(model, 8, logits, False, lambda *said: None)
     backend._chunk, backend._is_gpu, backend._device_sampling = 256, False, True
     one, drawn = np.ones(1, np.int32), np.array([DRAWN], np.int32)

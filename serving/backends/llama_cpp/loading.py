@@ -1,4 +1,4 @@
-"""Loads a GGUF file: options, a dry run that measures the memory, the weights, the context.
+"""Loads a GGUF file: options, the weights, the context.
 
 The defaults of the options are the quickest that were measured (tests/bench/RESULTS.md).
 """
@@ -11,25 +11,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.machine import cpu_flags
 from models.manifest import Progress
-from serving.backends.backend_interface import (
-    AUTO,
-    EngineConfig,
-    MemoryParts,
-    check_sizes,
-    parse_options,
-)
-from serving.backends.llama_cpp.extra_buffers import extra_bytes
+from serving.backends.backend_interface import AUTO, EngineConfig, check_sizes, parse_options
 from serving.backends.llama_cpp.library import (
     FLASH_ATTENTION,
     KV_TYPES,
     LOG,
     PACKAGE,
-    dry_run_parts,
     is_memory,
     library,
-    memory_parts,
 )
 from serving.bounds import Count
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
@@ -50,9 +40,7 @@ class LlamaOptions(msgspec.Struct, frozen=True):
     # Q4_0, and repacked weights are there once, not twice (90 instead of 150 MB).
     mmap: bool | None = None
     mlock: bool = False  # keep the weights from being swapped out
-    repack: bool = True  # rearrange weights for this CPU's instructions
     step_tokens: Count = 512  # most tokens of a step (n_batch)
-    ubatch_tokens: Count = 512  # most tokens of a pass over the weights (n_ubatch)
     gpu_layers: Annotated[int, msgspec.Meta(ge=-1)] = -1  # on the GPU; -1: all
 
 
@@ -115,31 +103,8 @@ class Loader:
         if not self._file.is_file():
             raise BrokenWeights(f"there is no GGUF file {self._file.name}")
 
-    def dry_run(self) -> MemoryParts:
-        """Lay everything out without weights. Raises OutOfMemory where it cannot fit."""
-        llama, config = self.llama, self.config
-        LOG.record()
-        settings = self._model_settings()
-        settings.no_alloc = True
-        settings.load_mode = llama.llama_load_mode_from_str(b"none")
-        model = self._model(settings)
-        try:
-            weight_bytes = int(llama.llama_model_size(model))
-            trained = int(llama.llama_model_n_ctx_train(model))
-            check_sizes(config, trained, self.kv_dtype)
-            llama.llama_free(self._context(model))
-        finally:
-            llama.llama_model_free(model)
-        lines = LOG.stop()
-        if config.device == "cpu" and self.options.repack:
-            weight_bytes += extra_bytes(None, "", cpu_flags(), config.model_path)
-        parts = dry_run_parts(lines, weight_bytes, config.device)
-        if config.check_memory and config.device == "cpu":
-            refuse_shortage(parts.total_bytes or 0, f"weights and KV cache of {self._file.name}")
-        return parts
-
-    def load(self, progress: Progress) -> tuple[Any, Any, MemoryParts]:
-        """The model, its context, and the memory that they took."""
+    def load(self, progress: Progress) -> tuple[Any, Any]:
+        """The model and its context. Raises OutOfMemory, UnsupportedModel too."""
         llama = self.llama
         problems: list[BaseException] = []
         told = -1.0
@@ -155,8 +120,10 @@ class Loader:
                     return False
             return True
 
-        LOG.record()
+        LOG.errors.clear()
         settings = self._model_settings()
+        if self.config.check_memory and settings.n_gpu_layers == 0:
+            refuse_shortage(self._file.stat().st_size, f"the weights of {self._file.name}")
         settings.progress_callback = callback = llama.llama_progress_callback(report)
         try:
             model = self._model(settings)
@@ -166,10 +133,13 @@ class Loader:
             raise
         del callback
         try:
-            return model, self._context(model), memory_parts(LOG.stop(), self.config.device)
+            check_sizes(self.config, int(llama.llama_model_n_ctx_train(model)), self.kv_dtype)
+            context = self._context(model)
         except BaseException:
             llama.llama_model_free(model)
             raise
+        LOG.errors.clear()  # warnings of a load that has worked explain no later failure
+        return model, context
 
     def _model_settings(self) -> Any:
         options, llama, is_gpu = self.options, self.llama, self.config.device == "gpu"
@@ -177,7 +147,6 @@ class Loader:
         modes = ["mmap"] * is_mapped + ["mlock"] * options.mlock
         settings = llama.llama_model_default_params()
         settings.load_mode = llama.llama_load_mode_from_str("+".join(modes or ["none"]).encode())
-        settings.use_extra_bufts = options.repack
         settings.n_gpu_layers = options.gpu_layers if is_gpu else 0
         return settings
 
@@ -199,7 +168,7 @@ class Loader:
         if not self.is_unified:
             settings.n_ctx = config.slots * -(-config.context_tokens // 256) * 256
         settings.n_batch = max(options.step_tokens, config.slots)
-        settings.n_ubatch = min(options.ubatch_tokens, settings.n_batch)
+        settings.n_ubatch = min(512, settings.n_batch)
         settings.n_seq_max = settings.n_outputs_max = config.slots
         settings.n_threads = settings.n_threads_batch = self.threads
         settings.flash_attn_type = FLASH_ATTENTION[self.attention]

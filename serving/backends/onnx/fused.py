@@ -39,14 +39,13 @@ class SlotGraph:
 
         self._ort = onnxruntime
         self._session = session
-        self._facts = facts
+        self._names = facts.kv_names
         self.rows = RowMap(slots, context_tokens, rider_tokens)
         shape = (slots, facts.kv_heads, context_tokens, facts.head_dim)
         # Zeroed pages cost nothing until they are written: idle slots take address space only.
-        self._kv = [np.zeros(shape, facts.kv_type) for _ in facts.kv_names]
+        self._kv = [np.zeros(shape, np.float32) for _ in self._names]
         self._ids = np.zeros((slots, 1), np.int64)
-        self._positions = np.zeros((slots, 1), np.int64)
-        self._out = np.zeros((slots, 1, facts.vocabulary), facts.logits_type)
+        self._out = np.zeros((slots, 1, facts.vocabulary), np.float32)
         self._columns = np.arange(context_tokens, dtype=np.int64)
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
 
@@ -71,20 +70,16 @@ class SlotGraph:
         totals = np.array(self.rows.length[window.lo : window.hi], np.int64) + 1
         ids = self._ids[window.lo : window.hi]
         ids[:] = 0
-        by_place: dict[int, Row] = {}
+        wanted: dict[int, Row] = {}  # by place in the call
         for row in rows:
             place = self.rows.row_of[row.slot]
-            by_place[place] = row
-            ids[place - window.lo, 0] = row.tokens[0]
-        self._positions[window.lo : window.hi, 0] = totals - 1
-        out = self._call(window.lo, window.hi, totals, None)[:, -1]
-        places = sorted(by_place)
-        for place in places:
             self.rows.length[place] += 1
-        wanted = [place for place in places if by_place[place].wants_token]
-        if len(wanted) != window.hi - window.lo:
-            out = out[[place - window.lo for place in wanted]]
-        return _as_float32(out), [by_place[place] for place in wanted]
+            ids[place - window.lo, 0] = row.tokens[0]
+            if row.wants_token:
+                wanted[place - window.lo] = row
+        out = self._call(window.lo, window.hi, totals, ids)
+        asked = sorted(wanted)
+        return out if len(asked) == len(out) else out[asked], [wanted[at] for at in asked]
 
     def prefill(self, rows: list[Row], chunk: int) -> Iterator[Part]:
         """Longer rows, in calls of at most `chunk` tokens; short ones share a call."""
@@ -101,20 +96,19 @@ class SlotGraph:
         ids = np.zeros((len(group), longest), np.int64)
         for at, row in enumerate(group):
             ids[at, : len(row.tokens)] = row.tokens
-        out: npt.NDArray[Any] = ids
-        for first in range(0, longest, longest if len(group) > 1 else chunk):
-            piece = ids if len(group) > 1 else np.ascontiguousarray(ids[:, first : first + chunk])
+        out, step = self._out[:0, 0], chunk if len(group) == 1 else longest
+        for first in range(0, longest, step):
+            piece = np.ascontiguousarray(ids[:, first : first + step])
             ends = [row.start + min(len(row.tokens), first + piece.shape[1]) for row in group]
-            out = self._call(places[0], places[-1] + 1, np.array(ends, np.int64), piece)[:, -1]
+            out = self._call(places[0], places[-1] + 1, np.array(ends, np.int64), piece)
             for place, end in zip(places, ends, strict=True):
                 self.rows.length[place] = end
         # The output buffer is used again by the next call of this step.
-        return _as_float32(out.copy())
+        return out.copy()
 
     def _neighbours(self, prompts: list[Row], chunk: int) -> list[list[Row]]:
         """The prompts in groups that share a call: short ones from their first token, of about the
-        same length, in rows side by side. The graph must take each row's own last token.
-        """
+        same length, in rows side by side."""
         groups: list[list[Row]] = []
         for row in sorted(prompts, key=lambda row: self.rows.row_of[row.slot]):
             group = groups[-1] if groups else []
@@ -124,7 +118,6 @@ class SlotGraph:
             places = [self.rows.row_of[one.slot] for one in joined]
             if (
                 group
-                and self._facts.ragged_prompts
                 and not any(one.start for one in joined)
                 and places[-1] == places[0] + len(places) - 1
                 and max(lengths) * len(joined) <= most
@@ -135,40 +128,26 @@ class SlotGraph:
         return groups
 
     def _call(
-        self, lo: int, hi: int, totals: npt.NDArray[np.int64], ids: npt.NDArray[np.int64] | None
-    ) -> npt.NDArray[Any]:
-        """Logits [hi - lo, 1 or n, vocabulary], a view. `ids`: [rows, n]; None: self._ids."""
-        binding = self._binding(lo, hi)
-        longest = int(totals.max())
+        self, lo: int, hi: int, totals: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]
+    ) -> Logits:
+        """Logits [hi - lo, vocabulary] of each row's last token, a view. `ids`: [rows, tokens]."""
+        binding, longest = self._binding(lo, hi), int(totals.max())
         width = min(self.rows.context_tokens, -(-longest // _MASK_GRAIN) * _MASK_GRAIN)
-        if ids is not None and len(ids) > 1:
+        if ids.shape[1] > 1 and len(ids) > 1:
             width = longest  # wider, GroupQueryAttention would take it for a past
-        binding.bind_cpu_input(
-            "attention_mask", (self._columns[:width] < totals[:, None]).astype(np.int64)
-        )
-        tokens = 1
-        if ids is None:
-            binding.bind_cpu_input("input_ids", self._ids[lo:hi])
-            positions = self._positions[lo:hi]
-        else:
-            tokens = ids.shape[1]
-            binding.bind_cpu_input("input_ids", ids)
-            positions = np.arange(longest - tokens, longest, dtype=np.int64)[None]
-        if self._facts.position_ids:
-            binding.bind_cpu_input("position_ids", positions)
-        if tokens == 1 or self._facts.last_logits_only:
-            out: npt.NDArray[Any] = self._out[lo:hi]
-        else:
-            out = np.empty((hi - lo, tokens, self._facts.vocabulary), self._out.dtype)
+        mask = (self._columns[:width] < totals[:, None]).astype(np.int64)
+        binding.bind_cpu_input("attention_mask", mask)
+        binding.bind_cpu_input("input_ids", ids)
+        out = self._out[lo:hi]
         binding.bind_ortvalue_output("logits", self._ort.OrtValue.ortvalue_from_numpy(out))
         self._session.run_with_iobinding(binding)
-        return out
+        return out[:, 0]
 
     def _binding(self, lo: int, hi: int) -> Any:
         binding = self._bindings.get((lo, hi))
         if binding is None:
             binding = self._session.io_binding()
-            for name, buffer in zip(self._facts.kv_names, self._kv, strict=True):
+            for name, buffer in zip(self._names, self._kv, strict=True):
                 view = self._ort.OrtValue.ortvalue_from_numpy(buffer[lo:hi])
                 if view.data_ptr() != buffer[lo:hi].ctypes.data:
                     raise EngineFailed(
@@ -191,7 +170,3 @@ class SlotGraph:
             buffer[a, :, :held_b] = buffer[b, :, :held_b]
             buffer[b, :, :held_a] = kept
         self.rows.swap(a, b)
-
-
-def _as_float32(values: npt.NDArray[Any]) -> Logits:
-    return values if values.dtype == np.float32 else values.astype(np.float32)

@@ -7,7 +7,6 @@ the weights plus the largest fused matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.errors import BrokenWeights, UnsupportedModel
+from models.manifest import Progress
 from models.spec import ModelSpec
-from serving.backends.torch.device_transfer import Uplink
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-WIDEN_ELEMENTS = 1 << 21  # 8 MB of float32: within the last-level cache of any server CPU
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -41,43 +39,14 @@ class Dense:
         return functional.linear(x, self.weight, self.bias)
 
 
-@dataclass(slots=True)
-class Widened:
-    """bfloat16 weights on a CPU without bfloat16 arithmetic, widened to float32 block by block.
-
-    torch multiplies bfloat16 matrices there 5 to 50 times slower than float32, but one or two
-    vectors quickly, reading half the bytes. All matrices share the scratch block.
-    """
-
-    weight: Tensor  # bf16 [out, in]
-    scratch: Tensor  # float32, WIDEN_ELEMENTS long
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        outputs, inputs = self.weight.shape
-        if x.shape[0] <= 2:
-            out = functional.linear(x.bfloat16(), self.weight).float()
-        else:
-            out = x.new_empty(x.shape[0], outputs)
-            block = max(1, len(self.scratch) // inputs)
-            for first in range(0, outputs, block):
-                part = self.weight[first : first + block]
-                wide = self.scratch[: part.numel()].view(part.shape)
-                wide.copy_(part)
-                out[:, first : first + block] = functional.linear(x, wide)
-        return out if self.bias is None else out + self.bias
-
-
-Linear = Dense | Widened
-
-
 def cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 quickly (oneDNN's test: AVX-512, Arm with bf16)."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def compute_dtype(weight_format: str, device: torch.device) -> torch.dtype:
-    """Type of activations and KV cache: the weights', but float32 without bf16 arithmetic."""
+    """Type of weights, activations and KV cache: the stored one, but float32 on a CPU that is slow
+    with bf16."""
     if weight_format in ("fp32", "fp16"):
         return DTYPES[weight_format]
     return torch.bfloat16 if device.type != "cpu" or cpu_has_bf16() else torch.float32
@@ -87,10 +56,10 @@ def compute_dtype(weight_format: str, device: torch.device) -> torch.dtype:
 class Layer:
     """One transformer block: fused matrices and its norms."""
 
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
+    qkv: Dense
+    out: Dense
+    gate_up: Dense
+    down: Dense
     attention_norm: Tensor
     mlp_norm: Tensor
     query_norm: Tensor | None
@@ -102,7 +71,7 @@ class Weights:
     """A whole model on its device."""
 
     embedding: Tensor
-    head: Linear
+    head: Dense
     norm: Tensor
     layers: list[Layer]
     bytes: int
@@ -148,22 +117,72 @@ class Checkpoint:
         return names[0]
 
 
+class _Loader:
+    """Reads, fuses and counts the tensors of one checkpoint."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.seen: set[str] = set()
+        self.bytes = 0
+        self._checkpoint = checkpoint
+        self._shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
+        self._device = device
+        self._dtype = dtype
+
+    def linear(self, *modules: str) -> Dense:
+        """One fused matrix of several modules with the same input."""
+        bias: Tensor | None = None
+        if f"{modules[0]}.bias" in self._shapes:
+            bias = torch.cat([self.read(f"{module}.bias") for module in modules])
+        parts = [self.read(f"{module}.weight") for module in modules]
+        return Dense(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+
+    def layer(self, prefix: str) -> Layer:
+        """A transformer block."""
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        norms = [attention + "q_norm.weight", attention + "k_norm.weight"]
+        query_norm, key_norm = (self.read(n) if n in self._shapes else None for n in norms)
+        return Layer(
+            qkv=self.linear(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
+            out=self.linear(attention + "o_proj"),
+            gate_up=self.linear(mlp + "gate_proj", mlp + "up_proj"),
+            down=self.linear(mlp + "down_proj"),
+            attention_norm=self.read(prefix + "input_layernorm.weight"),
+            mlp_norm=self.read(prefix + "post_attention_layernorm.weight"),
+            query_norm=query_norm,
+            key_norm=key_norm,
+        )
+
+    def read(self, name: str) -> Tensor:
+        self.seen.add(name)
+        tensor, shape = self._checkpoint.read(name), self._shapes[name]
+        if tuple(tensor.shape) != shape:
+            raise BrokenWeights(
+                f"{name!r} of {self._checkpoint.folder.name} has the shape {list(tensor.shape)}; "
+                f"config.json implies {list(shape)}"
+            )
+        tensor = tensor.to(device=self._device, dtype=self._dtype, copy=True)
+        self.bytes += tensor.nbytes
+        return tensor
+
+
 def load(
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    weight_format: str,
+    dtype: torch.dtype,
     device: torch.device,
-    progress: Callable[[str, float | None], None],
+    progress: Progress,
 ) -> Weights:
     """All weights, fused, on `device`. Raises BrokenWeights, UnsupportedModel."""
-    loader = _Loader(checkpoint, spec, weight_format, device)
+    loader = _Loader(checkpoint, spec, dtype, device)
     layers = []
     for index in range(spec.layers):
         progress("loading weights", index / spec.layers)
         layers.append(loader.layer(f"model.layers.{index}."))
-    embedding = loader.matrix(_EMBEDDING)
-    head = loader.wrap(embedding, None) if spec.tied else loader.linear("lm_head")
-    norm = loader.vector("model.norm.weight")
+    embedding = loader.read(_EMBEDDING)
+    head = Dense(embedding) if spec.tied else loader.linear("lm_head")
+    norm = loader.read("model.norm.weight")
     # Some tied checkpoints store the head as well.
     foreign = sorted(set(checkpoint.where) - loader.seen - ({_HEAD} if spec.tied else set()))
     if foreign:
@@ -172,72 +191,3 @@ def load(
             f"not have: {', '.join(foreign[:3])} ({len(foreign)} in all)"
         )
     return Weights(embedding, head, norm, layers, loader.bytes)
-
-
-class _Loader:
-    """Reads, fuses and counts the tensors of one checkpoint."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, spec: ModelSpec, weight_format: str, device: torch.device
-    ) -> None:
-        self.seen: set[str] = set()
-        self.bytes = 0
-        self._checkpoint = checkpoint
-        self._shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
-        self._device = device
-        self._uplink = Uplink(device) if device.type == "cuda" else None
-        self._stored_dtype = DTYPES[weight_format]
-        self._compute_dtype = compute_dtype(weight_format, device)
-        is_widened = self._stored_dtype != self._compute_dtype
-        self._scratch = torch.empty(WIDEN_ELEMENTS if is_widened else 0)
-
-    def vector(self, name: str) -> Tensor:
-        return self._read(name, self._compute_dtype)
-
-    def matrix(self, name: str) -> Tensor:
-        return self._read(name, self._stored_dtype)
-
-    def wrap(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """The matrix with what multiplies by it."""
-        if self._stored_dtype == self._compute_dtype:
-            return Dense(weight, bias)
-        return Widened(weight, self._scratch, bias)
-
-    def linear(self, *modules: str) -> Linear:
-        """One fused matrix of several modules with the same input."""
-        bias: Tensor | None = None
-        if f"{modules[0]}.bias" in self._shapes:
-            bias = torch.cat([self.vector(f"{module}.bias") for module in modules])
-        parts = [self.matrix(f"{module}.weight") for module in modules]
-        return self.wrap(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
-
-    def layer(self, prefix: str) -> Layer:
-        """A transformer block."""
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        norms = [attention + "q_norm.weight", attention + "k_norm.weight"]
-        query_norm, key_norm = (self.vector(n) if n in self._shapes else None for n in norms)
-        return Layer(
-            qkv=self.linear(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
-            out=self.linear(attention + "o_proj"),
-            gate_up=self.linear(mlp + "gate_proj", mlp + "up_proj"),
-            down=self.linear(mlp + "down_proj"),
-            attention_norm=self.vector(prefix + "input_layernorm.weight"),
-            mlp_norm=self.vector(prefix + "post_attention_layernorm.weight"),
-            query_norm=query_norm,
-            key_norm=key_norm,
-        )
-
-    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        self.seen.add(name)
-        tensor, shape = self._checkpoint.read(name), self._shapes[name]
-        if tuple(tensor.shape) != shape:
-            raise BrokenWeights(
-                f"{name!r} of {self._checkpoint.folder.name} has the shape {list(tensor.shape)}; "
-                f"config.json implies {list(shape)}"
-            )
-        if self._uplink is not None:
-            tensor = self._uplink(tensor).to(dtype)
-        else:
-            tensor = tensor.to(device=self._device, dtype=dtype, copy=True)
-        self.bytes += tensor.nbytes
-        return tensor

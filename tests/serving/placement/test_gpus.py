@@ -158,7 +158,7 @@ def test_each_engine_gets_its_own_options() -> None:
     both = ("torch", "llama_cpp")
     found = options_by_backend({"prefill_chunk": 2048, "llama_cpp.mlock": True}, both)
     assert found == {"torch": {"prefill_chunk": 2048}, "llama_cpp": {"mlock": True}}
-    assert options_by_backend({"torch.margin": 0.2}, ("llama_cpp",)) == {"llama_cpp": {}}
+    assert options_by_backend({"torch.graphs": False}, ("llama_cpp",)) == {"llama_cpp": {}}
     for wrong in ("prefil_chunk", "torch.mlock", "nobody.margin"):
         with pytest.raises(Unsupported, match=f"no engine here has the option '{wrong}'"):
             options_by_backend({wrong: 1}, both)
@@ -171,7 +171,7 @@ def test_the_table_names_the_options_that_a_backend_has(name: str) -> None:
     kinds = {
         "llama_cpp": "llama_cpp.loading:LlamaOptions",
         "onnx": "onnx.backend:OnnxOptions",
-        "torch": "torch.load_plan:TorchOptions",
+        "torch": "torch.backend:TorchOptions",
     }
     module, _, kind = kinds[name].partition(":")
     struct = getattr(importlib.import_module(f"serving.backends.{module}"), kind)

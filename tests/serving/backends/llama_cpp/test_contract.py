@@ -36,10 +36,9 @@ from tests.shapes import TINY, TINY_LLAMA, TINY_QWEN2, TINY_QWEN3
     [
         ("Q8_0", {}),
         ("Q4_0", {}),
-        ("Q4_0", {"options": {"repack": False}}),
         ("F16", {"options": {"flash_attention": "on"}}),
         ("F16", {"kv_tokens": 1024}),
-        ("F16", {"options": {"step_tokens": 48, "ubatch_tokens": 16}}),
+        ("F16", {"options": {"step_tokens": 48}}),
         ("F16", {"threads": 2, "options": {"mmap": True}}),
         ("F16", {"slots": 1}),
     ],
@@ -150,7 +149,7 @@ def test_the_scheduler_gives_the_tokens_of_transformers(
 
 def test_long_prompts_cross_the_rope_scaling(make: Make, converted: Callable[..., Path]) -> None:
     """Llama 3's takes effect from 512 tokens on."""
-    settings = {"context_tokens": 768, "slots": 2, "options": {"ubatch_tokens": 100}}
+    settings = {"context_tokens": 768, "slots": 2}
     backend = make(converted("tiny-llama3"), kv_dtype="fp32", **settings)
     prompt = prompt_of(backend, 640, 4)
     assert generate(backend, prompt, 5, slot=1) == generated(hf_folder("tiny-llama3"))(prompt, 5)

@@ -65,15 +65,6 @@ def test_quantised_graphs_give_the_same_tokens_alone_and_batched(make: Make, nam
     check_churn(backend, greedy_alone(alone), seed=3, requests=32, steps=2000)
 
 
-def test_a_foreign_dynamic_graph_says_that_it_depends_on_the_batch(make: Make) -> None:
-    """One with a scale for the whole batch, as quantisers write them; ours have one a token."""
-    assert "batch_dependent" not in make(onnx_folder("llama3-int8")).info.details
-    backend = make(onnx_folder("gpt2-growing-int8"))
-    assert backend.info.details["batch_dependent"] == "true"
-    prompt = prompt_of(backend, 20, 1)
-    assert generate(backend, prompt, 6) == generate(backend, prompt, 6, slot=3)  # alone it repeats
-
-
 def test_long_context_and_prompts_longer_than_the_chunk(make: Make) -> None:
     folder = onnx_folder("llama3-fp32")
     backend = make(folder, context_tokens=700, slots=2, options={"prefill_chunk": 100})
