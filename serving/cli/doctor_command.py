@@ -1,6 +1,6 @@
 """What this machine is, which backends work on it, why the others do not, and what to do about it.
 
-crossover doctor --bandwidth
+crossover doctor --json
 crossover doctor --json
 """
 
@@ -61,25 +61,22 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
-    bandwidth: Annotated[
-        bool, typer.Option("--bandwidth", help="Measure memory bandwidth too (about a second).")
-    ] = False,
     cache: Annotated[
         str | None,
         typer.Option(help="The cache folder. Default: $CROSSOVER_CACHE or ~/.cache/crossover."),
     ] = None,
 ) -> None:
     """What this machine is, which backends work on it, and why the others do not."""
-    report = examine(bandwidth, cache)
+    report = examine(cache)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         typer.echo("\n".join(page(report)))
 
 
-def examine(bandwidth: bool, cache: str | None) -> Diagnosis:
+def examine(cache: str | None) -> Diagnosis:
     """Look at everything. Backends are imported in subprocesses: a broken one breaks nothing."""
-    facts = hardware_facts(bandwidth=bandwidth)
+    facts = hardware_facts()
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     missing = missing_backends()
 
@@ -189,12 +186,6 @@ def machine_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """Name and value of each line about the machine; a pure function."""
     facts, size = diagnosis.facts, formatting.size
     quota = "" if facts.cgroup_cores is None else f", {facts.cgroup_cores:g} cores' time by quota"
-    bandwidth, arithmetic = "not measured (--bandwidth measures it)", ""
-    if facts.bandwidth_bytes_per_second is not None:
-        bandwidth = f"{formatting.bandwidth(facts.bandwidth_bytes_per_second, 3)} read"
-    if facts.gemm_flops_per_second is not None:
-        rate = formatting.operations(facts.gemm_flops_per_second, 3)
-        arithmetic = f", {rate} in float32 products"
     allowed = facts.allowed_cores
     yield "CPU", f"{facts.cpu_model} ({facts.architecture})"
     yield "instructions", " ".join(facts.isa) or "none of those that matter"
@@ -204,11 +195,9 @@ def machine_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         f"may use {cores_text(allowed)}{quota}",
     )
     yield "a server", split_cores(allowed, siblings=physical_of(allowed)).note
-    yield "L3 cache", size(facts.l3_bytes)
     yield "NUMA nodes", str(facts.numa_nodes or "not known")
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} usable now, {size(facts.swap_used_bytes)} of swap used"
-    yield "measured", bandwidth + arithmetic
     for gpu in facts.gpus:
         driver = f", driver {gpu.driver}" if gpu.driver else ""
         capability = f", capability {gpu.compute_capability}" if gpu.compute_capability else ""

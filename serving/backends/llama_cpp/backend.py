@@ -25,7 +25,6 @@ import numpy as np
 from models.machine import cpu_name
 from models.manifest import Progress
 from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig
-from serving.backends.kv_rows import FLOPS_PER_THREAD
 from serving.backends.llama_cpp.batching import (
     KV_BLOCK,
     NEVER,
@@ -41,7 +40,8 @@ from serving.errors import EngineFailed, KvFull, OutOfMemory
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampled
 
-READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; a round figure
+READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; round figures
+FLOPS_PER_THREAD = 40e9
 _OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
 
 

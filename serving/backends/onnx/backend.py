@@ -22,7 +22,6 @@ from serving.backends.backend_interface import (
     check_sizes,
     parse_options,
 )
-from serving.backends.kv_rows import rider_tokens
 from serving.backends.onnx.fused import SlotGraph
 from serving.backends.onnx.graph import graph_file, read_facts, weight_bytes
 from serving.backends.onnx.growing import GrowingGraph
@@ -66,9 +65,7 @@ class OnnxBackend:
             refuse_shortage(kv_tokens * token_bytes, f"the KV cache of {kv_tokens} tokens")
         self._graph: SlotGraph | GrowingGraph | None
         if facts.grouped:
-            flops = 2 * weight_bytes(file)  # about a weight a byte
-            price = rider_tokens(flops, threads, token_bytes)
-            self._graph = SlotGraph(self._session, facts, slots, context, price)
+            self._graph = SlotGraph(self._session, facts, slots, context)
             kind = "GroupQueryAttention, appended to in place"
         else:
             self._graph = GrowingGraph(self._session, facts, slots, context)

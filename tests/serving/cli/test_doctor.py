@@ -18,11 +18,11 @@ WORKS = BackendProbe("llama_cpp", True, "1.0", details={"system_info": "AVX2 = 1
     ("changes", "names"),
     [
         ({}, []),
-        ({"governor": "performance", "cgroup_cores": 4.0, "swap_total_bytes": GIB}, []),
+        ({"governor": "performance", "cgroup_cores": 4.0}, []),
         ({"allowed_cores": (0,)}, ["one_core"]),
         ({"cgroup_cores": 2.5}, ["cpu_quota"]),
         ({"governor": "powersave"}, ["governor"]),
-        ({"swap_total_bytes": GIB, "swap_used_bytes": GIB}, ["swap_used"]),
+        ({"swap_used_bytes": GIB}, ["swap_used"]),
         ({"cgroup_memory_bytes": 3 * GIB}, ["memory_limit"]),
         ({"memory_available_bytes": GIB}, ["little_memory"]),
         ({"isa": ("sse4_2",)}, ["no_avx2"]),
@@ -56,8 +56,6 @@ def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
 def test_the_page_for_people_says_what_there_is() -> None:
     facts = machine(
         gpus=(GpuFacts("Test GPU", "nvidia", 80 * GIB, 70 * GIB, "550.1", "9.0"),),
-        bandwidth_bytes_per_second=2.05e10,
-        gemm_flops_per_second=1.9e11,
         cgroup_cores=1.5,
     )
     broken = BackendProbe("torch", False, problem="it [bold]broke")
@@ -65,7 +63,7 @@ def test_the_page_for_people_says_what_there_is() -> None:
     warnings = tuple(warnings_of(facts, [WORKS], 9 * GIB))
     shown = "\n".join(page(Diagnosis(facts, reports, None, "/cache", 9 * GIB, warnings)))
     for text in (
-        *("Test CPU", "20.5 GB/s read, 190 GFLOP/s in float32 products", "1.5 cores' time"),
+        *("Test CPU", "1.5 cores' time"),
         *("Test GPU, 80 GiB, 70 GiB free, driver 550.1", "none: apt-get install g++ cmake"),
         *("it [bold]broke", "-> pip install 'llm-crossover[torch]'", "cpu_quota", "AVX2 = 1 [x]"),
     ):

@@ -99,7 +99,8 @@ def test_logits_are_the_same_however_a_step_is_cut_and_whoever_shares_it(
 
 
 def test_an_idle_slot_runs_along_and_nothing_changes(make: Make) -> None:
-    """All slots but 3 decode: between them runs a dummy beside a prefix that is kept. Logits are the same to the bit, and the prefix goes on as if nothing had been there."""
+    """All slots but 3 decode: between them runs a dummy beside a prefix that is kept. Logits are
+    the same to the bit, and the prefix goes on as if nothing had been there."""
     settings: dict[str, Any] = {"weight_format": "Q4_0", "slots": 8}
     together, alone = make(**settings), make(**settings)
     prompts = [prompt_of(alone, 30 + slot, slot) for slot in range(8)]
