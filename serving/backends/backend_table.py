@@ -23,7 +23,7 @@ from models.spec import ModelSpec
 from serving.backends.backend_interface import AUTO
 from serving.backends.torch.gpu_memory import overhead_bytes as torch_overhead_bytes
 from serving.errors import BackendUnavailable, Unsupported
-from serving.hardware.gpus import VULKAN, run_probe
+from serving.hardware.gpus import run_probe
 
 MIB = 1 << 20
 PROBE_SECONDS = 60.0
@@ -73,8 +73,7 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
     huge_pages: bool = False  # large allocations are quicker on huge pages
     is_compiled: bool = False  # pip compiles the package
-    # How to get a build for GPUs, by vendor: what to install first, and CMake's flag if it has one.
-    gpu_builds: Mapping[str, tuple[str, str]] = {}
+    gpu_build: str = ""  # how to get a build for GPUs
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -100,11 +99,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reinstall(self) -> str:
-        """The command that installs the same version anew, not the wheel in pip's cache, which was
-        compiled for another CPU."""
-        names = importlib.metadata.packages_distributions().get(self.package or "")
-        if not names:
-            return self.install
+        """The command that compiles the same version anew, for this CPU or a GPU."""
+        names = importlib.metadata.packages_distributions().get(self.package or "", ["?"])
         wanted = f"{names[0].replace('_', '-')}=={importlib.metadata.version(names[0])}"
         return f"pip install --force-reinstall --no-cache-dir --no-deps {wanted}"
 
@@ -163,17 +159,14 @@ BACKENDS: dict[str, BackendSpec] = {
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
         },
         extra_bytes=_llama_extra,
-        options=("flash_attention", "kv_unified", "mmap", "mlock", "step_tokens", "gpu_layers"),
+        options=("flash_attention", "mmap", "mlock", "step_tokens", "gpu_layers"),
         package="llama_cpp",
         extra="llama-cpp",
         probe="serving.backends.llama_cpp.library:probe",
         huge_pages=True,
         is_compiled=True,
-        gpu_builds={
-            "nvidia": ("install CUDA's toolkit (nvcc)", "-DGGML_CUDA=on"),
-            "amd": ("install ROCm with hipBLAS and rocBLAS", "-DGGML_HIP=on"),
-            VULKAN: ("install glslc, Vulkan's headers and loader, a driver", "-DGGML_VULKAN=on"),
-        },
+        gpu_build="set CMAKE_ARGS to -DGGML_CUDA=on (needs nvcc), -DGGML_HIP=on (needs ROCm) or "
+        "-DGGML_VULKAN=on (needs glslc and Vulkan's headers)",
     ),
     "onnx": BackendSpec(
         cls="serving.backends.onnx.backend:OnnxBackend",
@@ -201,10 +194,7 @@ BACKENDS: dict[str, BackendSpec] = {
         package="torch",
         extra="torch",
         probe="serving.backends.torch.probe:probe",
-        gpu_builds={
-            "nvidia": ("install torch built for CUDA, see pytorch.org", ""),
-            "amd": ("install torch built for ROCm, see pytorch.org", ""),
-        },
+        gpu_build="install torch built for CUDA or ROCm, see pytorch.org",
     ),
 }
 # Tried in this order where the user names no backend.
@@ -261,11 +251,9 @@ def format_of(name: str, weight_format: str | None) -> str:
     try:
         return spelt(spec.weights, weight_format)
     except UnsupportedModel as problem:
-        raise Unsupported(
-            f"backend {name!r} has no weight format {weight_format!r}; it has "
-            f"{', '.join(spec.formats)}",
-            "weight_format",
-        ) from problem
+        known = ", ".join(spec.formats)
+        text = f"backend {name!r} has no weight format {weight_format!r}; it has {known}"
+        raise Unsupported(text, "weight_format") from problem
 
 
 def weights_of(name: str, weight_format: str | None = None) -> tuple[str, str]:
@@ -298,17 +286,11 @@ def probe_backend(name: str) -> BackendProbe:
     function = spec_of(name).probe
     if function is None:
         return BackendProbe(name, True)
-    ran, problem = run_probe(function, PROBE_SECONDS), ""
-    if ran.status is None:
-        problem = f"importing it did not end within {PROBE_SECONDS:g} s"
-    elif ran.status != 0:
-        problem = ran.reason
-    else:
-        try:
-            return msgspec.json.decode(ran.output, type=BackendProbe)
-        except msgspec.DecodeError as error:
-            problem = f"the probe answered nonsense: {error}"
-    return BackendProbe(name, False, problem=problem)
+    ran = run_probe(function, PROBE_SECONDS)
+    if ran.status == 0:
+        return msgspec.json.decode(ran.output, type=BackendProbe)
+    problem = f"importing it did not end within {PROBE_SECONDS:g} s"
+    return BackendProbe(name, False, problem=problem if ran.status is None else ran.reason)
 
 
 for _entry in filter(None, os.environ.get("CROSSOVER_BACKENDS", "").split(",")):

@@ -8,19 +8,9 @@ one copy of what they hold. Lengths are in tokens of KV; nothing here touches a 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Rows lo..hi-1 of a decode call. `swaps` come first, in order."""
-
-    lo: int
-    hi: int
-    swaps: tuple[tuple[int, int], ...] = ()
 
 
 class RowMap:
@@ -64,10 +54,11 @@ class RowMap:
         row = self.row_of[slot]
         self.length[row] = min(tokens, self.length[row])
 
-    def window(self, slots: Collection[int]) -> Window:
-        """The rows of this step's decode call for these slots (at least one), and no others."""
+    def window(self, slots: Collection[int]) -> tuple[int, list[tuple[int, int]]]:
+        """Where this step's decode call for these slots begins; it has their rows alone, after
+        these swaps, in order."""
         members = {self.row_of[slot] for slot in slots}
         inside = range(min(members), min(members) + len(members))
         incoming = sorted(members.difference(inside))
         outgoing = [row for row in inside if row not in members]
-        return Window(inside.start, inside.stop, tuple(zip(incoming, outgoing, strict=True)))
+        return inside.start, list(zip(incoming, outgoing, strict=True))

@@ -94,7 +94,7 @@ def examine(cache: str | None) -> Diagnosis:
     has_gpu = bool(facts.gpus or render_nodes())
     return Diagnosis(
         facts,
-        tuple(BackendReport(one, advice(one, facts, compiler, has_gpu)) for one in probes),
+        tuple(BackendReport(one, advice(one, compiler, has_gpu)) for one in probes),
         compiler,
         str(folder),
         free_bytes,
@@ -102,9 +102,7 @@ def examine(cache: str | None) -> Diagnosis:
     )
 
 
-def advice(
-    probe: BackendProbe, facts: HardwareFacts, compiler: str | None, has_gpu: bool = False
-) -> str | None:
+def advice(probe: BackendProbe, compiler: str | None, has_gpu: bool = False) -> str | None:
     """What to do about a backend that does not work or does not use the GPU; None: nothing.
 
     `has_gpu`: the kernel shows one, be its driver known here or not."""
@@ -116,12 +114,8 @@ def advice(
         return spec.install if is_missing else f"reinstall it: {spec.reinstall}"
     if probe.gpu or probe.gpu_cause not in (None, Cause.backend_missing) or not has_gpu:
         return None
-    ways = [
-        f"{needed}, then CMAKE_ARGS={flag} {spec.reinstall}" if flag else needed
-        for vendor, (needed, flag) in spec.gpu_builds.items()
-        if not facts.gpus or vendor in {gpu.vendor for gpu in facts.gpus}
-    ]
-    return f"for the GPU: {'; or '.join(ways)}" if ways else None
+    again = f"; then {spec.reinstall}" if spec.is_compiled else ""
+    return f"for the GPU: {spec.gpu_build}{again}" if spec.gpu_build else None
 
 
 def warnings_of(

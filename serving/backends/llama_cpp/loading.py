@@ -33,9 +33,6 @@ class LlamaOptions(msgspec.Struct, frozen=True):
 
     # auto: off on a CPU unless kv_dtype needs it (see backend.py); on a GPU llama.cpp decides.
     flash_attention: Literal["auto", "off", "on"] = "auto"
-    # One KV pool for all slots, whose rows attend to all rows' tokens, or a part for each slot.
-    # None: a part each, unless kv_tokens is less than that takes.
-    kv_unified: bool | None = None
     # Map the file or read it. None: mapped on a GPU, read on the CPU: one row 5 % quicker on 135M
     # Q4_0, and repacked weights are there once, not twice (90 instead of 150 MB).
     mmap: bool | None = None
@@ -56,45 +53,32 @@ class Loader:
         self.attention = options.flash_attention
         if self.attention == "auto" and config.device != "gpu":
             self.attention = "on" if self.kv_dtype in QUANTISED_KV else "off"
-        whole, pool = config.slots * config.context_tokens, config.kv_tokens
-        self.is_unified = options.kv_unified
-        if self.is_unified is None:
-            self.is_unified = pool is not None and pool < whole
+        # A KV part for each slot, or, where that would take more than kv_tokens, one pool for all,
+        # whose rows attend to all rows' tokens.
+        pool = config.kv_tokens
+        self.is_unified = pool is not None and pool < config.slots * config.context_tokens
         self._file = Path(config.model_path)
         self._check()
 
     def _check(self) -> None:
         """Refuse what can be refused before anything is loaded."""
         check_sizes(self.config, None, self.kv_dtype)
-        config, pool = self.config, self.config.kv_tokens
-        most, context = int(self.llama.llama_max_parallel_sequences()), config.context_tokens
-        for is_wrong, key, message in (
-            (config.slots > most, "slots", f"must be at most {most} with llama.cpp"),
-            (
-                self.kv_dtype not in KV_TYPES,
-                "kv_dtype",
-                f"must be one of {', '.join(KV_TYPES)} with llama.cpp",
-            ),
-            (
-                self.kv_dtype in QUANTISED_KV and self.attention == "off",
-                "kv_dtype",
-                "needs flash attention, and option flash_attention is off",
-            ),
-            (
-                pool is not None and not self.is_unified and pool != config.slots * context,
-                "kv_tokens",
-                "is a size of the unified pool; with option kv_unified = false each slot has its "
-                "context_tokens",
-            ),
-            (
-                pool is not None and pool < context,
-                "kv_tokens",
-                f"must be at least one sequence's context_tokens = {context}",
-            ),
-            (config.device not in ("cpu", "gpu"), "device", "must be cpu or gpu"),
-        ):
-            if is_wrong:
-                raise Unsupported(f"{key} {message}, got {getattr(config, key)!r}", key)
+        config, context = self.config, self.config.context_tokens
+        most = int(self.llama.llama_max_parallel_sequences())
+
+        def need(holds: bool, key: str, what: str) -> None:
+            if not holds:
+                raise Unsupported(f"{key} {what}, got {getattr(config, key)!r}", key)
+
+        need(config.slots <= most, "slots", f"must be at most {most} with llama.cpp")
+        known = f"must be one of {', '.join(KV_TYPES)} with llama.cpp"
+        need(self.kv_dtype in KV_TYPES, "kv_dtype", known)
+        is_slow = self.kv_dtype in QUANTISED_KV and self.attention == "off"
+        flash = "needs flash attention, and option flash_attention is off"
+        need(not is_slow, "kv_dtype", flash)
+        least = f"must be at least one sequence's context_tokens = {context}"
+        need(config.kv_tokens is None or config.kv_tokens >= context, "kv_tokens", least)
+        need(config.device in ("cpu", "gpu"), "device", "must be cpu or gpu")
         if config.device == "gpu" and not self.llama.llama_supports_gpu_offload():
             raise BackendUnavailable(
                 f"{PACKAGE} {self.llama.__version__} was built without GPU support; crossover "

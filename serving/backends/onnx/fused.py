@@ -57,15 +57,15 @@ class SlotGraph:
         """Rows of one token each, in one call."""
         for row in rows:
             self.rows.place_of(row)
-        window = self.rows.window([row.slot for row in rows])
-        for a, b in window.swaps:
+        lo, swaps = self.rows.window([row.slot for row in rows])
+        for a, b in swaps:
             self._swap(a, b)
         rows = sorted(rows, key=lambda row: self.rows.row_of[row.slot])
-        ids = self._ids[window.lo : window.hi]
+        ids = self._ids[: len(rows)]
         ids[:, 0] = [row.tokens[0] for row in rows]
         ends = [row.start + 1 for row in rows]
-        self.rows.length[window.lo : window.hi] = ends
-        out = self._call(window.lo, np.array(ends, np.int64), ids)
+        self.rows.length[lo : lo + len(rows)] = ends
+        out = self._call(lo, np.array(ends, np.int64), ids)
         asked = [at for at, row in enumerate(rows) if row.wants_token]
         return out if len(asked) == len(out) else out[asked], [rows[at] for at in asked]
 

@@ -8,11 +8,13 @@ only is a CUDA graph (cuda_graphs.py), and tokens are drawn on the device (gpu_s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -324,20 +326,14 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", 0)
 
 
-class memory_errors:
+@contextlib.contextmanager
+def memory_errors(what: str) -> Iterator[None]:
     """Turns torch's out-of-memory errors into OutOfMemory, its other ones into EngineFailed."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, problem: BaseException | None, trace: Any) -> None:
-        if not isinstance(problem, RuntimeError | MemoryError):
-            return
+    try:
+        yield
+    except (RuntimeError, MemoryError) as problem:
         text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         is_memory = isinstance(problem, torch.OutOfMemoryError | MemoryError)
         if is_memory or any(word in str(problem) for word in _MEMORY_WORDS):
-            raise OutOfMemory(f"{self._what} did not fit in memory: {text}") from problem
-        raise EngineFailed(f"torch failed in {self._what}: {text}") from problem
+            raise OutOfMemory(f"{what} did not fit in memory: {text}") from problem
+        raise EngineFailed(f"torch failed in {what}: {text}") from problem

@@ -22,13 +22,8 @@ from serving.sampling.step_rows import Row
 
 
 def batch_buckets(rows: int) -> list[int]:
-    """1, 2, 4, 8, multiples of 8 up to 64, then of 32, and `rows` itself."""
-    sizes = [size for size in (1, 2, 4) if size < rows]
-    size = 8
-    while size < rows:
-        sizes.append(size)
-        size += 8 if size < 64 else 32
-    return [*sizes, rows]
+    """1, 2, 4, 8, ... and `rows` itself."""
+    return [*(1 << power for power in range((rows - 1).bit_length())), rows]
 
 
 class DecodeGraphs:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.manifest import Progress
+from models.safetensors_reader import EMBEDDING, HEAD, Stored, read_tensors
 from models.spec import ModelSpec
 
 DTYPES: dict[str, torch.dtype] = {
@@ -25,7 +26,7 @@ DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}  # safetensors' names
 
 
 @dataclass(slots=True)
@@ -78,43 +79,41 @@ class Weights:
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files, by name. Raises BrokenWeights."""
+    """The tensors of a folder's model*.safetensors. Raises BrokenWeights, UnsupportedModel."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.where: dict[str, Any] = {}
-        # Not consolidated.safetensors, which some repositories have beside them.
-        files = sorted(folder.glob("model*.safetensors"))
-        if not files:
-            raise BrokenWeights(f"{folder.name} holds no model*.safetensors file")
-        for file in files:
-            try:
-                opened = safe_open(str(file), framework="pt")
-                names: list[str] = list(opened.keys())  # type: ignore[no-untyped-call]
-            except (SafetensorError, OSError) as problem:
-                raise BrokenWeights(
-                    f"{file.name} of {folder.name} cannot be read: {problem}; it may be cut off"
-                ) from problem
-            # What old versions of transformers wrote and the forward pass computes.
-            self.where |= {name: opened for name in names if not name.endswith(".inv_freq")}
+        # Not consolidated.safetensors, which some repositories have beside them, nor what old
+        # versions of transformers wrote and the forward pass computes.
+        self.stored = {
+            name: one
+            for name, one in read_tensors(folder).items()
+            if one.file.name.startswith("model") and not name.endswith(".inv_freq")
+        }
+        self._opened: dict[Path, Any] = {}
 
     def read(self, name: str) -> Tensor:
         """One tensor as stored, on the CPU."""
-        if name not in self.where:
-            raise BrokenWeights(f"{self.folder.name} lacks the tensor {name!r}")
-        tensor: Tensor = self.where[name].get_tensor(name)
+        file = self._stored(name).file
+        if file not in self._opened:
+            self._opened[file] = safe_open(str(file), framework="pt")
+        tensor: Tensor = self._opened[file].get_tensor(name)
         return tensor
 
     @property
     def weight_format(self) -> str:
-        """The format of the matrices: fp32, bf16 or fp16. Raises UnsupportedModel."""
-        dtype = self.read(_EMBEDDING).dtype
-        names = [name for name, known in DTYPES.items() if dtype == known]
-        if not names:
+        """The format of the matrices: fp32, bf16 or fp16."""
+        dtype = self._stored(EMBEDDING).dtype
+        if dtype not in STORED:
             raise UnsupportedModel(
-                f"{self.folder.name} holds weights of type {dtype}; known: {', '.join(DTYPES)}"
+                f"{self.folder.name} holds weights of type {dtype}; known: {', '.join(STORED)}"
             )
-        return names[0]
+        return STORED[dtype]
+
+    def _stored(self, name: str) -> Stored:
+        if name not in self.stored:
+            raise BrokenWeights(f"{self.folder.name} lacks the tensor {name!r}")
+        return self.stored[name]
 
 
 class _Loader:
@@ -180,11 +179,11 @@ def load(
     for index in range(spec.layers):
         progress("loading weights", index / spec.layers)
         layers.append(loader.layer(f"model.layers.{index}."))
-    embedding = loader.read(_EMBEDDING)
+    embedding = loader.read(EMBEDDING)
     head = Dense(embedding) if spec.tied else loader.linear("lm_head")
     norm = loader.read("model.norm.weight")
     # Some tied checkpoints store the head as well.
-    foreign = sorted(set(checkpoint.where) - loader.seen - ({_HEAD} if spec.tied else set()))
+    foreign = sorted(set(checkpoint.stored) - loader.seen - ({HEAD} if spec.tied else set()))
     if foreign:
         raise UnsupportedModel(
             f"{checkpoint.folder.name} holds tensors that a {spec.family} model of this kind does "

@@ -169,17 +169,12 @@ def flash_kernel() -> Flash:
 
 def flash_trouble(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the flash kernels cannot be used; None: they can."""
-    if device.type != "cuda":
-        return "torch has the flash kernels for GPUs only"
-    if torch.version.hip:
-        return "ROCm's kernels read the rows in another way"
+    if device.type != "cuda" or torch.version.hip:
+        return "torch has the flash kernels for CUDA only"
     if not torch.backends.cuda.is_flash_attention_available():
-        return "this build of torch is without them"
-    if dtype == torch.float32:
-        return "the flash kernels compute in bf16 and fp16 only"
-    if spec.head_dim % 8 or spec.head_dim > 256:
-        return f"the flash kernels take no head_dim of {spec.head_dim}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"the flash kernels need sm_80 or newer, and this GPU is sm_{major}{minor}"
+        return "this build of torch is without the flash kernels"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the flash kernels need sm_80 or newer"
+    if dtype == torch.float32 or spec.head_dim % 8 or spec.head_dim > 256:
+        return f"the flash kernels take no {dtype} with a head_dim of {spec.head_dim}"
     return None

@@ -41,16 +41,16 @@ def test_each_warning_about_the_machine_has_its_name(
 
 def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
     missing = BackendProbe("llama_cpp", False, problem="the package llama_cpp is not installed")
-    said = advice(missing, machine(), None) or ""
+    said = advice(missing, None) or ""
     assert "apt-get install g++" in said and "[llama-cpp]" in said
-    assert advice(missing, machine(), "g++") == "pip install 'llm-crossover[llama-cpp]'"
-    broken = advice(BackendProbe("llama_cpp", False, problem="ended by SIGILL"), machine(), "g++")
+    assert advice(missing, "g++") == "pip install 'llm-crossover[llama-cpp]'"
+    broken = advice(BackendProbe("llama_cpp", False, problem="ended by SIGILL"), "g++")
     assert broken == (
         "reinstall it: pip install --force-reinstall --no-cache-dir --no-deps "
         f"llama-cpp-python=={version('llama-cpp-python')}"
     )
-    assert advice(WORKS, machine(), "g++") is None
-    assert "GGML_VULKAN" in (advice(WORKS, machine(), "g++", has_gpu=True) or "")
+    assert advice(WORKS, "g++") is None
+    assert "GGML_VULKAN" in (advice(WORKS, "g++", has_gpu=True) or "")
 
 
 def test_the_page_for_people_says_what_there_is() -> None:

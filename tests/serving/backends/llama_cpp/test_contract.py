@@ -30,6 +30,8 @@ from tests.serving.backends.backend_steps import Make, generate, greedy_alone, n
 from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
 from tests.shapes import TINY, TINY_LLAMA, TINY_QWEN2, TINY_QWEN3
 
+POOL = {"kv_tokens": 5 * 256 - 1}  # less than a part for each of the five slots
+
 
 @pytest.mark.parametrize(
     ("weight_format", "settings"),
@@ -54,7 +56,7 @@ def test_contract_under_options(make: Make, weight_format: str, settings: dict[s
 
 @pytest.mark.parametrize("unified", [True, False])
 def test_contract_with_quantised_kv_up_to_near_ties(make: Make, unified: bool) -> None:
-    settings: dict[str, Any] = {"kv_dtype": "q8_0", "options": {"kv_unified": unified}}
+    settings: dict[str, Any] = {"kv_dtype": "q8_0"} | (POOL if unified else {})
     reference = greedy_alone(make(TINY_QWEN3, **settings))
     tie = near_tie(make(TINY_QWEN3, **settings), logits=0.2)
     backend = make(TINY_QWEN3, **settings)
@@ -108,7 +110,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def test_float32_gives_the_tokens_of_transformers(
     make: Make, converted: Callable[..., Path], shape: str, unified: bool
 ) -> None:
-    backend = make(converted(shape), kv_dtype="fp32", options={"kv_unified": unified})
+    backend = make(converted(shape), kv_dtype="fp32", **(POOL if unified else {}))
     check_contract(backend, generated(hf_folder(shape)))
     check_churn(backend, generated(hf_folder(shape)), seed=1, requests=32, steps=2000)
 
@@ -136,7 +138,7 @@ def test_sixteen_bits_give_the_tokens_of_transformers_up_to_ties(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"kv_tokens": 256}, {"options": {"kv_unified": True}}],
+    [{}, {"kv_tokens": 256}, POOL],
     ids=["parts", "preempting", "pool"],
 )
 def test_the_scheduler_gives_the_tokens_of_transformers(
@@ -144,7 +146,7 @@ def test_the_scheduler_gives_the_tokens_of_transformers(
 ) -> None:
     backend = make(converted("tiny-qwen2"), kv_dtype="fp32", **settings)
     scheduler = check_scheduled(backend, generated(hf_folder("tiny-qwen2")))
-    assert (scheduler.preemptions > 0) == ("kv_tokens" in settings)
+    assert (scheduler.preemptions > 0) == (settings == {"kv_tokens": 256})
 
 
 def test_long_prompts_cross_the_rope_scaling(make: Make, converted: Callable[..., Path]) -> None:
@@ -169,7 +171,7 @@ def test_logprobs_are_those_of_transformers(
 
 @pytest.mark.parametrize("unified", [True, False])
 def test_a_seeded_request_gives_the_same_tokens_in_any_company(make: Make, unified: bool) -> None:
-    check_seeded(make(TINY_QWEN2, options={"kv_unified": unified}))
+    check_seeded(make(TINY_QWEN2, **(POOL if unified else {})))
 
 
 def test_a_grammar_holds_through_the_scheduler(make: Make, gguf_file: Callable[..., Path]) -> None:

@@ -42,17 +42,12 @@ def test_steps_that_contradict_the_engine_are_errors(make: Make) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"options": {"kv_unifed": True}}, Unsupported, "no option 'kv_unifed'"),
+        ({"options": {"flash_atention": "on"}}, Unsupported, "no option 'flash_atention'"),
         ({"options": {"step_tokens": 0}}, Unsupported, "step_tokens .* must be at least 1, got 0"),
         (
             {"options": {"flash_attention": "off"}, "kv_dtype": "q8_0"},
             Unsupported,
             "kv_dtype needs flash attention.*'q8_0'",
-        ),
-        (
-            {"options": {"kv_unified": False}, "kv_tokens": 300},
-            Unsupported,
-            "kv_tokens is a size of the unified pool",
         ),
         ({"kv_tokens": 100}, Unsupported, "at least .* context_tokens = 256, got 100"),
         ({"kv_dtype": "int3"}, Unsupported, "kv_dtype must be one of .* got 'int3'"),
