@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -140,7 +139,6 @@ def engine(model: str, rows: int, device: str) -> dict[str, Any]:
         lambda: backend.step([Row(row.slot, one, 256, wants_token=True) for row in fill]), device
     )
     found = {
-        "memory": msgspec.to_builtins(backend.info.measured),
         "details": backend.info.details,
         "prefill": prefill,
         "decode": decode,

@@ -38,7 +38,6 @@ def main() -> None:
     )
     parser.add_argument("--format", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
-    parser.add_argument("--attention", choices=("auto", "flash", "sdpa"), default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
         "--context", type=int, default=256, help="tokens that each row holds before it decodes"
@@ -71,7 +70,7 @@ def main() -> None:
     print(machine_line(facts), flush=True)
     about = {
         key: getattr(arguments, key)
-        for key in ("format", "device", "attention", "rows", "context", "steps", "cores")
+        for key in ("format", "device", "rows", "context", "steps", "cores")
     }
     series = Series.opened(arguments.json, about, facts)
     for model in arguments.models:
@@ -86,7 +85,6 @@ def main() -> None:
             slots=max(arguments.rows),
             context_tokens=-(-(arguments.context + arguments.steps) // 64) * 64,
             threads=len(arguments.cores),
-            options={"attention": arguments.attention},
         )
         with Child(
             [sys.executable, "-m", "tests.bench.peers.engine_steps"],

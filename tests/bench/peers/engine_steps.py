@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.backend_table import backend_class
-from serving.hardware.machine_facts import anonymous_bytes, peak_resident_bytes, resident_bytes
+from serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
 from serving.sampling.step_rows import Row, Sampling
 from tests.bench.peers.jobs import Job, answer_jobs
 
@@ -57,10 +57,9 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Any]
 
 
 def memory() -> dict[str, int]:
-    """This process now: resident bytes, those that no file backs, and the most there ever were."""
+    """This process now: resident bytes, and the most there ever were."""
     return {
         "rss_bytes": resident_bytes() or 0,
-        "anonymous_bytes": anonymous_bytes(),
         "peak_rss_bytes": peak_resident_bytes(),
     }
 
