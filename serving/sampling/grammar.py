@@ -136,14 +136,10 @@ class Matcher:
         logits[known:] = -np.inf
 
     def accept(self, token: int) -> None:
-        """Go on by a drawn token."""
-        if self.error is not None or token in self._ends:
-            return
-        word = token // 32
-        if word >= len(self._bits) or not self._bits[word] >> token % 32 & 1:  # the last mask
-            self.error = ServingError(f"token {token} was drawn, which the grammar forbids")
-        elif not self._matcher.consume_token(token):
-            self.error = _refused(self._sampling, self._matcher.get_error())
+        """Go on by a drawn token, one that the last mask allowed."""
+        if self.error is None and token not in self._ends:
+            if not self._matcher.consume_token(token):
+                self.error = _refused(self._sampling, self._matcher.get_error())
 
     def _allowed(self) -> npt.NDArray[np.bool_]:
         """Whether each token may come next; none where the text is over or the grammar given up."""

@@ -159,7 +159,7 @@ def made_weights(spec: ModelSpec, tensor: Callable[..., Tensor]) -> Weights:
         for _ in range(spec.layers)
     ]
     embedding = tensor(spec.vocabulary, hidden)
-    return Weights(embedding, Dense(embedding), tensor(hidden), layers, 0)
+    return Weights(embedding, Dense(embedding), tensor(hidden), layers)
 
 
 def _asks_to_go_on(args: Any, kwargs: Any) -> bool:

@@ -180,11 +180,11 @@ class LlamaCppBackend:
         llama, loader = self._llama, self._loader
         ftype = (llama.llama_ftype_name(llama.llama_model_ftype(self._model)) or b"").decode()
         whole = config.slots * config.context_tokens
-        name = (LOG.gpu or "GPU") if config.device == "gpu" else (cpu_name() or "CPU")
+        on_gpu = config.device == "gpu"
         return BackendInfo(
             name="llama_cpp",
             device=config.device,
-            device_name=name,
+            device_name=(LOG.gpu or "GPU") if on_gpu else (cpu_name() or "CPU"),
             slots=config.slots,
             context_tokens=config.context_tokens,
             kv_tokens=min(whole, config.kv_tokens or whole),
@@ -192,13 +192,12 @@ class LlamaCppBackend:
             weight_format=config.weight_format or ftype.split(" - ")[0],
             step_tokens=llama.llama_n_batch(self._context),
             capabilities=frozenset(CAPABILITIES),
-            details=build_details(llama)
-            | {
+            details={
+                **build_details(llama),
                 "threads": str(self._threads),
                 "flash_attention": loader.attention,
                 "kv_unified": str(self._unified).lower(),
                 "kv_dtype": loader.kv_dtype,
-                "model_file_type": ftype,
             },
         )
 

@@ -116,13 +116,11 @@ def probe() -> BackendProbe:
     llama = library()
     find = llama.llama_cpp._lib.ggml_backend_reg_by_name
     find.argtypes, find.restype = [ctypes.c_char_p], ctypes.c_void_p
-    build = next((name for name in VENDORS if find(name.encode())), None)
-    gpu, note = bool(llama.llama_supports_gpu_offload()), f"built with {build}"
-    cause = Cause.no_device if build else Cause.backend_missing
+    build = next((name for name in VENDORS if find(name.encode())), "")
+    gpu, cause = bool(llama.llama_supports_gpu_offload()), Cause.no_device
+    note = f"built with {build}" if gpu else f"built with {build}, which shows no device here"
     if not build:
-        note = "this build of llama.cpp is for the CPU only"
-    elif not gpu:
-        note += ", which shows no device here"
+        note, cause = "this build of llama.cpp is for the CPU only", Cause.backend_missing
     return BackendProbe(
         "llama_cpp",
         works=True,
@@ -130,7 +128,7 @@ def probe() -> BackendProbe:
         gpu=gpu,
         gpu_note=note,
         gpu_cause=None if gpu else cause,
-        gpu_vendor=VENDORS.get(build or ""),
+        gpu_vendor=VENDORS.get(build),
         details=build_details(llama),
     )
 

@@ -104,18 +104,28 @@ class Loader:
                     return False
             return True
 
-        LOG.errors.clear()
-        settings = self._model_settings()
-        if self.config.check_memory and settings.n_gpu_layers == 0:
-            refuse_shortage(self._file.stat().st_size, f"the weights of {self._file.name}")
+        options, name, is_gpu = self.options, self._file.name, self.config.device == "gpu"
+        if self.config.check_memory and not is_gpu:
+            refuse_shortage(self._file.stat().st_size, f"the weights of {name}")
+        is_mapped = is_gpu if options.mmap is None else options.mmap
+        modes = ["mmap"] * is_mapped + ["mlock"] * options.mlock
+        settings = llama.llama_model_default_params()
+        settings.load_mode = llama.llama_load_mode_from_str("+".join(modes or ["none"]).encode())
+        settings.n_gpu_layers = options.gpu_layers if is_gpu else 0
         settings.progress_callback = callback = llama.llama_progress_callback(report)
-        try:
-            model = self._model(settings)
-        except Exception:
-            if problems:
-                raise problems[0] from None
-            raise
+        LOG.errors.clear()
+        model = llama.llama_model_load_from_file(str(self._file).encode(), settings)
         del callback
+        if problems:
+            raise problems[0]
+        if not model:
+            reason = LOG.reason()
+            if is_memory(reason):
+                raise OutOfMemory(f"{name} does not fit in memory: {reason}")
+            if "unknown model architecture" in reason:
+                text = f"llama.cpp does not know the architecture of {name}: {reason}"
+                raise UnsupportedModel(text)
+            raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
         try:
             check_sizes(self.config, int(llama.llama_model_n_ctx_train(model)), self.kv_dtype)
             context = self._context(model)
@@ -124,26 +134,6 @@ class Loader:
             raise
         LOG.errors.clear()  # warnings of a load that has worked explain no later failure
         return model, context
-
-    def _model_settings(self) -> Any:
-        options, llama, is_gpu = self.options, self.llama, self.config.device == "gpu"
-        is_mapped = is_gpu if options.mmap is None else options.mmap
-        modes = ["mmap"] * is_mapped + ["mlock"] * options.mlock
-        settings = llama.llama_model_default_params()
-        settings.load_mode = llama.llama_load_mode_from_str("+".join(modes or ["none"]).encode())
-        settings.n_gpu_layers = options.gpu_layers if is_gpu else 0
-        return settings
-
-    def _model(self, settings: Any) -> Any:
-        model = self.llama.llama_model_load_from_file(str(self._file).encode(), settings)
-        if model:
-            return model
-        name, reason = self._file.name, LOG.reason()
-        if is_memory(reason):
-            raise OutOfMemory(f"{name} does not fit in memory: {reason}")
-        if "unknown model architecture" in reason:
-            raise UnsupportedModel(f"llama.cpp does not know the architecture of {name}: {reason}")
-        raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
 
     def _context(self, model: Any) -> Any:
         options, llama, config = self.options, self.llama, self.config

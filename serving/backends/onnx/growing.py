@@ -49,12 +49,10 @@ class GrowingGraph:
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of slot `source` into slot `target`."""
-        cache = self._caches[source]
-        if tokens > cache[0].shape[1]:
-            raise EngineFailed(
-                f"slot {source} holds {cache[0].shape[1]} tokens, {tokens} were to be copied"
-            )
-        self._caches[target] = [part[:, :tokens].copy() for part in cache]
+        held = self._caches[source][0].shape[1]
+        if tokens > held:
+            raise EngineFailed(f"slot {source} holds {held} tokens, {tokens} were to be copied")
+        self._caches[target] = [part[:, :tokens].copy() for part in self._caches[source]]
 
     def truncate(self, slot: int, tokens: int) -> None:
         """Keep only the first `tokens` entries of a slot."""

@@ -143,18 +143,15 @@ class TorchBackend:
                 torch.cuda.synchronize()
         for key, what in doubts.items():
             print(f"torch: {key} {what}", file=sys.stderr, flush=True)
+        hip, cuda = torch.version.hip, torch.version.cuda
         details = {
             "torch": str(torch.__version__),  # a class of its own, which no message can carry
-            "compute_dtype": str(dtype).removeprefix("torch."),
             "kv_dtype": KV_NAMES[dtype],
             "prefill_chunk": str(self._chunk),
             "attention": "flash" if no_flash is None else f"sdpa: {no_flash}",
             "graphs": str(self._graphs is not None).lower(),
+            "runtime": f"ROCm {hip}" if hip else f"CUDA {cuda}" if is_gpu else f"{threads} threads",
         }
-        hip, cuda = torch.version.hip, torch.version.cuda
-        details["runtime"] = f"ROCm {hip}" if hip else f"CUDA {cuda}"
-        if not is_gpu:
-            details["runtime"] = f"{threads} threads, {torch.backends.cpu.get_cpu_capability()}"
         self.info = BackendInfo(
             name="torch",
             device=config.device,
@@ -297,21 +294,13 @@ class TorchBackend:
         return {}
 
     def _warm_up(self, room: int) -> None:
-        """A prompt, draws of each kind and a mixed step: what they load and build must not fall on
-        the first request. `room`: tokens of a slot."""
-        one, last = np.zeros(1, np.int32), len(self._lengths) - 1
+        """A prompt and draws of each kind: what they load and build must not fall on the first
+        request. `room`: tokens of a slot."""
         count = max(1, min(self._chunk, room - len(KINDS_OF_DRAWS)))
         self.step([Row(0, np.zeros(count, np.int32), 0, True)])
         for index, sampling in enumerate(KINDS_OF_DRAWS[: room - count]):
-            self.step([Row(0, one, count + index, True, sampling)])
-        if room > 1:
-            flight = self.launch([Row(0, one, 0, True)], None)
-            if flight is not None:
-                self.launch([Row(0, np.array([DRAWN], np.int32), 1, True)], flight)
-        if last and room > count:
-            self.step([Row(0, one, 1, True), Row(last, np.zeros(2, np.int32), 0, True)])
-        for slot in (0, last):
-            self.truncate(slot, 0)
+            self.step([Row(0, np.zeros(1, np.int32), count + index, True, sampling)])
+        self.truncate(0, 0)
 
 
 def device_of(name: str) -> torch.device:

@@ -41,10 +41,6 @@ class SlotModel:
         self._turns = turns[:, None].to(self.device)
         self._head_scales = [_head_scales(spec, layer) for layer in weights.layers]
 
-    @property
-    def kv_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.cache.layers)
-
     def forward(
         self,
         ids: Tensor,

@@ -7,7 +7,7 @@ The same draws as serving.sampling.seeded_draw, from the same uniform numbers. W
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,33 +43,35 @@ def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
     """
     tokens = logits.argmax(-1)
     good = ~torch.isnan(logits.amax(-1))
-    drawn_here = [
-        at
-        for at, row in enumerate(rows)
-        if row.sampling.temperature >= GREEDY_BELOW and drawable(row)
-    ]
-    best_k = [at for at in drawn_here if 0 < rows[at].sampling.top_k < logits.shape[1]]
-    free = [at for at in drawn_here if at not in best_k]
+    here = [at for at, row in enumerate(rows) if drawable(row)]
+    here = [at for at in here if rows[at].sampling.temperature >= GREEDY_BELOW]
+    best_k = [at for at in here if 0 < rows[at].sampling.top_k < logits.shape[1]]
+    free = [at for at in here if at not in best_k]
     for chosen, numbers_of, drawing in (
         (best_k, _uniform_numbers, _draw_top_k),
         (free, _proposal_numbers, _draw_proposals),
     ):
         if chosen:
             asking = [rows[at] for at in chosen]
-            arrays = [np.array(chosen, np.int64), _columns(asking), numbers_of(asking)]
-            at, columns, numbers = send(arrays, logits.device)
+            wanted = [row.sampling for row in asking]
+            columns = [[one.temperature, one.top_k, one.top_p] for one in wanted]
+            arrays = [np.array(chosen, np.int64), np.array(columns).T, numbers_of(asking)]
+            at, cut, numbers = send(arrays, logits.device)
             part = logits if len(chosen) == len(logits) else logits[at]
-            tokens[at], fine = drawing(part, _Cuts(columns, asking), numbers)
+            has_top_p = any(one.top_p < 1 for one in wanted)
+            cuts = _Cuts(cut[0, :, None], cut[1, :, None], cut[2, :, None], has_top_p)
+            tokens[at], fine = drawing(part, cuts, numbers)
             good[at] &= fine
     return tokens, good
 
 
-class _Cuts:
+class _Cuts(NamedTuple):
     """What rows cut from their distribution, each a column [n, 1] of doubles on the device."""
 
-    def __init__(self, columns: Tensor, rows: list[Row]) -> None:
-        self.temperature, self.top_k, self.top_p = columns.unsqueeze(-1)
-        self.has_top_p = any(row.sampling.top_p < 1 for row in rows)
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    has_top_p: bool
 
 
 def _draw_top_k(logits: Tensor, cuts: _Cuts, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,12 +139,6 @@ def _candidates(logits: Tensor, cuts: _Cuts) -> tuple[Tensor, Tensor]:
     """(logit - best) / temperature of the best tokens, descending, and their ids."""
     best, ids = logits.topk(min(logits.shape[1], MOST_CANDIDATES), dim=-1)
     return (best.double() - best[:, :1]) / cuts.temperature, ids
-
-
-def _columns(rows: list[Row]) -> Any:
-    """[3, n] float64: temperature, top_k, top_p."""
-    found = [row.sampling for row in rows]
-    return np.array([[one.temperature, one.top_k, one.top_p] for one in found], np.float64).T
 
 
 def _uniform_numbers(rows: list[Row]) -> Any:

@@ -75,7 +75,6 @@ class Weights:
     head: Dense
     norm: Tensor
     layers: list[Layer]
-    bytes: int
 
 
 class Checkpoint:
@@ -116,56 +115,6 @@ class Checkpoint:
         return self.stored[name]
 
 
-class _Loader:
-    """Reads, fuses and counts the tensors of one checkpoint."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.seen: set[str] = set()
-        self.bytes = 0
-        self._checkpoint = checkpoint
-        self._shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
-        self._device = device
-        self._dtype = dtype
-
-    def linear(self, *modules: str) -> Dense:
-        """One fused matrix of several modules with the same input."""
-        bias: Tensor | None = None
-        if f"{modules[0]}.bias" in self._shapes:
-            bias = torch.cat([self.read(f"{module}.bias") for module in modules])
-        parts = [self.read(f"{module}.weight") for module in modules]
-        return Dense(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
-
-    def layer(self, prefix: str) -> Layer:
-        """A transformer block."""
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        norms = [attention + "q_norm.weight", attention + "k_norm.weight"]
-        query_norm, key_norm = (self.read(n) if n in self._shapes else None for n in norms)
-        return Layer(
-            qkv=self.linear(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
-            out=self.linear(attention + "o_proj"),
-            gate_up=self.linear(mlp + "gate_proj", mlp + "up_proj"),
-            down=self.linear(mlp + "down_proj"),
-            attention_norm=self.read(prefix + "input_layernorm.weight"),
-            mlp_norm=self.read(prefix + "post_attention_layernorm.weight"),
-            query_norm=query_norm,
-            key_norm=key_norm,
-        )
-
-    def read(self, name: str) -> Tensor:
-        self.seen.add(name)
-        tensor, shape = self._checkpoint.read(name), self._shapes[name]
-        if tuple(tensor.shape) != shape:
-            raise BrokenWeights(
-                f"{name!r} of {self._checkpoint.folder.name} has the shape {list(tensor.shape)}; "
-                f"config.json implies {list(shape)}"
-            )
-        tensor = tensor.to(device=self._device, dtype=self._dtype, copy=True)
-        self.bytes += tensor.nbytes
-        return tensor
-
-
 def load(
     checkpoint: Checkpoint,
     spec: ModelSpec,
@@ -174,19 +123,53 @@ def load(
     progress: Progress,
 ) -> Weights:
     """All weights, fused, on `device`. Raises BrokenWeights, UnsupportedModel."""
-    loader = _Loader(checkpoint, spec, dtype, device)
+    shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
+    seen: set[str] = set()
+
+    def read(name: str) -> Tensor:
+        tensor = checkpoint.read(name)
+        if tuple(tensor.shape) != shapes[name]:
+            raise BrokenWeights(
+                f"{name!r} of {checkpoint.folder.name} has the shape {list(tensor.shape)}; "
+                f"config.json implies {list(shapes[name])}"
+            )
+        seen.add(name)
+        return tensor.to(device=device, dtype=dtype, copy=True)
+
+    def linear(*modules: str) -> Dense:
+        """One fused matrix of several modules with the same input."""
+        bias: Tensor | None = None
+        if f"{modules[0]}.bias" in shapes:
+            bias = torch.cat([read(f"{module}.bias") for module in modules])
+        parts = [read(f"{module}.weight") for module in modules]
+        return Dense(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+
     layers = []
     for index in range(spec.layers):
         progress("loading weights", index / spec.layers)
-        layers.append(loader.layer(f"model.layers.{index}."))
-    embedding = loader.read(EMBEDDING)
-    head = Dense(embedding) if spec.tied else loader.linear("lm_head")
-    norm = loader.read("model.norm.weight")
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        norms = [attention + "q_norm.weight", attention + "k_norm.weight"]
+        query_norm, key_norm = (read(name) if name in shapes else None for name in norms)
+        layer = Layer(
+            qkv=linear(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
+            out=linear(attention + "o_proj"),
+            gate_up=linear(mlp + "gate_proj", mlp + "up_proj"),
+            down=linear(mlp + "down_proj"),
+            attention_norm=read(prefix + "input_layernorm.weight"),
+            mlp_norm=read(prefix + "post_attention_layernorm.weight"),
+            query_norm=query_norm,
+            key_norm=key_norm,
+        )
+        layers.append(layer)
+    embedding = read(EMBEDDING)
+    head = Dense(embedding) if spec.tied else linear("lm_head")
+    norm = read("model.norm.weight")
     # Some tied checkpoints store the head as well.
-    foreign = sorted(set(checkpoint.stored) - loader.seen - ({HEAD} if spec.tied else set()))
+    foreign = sorted(set(checkpoint.stored) - seen - ({HEAD} if spec.tied else set()))
     if foreign:
         raise UnsupportedModel(
             f"{checkpoint.folder.name} holds tensors that a {spec.family} model of this kind does "
             f"not have: {', '.join(foreign[:3])} ({len(foreign)} in all)"
         )
-    return Weights(embedding, head, norm, layers, loader.bytes)
+    return Weights(embedding, head, norm, layers)

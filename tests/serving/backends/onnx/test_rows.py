@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.backends.kv_rows import RowMap
+from serving.backends.onnx.fused import RowMap
 
 
 def test_a_hole_is_closed_by_the_row_behind_it() -> None:
