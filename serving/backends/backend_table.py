@@ -72,7 +72,7 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     extra: str = ""  # pip extra that installs it
     probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
     huge_pages: bool = False  # large allocations are quicker on huge pages
-    is_compiled: bool = False  # pip compiles the package
+    is_compiled: bool = False  # pip compiles the package, for Vulkan too where asked
     gpu_build: str = ""  # how to get a build for GPUs
 
     @property

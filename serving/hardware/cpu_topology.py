@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.machine import ROOT
+from models.machine import ROOT, read_text
 from serving.errors import ServingError
 
 _MOST_CORE = 1 << 16
@@ -110,8 +110,5 @@ def physical_of(cores: Iterable[int], root: Path = ROOT) -> dict[int, int]:
     table: dict[int, int] = {}
     for core in cores:
         file = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-        try:
-            table[core] = min(parse_cores(file.read_text().strip()))
-        except (OSError, ValueError, ServingError):
-            table[core] = core
+        table[core] = min(parse_cores(read_text(file).strip()), default=core)
     return table

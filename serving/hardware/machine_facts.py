@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,17 +61,13 @@ def lower_priority(nice: int, autogroup: Path = AUTOGROUP) -> str | None:
     None when done; why not, where sessions are groups and this one's cannot be lowered.
     """
     os.nice(nice)
-    problem = ""
-    for _ in range(3):
-        try:
-            autogroup.write_text(str(nice))
-            return None
-        except FileNotFoundError:  # this kernel has no such groups
-            return None
-        except OSError as error:
-            problem = str(error)
-            time.sleep(0.11)  # one such write in 100 ms is taken from those without rights
-    return f"the priority of the engine's session cannot be lowered: {problem}"
+    try:
+        autogroup.write_text(str(nice))
+    except FileNotFoundError:  # this kernel has no such groups
+        return None
+    except OSError as problem:
+        return f"the priority of the engine's session cannot be lowered: {problem}"
+    return None
 
 
 # CPU flags that decide how fast the engines' kernels are.

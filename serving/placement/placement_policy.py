@@ -238,7 +238,7 @@ class _Looks:
     def _gpus_for(self, backend: str) -> list[GpuFacts]:
         """The GPUs that the backend's build drives; where that is not known, all that one may."""
         vendor = self.obstacles.vendors.get(backend)
-        if vendor is None:
+        if vendor is None and not spec_of(backend).is_compiled:
             return [gpu for gpu in self.facts.gpus if gpu.vendor != VULKAN]
         return [gpu for gpu in self.facts.gpus if vendor in (None, gpu.vendor)]
 

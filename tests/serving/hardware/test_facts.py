@@ -137,12 +137,11 @@ def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
 
 def test_a_session_that_cannot_be_lowered_is_said(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path\n"
+        "import sys; from pathlib import Path\n"
         "from serving.hardware.machine_facts import lower_priority\n"
-        "for name in sys.argv[1:]: print(lower_priority(3, Path(name)), os.nice(0))"
+        "for name in sys.argv[1:]: print(lower_priority(3, Path(name)))"
     )
     ran = run_python("-c", code, str(tmp_path), str(tmp_path / "no" / "file"))
     refused, absent = ran.output.decode().splitlines()
     assert refused.startswith("the priority of the engine's session cannot be lowered: ")
-    mine = os.nice(0)
-    assert refused.endswith(f" {mine + 3}") and absent == f"None {mine + 6}"
+    assert absent == "None"
