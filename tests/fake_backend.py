@@ -21,7 +21,6 @@ from serving.backends.backend_interface import (
     CAPABILITIES,
     BackendInfo,
     EngineConfig,
-    MemoryParts,
     parse_options,
 )
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
@@ -126,8 +125,6 @@ class FakeBackend:
             vocabulary=options.vocabulary,
             weight_format="none",
             step_tokens=max(512, 2 * config.slots),
-            predicted=MemoryParts(0, 8 * kv_tokens),
-            measured=MemoryParts(0, 8 * kv_tokens),
             capabilities=CAN,
         )
 

@@ -92,10 +92,9 @@ def run(
 
     Raises MachineBusy where another campaign measures on this machine, unless `beside_others`.
     """
-    measuring_real = World(lambda: hardware_facts(bandwidth=plan.campaign.target is None))
     with _lock(f"campaign {plan.campaign.name}", beside_others):
         plan = _named(plan, progress)
-        world = world or measuring_real
+        world = world or World()
         facts = world.facts()
         plan = with_rungs(plan, facts, progress)
         folder = new_folder(out, plan.campaign.name)

@@ -11,8 +11,6 @@ The contract (tests/serving/backends/backend_contract.py holds every backend to 
   - greedy results do not depend on the other rows, beyond what the numeric format allows.
 
 A backend may also have
-  - `rides(decoding, slot) -> bool`: whether one token of the prompt in `slot` is best computed with
-    the decoding slots. The scheduler then makes that prompt's piece one token longer.
   - `launch(rows, after) -> Launched | None`: starts a step and does not wait for it; None, with
     nothing done, where it would have to. `after`: the step launched just before, or None where that
     is read already or nobody wants its tokens. A row's only token may be DRAWN: what `after` draws
@@ -24,56 +22,32 @@ A backend may also have
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Protocol, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from serving.bounds import Count, PositiveSeconds, bound, check
+from serving.bounds import Count, PositiveSeconds, check, explained
 from serving.errors import Unsupported
 from serving.sampling.step_rows import Row, Sampled
 from serving.server_options import AUTO as AUTO
 
 Options = TypeVar("Options", bound=msgspec.Struct)
-_WORDS = {"on": True, "off": False, "yes": True, "no": False}
 
 
 def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -> Options:
     """The options as a `kind`. Values may be text. Raises Unsupported with key and value."""
-    hints = get_type_hints(kind, include_extras=True)
-    values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in hints:
-            known = ", ".join(hints)
-            raise Unsupported(f"the {backend} backend has no option {key!r}; it has {known}", key)
-        try:
-            if isinstance(value, str):
-                wanted = (hints[key], *get_args(hints[key]))
-                if bool in wanted:
-                    value = _WORDS.get(value.lower(), value)
-                if type(None) in wanted and value == "auto":
-                    value = None
-            values[key] = msgspec.convert(value, hints[key], strict=False)
-        except msgspec.ValidationError as problem:
-            said = str(problem)
-            what = bound(said) or said.removeprefix("Expected ")
-            raise Unsupported(
-                f"option {key} of the {backend} backend must be {what}, got {value!r}", key
-            ) from problem
-    return kind(**values)
-
-
-class MemoryParts(msgspec.Struct, frozen=True):
-    """Where an engine's memory goes, in bytes. Missing is None."""
-
-    weight_bytes: int | None
-    kv_bytes: int | None
-    compute_bytes: int | None = None
-
-    @property
-    def total_bytes(self) -> int | None:
-        parts = (self.weight_bytes, self.kv_bytes, self.compute_bytes)
-        known = [part for part in parts if part is not None]
-        return sum(known) if known else None
+    known = kind.__struct_fields__
+    for key in given:
+        if key not in known:
+            text = f"the {backend} backend has no option {key!r}; it has {', '.join(known)}"
+            raise Unsupported(text, key)
+    try:
+        return msgspec.convert(dict(given), kind, strict=False)
+    except msgspec.ValidationError as problem:
+        key = str(problem).rpartition("$.")[2].rstrip("`")
+        why = explained(str(problem), given)
+        text = f"option {key} of the {backend} backend cannot be {given[key]!r}: {why}"
+        raise Unsupported(text, key) from problem
 
 
 class BackendInfo(msgspec.Struct, frozen=True):
@@ -88,8 +62,6 @@ class BackendInfo(msgspec.Struct, frozen=True):
     vocabulary: int
     weight_format: str
     step_tokens: int  # most tokens of one step
-    predicted: MemoryParts | None = None  # said before the load
-    measured: MemoryParts | None = None  # as the engine accounts for it after the load
     capabilities: frozenset[str] = frozenset()  # of CAPABILITIES below
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 

@@ -18,13 +18,12 @@ from typing import Any
 import msgspec
 
 from models.errors import UnsupportedModel
-from models.formats import DEFAULT_FORMATS, FORMATS, spelt
+from models.formats import DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, gguf_tensors, spelt
 from models.spec import ModelSpec
 from serving.backends.backend_interface import AUTO
-from serving.backends.llama_cpp.extra_buffers import extra_bytes
 from serving.backends.torch.gpu_memory import overhead_bytes as torch_overhead_bytes
 from serving.errors import BackendUnavailable, Unsupported
-from serving.hardware.gpus import VULKAN, run_probe
+from serving.hardware.gpus import run_probe
 
 MIB = 1 << 20
 PROBE_SECONDS = 60.0
@@ -63,9 +62,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     cls: str  # "module:Class", imported when the backend is chosen
     overhead: Mapping[str, Overhead]  # by device, "cpu" or "gpu"; other devices are refused
     weights: str | None  # kind of files: gguf, hf, onnx, none; None: any
-    # On the CPU: (model, weight format, CPU flags, file or "") -> bytes that it holds beyond the
-    # weights' own.
-    extra_bytes: Callable[[ModelSpec, str, Collection[str], str], int] | None = None
+    # On the CPU: (model, weight format, CPU flags) -> bytes that it holds beyond the weights' own.
+    extra_bytes: Callable[[ModelSpec, str, Collection[str]], int] | None = None
     kv_dtype: KvDtype = lambda asked, *_: "fp16" if asked == AUTO else asked
     kv_row_tokens: Callable[[int], int] = int  # of a slot's own KV row, by the context's
     shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
@@ -74,9 +72,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     extra: str = ""  # pip extra that installs it
     probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
     huge_pages: bool = False  # large allocations are quicker on huge pages
-    is_compiled: bool = False  # pip compiles the package
-    # How to get a build for GPUs, by vendor: what to install first, and CMake's flag if it has one.
-    gpu_builds: Mapping[str, tuple[str, str]] = {}
+    is_compiled: bool = False  # pip compiles the package, for Vulkan too where asked
+    gpu_build: str = ""  # how to get a build for GPUs
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -102,11 +99,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reinstall(self) -> str:
-        """The command that installs the same version anew, not the wheel in pip's cache, which was
-        compiled for another CPU."""
-        names = importlib.metadata.packages_distributions().get(self.package or "")
-        if not names:
-            return self.install
+        """The command that compiles the same version anew, for this CPU or a GPU."""
+        names = importlib.metadata.packages_distributions().get(self.package or "", ["?"])
         wanted = f"{names[0].replace('_', '-')}=={importlib.metadata.version(names[0])}"
         return f"pip install --force-reinstall --no-cache-dir --no-deps {wanted}"
 
@@ -133,6 +127,23 @@ def _torch_kv(asked: str, weight_format: str, device: str, isa: Collection[str])
     return "bf16" if device == "gpu" or has_bf16 else "fp32"
 
 
+def _torch_extra(model: ModelSpec, weight_format: str, isa: Collection[str]) -> int:
+    """A CPU that is slow with bf16 computes with float32 weights."""
+    is_wide = weight_format == "bf16" and _torch_kv(AUTO, weight_format, "cpu", isa) == "fp32"
+    return 2 * model.parameters if is_wide else 0
+
+
+def _llama_extra(model: ModelSpec, weight_format: str, isa: Collection[str]) -> int:
+    """Where llama.cpp arranges the output matrix for the CPU (AMX, Arm's dot products) and that is
+    the embedding too, it is held twice."""
+    is_arranged = not {"amx_int8", "asimddp"}.isdisjoint(isa)
+    is_ours = weight_format in GGUF_FORMATS and weight_format not in ("F32", "BF16")
+    if not (is_arranged and is_ours and model.tied and model.counted_parameters is None):
+        return 0
+    tensors = gguf_tensors(model, weight_format)
+    return next(one.bytes for one in tensors if one.name == "token_embd.weight")
+
+
 # Overheads. llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 %
 # of the measured RSS, weights read into memory. onnx: the file stays mapped, matrices are packed
 # into memory of its own: int8 into as much, 4 bits with their scales into 1.4 times as much. torch
@@ -147,21 +158,15 @@ BACKENDS: dict[str, BackendSpec] = {
             "cpu": Overhead(82_000_000, 46 << 10, 600),
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
         },
-        extra_bytes=extra_bytes,
-        options=(
-            *("flash_attention", "kv_unified", "mmap", "mlock", "repack", "step_tokens"),
-            *("ubatch_tokens", "gpu_layers"),
-        ),
+        extra_bytes=_llama_extra,
+        options=("flash_attention", "mmap", "mlock", "step_tokens", "gpu_layers"),
         package="llama_cpp",
         extra="llama-cpp",
         probe="serving.backends.llama_cpp.library:probe",
         huge_pages=True,
         is_compiled=True,
-        gpu_builds={
-            "nvidia": ("install CUDA's toolkit (nvcc)", "-DGGML_CUDA=on"),
-            "amd": ("install ROCm with hipBLAS and rocBLAS", "-DGGML_HIP=on"),
-            VULKAN: ("install glslc, Vulkan's headers and loader, a driver", "-DGGML_VULKAN=on"),
-        },
+        gpu_build="set CMAKE_ARGS to -DGGML_CUDA=on (needs nvcc), -DGGML_HIP=on (needs ROCm) or "
+        "-DGGML_VULKAN=on (needs glslc and Vulkan's headers)",
     ),
     "onnx": BackendSpec(
         cls="serving.backends.onnx.backend:OnnxBackend",
@@ -169,7 +174,7 @@ BACKENDS: dict[str, BackendSpec] = {
         overhead={"cpu": Overhead(200 * MIB, 0, 600, 0.10, {"int4": 0.40, "fp32": 0.25})},
         kv_dtype=lambda *_: "fp32",  # of the graphs that models.convert_to_onnx writes
         shares_kv=False,
-        options=("file", "spinning", "prefill_chunk"),
+        options=("spinning", "prefill_chunk"),
         package="onnxruntime",
         extra="onnx",
         probe="serving.backends.onnx.graph:probe",
@@ -182,17 +187,14 @@ BACKENDS: dict[str, BackendSpec] = {
             "cpu": Overhead(400 * MIB, 0, 600, 0.35),
             "gpu": Overhead(0, weight_share=0.01, step_bytes=torch_overhead_bytes),
         },
+        extra_bytes=_torch_extra,
         kv_dtype=_torch_kv,
         shares_kv=False,
-        options=("graphs", "device_sampling", "attention", "margin", "prefill_chunk"),
-        kv_row_tokens=lambda context: -(-(context + 1) // 64) * 64,  # with a dummy token
+        options=("graphs", "prefill_chunk"),
         package="torch",
         extra="torch",
         probe="serving.backends.torch.probe:probe",
-        gpu_builds={
-            "nvidia": ("install torch built for CUDA, see pytorch.org", ""),
-            "amd": ("install torch built for ROCm, see pytorch.org", ""),
-        },
+        gpu_build="install torch built for CUDA or ROCm, see pytorch.org",
     ),
 }
 # Tried in this order where the user names no backend.
@@ -246,16 +248,12 @@ def format_of(name: str, weight_format: str | None) -> str:
         return DEFAULT_FORMATS[spec.weights or "hf"] or "none"
     if spec.weights is None or not spec.formats:
         return weight_format
-    if weight_format == "dynamic-int8" and "int8" in spec.formats:  # its name in older campaigns
-        return "int8"
     try:
         return spelt(spec.weights, weight_format)
     except UnsupportedModel as problem:
-        raise Unsupported(
-            f"backend {name!r} has no weight format {weight_format!r}; it has "
-            f"{', '.join(spec.formats)}",
-            "weight_format",
-        ) from problem
+        known = ", ".join(spec.formats)
+        text = f"backend {name!r} has no weight format {weight_format!r}; it has {known}"
+        raise Unsupported(text, "weight_format") from problem
 
 
 def weights_of(name: str, weight_format: str | None = None) -> tuple[str, str]:
@@ -288,17 +286,11 @@ def probe_backend(name: str) -> BackendProbe:
     function = spec_of(name).probe
     if function is None:
         return BackendProbe(name, True)
-    ran, problem = run_probe(function, PROBE_SECONDS), ""
-    if ran.status is None:
-        problem = f"importing it did not end within {PROBE_SECONDS:g} s"
-    elif ran.status != 0:
-        problem = ran.reason
-    else:
-        try:
-            return msgspec.json.decode(ran.output, type=BackendProbe)
-        except msgspec.DecodeError as error:
-            problem = f"the probe answered nonsense: {error}"
-    return BackendProbe(name, False, problem=problem)
+    ran = run_probe(function, PROBE_SECONDS)
+    if ran.status == 0:
+        return msgspec.json.decode(ran.output, type=BackendProbe)
+    problem = f"importing it did not end within {PROBE_SECONDS:g} s"
+    return BackendProbe(name, False, problem=problem if ran.status is None else ran.reason)
 
 
 for _entry in filter(None, os.environ.get("CROSSOVER_BACKENDS", "").split(",")):

@@ -99,12 +99,8 @@ def advice(
         return spec.install if is_missing else f"reinstall it: {spec.reinstall}"
     if probe.gpu or probe.gpu_cause not in (None, Cause.backend_missing) or not has_gpu:
         return None
-    ways = [
-        f"{needed}, then CMAKE_ARGS={flag} {spec.reinstall}" if flag else needed
-        for vendor, (needed, flag) in spec.gpu_builds.items()
-        if not facts.gpus or vendor in {gpu.vendor for gpu in facts.gpus}
-    ]
-    return f"for the GPU: {'; or '.join(ways)}" if ways else None
+    again = f"; then {spec.reinstall}" if spec.is_compiled else ""
+    return f"for the GPU: {spec.gpu_build}{again}" if spec.gpu_build else None
 
 
 def warnings_of(

@@ -74,7 +74,6 @@ class Scheduler:
         self._most_prefill = config.prefill_tokens
         self._step_target = config.step_seconds_target
         self._launch = getattr(backend, "launch", None)
-        self._rides = getattr(backend, "rides", None)
         self._by_id: dict[int, Sequence] = {}
         self._cancelled: set[int] = set()
         self._has_deadlines = False
@@ -141,7 +140,6 @@ class Scheduler:
         going_on = [s for s in self.running.values() if not s.draws_last]
         filling = [s for s in going_on if s.pending > 1]
         rows = [s.row(1) for s in going_on if s.pending <= 1]
-        slots = [row.slot for row in rows]
         budget = self.info.step_tokens - len(rows)
         if rows and filling:
             most, target = self._most_prefill, self._step_target
@@ -152,11 +150,7 @@ class Scheduler:
             if count < min(sequence.pending, PREFILL_MULTIPLE) and left < budget:
                 break  # too little is left for a piece of another prompt
             if PREFILL_MULTIPLE < count < sequence.pending:
-                # Whether its last token is best computed with the decoding slots.
-                rides = bool(slots and self._rides and self._rides(slots, sequence.slot))
-                count -= (count - rides) % PREFILL_MULTIPLE
-                if rides:
-                    slots.append(sequence.slot)
+                count -= count % PREFILL_MULTIPLE
             if count <= 0:
                 break
             rows.append(sequence.row(count))

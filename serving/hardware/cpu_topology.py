@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.machine import ROOT
+from models.machine import ROOT, read_text
 from serving.errors import ServingError
 
 _MOST_CORE = 1 << 16
@@ -53,14 +53,10 @@ def split_cores(
                 f"{name} names core {outside[0]}, which this process may not use; "
                 f"allowed: {cores_text(allowed)}"
             )
-    rest = tuple(core for core in allowed if core not in (engine or api))
+    rest = tuple(core for core in allowed if core not in (engine or api)) or allowed
     change = "--cores and --api-cores change that"
-    if engine and api:
-        why = "as asked"
-    elif engine:
-        api, why = rest or allowed, "the rest for HTTP" if rest else "HTTP shares them"
-    elif api:
-        engine, why = rest or allowed, "the rest for the engine" if rest else "shared by both"
+    if engine or api:
+        engine, api, why = engine or rest, api or rest, "as asked"
     elif len(allowed) > SHARED_CORES:
         engine, api, why = allowed[:-1], allowed[-1:], f"one core kept for HTTP; {change}"
     else:
@@ -68,15 +64,17 @@ def split_cores(
         why = f"shared, HTTP goes first; {change}"
         if len(allowed) == 1:
             why = "one core for everything: times will be worse than the engine's own"
-    count = threads
-    if count is None:
-        count = len({(siblings or {}).get(core, core) for core in engine})
+    count = len({(siblings or {}).get(core, core) for core in engine})
+    if threads is not None:
+        count = threads
     if count < 1:
         raise ServingError(f"--threads must be at least 1, got {count}")
     nice = SHARED_NICE if set(engine) & set(api) else 0
+    at = f" at nice {nice}" if nice else ""
+    plural = "" if count == 1 else "s"
     note = (
-        f"engine on {_many(engine)} with {count} thread{'' if count == 1 else 's'}"
-        f"{f' at nice {nice}' if nice else ''}, HTTP on {_many(api)} ({why})"
+        f"engine on cores {cores_text(engine)} with {count} thread{plural}{at}, "
+        f"HTTP on {cores_text(api)} ({why})"
     )
     return CoreSplit(engine, api, count, nice, note)
 
@@ -112,12 +110,5 @@ def physical_of(cores: Iterable[int], root: Path = ROOT) -> dict[int, int]:
     table: dict[int, int] = {}
     for core in cores:
         file = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-        try:
-            table[core] = min(parse_cores(file.read_text().strip()))
-        except (OSError, ValueError, ServingError):
-            table[core] = core
+        table[core] = min(parse_cores(read_text(file).strip()), default=core)
     return table
-
-
-def _many(cores: tuple[int, ...]) -> str:
-    return f"core{'' if len(cores) == 1 else 's'} {cores_text(cores)}"

@@ -1,38 +1,37 @@
-"""GPUs of this machine. NVIDIA's driver is asked by NVML, in one child: it may hang or abort.
+"""GPUs of this machine. NVIDIA's driver is asked by NVML, in a thread: it may hang.
 
-    find_gpus()        # no driver files: no child, microseconds; later calls ask the same child
+    find_gpus()        # no driver files: no thread, microseconds
+
+Drivers differ in what they tell: a value that one does not tell is None, and a GPU that cannot be
+read is left out with its reason. GPUs of other makers are known by what a backend's probe says.
 
 `python -m serving.hardware.gpus module:function` calls the function and prints its result as JSON;
-run_probe runs it. With `each` it is called for every line of standard input. Drivers differ in what
-they tell: a value that one does not tell is None, and a GPU that cannot be read is left out with
-its reason. GPUs of other makers are known by what a backend's probe says of them.
+run_probe runs it: a backend's library may crash where it is imported.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import select
-import subprocess
+import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from models.isolated import Ran, run_python, start_python
-from models.machine import ROOT
-from serving.errors import Cause
+from models.isolated import Ran, run_python
+from models.machine import ROOT, read_text
+from serving.errors import Cause, Unsupported
 
 VULKAN = "vulkan"  # the vendor of what a build of llama.cpp drives by Vulkan, whoever made it
 DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")  # it has one of these
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
-    """One GPU, or one part of a divided one, as its driver describes it. Not told is None."""
+    """One GPU as its driver describes it. Not told is None."""
 
     name: str
     vendor: str  # "nvidia", "amd" or VULKAN
@@ -59,71 +58,34 @@ class FoundGpus(msgspec.Struct, frozen=True):
     note: str | None = None
 
 
-class NvmlChild:
-    """The child that asks NVML; started at the first question, again after it has died or hung."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def ask(self, timeout_seconds: float) -> FoundGpus:
-        """What NVML lists now. Never raises, never takes longer than the limit and a start."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = start_python(
-                    *("-m", "serving.hardware.gpus", "serving.hardware.gpus:list_gpus", "each"),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                )
-            process = self._process
-            assert process.stdin is not None and process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(b"\n")
-                process.stdin.flush()
-            if not select.select([process.stdout], [], [], timeout_seconds)[0]:
-                self.close()
-                note = f"the NVIDIA driver did not answer within {timeout_seconds:g} s"
-                return FoundGpus((), Cause.health_timeout, note)
-            try:
-                return msgspec.json.decode(process.stdout.readline(), type=FoundGpus)
-            except msgspec.DecodeError:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(1.0)
-                self.close()
-                note = f"asking the NVIDIA driver failed: {Ran(process.returncode, b'', '').reason}"
-                return FoundGpus((), Cause.driver_mismatch, note)
-
-    def close(self) -> None:
-        """End the child; one that is stuck in the driver is left behind."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
+_ASKING = threading.Lock()
 
 
-_CHILD = NvmlChild()
-
-
-def find_gpus(
-    *, root: Path = ROOT, timeout_seconds: float = 10.0, child: NvmlChild = _CHILD
-) -> FoundGpus:
+def find_gpus(root: Path = ROOT, *, timeout_seconds: float = 10.0) -> FoundGpus:
     """The NVIDIA GPUs of this machine that this process may use. Never raises."""
     if not any((root / file).exists() for file in DRIVER_FILES):
-        if _has_nvidia_card(root):
-            note = "an NVIDIA card is there, but its driver is not loaded"
-            return FoundGpus((), Cause.no_driver, note)
+        for device in (root / "sys/bus/pci/devices").glob("*"):
+            is_display = read_text(device / "class").startswith("0x03")
+            if is_display and read_text(device / "vendor").strip() == "0x10de":
+                note = "an NVIDIA card is there, but its driver is not loaded"
+                return FoundGpus((), Cause.no_driver, note)
         return FoundGpus((), Cause.no_device, "this machine has no NVIDIA GPU")
+    answer: queue.SimpleQueue[FoundGpus] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answer.put(list_gpus())
+        finally:
+            _ASKING.release()
+
     try:
-        found = child.ask(timeout_seconds)
-    except OSError as problem:
-        return FoundGpus((), Cause.driver_mismatch, f"asking the driver failed: {problem}")
+        if not _ASKING.acquire(timeout=timeout_seconds):
+            raise queue.Empty
+        threading.Thread(target=ask, name="nvml", daemon=True).start()
+        found = answer.get(timeout=timeout_seconds)
+    except queue.Empty:
+        note = f"the NVIDIA driver did not answer within {timeout_seconds:g} s"
+        return FoundGpus((), Cause.health_timeout, note)
     shown = visible(found.gpus, os.environ)
     if found.gpus and not shown:
         hidden = "CUDA_VISIBLE_DEVICES hides every NVIDIA GPU"
@@ -148,8 +110,11 @@ def visible(gpus: tuple[GpuFacts, ...], environment: Mapping[str, str]) -> tuple
         return gpus
     found: list[GpuFacts] = []
     for entry in map(str.strip, told.split(",")):
-        named = [one for one in gpus if entry and (one.uuid or "").startswith(entry)]
-        named += [one for one in gpus if entry == str(one.index)]
+        named = [
+            one
+            for one in gpus
+            if entry == str(one.index) or (entry and (one.uuid or "").startswith(entry))
+        ]
         if not named:
             break
         found += named
@@ -159,19 +124,6 @@ def visible(gpus: tuple[GpuFacts, ...], environment: Mapping[str, str]) -> tuple
 def run_probe(function: str, timeout_seconds: float) -> Ran:
     """Call "module:function" in a child that may crash or hang; its result is JSON in `output`."""
     return run_python("-m", "serving.hardware.gpus", function, timeout_seconds=timeout_seconds)
-
-
-def _has_nvidia_card(root: Path) -> bool:
-    """True when the PCI bus shows an NVIDIA display or 3D controller."""
-    for device in (root / "sys/bus/pci/devices").glob("*"):
-        with contextlib.suppress(OSError):
-            vendor = (device / "vendor").read_text().strip()
-            if vendor == "0x10de" and (device / "class").read_text().startswith("0x03"):
-                return True
-    return False
-
-
-# NVML, in whatever process may be lost to it.
 
 
 def tell(ask: Callable[..., Any], *what: Any, **more: Any) -> Any:
@@ -190,27 +142,28 @@ def memory_of(nvml: Any, handle: Any) -> Any:
 
 
 def uuid_of(nvml: Any, handle: Any) -> str | None:
-    """What CUDA_VISIBLE_DEVICES takes: "GPU-..." or, of a part of one, "MIG-..."."""
+    """What CUDA_VISIBLE_DEVICES takes: "GPU-..."."""
     found = tell(lambda: nvml.nvmlDeviceGetUUID(handle))
     return None if found is None else str(found)
 
 
 def list_gpus() -> FoundGpus:
-    """What NVML lists, asked in this process."""
+    """What NVML lists."""
     try:
         import pynvml
+
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
     except ImportError as problem:
         note = f"nvidia-ml-py is not installed: {problem}"
         return FoundGpus((), Cause.backend_missing, note)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as problem:
+    except Exception as problem:  # NVMLError, or what an older driver makes of nvidia-ml-py
         return FoundGpus((), cause_of(str(problem)), f"NVML: {problem}")
     gpus: list[GpuFacts] = []
     trouble: list[str] = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
+    for index in range(count):
         try:
-            gpus += _parts(pynvml, index)
+            gpus.append(_read(pynvml, index))
         except Exception as problem:
             trouble.append(f"GPU {index} cannot be read: {problem}")
     tell(pynvml.nvmlShutdown)
@@ -221,28 +174,22 @@ def list_gpus() -> FoundGpus:
     return FoundGpus(tuple(gpus), None, told or None)
 
 
-def _parts(nvml: Any, index: int) -> Iterator[GpuFacts]:
-    """The GPU, or its parts where it is divided (MIG): CUDA cannot use such a GPU as a whole."""
+def _read(nvml: Any, index: int) -> GpuFacts:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    name, driver = nvml.nvmlDeviceGetName(handle), tell(nvml.nvmlSystemGetDriverVersion)
+    if tell(lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):  # CUDA cannot use it as a whole
+        raise Unsupported("it is divided into parts (MIG), which are not served")
+    memory, driver = memory_of(nvml, handle), tell(nvml.nvmlSystemGetDriverVersion)
     capability = tell(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
-    handles = [handle]
-    if tell(lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):
-        count = tell(lambda: int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))) or 0
-        parts = [tell(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, n) for n in range(count)]
-        handles = [one for one in parts if one is not None]
-    for one in handles:
-        memory = memory_of(nvml, one)
-        yield GpuFacts(
-            name=str(tell(nvml.nvmlDeviceGetName, one) or name),
-            vendor="nvidia",
-            total_bytes=int(memory.total),
-            free_bytes=int(memory.free),
-            driver=None if driver is None else str(driver),
-            compute_capability=None if capability is None else "{}.{}".format(*capability),
-            index=index,
-            uuid=uuid_of(nvml, one),
-        )
+    return GpuFacts(
+        name=str(nvml.nvmlDeviceGetName(handle)),
+        vendor="nvidia",
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        driver=None if driver is None else str(driver),
+        compute_capability=None if capability is None else "{}.{}".format(*capability),
+        index=index,
+        uuid=uuid_of(nvml, handle),
+    )
 
 
 def cause_of(text: str) -> Cause:
@@ -250,27 +197,19 @@ def cause_of(text: str) -> Cause:
     lowered = text.lower()
     if "mismatch" in lowered:
         return Cause.driver_mismatch
-    if "shared library" in lowered:
-        return Cause.no_driver
-    gone = ("lost", "reset", "no device", "not found")
-    return Cause.no_device if any(word in lowered for word in gone) else Cause.no_driver
+    is_gone = any(word in lowered for word in ("lost", "reset", "no device"))
+    return Cause.no_device if is_gone else Cause.no_driver
 
 
-def main(arguments: list[str]) -> int:
+def main(function: str) -> None:
     """Print the function's result as JSON; what libraries print goes to standard error."""
-    if not arguments or ":" not in arguments[0]:
-        print("usage: python -m serving.hardware.gpus module:function [each]", file=sys.stderr)
-        return 2
     answer_to = os.dup(1)
     os.dup2(2, 1)
-    module_name, _, name = arguments[0].partition(":")
-    function = getattr(importlib.import_module(module_name), name)
+    module_name, _, name = function.partition(":")
+    answer = msgspec.json.encode(getattr(importlib.import_module(module_name), name)())
     with os.fdopen(answer_to, "wb") as out:
-        for _ in sys.stdin.buffer if arguments[1:] == ["each"] else [b""]:
-            out.write(msgspec.json.encode(function()) + b"\n")
-            out.flush()
-    return 0
+        out.write(answer)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    main(sys.argv[1])

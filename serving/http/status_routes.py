@@ -116,7 +116,7 @@ async def placement(request: Request) -> None:
         engine |= {key: getattr(info, key) for key in _OF_ENGINE}
         engine["kv_dtype"] = info.details.get("kv_dtype", engine["kv_dtype"])
         engine["capabilities"] = sorted(info.capabilities)
-        memory = {"predicted": info.predicted, "measured": info.measured}
+        memory = {"predicted": _predicted(model)}
         memory |= {"rss_bytes": loaded.rss_bytes, "peak_rss_bytes": loaded.peak_rss_bytes}
     found: dict[str, Any] = {
         "model": model.served_name,
@@ -139,3 +139,13 @@ async def placement(request: Request) -> None:
     if len(router.models) > 1:
         found["models"] = router.states()
     await request.answer(found)
+
+
+def _predicted(model: ServedModel) -> dict[str, int] | None:
+    """Memory of the engine that runs, as placement predicted it."""
+    runs = model.supervisor.config
+    for one in () if model.placement is None else model.placement.attempts:
+        if (one.backend, one.device) == (runs.backend, runs.device):
+            parts = ("weight_bytes", "kv_bytes", "overhead_bytes")
+            return {part: getattr(one, part) for part in parts}
+    return None

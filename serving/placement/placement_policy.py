@@ -61,7 +61,6 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: Count | None = None  # None: slots x context
     kv_dtype: str = AUTO
     weight_bytes: int | None = None  # of the file; None: there is none yet
-    file: str = ""  # a GGUF file that is there, whose header has its tensors
     check_memory: bool = True  # False: plan even what does not fit, and say so
 
 
@@ -218,7 +217,7 @@ def _on_gpu(
         # The GPUs that the build drives; where that is not known, all that one may.
         vendor = obstacles.vendors.get(name)
         gpus = [gpu for gpu in facts.gpus if vendor in (None, gpu.vendor)]
-        if vendor is None and VULKAN not in spec_of(name).gpu_builds:
+        if vendor is None and not spec_of(name).is_compiled:
             gpus = [gpu for gpu in gpus if gpu.vendor != VULKAN]
         cause, there = Cause.backend_missing, f"{facts.gpus[0].name} is there, but"
         if "gpu" not in spec_of(name).devices:
@@ -315,7 +314,7 @@ def predicted(
     weights = weights or 0
     overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, slots)
     if gpu is None and spec.extra_bytes is not None:  # matrices that it holds twice
-        overhead += spec.extra_bytes(model, weight_format, facts.isa, request.file)
+        overhead += spec.extra_bytes(model, weight_format, facts.isa)
     free_bytes = facts.usable_memory_bytes if gpu is None else gpu.free_bytes
     return Attempt(
         device=device,

@@ -253,7 +253,6 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
         backend=backend,
         weight_format=files.weight_format or None,
         weight_bytes=size_bytes,
-        file=files.path if path.suffix == ".gguf" else "",
         **asked,
     )
 

@@ -15,6 +15,8 @@ import gc
 import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,8 +34,7 @@ MAX_PATTERNS = 64  # of a JSON schema's patternProperties: 400 of them take minu
 KEPT = 8  # matchers of texts that were compiled: a request's answers share theirs
 WHITESPACE = r"( |\n[ \t]{0,20})"  # between tokens of JSON: one space, or a line's indentation
 # Of an error of llguidance: where it is in what we made of the text, and what we made.
-PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
-LISTING = re.compile(r"^\s*\d+ \| |^<", re.MULTILINE)
+OURS = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|(\n\s*\d+ \| |\n?<)[\s\S]*")
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 1_000,
     "initial_lexer_fuel": 1_000_000,  # 20 ms
@@ -54,7 +55,7 @@ class Grammars:
         self._tokens = tokens
         self._ends = sorted(ends)
         self._tokenizer: LLTokenizer | None = None
-        self._known: dict[tuple[str | None, str | None], Matcher] = {}
+        self._known = lru_cache(KEPT)(self._compiled)
 
     def prepare(self) -> None:
         """Read the vocabulary: 0.1 s for 49,152 tokens and 0.5 s for 152,064, with the GIL held.
@@ -64,31 +65,36 @@ class Grammars:
         if self._tokenizer is None and self._ends:
             import llguidance
 
-            wrapper = llguidance.TokenizerWrapper(_Vocabulary(self._tokens, self._ends))
+            vocabulary = _Vocabulary(
+                tokens=list(self._tokens),
+                bos_token_id=None,
+                eos_token_id=self._ends[0],
+                special_token_ids=[],
+            )
             self._tokenizer = llguidance.LLTokenizer(
-                wrapper, n_vocab=len(self._tokens), eos_token=self._ends
+                llguidance.TokenizerWrapper(vocabulary),
+                n_vocab=len(self._tokens),
+                eos_token=self._ends,
             )
 
     def open(self, sampling: Sampling) -> Matcher | None:
         """The matcher of a request; None where it asks for no grammar. Raises Unsupported."""
         if not sampling.is_constrained:
             return None
-        texts = sampling.grammar, sampling.json_schema
-        matcher = self._known.pop(texts, None)
-        if matcher is None:
-            self.prepare()
-            if self._tokenizer is None:
-                raise _refused(sampling, "the model names no token that ends a text")
-            matcher = Matcher(self._tokenizer, sampling, self._ends)
-            gc.collect(1)  # the converter's trees are circles: milliseconds
-        self._known[texts] = matcher
-        if len(self._known) > KEPT:
-            del self._known[next(iter(self._known))]
-        return matcher.copy()
+        return self._known(sampling.grammar, sampling.json_schema).copy()
+
+    def _compiled(self, grammar: str | None, json_schema: str | None) -> Matcher:
+        sampling = Sampling(grammar=grammar, json_schema=json_schema)
+        self.prepare()
+        if self._tokenizer is None:
+            raise _refused(sampling, "the model names no token that ends a text")
+        matcher = Matcher(self._tokenizer, sampling, self._ends)
+        gc.collect(1)  # the converter's trees are circles: milliseconds
+        return matcher
 
 
 class Matcher:
-    """A serving.sampling.sampler.Constraint: one request's place in its grammar.
+    """One request's place in its grammar.
 
     `error`: why matching ended early, Unsupported where the grammar is the reason; from then on
     only an end token is allowed.
@@ -101,8 +107,8 @@ class Matcher:
         self.error: ServingError | None = None
         self._sampling = sampling
         self._ends = ends
-        grammar = _compiled(sampling)
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
+        grammar = _translated(sampling)
         self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
         if not self._allowed().any() and self.error is None:
@@ -130,14 +136,10 @@ class Matcher:
         logits[known:] = -np.inf
 
     def accept(self, token: int) -> None:
-        """Go on by a drawn token."""
-        if self.error is not None or token in self._ends:
-            return
-        word = token // 32
-        if word >= len(self._bits) or not self._bits[word] >> token % 32 & 1:  # the last mask
-            self.error = ServingError(f"token {token} was drawn, which the grammar forbids")
-        elif not self._matcher.consume_token(token):
-            self.error = _refused(self._sampling, self._matcher.get_error())
+        """Go on by a drawn token, one that the last mask allowed."""
+        if self.error is None and token not in self._ends:
+            if not self._matcher.consume_token(token):
+                self.error = _refused(self._sampling, self._matcher.get_error())
 
     def _allowed(self) -> npt.NDArray[np.bool_]:
         """Whether each token may come next; none where the text is over or the grammar given up."""
@@ -146,40 +148,33 @@ class Matcher:
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self.error is None and self._matcher.is_error():
             self.error = _refused(self._sampling, self._matcher.get_error())
-        if self.error is not None:
             self._bits[:] = 0
         allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little").view(np.bool_)
         allowed[self._ends] = allowed[self._ends].any()
         return allowed
 
 
-class _Vocabulary:
-    """What llguidance wants to know of a tokenizer. Text is never tokenised."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: Sequence[bytes], ends: list[int]) -> None:
-        self.tokens = list(tokens)
-        self.eos_token_id = ends[0]
-        self.special_token_ids: list[int] = []
+class _Vocabulary(SimpleNamespace):
+    """What llguidance wants to know of a tokenizer."""
 
     def __call__(self, text: bytes) -> list[int]:
-        return []
+        return []  # text is never tokenised
 
 
 def check_size(sampling: Sampling) -> str:
     """The grammar or schema, within the limits of size. Raises Unsupported."""
     text = sampling.grammar if sampling.grammar is not None else sampling.json_schema or ""
-    if len(text) > MAX_CHARACTERS:
-        reason = f"it has {len(text)} characters; {MAX_CHARACTERS} are allowed"
-        raise _refused(sampling, reason)
-    rules = text.count("::=")
-    if sampling.grammar is not None and rules > MAX_RULES:
-        raise _refused(sampling, f"it has {rules} rules; {MAX_RULES} are allowed")
+    rules = 0 if sampling.grammar is None else text.count("::=")
+    for count, most, what in (
+        (len(text), MAX_CHARACTERS, "characters"),
+        (rules, MAX_RULES, "rules"),
+    ):
+        if count > most:
+            raise _refused(sampling, f"it has {count} {what}; {most} are allowed")
     return text
 
 
-def _compiled(sampling: Sampling) -> str:
+def _translated(sampling: Sampling) -> str:
     """The request's grammar in llguidance's own format."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -208,21 +203,18 @@ def _compiled(sampling: Sampling) -> str:
 
 def _patterns(schema: Any) -> int:
     """How many patternProperties a schema has: llguidance compares each two of them."""
-    if isinstance(schema, list):
-        return sum(map(_patterns, schema))
     if not isinstance(schema, dict):
-        return 0
-    patterns = schema.get("patternProperties")
-    own = len(patterns) if isinstance(patterns, dict) else 0
-    return own + sum(map(_patterns, schema.values()))
+        return sum(map(_patterns, schema)) if isinstance(schema, list) else 0
+    own = schema.get("patternProperties")
+    return (len(own) if isinstance(own, dict) else 0) + sum(map(_patterns, schema.values()))
 
 
 def _refused(sampling: Sampling, reason: str) -> Unsupported:
     """`reason` may be an error of llguidance, which may repeat a text of any length."""
     if reason.startswith("NoExtension"):
         reason = "nothing matches it"
-    said = LISTING.split(PLACE.sub("", reason[:2000].strip()), maxsplit=1)[0]
-    words = " ".join(said.split()).removeprefix("Parser Error: ") or "no reason is known"
+    words = " ".join(OURS.sub("", reason[:2000].strip()).split()).removeprefix("Parser Error: ")
+    words = words[:300] or "no reason is known"
     if sampling.grammar is not None:
-        return Unsupported(f"the grammar cannot be used: {words[:300]}", "grammar")
-    return Unsupported(f"the JSON schema cannot be used: {words[:300]}", "response_format")
+        return Unsupported(f"the grammar cannot be used: {words}", "grammar")
+    return Unsupported(f"the JSON schema cannot be used: {words}", "response_format")

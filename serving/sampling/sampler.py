@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from serving.errors import NotNumbers
-from serving.sampling.seeded_draw import check_numbers, draw_tokens, top_ids
+from serving.sampling.seeded_draw import draw_tokens, top_ids
 from serving.sampling.step_rows import (
     GREEDY_BELOW,
     NO_TOKEN,
@@ -29,25 +28,12 @@ def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
     of a row with a grammar is its serving.sampling.grammar.Matcher."""
     if not rows:
         return []
-    try:
-        return _sample(logits, rows)
-    except NotNumbers:
-        good = np.flatnonzero(~np.isnan(logits).any(axis=1)).tolist()
-        out = [Sampled(NO_TOKEN) for _ in rows]
-        drawn = _sample(logits[good], [rows[index] for index in good]) if good else []
-        for index, found in zip(good, drawn, strict=True):
-            out[index] = found
-        return out
-
-
-def _sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
-    """The same. Raises NotNumbers before any grammar has gone on."""
     special = [
         index for index, row in enumerate(rows) if row.banned or not row.sampling.is_plain_greedy
     ]
     if not special:
         return [Sampled(token) for token in _argmax(logits)]
-    out: list[Sampled] = [Sampled(-1)] * len(rows)
+    out: list[Sampled] = [Sampled(NO_TOKEN)] * len(rows)
     plain = np.setdiff1d(np.arange(len(rows)), special)
     if len(plain):
         for index, token in zip(plain.tolist(), _argmax(logits[plain]), strict=True):
@@ -59,21 +45,20 @@ def _sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
         found = draw_tokens([works[i] for i in drawn], [rows[i] for i in drawn])
         tokens = dict(zip(drawn, found, strict=True))
     for index in special:
-        row = rows[index]
+        row, wanted = rows[index], rows[index].sampling.logprobs
         token = tokens[index] if index in tokens else _argmax(works[index][None])[0]
-        wanted = row.sampling.logprobs
-        report = None if wanted is None else _logprobs(logits[index], token, wanted)
-        out[index] = Sampled(token, report)
-    for index in special:
-        if rows[index].sampling.is_constrained:
-            rows[index].state.accept(out[index].token)
+        if token != NO_TOKEN:
+            report = None if wanted is None else _logprobs(logits[index], token, wanted)
+            out[index] = Sampled(token, report)
+            if row.sampling.is_constrained:
+                row.state.accept(token)
     return out
 
 
 def _argmax(logits: Logits) -> list[int]:
     tokens = logits.argmax(axis=1)
-    check_numbers(logits[np.arange(len(tokens)), tokens])
-    chosen: list[int] = tokens.tolist()
+    is_nan = np.isnan(logits[np.arange(len(tokens)), tokens])  # argmax finds NaN first
+    chosen: list[int] = np.where(is_nan, NO_TOKEN, tokens).tolist()
     return chosen
 
 
@@ -111,7 +96,6 @@ def _penalise(work: Logits, row: Row) -> None:
 def _logprobs(logits: Logits, token: int, count: int) -> TokenDetail:
     """Log-softmax of the raw logits at `token`, and at the `count` best ids."""
     best = logits.max()
-    check_numbers(best)
     weights = logits - best
     with np.errstate(under="ignore"):
         np.exp(weights, out=weights)

@@ -23,8 +23,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import NotNumbers
-from serving.sampling.step_rows import Logits, Row
+from serving.sampling.step_rows import NO_TOKEN, Logits, Row, Sampling
 
 Ids = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
@@ -68,40 +67,32 @@ def _scratch(vocabulary: int) -> tuple[Logits, Logits, npt.NDArray[np.bool_]]:
     return np.empty_like(ones), ones, np.empty(vocabulary, np.bool_)
 
 
-def check_numbers(best: npt.NDArray[np.float32] | np.float32) -> None:
-    """`best`: maxima of logits. Raises NotNumbers where one is no number."""
-    if np.isnan(best).any():
-        raise NotNumbers("the model's logits are not numbers (NaN)")
-
-
 def draw_tokens(works: list[Logits], rows: list[Row]) -> list[int]:
-    """One token a row; temperatures are above 0. Raises NotNumbers for logits that are NaN."""
-    tokens = [-1] * len(rows)
+    """One token a row, NO_TOKEN where its logits are NaN; temperatures are above 0."""
+    tokens = [NO_TOKEN] * len(rows)
     maxima = np.stack([group_maxima(work) for work in works])
     best = maxima.max(axis=1)
-    check_numbers(best)
-    pending = []
+    left = []
     for index, (work, row) in enumerate(zip(works, rows, strict=True)):
+        if np.isnan(best[index]):
+            continue
         if not np.isfinite(best[index]):
             tokens[index] = int(work.argmax())
         elif 0 < row.sampling.top_k < len(work):
             ids = top_ids(work, row.sampling.top_k, maxima[index])
             tokens[index] = _inverse_cdf(work, ids, row)
         else:
-            pending.append(index)
-    if not pending:
-        return tokens
-    batch = _Envelopes([works[i] for i in pending], [rows[i] for i in pending], maxima[pending])
+            left.append(index)
     for lane, count in enumerate(ROUNDS):
-        left = [line for line, index in enumerate(pending) if tokens[index] < 0]
         if not left:
             break
-        for line, token in zip(left, batch.propose(left, lane, count), strict=True):
-            tokens[pending[line]] = token
-    for index in pending:
-        if tokens[index] < 0:  # hardly any proposal is taken
-            work = works[index]
-            tokens[index] = _inverse_cdf(work, top_ids(work, len(work)), rows[index])
+        some = [works[index] for index in left], [rows[index] for index in left]
+        for index, token in zip(left, _propose(*some, maxima[left], lane, count), strict=True):
+            tokens[index] = token
+        left = [index for index in left if tokens[index] < 0]
+    for index in left:  # hardly any proposal is taken
+        work = works[index]
+        tokens[index] = _inverse_cdf(work, top_ids(work, len(work)), rows[index])
     return tokens
 
 
@@ -143,71 +134,57 @@ def _inverse_cdf(work: Logits, ids: Ids, row: Row) -> int:
     return int(ids[min(int(place), len(sums) - 1)])
 
 
-class _Envelopes:
-    """Rows without top-k, drawn together: proposals by group maxima, then the row's own cuts."""
-
-    def __init__(self, works: list[Logits], rows: list[Row], maxima: Logits) -> None:
-        self.works = works
-        self.rows = rows
-        self.maxima = maxima
-        self.vocabulary = len(works[0])
-        self.groups = self.vocabulary // MEMBERS
-        self.scale = np.array([1 / row.sampling.temperature for row in rows])[:, None]
-        self.best = maxima.max(axis=1, keepdims=True)
-        # Far below the best at a tiny temperature: exp(-inf) = 0, as it should be.
-        with np.errstate(over="ignore", under="ignore"):
-            self.weights = np.exp((maxima - self.best) * self.scale.astype(np.float32))
-        self.sums = np.cumsum(self.weights.astype(np.float64), axis=1)
-        self.least = [-math.inf] * len(rows)  # logits below are cut
-
-    def propose(self, lines: list[int], lane: int, count: int) -> list[int]:
-        """For each of `lines` the first proposal that is taken; -1 where none is."""
-        rows = [self.rows[line] for line in lines]
-        numbers = [proposal_numbers(r.sampling.seed, r.position, lane, count) for r in rows]
-        which, where, acceptance = np.stack(numbers, axis=1)
-        wanted = which * self.sums[lines, -1:]
-        places = [
-            np.searchsorted(self.sums[line], wanted[at], side="right")
-            for at, line in enumerate(lines)
-        ]
-        group = np.minimum(np.stack(places), self.groups)
+def _propose(
+    works: list[Logits], rows: list[Row], maxima: Logits, lane: int, count: int
+) -> list[int]:
+    """For each row without top-k the first of `count` proposals that is taken; -1: none is."""
+    vocabulary, groups = len(works[0]), len(works[0]) // MEMBERS
+    scale = np.array([1 / row.sampling.temperature for row in rows])[:, None]
+    numbers = [proposal_numbers(r.sampling.seed, r.position, lane, count) for r in rows]
+    which, where, acceptance = np.stack(numbers, axis=1)
+    best = maxima.max(axis=1, keepdims=True)
+    # Far below the best at a tiny temperature: exp(-inf) = 0, as it should be.
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        weights = np.exp((maxima - best) * scale.astype(np.float32))
+        sums = np.cumsum(weights.astype(np.float64), axis=1)
+        wanted = which * sums[:, -1:]
+        places = [np.searchsorted(s, w, side="right") for s, w in zip(sums, wanted, strict=True)]
+        group = np.minimum(np.stack(places), groups)
         member = (where * MEMBERS).astype(np.int64)
-        token = np.where(
-            group < self.groups, member * self.groups + group, self.groups * MEMBERS + member
-        )
-        exists = token < self.vocabulary
-        np.minimum(token, self.vocabulary - 1, out=token)
-        logit = np.stack([self.works[line][token[at]] for at, line in enumerate(lines)])
-        index = np.array(lines)[:, None]
-        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            share = np.exp((logit - self.maxima[index, group]) * self.scale[lines])
-        taken = exists & (acceptance < share)
-        return [self._first(line, token[at][taken[at]].tolist()) for at, line in enumerate(lines)]
+        token = np.where(group < groups, member * groups + group, groups * MEMBERS + member)
+        exists = token < vocabulary
+        np.minimum(token, vocabulary - 1, out=token)
+        logit = np.stack([work[ids] for work, ids in zip(works, token, strict=True)])
+        share = np.exp((logit - np.take_along_axis(maxima, group, axis=1)) * scale)
+    taken = exists & (acceptance < share)
+    return [
+        _first(work, row.sampling, float(top[0]), ids[fine].tolist())
+        for work, row, top, ids, fine in zip(works, rows, best, token, taken, strict=True)
+    ]
 
-    def _first(self, line: int, tokens: list[int]) -> int:
-        """The first of the accepted proposals that the row's min-p and top-p keep: the weight
-        above it is less than top-p of the whole."""
-        work, sampling = self.works[line], self.rows[line].sampling
-        best = float(self.best[line, 0])
-        if sampling.min_p > 0:
-            least = best + sampling.temperature * math.log(sampling.min_p)
-            self.least[line] = max(self.least[line], least)
-            tokens = [token for token in tokens if work[token] >= least]
-        if not tokens or sampling.top_p >= 1:
-            return tokens[0] if tokens else -1
-        weights, ones, mask = _scratch(self.vocabulary)
-        with np.errstate(over="ignore", under="ignore"):
-            np.subtract(work, np.float32(best), out=weights)
-            np.multiply(weights, np.float32(1 / sampling.temperature), out=weights)
-            np.exp(weights, out=weights)
-        if sampling.min_p > 0:
-            weights[work < least] = 0
-        allowed = sampling.top_p * float(np.dot(weights, ones))
-        for token in tokens:
-            if work[token] >= self.least[line]:
-                at_least = np.flatnonzero(np.greater_equal(work, work[token], out=mask))
-                ahead = at_least[(work[at_least] > work[token]) | (at_least < token)]
-                if float(weights[ahead].sum()) < allowed:
-                    return token
-                self.least[line] = float(work[token])
-        return -1
+
+def _first(work: Logits, sampling: Sampling, best: float, tokens: list[int]) -> int:
+    """The first of the accepted proposals that min-p and top-p keep: the weight above it is less
+    than top-p of the whole."""
+    least = -math.inf  # logits below are cut
+    if sampling.min_p > 0:
+        least = best + sampling.temperature * math.log(sampling.min_p)
+        tokens = [token for token in tokens if work[token] >= least]
+    if not tokens or sampling.top_p >= 1:
+        return tokens[0] if tokens else -1
+    weights, ones, mask = _scratch(len(work))
+    with np.errstate(over="ignore", under="ignore"):
+        np.subtract(work, np.float32(best), out=weights)
+        np.multiply(weights, np.float32(1 / sampling.temperature), out=weights)
+        np.exp(weights, out=weights)
+    if sampling.min_p > 0:
+        weights[work < least] = 0
+    allowed = sampling.top_p * float(np.dot(weights, ones))
+    for token in tokens:
+        if work[token] >= least:
+            at_least = np.flatnonzero(np.greater_equal(work, work[token], out=mask))
+            ahead = at_least[(work[at_least] > work[token]) | (at_least < token)]
+            if float(weights[ahead].sum()) < allowed:
+                return token
+            least = float(work[token])
+    return -1

@@ -39,7 +39,6 @@ def main() -> None:
     rungs = ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
     parser.add_argument("--models", nargs="+", default=rungs)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
-    parser.add_argument("--attention", choices=("auto", "flash", "sdpa"), default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
         "--context", type=int, default=256, help="tokens that each row holds before it decodes"
@@ -79,12 +78,9 @@ def measured(model: str, asked: argparse.Namespace, kept: dict[str, Any]) -> Any
         slots=max(asked.rows),
         context_tokens=-(-(asked.context + asked.steps) // 64) * 64,
         threads=len(asked.cores),
-        options={"attention": asked.attention},
     )
     with EngineChild(config, asked.cores) as child:
-        info = child.facts["info"]
-        bytes_ = {"predicted": info.get("predicted"), "found": info.get("measured")}
-        yield f"{model}, load", {"seconds": child.facts["load_seconds"]} | bytes_
+        yield f"{model}, load", {"seconds": child.facts["load_seconds"]}
         for rows in todo:
             job = {"rows": rows, "context": asked.context}
             child.ask("decode", **job, steps=2)  # first touches, graphs

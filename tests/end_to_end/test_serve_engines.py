@@ -221,7 +221,4 @@ def test_the_memory_is_told_and_no_quality_of_random_weights(served: Served) -> 
     assert (
         info_of(seen).quality_kl_nats == told and info_of(seen).name == served.name
     )  # what a run writes down
-    measured, predicted = seen["memory"]["measured"], seen["memory"]["predicted"]
-    assert predicted["kv_bytes"] > 0 and predicted["weight_bytes"] > 0
-    if measured["kv_bytes"] is not None:
-        assert measured["kv_bytes"] == pytest.approx(predicted["kv_bytes"], rel=0.05)
+    assert all(seen["memory"]["predicted"][part] > 0 for part in ("weight_bytes", "kv_bytes"))

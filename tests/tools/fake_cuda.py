@@ -115,7 +115,6 @@ class FakeCuda:
         self.emptied = 0
         self.refuses_capture: str | None = None
         self._pool = Alive()
-        self._measured: Alive | None = None
         self._now = FakeStream()
 
     @property
@@ -150,15 +149,6 @@ class FakeCuda:
         graph.calls = recorded.calls
         self.graphs.append(graph)
 
-    def begin_peak(self) -> None:
-        self._measured = Alive()
-        self._measured.__enter__()
-
-    def end_peak(self) -> int:
-        assert self._measured is not None
-        self._measured.__exit__(None, None, None)
-        return self._measured.peak
-
     @contextlib.contextmanager
     def _on(self, stream: FakeStream) -> Iterator[None]:
         yield
@@ -174,15 +164,11 @@ class FakeCuda:
             "synchronize": self.synchronize,
             "empty_cache": self.empty_cache,
             "mem_get_info": lambda device=None: self.memory,
-            "memory_reserved": lambda: self.pool_bytes,
-            "memory_allocated": lambda: 0,
-            "reset_peak_memory_stats": self.begin_peak,
-            "max_memory_allocated": self.end_peak,
             "get_device_name": lambda device=None: "a stand-in",
         }.items():
             patch.setattr(torch.cuda, name, stand_in)
         where = "serving.backends.torch"
-        patch.setattr(f"{where}.load_plan.device_of", lambda name: torch.device("cpu"))
+        patch.setattr(f"{where}.backend.device_of", lambda name: torch.device("cpu"))
         return self
 
 
@@ -190,7 +176,7 @@ def install_flash(patch: pytest.MonkeyPatch) -> None:
     """The flash kernel's stand-in, and attention that takes it on the CPU, in any type."""
     where = "serving.backends.torch"
     patch.setattr(f"{where}.varlen_attention.flash_kernel", lambda: torch.ops.crossover_test.flash)
-    patch.setattr(f"{where}.load_plan.flash_trouble", lambda spec, dtype, device: None)
+    patch.setattr(f"{where}.backend.flash_trouble", lambda spec, dtype, device: None)
 
 
 def flash(

@@ -53,7 +53,6 @@ def made_up_machines() -> Iterator[MadeUpMachine]:
     on_cpu = "cpu", "llama_cpp", ""
     rocm = Obstacles(vendors={"torch": "amd"})
     mi300 = card("MI300X", 192, 190, "GPU-m", "amd")
-    part = card("H100 1g.10gb", 9.8, 9.7, "MIG-1")
     yield MadeUpMachine("no GPU", (), on_cpu)
     yield MadeUpMachine("one H100", (h100,), ("gpu", "torch", "GPU-h"))
     yield MadeUpMachine("one RTX 4090", (rtx,), ("gpu", "torch", "GPU-r"))
@@ -62,7 +61,6 @@ def made_up_machines() -> Iterator[MadeUpMachine]:
     busy = card("H100", 80, 2, "GPU-1"), card("H100", 80, 78, "GPU-2")
     yield MadeUpMachine("two cards, the first in use", busy, ("gpu", "torch", "GPU-2"))
     yield MadeUpMachine("one card, in use", (busy[0],), on_cpu)
-    yield MadeUpMachine("a part of a card (MIG)", (part,), ("gpu", "llama_cpp", "MIG-1"))
     yield MadeUpMachine("an MI300X, torch for ROCm", (mi300,), ("gpu", "torch", "GPU-m"), rocm)
     wrong = Obstacles(gpu=NO_BUILD, vendors={"torch": "nvidia"})
     yield MadeUpMachine("an MI300X, torch for CUDA", (mi300,), on_cpu, wrong)

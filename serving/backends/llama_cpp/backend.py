@@ -18,15 +18,13 @@ llama.cpp aborts the process on some failures, which is why engines are child pr
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from models.machine import cpu_name
 from models.manifest import Progress
-from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
-from serving.backends.kv_rows import FLOPS_PER_THREAD
+from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig
 from serving.backends.llama_cpp.batching import (
     KV_BLOCK,
     NEVER,
@@ -35,15 +33,15 @@ from serving.backends.llama_cpp.batching import (
     LogitsView,
     calls_of,
     dummies,
-    rides,
 )
-from serving.backends.llama_cpp.library import LOG, build_details, devices_said, is_memory
+from serving.backends.llama_cpp.library import LOG, build_details, is_memory
 from serving.backends.llama_cpp.loading import Loader
 from serving.errors import EngineFailed, KvFull, OutOfMemory
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampled
 
-READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; a round figure
+READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; round figures
+FLOPS_PER_THREAD = 40e9
 _OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
 
 
@@ -60,8 +58,7 @@ class LlamaCppBackend:
         self._lengths = [0] * config.slots
         self.last_decode_seconds: float | None = None
         try:
-            predicted = loader.dry_run()
-            self._model, self._context, measured = loader.load(progress)
+            self._model, self._context = loader.load(progress)
             self._memory = llama.llama_get_memory(self._context)
             vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
             self._batch = Batch(llama, llama.llama_n_batch(self._context))
@@ -71,7 +68,7 @@ class LlamaCppBackend:
             )
             self._least_cut = self._tokens_worth_a_cut(config)
             self._logits = LogitsView(llama, self._context, config.slots, vocabulary)
-            self.info = self._describe(config, vocabulary, predicted, measured)
+            self.info = self._describe(config, vocabulary)
             progress("first step", None)  # which takes the page faults
             self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
             self.truncate(0, 0)
@@ -124,9 +121,6 @@ class LlamaCppBackend:
         extra = dummies(present, room - present)
         rows = [Row(slot, NO_TOKEN, lengths[slot], wants_token=False) for slot in extra]
         return sorted([*call, *rows], key=lambda row: row.slot) if rows else call
-
-    def rides(self, decoding: Collection[int], slot: int) -> bool:
-        return self._least_cut is not None and rides(decoding, slot)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Prefix reuse. The unified pool shares the cells, and nothing is moved."""
@@ -182,35 +176,28 @@ class LlamaCppBackend:
         tokens: int = round(another_pass_seconds * FLOPS_PER_THREAD * self._threads / saved_flops)
         return min(KV_BLOCK, max(1, tokens))
 
-    def _describe(
-        self, config: EngineConfig, vocabulary: int, predicted: MemoryParts, measured: MemoryParts
-    ) -> BackendInfo:
+    def _describe(self, config: EngineConfig, vocabulary: int) -> BackendInfo:
         llama, loader = self._llama, self._loader
         ftype = (llama.llama_ftype_name(llama.llama_model_ftype(self._model)) or b"").decode()
         whole = config.slots * config.context_tokens
-        name = cpu_name() or "CPU"
-        if config.device == "gpu":
-            name = next(iter(devices_said(LOG.lines)), "GPU")
+        on_gpu = config.device == "gpu"
         return BackendInfo(
             name="llama_cpp",
             device=config.device,
-            device_name=name,
+            device_name=(LOG.gpu or "GPU") if on_gpu else (cpu_name() or "CPU"),
             slots=config.slots,
             context_tokens=config.context_tokens,
             kv_tokens=min(whole, config.kv_tokens or whole),
             vocabulary=vocabulary,
             weight_format=config.weight_format or ftype.split(" - ")[0],
             step_tokens=llama.llama_n_batch(self._context),
-            predicted=predicted,
-            measured=measured,
             capabilities=frozenset(CAPABILITIES),
-            details=build_details(llama)
-            | {
+            details={
+                **build_details(llama),
                 "threads": str(self._threads),
                 "flash_attention": loader.attention,
                 "kv_unified": str(self._unified).lower(),
                 "kv_dtype": loader.kv_dtype,
-                "model_file_type": ftype,
             },
         )
 

@@ -10,7 +10,7 @@ cut: to the bit with 4-bit weights, else up to the rounding of float32.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ FEW_TOKENS, MANY_TOKENS = 4, 16  # that its matrix kernels take at a time
 # 105 ms, of which 2.2 a row are attention and head.
 _RUN, _FEW, _MANY = 0.7, 2.3, 7.2
 _DUMMY = 0.15  # of a row whose product comes with the block: its attention
-_TOKEN = 0.35  # of a prompt, computed among many
 NO_TOKEN: Tokens = np.zeros(1, np.int32)  # of a dummy row
 
 
@@ -41,7 +40,6 @@ def calls_of(rows: list[Row], least: int, alone: int) -> list[list[Row]]:
        cost 262 x 512, in two passes 256 x 256 + 6 x 512.
     2. Decode rows go apart, and so does every prompt of `alone` tokens or more, which pays for
        another pass over the weights.
-    3. A prompt's last token goes with the decode rows where that completes a block (`rides`).
     """
     calls: list[list[Row]] = []
     while True:
@@ -57,27 +55,11 @@ def calls_of(rows: list[Row], least: int, alone: int) -> list[list[Row]]:
             break
         calls.append(heads)
         rows = rests
-    decoding = {row.slot: row for row in rows if len(row.tokens) == 1}
-    prompts, shorter = [], []
-    for row in rows:
-        count = len(row.tokens)
-        if count == 1:
-            continue
-        if decoding and count % FEW_TOKENS and rides(decoding, row.slot):
-            decoding[row.slot] = replace(row, tokens=row.tokens[-1:], start=row.start + count - 1)
-            row = replace(row, tokens=row.tokens[:-1], wants_token=False)
-            count -= 1
-        if count >= max(2, alone):
-            prompts.append([row])
-        else:
-            shorter.append(row)
-    together = sorted(decoding.values(), key=lambda row: row.slot)
-    return [*calls, *prompts, *(call for call in (shorter, together) if call)]
-
-
-def rides(decoding: Collection[int], slot: int) -> bool:
-    """Whether a prompt's token in `slot` costs less with the decoding slots than alone."""
-    return _cost([*decoding, slot]) - _cost(decoding) < _TOKEN
+    counts = [(len(row.tokens), row) for row in rows]
+    prompts = [[row] for count, row in counts if count >= max(2, alone)]
+    shorter = [row for count, row in counts if 1 < count < alone]
+    decoding = [row for count, row in counts if count == 1]
+    return [*calls, *prompts, *(call for call in (shorter, decoding) if call)]
 
 
 def dummies(decoding: Collection[int], free: Collection[int]) -> list[int]:
@@ -90,23 +72,16 @@ def dummies(decoding: Collection[int], free: Collection[int]) -> list[int]:
             return False
         return _cost([*now, *gap]) + _DUMMY * len(gap) < _cost(now)
 
-    for gap in _gaps(decoding):
-        if pays(gap):
-            chosen += gap
+    ordered = sorted(decoding)
+    for below, above in zip(ordered, ordered[1:], strict=False):
+        if above > below + 1 and pays(range(below + 1, above)):
+            chosen += range(below + 1, above)
     last = max(decoding, default=-1)
     for more in range(1, FEW_TOKENS):
         gap = range(last + 1, last + 1 + more)
         if pays(gap):
             return [*chosen, *gap]
     return chosen
-
-
-def _gaps(slots: Collection[int]) -> Iterator[range]:
-    """The runs of slots between two of `slots`."""
-    ordered = sorted(slots)
-    for below, above in zip(ordered, ordered[1:], strict=False):
-        if above > below + 1:
-            yield range(below + 1, above)
 
 
 def _cost(slots: Collection[int]) -> float:

@@ -1,4 +1,4 @@
-"""llama.cpp as a library: loading it, its log, its build, and what it says of its memory.
+"""llama.cpp as a library: loading it, its log, and its build.
 
 The log of the process goes to one LogTail, so that an error message can end with llama.cpp's words.
 """
@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serving.backends.backend_interface import MemoryParts
 from serving.backends.backend_table import BackendProbe
 from serving.errors import BackendUnavailable, Cause
 from serving.hardware.gpus import VULKAN
@@ -30,13 +29,17 @@ _LOG_DEBUG, _LOG_WARN, _LOG_ERROR, _LOG_CONTINUED = 1, 3, 4, 5
 VENDORS: dict[str, str] = {"CUDA": "nvidia", "ROCm": "amd", "Vulkan": VULKAN}
 
 
+_DEVICE = re.compile(
+    r"using device \S+ \((.*?)\)(?: \((?:[0-9a-fA-F:.]+|unknown id)\))? - \d+ MiB free"
+)
+
+
 class LogTail:
-    """llama.cpp's log: the last errors for messages, and the lines of a load for `memory_parts`."""
+    """llama.cpp's log: the last errors for messages, and the GPU that a load uses."""
 
     def __init__(self) -> None:
         self.errors: collections.deque[str] = collections.deque(maxlen=8)
-        self.lines: list[str] = []
-        self.recording = False
+        self.gpu: str | None = None  # its name, without what differs at every load
         self._level = _LOG_DEBUG
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
             self._take
@@ -47,17 +50,6 @@ class LogTail:
         """Make this the log of the process, which has only one."""
         llama.llama_log_set(self._callback, ctypes.c_void_p(0))
         llama.llama_cpp._lib.ggml_set_abort_callback(self._last_word)
-
-    def record(self) -> None:
-        self.lines = []
-        self.recording = True
-        self.errors.clear()
-
-    def stop(self) -> list[str]:
-        """The lines of a load that has worked; its warnings are no reasons of later failures."""
-        self.recording = False
-        self.errors.clear()
-        return self.lines
 
     def reason(self) -> str:
         """The last errors in llama.cpp's words, without paths."""
@@ -75,17 +67,12 @@ class LogTail:
         if level == _LOG_ERROR and line:
             # It may be the last word: llama.cpp ends the process on a CUDA error.
             print(f"llama.cpp: {line}", file=sys.stderr, flush=True)
-        if self.recording:
-            self.lines.append(line)
+        if found := _DEVICE.search(line):
+            self.gpu = self.gpu or found[1]
 
     def _abort(self, message: bytes) -> None:
         """Before llama.cpp ends the process: the reason, in place of a backtrace."""
         line = _without_folders(message.decode("utf-8", "replace").strip())
-        if "pre-allocated tensor (cache_" in line:
-            line = (
-                "the device cannot work on a layer's KV cache of this size (its largest buffer) or "
-                f"type; fewer slots or a shorter context need less: {line}"
-            )
         print(f"llama.cpp: {line}", file=sys.stderr, flush=True)
 
 
@@ -129,13 +116,11 @@ def probe() -> BackendProbe:
     llama = library()
     find = llama.llama_cpp._lib.ggml_backend_reg_by_name
     find.argtypes, find.restype = [ctypes.c_char_p], ctypes.c_void_p
-    build = next((name for name in VENDORS if find(name.encode())), None)
-    gpu, note = bool(llama.llama_supports_gpu_offload()), f"built with {build}"
-    cause = Cause.no_device if build else Cause.backend_missing
+    build = next((name for name in VENDORS if find(name.encode())), "")
+    gpu, cause = bool(llama.llama_supports_gpu_offload()), Cause.no_device
+    note = f"built with {build}" if gpu else f"built with {build}, which shows no device here"
     if not build:
-        note = "this build of llama.cpp is for the CPU only"
-    elif not gpu:
-        note += ", which shows no device here"
+        note, cause = "this build of llama.cpp is for the CPU only", Cause.backend_missing
     return BackendProbe(
         "llama_cpp",
         works=True,
@@ -143,7 +128,7 @@ def probe() -> BackendProbe:
         gpu=gpu,
         gpu_note=note,
         gpu_cause=None if gpu else cause,
-        gpu_vendor=VENDORS.get(build or ""),
+        gpu_vendor=VENDORS.get(build),
         details=build_details(llama),
     )
 
@@ -161,42 +146,3 @@ def is_memory(reason: str) -> bool:
     """Whether llama.cpp's words say that memory ran out."""
     told = r"out of memory|bad_alloc|(failed to|unable to|cannot) allocate"
     return re.search(told, reason, re.IGNORECASE) is not None
-
-
-_BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
-_KV_SIZE = re.compile(r"llama_kv_cache\w*: size =\s*([\d.]+) MiB")
-_DEVICE = re.compile(
-    r"using device \S+ \((.*?)\)(?: \((?:[0-9a-fA-F:.]+|unknown id)\))? - \d+ MiB free"
-)
-_HOST_BUFFERS = ("CPU", "AMX", "BLAS")  # how names of buffers in RAM begin; ..._Host is too
-
-
-def memory_parts(lines: list[str], device: str = "cpu") -> MemoryParts:
-    """What a load allocated by llama.cpp's log (rounded to 0.01 MiB a line): for device gpu in the
-    GPUs' memory alone, else everywhere."""
-    sums: dict[str, float] = {}
-    for line in lines:
-        found = _BUFFER.search(line)
-        if not found:
-            continue
-        is_in_ram = found[1].startswith(_HOST_BUFFERS) or found[1].endswith("_Host")
-        if device != "gpu" or not is_in_ram:
-            sums[found[2]] = sums.get(found[2], 0.0) + float(found[3])
-
-    def together(*kinds: str) -> int | None:
-        known = [sums[kind] for kind in kinds if kind in sums]
-        return round(sum(known) * 2**20) if known else None
-
-    return MemoryParts(together("model"), together("KV", "RS"), together("compute", "output"))
-
-
-def dry_run_parts(lines: list[str], weight_bytes: int, device: str = "cpu") -> MemoryParts:
-    """The same from a dry run, whose weight and KV buffers are empty: other lines tell these."""
-    kv = [float(found[1]) for line in lines if (found := _KV_SIZE.search(line))]
-    kv_bytes = round(sum(kv) * 2**20) if kv else None
-    return MemoryParts(weight_bytes, kv_bytes, memory_parts(lines, device).compute_bytes)
-
-
-def devices_said(lines: list[str]) -> list[str]:
-    """The name of each GPU that a load uses, without what differs at every load."""
-    return [match[1] for line in lines if (match := _DEVICE.search(line))]

@@ -1,4 +1,4 @@
-"""Loads a GGUF file: options, a dry run that measures the memory, the weights, the context.
+"""Loads a GGUF file: options, the weights, the context.
 
 The defaults of the options are the quickest that were measured (tests/bench/RESULTS.md).
 """
@@ -11,25 +11,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.machine import cpu_flags
 from models.manifest import Progress
-from serving.backends.backend_interface import (
-    AUTO,
-    EngineConfig,
-    MemoryParts,
-    check_sizes,
-    parse_options,
-)
-from serving.backends.llama_cpp.extra_buffers import extra_bytes
+from serving.backends.backend_interface import AUTO, EngineConfig, check_sizes, parse_options
 from serving.backends.llama_cpp.library import (
     FLASH_ATTENTION,
     KV_TYPES,
     LOG,
     PACKAGE,
-    dry_run_parts,
     is_memory,
     library,
-    memory_parts,
 )
 from serving.bounds import Count
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
@@ -43,16 +33,11 @@ class LlamaOptions(msgspec.Struct, frozen=True):
 
     # auto: off on a CPU unless kv_dtype needs it (see backend.py); on a GPU llama.cpp decides.
     flash_attention: Literal["auto", "off", "on"] = "auto"
-    # One KV pool for all slots, whose rows attend to all rows' tokens, or a part for each slot.
-    # None: a part each, unless kv_tokens is less than that takes.
-    kv_unified: bool | None = None
     # Map the file or read it. None: mapped on a GPU, read on the CPU: one row 5 % quicker on 135M
     # Q4_0, and repacked weights are there once, not twice (90 instead of 150 MB).
     mmap: bool | None = None
     mlock: bool = False  # keep the weights from being swapped out
-    repack: bool = True  # rearrange weights for this CPU's instructions
     step_tokens: Count = 512  # most tokens of a step (n_batch)
-    ubatch_tokens: Count = 512  # most tokens of a pass over the weights (n_ubatch)
     gpu_layers: Annotated[int, msgspec.Meta(ge=-1)] = -1  # on the GPU; -1: all
 
 
@@ -68,45 +53,32 @@ class Loader:
         self.attention = options.flash_attention
         if self.attention == "auto" and config.device != "gpu":
             self.attention = "on" if self.kv_dtype in QUANTISED_KV else "off"
-        whole, pool = config.slots * config.context_tokens, config.kv_tokens
-        self.is_unified = options.kv_unified
-        if self.is_unified is None:
-            self.is_unified = pool is not None and pool < whole
+        # A KV part for each slot, or, where that would take more than kv_tokens, one pool for all,
+        # whose rows attend to all rows' tokens.
+        pool = config.kv_tokens
+        self.is_unified = pool is not None and pool < config.slots * config.context_tokens
         self._file = Path(config.model_path)
         self._check()
 
     def _check(self) -> None:
         """Refuse what can be refused before anything is loaded."""
         check_sizes(self.config, None, self.kv_dtype)
-        config, pool = self.config, self.config.kv_tokens
-        most, context = int(self.llama.llama_max_parallel_sequences()), config.context_tokens
-        for is_wrong, key, message in (
-            (config.slots > most, "slots", f"must be at most {most} with llama.cpp"),
-            (
-                self.kv_dtype not in KV_TYPES,
-                "kv_dtype",
-                f"must be one of {', '.join(KV_TYPES)} with llama.cpp",
-            ),
-            (
-                self.kv_dtype in QUANTISED_KV and self.attention == "off",
-                "kv_dtype",
-                "needs flash attention, and option flash_attention is off",
-            ),
-            (
-                pool is not None and not self.is_unified and pool != config.slots * context,
-                "kv_tokens",
-                "is a size of the unified pool; with option kv_unified = false each slot has its "
-                "context_tokens",
-            ),
-            (
-                pool is not None and pool < context,
-                "kv_tokens",
-                f"must be at least one sequence's context_tokens = {context}",
-            ),
-            (config.device not in ("cpu", "gpu"), "device", "must be cpu or gpu"),
-        ):
-            if is_wrong:
-                raise Unsupported(f"{key} {message}, got {getattr(config, key)!r}", key)
+        config, context = self.config, self.config.context_tokens
+        most = int(self.llama.llama_max_parallel_sequences())
+
+        def need(holds: bool, key: str, what: str) -> None:
+            if not holds:
+                raise Unsupported(f"{key} {what}, got {getattr(config, key)!r}", key)
+
+        need(config.slots <= most, "slots", f"must be at most {most} with llama.cpp")
+        known = f"must be one of {', '.join(KV_TYPES)} with llama.cpp"
+        need(self.kv_dtype in KV_TYPES, "kv_dtype", known)
+        is_slow = self.kv_dtype in QUANTISED_KV and self.attention == "off"
+        flash = "needs flash attention, and option flash_attention is off"
+        need(not is_slow, "kv_dtype", flash)
+        least = f"must be at least one sequence's context_tokens = {context}"
+        need(config.kv_tokens is None or config.kv_tokens >= context, "kv_tokens", least)
+        need(config.device in ("cpu", "gpu"), "device", "must be cpu or gpu")
         if config.device == "gpu" and not self.llama.llama_supports_gpu_offload():
             raise BackendUnavailable(
                 f"{PACKAGE} {self.llama.__version__} was built without GPU support; crossover "
@@ -115,31 +87,8 @@ class Loader:
         if not self._file.is_file():
             raise BrokenWeights(f"there is no GGUF file {self._file.name}")
 
-    def dry_run(self) -> MemoryParts:
-        """Lay everything out without weights. Raises OutOfMemory where it cannot fit."""
-        llama, config = self.llama, self.config
-        LOG.record()
-        settings = self._model_settings()
-        settings.no_alloc = True
-        settings.load_mode = llama.llama_load_mode_from_str(b"none")
-        model = self._model(settings)
-        try:
-            weight_bytes = int(llama.llama_model_size(model))
-            trained = int(llama.llama_model_n_ctx_train(model))
-            check_sizes(config, trained, self.kv_dtype)
-            llama.llama_free(self._context(model))
-        finally:
-            llama.llama_model_free(model)
-        lines = LOG.stop()
-        if config.device == "cpu" and self.options.repack:
-            weight_bytes += extra_bytes(None, "", cpu_flags(), config.model_path)
-        parts = dry_run_parts(lines, weight_bytes, config.device)
-        if config.check_memory and config.device == "cpu":
-            refuse_shortage(parts.total_bytes or 0, f"weights and KV cache of {self._file.name}")
-        return parts
-
-    def load(self, progress: Progress) -> tuple[Any, Any, MemoryParts]:
-        """The model, its context, and the memory that they took."""
+    def load(self, progress: Progress) -> tuple[Any, Any]:
+        """The model and its context. Raises OutOfMemory, UnsupportedModel too."""
         llama = self.llama
         problems: list[BaseException] = []
         told = -1.0
@@ -155,42 +104,36 @@ class Loader:
                     return False
             return True
 
-        LOG.record()
-        settings = self._model_settings()
-        settings.progress_callback = callback = llama.llama_progress_callback(report)
-        try:
-            model = self._model(settings)
-        except Exception:
-            if problems:
-                raise problems[0] from None
-            raise
-        del callback
-        try:
-            return model, self._context(model), memory_parts(LOG.stop(), self.config.device)
-        except BaseException:
-            llama.llama_model_free(model)
-            raise
-
-    def _model_settings(self) -> Any:
-        options, llama, is_gpu = self.options, self.llama, self.config.device == "gpu"
+        options, name, is_gpu = self.options, self._file.name, self.config.device == "gpu"
+        if self.config.check_memory and not is_gpu:
+            refuse_shortage(self._file.stat().st_size, f"the weights of {name}")
         is_mapped = is_gpu if options.mmap is None else options.mmap
         modes = ["mmap"] * is_mapped + ["mlock"] * options.mlock
         settings = llama.llama_model_default_params()
         settings.load_mode = llama.llama_load_mode_from_str("+".join(modes or ["none"]).encode())
-        settings.use_extra_bufts = options.repack
         settings.n_gpu_layers = options.gpu_layers if is_gpu else 0
-        return settings
-
-    def _model(self, settings: Any) -> Any:
-        model = self.llama.llama_model_load_from_file(str(self._file).encode(), settings)
-        if model:
-            return model
-        name, reason = self._file.name, LOG.reason()
-        if is_memory(reason):
-            raise OutOfMemory(f"{name} does not fit in memory: {reason}")
-        if "unknown model architecture" in reason:
-            raise UnsupportedModel(f"llama.cpp does not know the architecture of {name}: {reason}")
-        raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
+        settings.progress_callback = callback = llama.llama_progress_callback(report)
+        LOG.errors.clear()
+        model = llama.llama_model_load_from_file(str(self._file).encode(), settings)
+        del callback
+        if problems:
+            raise problems[0]
+        if not model:
+            reason = LOG.reason()
+            if is_memory(reason):
+                raise OutOfMemory(f"{name} does not fit in memory: {reason}")
+            if "unknown model architecture" in reason:
+                text = f"llama.cpp does not know the architecture of {name}: {reason}"
+                raise UnsupportedModel(text)
+            raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
+        try:
+            check_sizes(self.config, int(llama.llama_model_n_ctx_train(model)), self.kv_dtype)
+            context = self._context(model)
+        except BaseException:
+            llama.llama_model_free(model)
+            raise
+        LOG.errors.clear()  # warnings of a load that has worked explain no later failure
+        return model, context
 
     def _context(self, model: Any) -> Any:
         options, llama, config = self.options, self.llama, self.config
@@ -199,7 +142,7 @@ class Loader:
         if not self.is_unified:
             settings.n_ctx = config.slots * -(-config.context_tokens // 256) * 256
         settings.n_batch = max(options.step_tokens, config.slots)
-        settings.n_ubatch = min(options.ubatch_tokens, settings.n_batch)
+        settings.n_ubatch = min(512, settings.n_batch)
         settings.n_seq_max = settings.n_outputs_max = config.slots
         settings.n_threads = settings.n_threads_batch = self.threads
         settings.flash_attn_type = FLASH_ATTENTION[self.attention]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,38 +14,26 @@ import msgspec
 import numpy as np
 
 from models.errors import BrokenWeights
-from models.manifest import Manifest, read_manifest, verify
+from models.manifest import Progress, read_manifest, verify
 from serving.backends.backend_interface import (
     CAPABILITIES,
     BackendInfo,
     EngineConfig,
-    MemoryParts,
     check_sizes,
     parse_options,
 )
-from serving.backends.kv_rows import rider_tokens
 from serving.backends.onnx.fused import SlotGraph
-from serving.backends.onnx.graph import (
-    GraphFacts,
-    graph_file,
-    mentions,
-    read_facts,
-    resident_bytes,
-    weight_bytes,
-)
+from serving.backends.onnx.graph import graph_file, read_facts, weight_bytes
 from serving.backends.onnx.growing import GrowingGraph
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory
-from serving.hardware.machine_facts import anonymous_bytes, refuse_shortage
+from serving.hardware.machine_facts import refuse_shortage
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampled
-
-_COMPUTE_BYTES = 150 << 20  # arena, thread pools, onnxruntime itself; measured 120 to 180 MB
 
 
 class OnnxOptions(msgspec.Struct, frozen=True):
     """`--option key=value` of the onnx backend."""
 
-    file: str | None = None  # which .onnx file of the folder; None: model.onnx
     spinning: bool = True  # idle threads spin between operators; off where cores are shared
     prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] = 512  # prompt tokens of a call
 
@@ -54,24 +41,23 @@ class OnnxOptions(msgspec.Struct, frozen=True):
 class OnnxBackend:
     """See serving.backends.backend_interface.Backend."""
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress) -> None:
         options = parse_options(OnnxOptions, config.options, "onnx")
         if config.device != "cpu":
             raise BackendUnavailable(
                 f"the onnx backend runs on the CPU; device={config.device!r} was asked for"
             )
-        file = graph_file(config.model_path, options.file)
+        file = graph_file(config.model_path)
         manifest = read_manifest(file.parent)
         if manifest is not None:
             verify(file.parent, manifest)
-        resident = resident_bytes(file)
         if config.check_memory:
-            refuse_shortage(resident + _COMPUTE_BYTES, f"the weights of {file.name}")
+            refuse_shortage(weight_bytes(file), f"the weights of {file.name}")
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         progress(f"loading {file.name}", None)
-        self._session, loaded = _session(file, options.spinning, threads)
+        self._session, version = _session(file, options.spinning, threads)
         facts = read_facts(self._session, file)
-        check_sizes(config, facts.context_tokens, facts.kv_dtype)
+        check_sizes(config, facts.context_tokens, "fp32")
         slots, context = config.slots, config.context_tokens
         kv_tokens = min(config.kv_tokens or slots * context, slots * context)
         token_bytes = facts.kv_bytes_per_token
@@ -79,11 +65,11 @@ class OnnxBackend:
             refuse_shortage(kv_tokens * token_bytes, f"the KV cache of {kv_tokens} tokens")
         self._graph: SlotGraph | GrowingGraph | None
         if facts.grouped:
-            flops = 2 * weight_bytes(file)  # about a weight a byte
-            price = rider_tokens(flops, threads, token_bytes)
-            self._graph = SlotGraph(self._session, facts, slots, context, price)
+            self._graph = SlotGraph(self._session, facts, slots, context)
+            kind = "GroupQueryAttention, appended to in place"
         else:
             self._graph = GrowingGraph(self._session, facts, slots, context)
+            kind = "growing past_key_values, copied every step"
         self._chunk = options.prefill_chunk
         self.last_decode_seconds: float | None = None
         stored = manifest.weight_format if manifest is not None else file.stem
@@ -97,10 +83,14 @@ class OnnxBackend:
             vocabulary=facts.vocabulary,
             weight_format=config.weight_format or stored,
             step_tokens=max(512, 2 * slots),
-            predicted=MemoryParts(resident, slots * context * token_bytes, _COMPUTE_BYTES),
-            measured=MemoryParts(loaded, slots * context * token_bytes if facts.grouped else None),
             capabilities=frozenset(CAPABILITIES),
-            details=_details(file, facts, manifest, threads),
+            details={
+                "onnxruntime": version,
+                "graph": kind,
+                "kv_dtype": "fp32",
+                "threads": str(threads),
+                "made_by": "not known" if manifest is None else manifest.generator,
+            },
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
@@ -141,24 +131,21 @@ class OnnxBackend:
         self._session = None
 
 
-def _session(file: Path, spinning: bool, threads: int) -> tuple[Any, int]:
-    """The session, and the private memory that it took."""
-    import onnxruntime  # whose own memory is not the weights'
+def _session(file: Path, spinning: bool, threads: int) -> tuple[Any, str]:
+    """The session, and onnxruntime's version."""
+    import onnxruntime
 
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
     settings.log_severity_level = 3
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
-    before = anonymous_bytes()
     try:
         made = onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
-        return made, max(0, anonymous_bytes() - before)
-    except MemoryError as problem:
-        raise OutOfMemory(f"{file.name} does not fit in memory: {problem}") from problem
+        return made, str(onnxruntime.__version__)
     except Exception as problem:  # onnxruntime has a class for every kind of broken file
         text = str(problem).replace(str(file.parent), "").strip()
-        if _is_memory(text):
+        if isinstance(problem, MemoryError) or _is_memory(text):
             raise OutOfMemory(f"{file.name} does not fit in memory: {text}") from problem
         raise BrokenWeights(
             f"onnxruntime {onnxruntime.__version__} cannot load {file.name}: {text[:300]}"
@@ -167,26 +154,3 @@ def _session(file: Path, spinning: bool, threads: int) -> tuple[Any, int]:
 
 def _is_memory(text: str) -> bool:
     return "bad_alloc" in text or "Failed to allocate" in text
-
-
-def _details(
-    file: Path, facts: GraphFacts, manifest: Manifest | None, threads: int
-) -> dict[str, str]:
-    import onnxruntime
-
-    graph = "GroupQueryAttention, appended to in place"
-    if not facts.grouped:
-        graph = "growing past_key_values, copied every step"
-        if not facts.position_ids:
-            graph += ", row by row (it has no position_ids)"
-    details = {
-        "onnxruntime": onnxruntime.__version__,
-        "graph": graph,
-        "kv_dtype": facts.kv_dtype,
-        "threads": str(threads),
-    }
-    if manifest is not None:
-        details["made_by"] = manifest.generator
-    if mentions(file, "DynamicQuantizeLinear"):  # one scale for all rows of a batch (optimum's)
-        details["batch_dependent"] = "true"
-    return details

@@ -3,52 +3,98 @@
 Each layer's keys and values are one numpy buffer [rows, kv_heads, context, head_dim]. The graph's
 past_* and present_* are bound to the same view of rows lo..hi, so the operator appends in place;
 how long each row is enters by the sums of `attention_mask`. A ragged decode step is one call with
-no padding, and a prompt is prefilled straight into its row, chunk by chunk. Short prompts of
-neighbouring rows share a call, padded right: all weights are read once for them.
+no padding, and a prompt is prefilled straight into its row, chunk by chunk.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.backends.kv_rows import RowMap
 from serving.backends.onnx.graph import GraphFacts, Logits, Part
 from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row
 
 _KEPT_BINDINGS = 256  # a binding holds two references a layer and no memory of its own
-# A call of prompts saves time where it is short: 1.5 x at 4 of 16 tokens, 1.2 x at 4 of 64, nothing
-# at 4 of 128 (1B, int8, two threads).
-_SHARED_TOKENS = 256
-_SHARED_PADDING = 1.25  # tokens with padding / tokens, at most
 _MASK_GRAIN = 64  # mask widths are multiples of this, so that onnxruntime sees few different shapes
 
 
-class SlotGraph:
-    """A session, its KV rows and its bindings. `rider_tokens`: see kv_rows."""
+class RowMap:
+    """Which KV row holds which slot, and how many valid tokens each row has.
 
-    def __init__(
-        self, session: Any, facts: GraphFacts, slots: int, context_tokens: int, rider_tokens: float
-    ) -> None:
+    A decode call runs over neighbouring rows. Slots come and go in any order: where a row in
+    between takes no part, rows swap places, one copy of what they hold.
+    """
+
+    def __init__(self, slots: int, context_tokens: int) -> None:
+        self.context_tokens = context_tokens
+        self.row_of = list(range(slots))
+        self.slot_of = list(range(slots))
+        self.length = [0] * slots  # by row
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange the slots of rows a and b; the caller has exchanged the buffers."""
+        self.slot_of[a], self.slot_of[b] = self.slot_of[b], self.slot_of[a]
+        self.length[a], self.length[b] = self.length[b], self.length[a]
+        self.row_of[self.slot_of[a]], self.row_of[self.slot_of[b]] = a, b
+
+    def place_of(self, row: Row) -> int:
+        """The KV row of a step's row. Raises EngineFailed where it does not hold `row.start`."""
+        place, count = self.row_of[row.slot], len(row.tokens)
+        held = self.length[place]
+        if row.start > held or row.start + count > self.context_tokens:
+            raise EngineFailed(
+                f"slot {row.slot} holds {held} of {self.context_tokens} tokens; "
+                f"a row of {count} tokens cannot start at {row.start}"
+            )
+        return place
+
+    def copied(self, source: int, target: int, tokens: int) -> tuple[int, int]:
+        """The rows of slots `source` and `target`, whose first `tokens` the caller copies."""
+        a, b = self.row_of[source], self.row_of[target]
+        if tokens > self.length[a]:
+            raise EngineFailed(
+                f"slot {source} holds {self.length[a]} tokens, {tokens} were to be copied"
+            )
+        self.length[b] = tokens
+        return a, b
+
+    def truncate(self, slot: int, tokens: int) -> None:
+        """Keep the first `tokens` entries of a slot."""
+        row = self.row_of[slot]
+        self.length[row] = min(tokens, self.length[row])
+
+    def window(self, slots: Collection[int]) -> tuple[int, list[tuple[int, int]]]:
+        """Where this step's decode call for these slots begins; it has their rows alone, after
+        these swaps, in order."""
+        members = {self.row_of[slot] for slot in slots}
+        inside = range(min(members), min(members) + len(members))
+        incoming = sorted(members.difference(inside))
+        outgoing = [row for row in inside if row not in members]
+        return inside.start, list(zip(incoming, outgoing, strict=True))
+
+
+class SlotGraph:
+    """A session, its KV rows and its bindings."""
+
+    def __init__(self, session: Any, facts: GraphFacts, slots: int, context_tokens: int) -> None:
         import onnxruntime
 
         self._ort = onnxruntime
         self._session = session
-        self._facts = facts
-        self.rows = RowMap(slots, context_tokens, rider_tokens)
+        self._names = facts.kv_names
+        self.rows = RowMap(slots, context_tokens)
         shape = (slots, facts.kv_heads, context_tokens, facts.head_dim)
         # Zeroed pages cost nothing until they are written: idle slots take address space only.
-        self._kv = [np.zeros(shape, facts.kv_type) for _ in facts.kv_names]
+        self._kv = [np.zeros(shape, np.float32) for _ in self._names]
         self._ids = np.zeros((slots, 1), np.int64)
-        self._positions = np.zeros((slots, 1), np.int64)
-        self._out = np.zeros((slots, 1, facts.vocabulary), facts.logits_type)
+        self._out = np.zeros((slots, 1, facts.vocabulary), np.float32)
         self._columns = np.arange(context_tokens, dtype=np.int64)
-        self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._binding = lru_cache(_KEPT_BINDINGS)(self._bound)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of slot `source` into slot `target`."""
@@ -64,124 +110,56 @@ class SlotGraph:
     def decode(self, rows: list[Row]) -> Part:
         """Rows of one token each, in one call."""
         for row in rows:
-            self.rows.length[self.rows.place_of(row)] = row.start
-        window = self.rows.window([row.slot for row in rows])
-        for a, b in window.swaps:
+            self.rows.place_of(row)
+        lo, swaps = self.rows.window([row.slot for row in rows])
+        for a, b in swaps:
             self._swap(a, b)
-        totals = np.array(self.rows.length[window.lo : window.hi], np.int64) + 1
-        ids = self._ids[window.lo : window.hi]
-        ids[:] = 0
-        by_place: dict[int, Row] = {}
-        for row in rows:
-            place = self.rows.row_of[row.slot]
-            by_place[place] = row
-            ids[place - window.lo, 0] = row.tokens[0]
-        self._positions[window.lo : window.hi, 0] = totals - 1
-        out = self._call(window.lo, window.hi, totals, None)[:, -1]
-        places = sorted(by_place)
-        for place in places:
-            self.rows.length[place] += 1
-        wanted = [place for place in places if by_place[place].wants_token]
-        if len(wanted) != window.hi - window.lo:
-            out = out[[place - window.lo for place in wanted]]
-        return _as_float32(out), [by_place[place] for place in wanted]
+        rows = sorted(rows, key=lambda row: self.rows.row_of[row.slot])
+        ids = self._ids[: len(rows)]
+        ids[:, 0] = [row.tokens[0] for row in rows]
+        ends = [row.start + 1 for row in rows]
+        self.rows.length[lo : lo + len(rows)] = ends
+        out = self._call(lo, np.array(ends, np.int64), ids)
+        asked = [at for at, row in enumerate(rows) if row.wants_token]
+        return out if len(asked) == len(out) else out[asked], [rows[at] for at in asked]
 
     def prefill(self, rows: list[Row], chunk: int) -> Iterator[Part]:
-        """Longer rows, in calls of at most `chunk` tokens; short ones share a call."""
-        for group in self._neighbours(rows, chunk):
-            logits = self._fill(group, chunk)
-            asked = [at for at, row in enumerate(group) if row.wants_token]
-            if asked:
-                yield logits[asked], [group[at] for at in asked]
-
-    def _fill(self, group: list[Row], chunk: int) -> Logits:
-        """Logits [rows, vocabulary] of prompts side by side: one in chunks, several in one call."""
-        places = [self.rows.place_of(row) for row in group]
-        longest = max(len(row.tokens) for row in group)
-        ids = np.zeros((len(group), longest), np.int64)
-        for at, row in enumerate(group):
-            ids[at, : len(row.tokens)] = row.tokens
-        out: npt.NDArray[Any] = ids
-        for first in range(0, longest, longest if len(group) > 1 else chunk):
-            piece = ids if len(group) > 1 else np.ascontiguousarray(ids[:, first : first + chunk])
-            ends = [row.start + min(len(row.tokens), first + piece.shape[1]) for row in group]
-            out = self._call(places[0], places[-1] + 1, np.array(ends, np.int64), piece)[:, -1]
-            for place, end in zip(places, ends, strict=True):
+        """Longer rows one after the other, in calls of at most `chunk` tokens."""
+        for row in rows:
+            place = self.rows.place_of(row)
+            for first in range(0, len(row.tokens), chunk):
+                ids = row.tokens[None, first : first + chunk].astype(np.int64)
+                end = row.start + first + ids.shape[1]
                 self.rows.length[place] = end
-        # The output buffer is used again by the next call of this step.
-        return _as_float32(out.copy())
+                out = self._call(place, np.array([end], np.int64), ids)
+            if row.wants_token:
+                yield out.copy(), [row]  # the output buffer is used again by the next call
 
-    def _neighbours(self, prompts: list[Row], chunk: int) -> list[list[Row]]:
-        """The prompts in groups that share a call: short ones from their first token, of about the
-        same length, in rows side by side. The graph must take each row's own last token.
-        """
-        groups: list[list[Row]] = []
-        for row in sorted(prompts, key=lambda row: self.rows.row_of[row.slot]):
-            group = groups[-1] if groups else []
-            joined = [*group, row]
-            lengths = [len(one.tokens) for one in joined]
-            most = min(_SHARED_TOKENS, chunk * len(joined), _SHARED_PADDING * sum(lengths))
-            places = [self.rows.row_of[one.slot] for one in joined]
-            if (
-                group
-                and self._facts.ragged_prompts
-                and not any(one.start for one in joined)
-                and places[-1] == places[0] + len(places) - 1
-                and max(lengths) * len(joined) <= most
-            ):
-                group.append(row)
-            else:
-                groups.append([row])
-        return groups
-
-    def _call(
-        self, lo: int, hi: int, totals: npt.NDArray[np.int64], ids: npt.NDArray[np.int64] | None
-    ) -> npt.NDArray[Any]:
-        """Logits [hi - lo, 1 or n, vocabulary], a view. `ids`: [rows, n]; None: self._ids."""
+    def _call(self, lo: int, ends: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> Logits:
+        """Logits [rows, vocabulary] of each row's last token, a view. `ids`: [rows, tokens], for
+        the KV rows from `lo` on; `ends`: tokens that each row then holds."""
+        hi = lo + len(ends)
         binding = self._binding(lo, hi)
-        longest = int(totals.max())
-        width = min(self.rows.context_tokens, -(-longest // _MASK_GRAIN) * _MASK_GRAIN)
-        if ids is not None and len(ids) > 1:
-            width = longest  # wider, GroupQueryAttention would take it for a past
-        binding.bind_cpu_input(
-            "attention_mask", (self._columns[:width] < totals[:, None]).astype(np.int64)
-        )
-        tokens = 1
-        if ids is None:
-            binding.bind_cpu_input("input_ids", self._ids[lo:hi])
-            positions = self._positions[lo:hi]
-        else:
-            tokens = ids.shape[1]
-            binding.bind_cpu_input("input_ids", ids)
-            positions = np.arange(longest - tokens, longest, dtype=np.int64)[None]
-        if self._facts.position_ids:
-            binding.bind_cpu_input("position_ids", positions)
-        if tokens == 1 or self._facts.last_logits_only:
-            out: npt.NDArray[Any] = self._out[lo:hi]
-        else:
-            out = np.empty((hi - lo, tokens, self._facts.vocabulary), self._out.dtype)
+        width = min(self.rows.context_tokens, -(-int(ends.max()) // _MASK_GRAIN) * _MASK_GRAIN)
+        mask = (self._columns[:width] < ends[:, None]).astype(np.int64)
+        binding.bind_cpu_input("attention_mask", mask)
+        binding.bind_cpu_input("input_ids", ids)
+        out = self._out[lo:hi]
         binding.bind_ortvalue_output("logits", self._ort.OrtValue.ortvalue_from_numpy(out))
         self._session.run_with_iobinding(binding)
-        return out
+        return out[:, 0]
 
-    def _binding(self, lo: int, hi: int) -> Any:
-        binding = self._bindings.get((lo, hi))
-        if binding is None:
-            binding = self._session.io_binding()
-            for name, buffer in zip(self._facts.kv_names, self._kv, strict=True):
-                view = self._ort.OrtValue.ortvalue_from_numpy(buffer[lo:hi])
-                if view.data_ptr() != buffer[lo:hi].ctypes.data:
-                    raise EngineFailed(
-                        "onnxruntime copied a KV buffer instead of using it in place; "
-                        "this version cannot be used"
-                    )
-                binding.bind_ortvalue_input(f"past_key_values.{name}", view)
-                binding.bind_ortvalue_output(f"present.{name}", view)
-            self._bindings[lo, hi] = binding
-            if len(self._bindings) > _KEPT_BINDINGS:
-                self._bindings.popitem(last=False)
-        else:
-            self._bindings.move_to_end((lo, hi))
+    def _bound(self, lo: int, hi: int) -> Any:
+        binding = self._session.io_binding()
+        for name, buffer in zip(self._names, self._kv, strict=True):
+            view = self._ort.OrtValue.ortvalue_from_numpy(buffer[lo:hi])
+            if view.data_ptr() != buffer[lo:hi].ctypes.data:
+                raise EngineFailed(
+                    "onnxruntime copied a KV buffer instead of using it in place; "
+                    "this version cannot be used"
+                )
+            binding.bind_ortvalue_input(f"past_key_values.{name}", view)
+            binding.bind_ortvalue_output(f"present.{name}", view)
         return binding
 
     def _swap(self, a: int, b: int) -> None:
@@ -191,7 +169,3 @@ class SlotGraph:
             buffer[a, :, :held_b] = buffer[b, :, :held_b]
             buffer[b, :, :held_a] = kept
         self.rows.swap(a, b)
-
-
-def _as_float32(values: npt.NDArray[Any]) -> Logits:
-    return values if values.dtype == np.float32 else values.astype(np.float32)

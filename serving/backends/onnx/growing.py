@@ -17,7 +17,7 @@ from serving.backends.onnx.graph import GraphFacts, Logits, Part
 from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row
 
-Cache = list[npt.NDArray[Any]]  # per layer key, value: [kv_heads, tokens, head_dim]
+Cache = list[npt.NDArray[np.float32]]  # per layer key, value: [kv_heads, tokens, head_dim]
 
 
 class GrowingGraph:
@@ -29,7 +29,7 @@ class GrowingGraph:
         self._context = context_tokens
         self._pasts = [f"past_key_values.{name}" for name in facts.kv_names]
         self._outputs = ["logits", *(f"present.{name}" for name in facts.kv_names)]
-        empty = np.zeros((facts.kv_heads, 0, facts.head_dim), facts.kv_type)
+        empty = np.zeros((facts.kv_heads, 0, facts.head_dim), np.float32)
         self._caches: list[Cache] = [[empty] * len(self._pasts) for _ in range(slots)]
 
     def decode(self, rows: list[Row]) -> Part:
@@ -49,12 +49,10 @@ class GrowingGraph:
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of slot `source` into slot `target`."""
-        cache = self._caches[source]
-        if tokens > cache[0].shape[1]:
-            raise EngineFailed(
-                f"slot {source} holds {cache[0].shape[1]} tokens, {tokens} were to be copied"
-            )
-        self._caches[target] = [part[:, :tokens].copy() for part in cache]
+        held = self._caches[source][0].shape[1]
+        if tokens > held:
+            raise EngineFailed(f"slot {source} holds {held} tokens, {tokens} were to be copied")
+        self._caches[target] = [part[:, :tokens].copy() for part in self._caches[source]]
 
     def truncate(self, slot: int, tokens: int) -> None:
         """Keep only the first `tokens` entries of a slot."""
@@ -80,15 +78,12 @@ class GrowingGraph:
         if self._facts.position_ids:
             feeds["position_ids"] = np.add.outer(np.array(starts), np.arange(count))
         for part, name in enumerate(self._pasts):
-            caches = [self._caches[row.slot][part] for row in rows]
-            joined = np.zeros(
-                (len(rows), caches[0].shape[0], width, caches[0].shape[2]), caches[0].dtype
-            )
-            for index, (cache, start) in enumerate(zip(caches, starts, strict=True)):
-                joined[index, :, width - start :] = cache[:, :start]
-            feeds[name] = joined
+            shape = (len(rows), self._facts.kv_heads, width, self._facts.head_dim)
+            feeds[name] = joined = np.zeros(shape, np.float32)
+            for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+                joined[index, :, width - start :] = self._caches[row.slot][part][:, :start]
         logits, *present = self._session.run(self._outputs, feeds)
         for index, row in enumerate(rows):
             self._caches[row.slot] = [whole[index, :, padding[index] :] for whole in present]
-        result: Logits = logits[:, -1].astype(np.float32)
+        result: Logits = logits[:, -1]
         return result

@@ -1,45 +1,65 @@
-"""torch: safetensors on CUDA, ROCm (which torch calls cuda) and, without graphs, the CPU.
+"""torch: safetensors on CUDA, ROCm (which torch calls cuda) and, for reference, the CPU.
 
-Its own forward pass over a KV cache of fixed rows (forward_pass.py), for the architectures of
-models/hf_config.py. Prompt pieces and decode rows of a step share one pass over the weights.
+Its own forward pass over a KV cache of a row for each slot (forward_pass.py), for the architectures
+of models/hf_config.py. Prompt pieces and decode rows of a step share one pass over the weights.
 On a GPU attention is one call of torch's flash kernels (varlen_attention.py), a step of decode rows
-only is a CUDA graph (cuda_graphs.py), and tokens are drawn on the device (gpu_sampler.py). There
-are as many slots as fit beside the largest step, which is run once before the KV cache is made.
+only is a CUDA graph (cuda_graphs.py), and tokens are drawn on the device (gpu_sampler.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from models.manifest import Progress
-from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
-from serving.backends.kv_rows import RowMap, rider_tokens
-from serving.backends.torch.cuda_graphs import DecodeGraphs, bucket_of
-from serving.backends.torch.device_transfer import fetch, send
-from serving.backends.torch.forward_pass import Piece, SlotModel, run_pass
-from serving.backends.torch.gpu_sampler import always_drawn, draw, drawable
-from serving.backends.torch.load_plan import (
-    KINDS_OF_DRAWS,
-    KV_NAMES,
-    Plan,
-    check_memory,
-    memory_errors,
-    plan_of,
-    slots_that_fit,
+from models.formatting import size
+from models.hf_config import read_spec
+from models.machine import available_bytes
+from models.manifest import Progress, read_manifest, verify
+from models.spec import ModelSpec
+from serving.backends.backend_interface import (
+    CAPABILITIES,
+    BackendInfo,
+    EngineConfig,
+    check_sizes,
+    parse_options,
 )
-from serving.backends.torch.torch_weights import cpu_has_bf16, load
-from serving.errors import EngineFailed
+from serving.backends.torch import gpu_memory
+from serving.backends.torch.cuda_graphs import DecodeGraphs
+from serving.backends.torch.device_transfer import fetch, send
+from serving.backends.torch.forward_pass import SlotModel, run_pass
+from serving.backends.torch.gpu_sampler import always_drawn, draw, drawable
+from serving.backends.torch.torch_weights import DTYPES, Checkpoint, compute_dtype, load
+from serving.backends.torch.varlen_attention import KvCache, flash_trouble
+from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from serving.sampling.sampler import sample
-from serving.sampling.step_rows import DRAWN, Row, Sampled, Tokens
+from serving.sampling.step_rows import DRAWN, Row, Sampled, Sampling, Tokens
 
-_DUMMY: Tokens = np.zeros(1, np.int32)
+KV_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CPU_PREFILL_CHUNK = 512
+KINDS_OF_DRAWS = (
+    *(Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)),
+    Sampling(temperature=1.0, top_k=50),
+)
+# What CUDA's libraries say when they find no memory, beside torch's own words.
+_MEMORY_WORDS = ("not enough memory", "out of memory", "_ALLOC_FAILED", "ERROR_OUT_OF_MEMORY")
+
+
+class TorchOptions(msgspec.Struct, frozen=True):
+    """`--option key=value` of the torch backend."""
+
+    graphs: bool = True  # CUDA graphs of the decode step, on a GPU
+    # Prompt tokens of a pass. None: 2048 on a GPU, 512 on the CPU.
+    prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] | None = None
 
 
 class Flight:
@@ -73,61 +93,77 @@ class TorchBackend:
     """See serving.backends.backend_interface.Backend."""
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
-        plan = plan_of(config, progress)
-        self._is_gpu, self._device = plan.is_gpu, plan.device
-        self._chunk = plan.prefill_chunk
-        self._device_sampling = plan.draws_on_device
+        options = parse_options(TorchOptions, config.options, "torch")
+        self._device = device = device_of(config.device)
+        self._is_gpu = self._device_sampling = is_gpu = config.device == "gpu"
+        usual_chunk = gpu_memory.GPU_PREFILL_CHUNK if is_gpu else CPU_PREFILL_CHUNK
+        self._chunk = options.prefill_chunk or usual_chunk
+        folder, context = Path(config.model_path), config.context_tokens
+        spec = read_spec(folder, config.model_name)
+        manifest = read_manifest(folder)
+        if manifest is not None:
+            verify(folder, manifest)
+        checkpoint = Checkpoint(folder)
+        weight_format = config.weight_format or checkpoint.weight_format
+        known = ["fp32", "bf16", "fp16"] if is_gpu else ["fp32", "bf16"]
+        if weight_format not in known:
+            raise Unsupported(
+                f"torch has no weight_format {weight_format!r} on this device; it has "
+                f"{', '.join(known)}",
+                "weight_format",
+            )
+        dtype = compute_dtype(weight_format, device)
+        check_sizes(config, spec.context, KV_NAMES[dtype])
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
-        slots, doubts, free_bytes = config.slots, {}, 0
-        if not self._is_gpu:
-            torch.set_num_threads(threads)
-        else:
+        if is_gpu:
             # From torch 2.11 on cuDNN comes first on sm_90 and newer, and builds a plan of 40 ms or
             # more for every new shape: a stall a step where lengths grow (pytorch issue 191576).
             torch.backends.cuda.enable_cudnn_sdp(False)
-            free_bytes, _ = torch.cuda.mem_get_info()
-        if config.check_memory:
-            check_memory(plan)
-        with memory_errors("loading the weights"), torch.inference_mode():
-            weights = load(plan.checkpoint, plan.spec, plan.weight_format, self._device, progress)
-            if self._is_gpu:
-                slots = slots_that_fit(plan, weights, free_bytes)
-            self._model: SlotModel | None = plan.new_model(weights, slots)
+        else:
+            torch.set_num_threads(threads)
+        step_tokens = gpu_memory.step_tokens(config.slots, self._chunk)
+        slots, doubts = self._slots_that_fit(config, spec, dtype, step_tokens), {}
         if slots < config.slots:
             doubts["slots"] = f"{slots} of {config.slots}: more have no room for their KV cache"
-        # A full row has one more column for a dummy token (cache_width): every row can ride along.
-        # On a GPU a row more in a bucket costs next to nothing.
-        price = rider_tokens(plan.spec.flops_per_token(), threads, plan.token_bytes)
-        price = 0.0 if self._is_gpu else price
-        self._rows = RowMap(slots, config.context_tokens, price, spare_tokens=1)
+        no_flash = flash_trouble(spec, dtype, device)
+        with memory_errors("loading the weights"), torch.inference_mode():
+            weights = load(checkpoint, spec, dtype, device, progress)
+            cache = KvCache(spec, slots, context, dtype, device, no_flash is None)
+            self._model: SlotModel | None = SlotModel(spec, weights, cache)
+        self._lengths = [0] * slots
         self._logits: Tensor | None = None  # of every step on a GPU
         self._graphs: DecodeGraphs | None = None
-        compute_bytes = None
-        if self._is_gpu:
+        if is_gpu:
             with memory_errors("making graphs and a first step"), torch.inference_mode():
-                doubts |= self._make_graphs(plan, self._model, progress)
+                self._logits = torch.empty(slots, spec.vocabulary, device=device)
+                if no_flash is None and options.graphs:
+                    doubts |= self._make_graphs(self._model, self._logits, progress)
                 progress("first step", None)
-                self._warm_up(self._model, slots)
+                self._warm_up(context)
                 torch.cuda.synchronize()
-            kept = weights.bytes + self._model.kv_bytes
-            compute_bytes = max(0, torch.cuda.memory_reserved() - kept)
         for key, what in doubts.items():
             print(f"torch: {key} {what}", file=sys.stderr, flush=True)
-        whole = slots * config.context_tokens
+        hip, cuda = torch.version.hip, torch.version.cuda
+        details = {
+            "torch": str(torch.__version__),  # a class of its own, which no message can carry
+            "kv_dtype": KV_NAMES[dtype],
+            "prefill_chunk": str(self._chunk),
+            "attention": "flash" if no_flash is None else f"sdpa: {no_flash}",
+            "graphs": str(self._graphs is not None).lower(),
+            "runtime": f"ROCm {hip}" if hip else f"CUDA {cuda}" if is_gpu else f"{threads} threads",
+        }
         self.info = BackendInfo(
             name="torch",
             device=config.device,
-            device_name=torch.cuda.get_device_name(self._device) if self._is_gpu else "CPU",
+            device_name=torch.cuda.get_device_name(device) if is_gpu else "CPU",
             slots=slots,
-            context_tokens=config.context_tokens,
-            kv_tokens=min(config.kv_tokens or whole, whole),
-            vocabulary=plan.spec.vocabulary,
-            weight_format=plan.weight_format,
-            step_tokens=plan.step_tokens,
-            predicted=plan.predicted(),
-            measured=MemoryParts(weights.bytes, self._model.kv_bytes, compute_bytes),
+            context_tokens=context,
+            kv_tokens=min(config.kv_tokens or slots * context, slots * context),
+            vocabulary=spec.vocabulary,
+            weight_format=weight_format,
+            step_tokens=step_tokens,
             capabilities=frozenset(CAPABILITIES),
-            details=_details(plan, threads) | doubts,
+            details=details | doubts,
         )
 
     @torch.inference_mode()
@@ -152,12 +188,15 @@ class TorchBackend:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
-        a, b = self._rows.copied(source, target, tokens)
-        if a != b and self._model is not None:
-            self._model.cache.copy(a, b, tokens)
+        held = self._lengths[source]
+        if tokens > held:
+            raise EngineFailed(f"slot {source} holds {held} tokens, {tokens} were to be copied")
+        if source != target and self._model is not None:
+            self._model.cache.copy(source, target, tokens)
+        self._lengths[target] = tokens
 
     def truncate(self, slot: int, tokens: int) -> None:
-        self._rows.truncate(slot, tokens)
+        self._lengths[slot] = min(tokens, self._lengths[slot])
 
     def close(self) -> None:
         self._model = self._graphs = self._logits = None
@@ -171,75 +210,31 @@ class TorchBackend:
         if model is None:
             raise EngineFailed("the backend is closed")
         for row in rows:
-            self._rows.place_of(row)
-        decoding = [row for row in rows if len(row.tokens) == 1]
-        filling = [row for row in rows if len(row.tokens) > 1]
-        for row in decoding:
-            self._rows.length[self._rows.row_of[row.slot]] = row.start
-        if decoding and not filling and self._graphs is not None:
-            return self._run_graph(self._graphs, model, decoding, drawn)
+            held, end = self._lengths[row.slot], row.start + len(row.tokens)
+            if row.start > held or end > model.width:
+                raise EngineFailed(
+                    f"slot {row.slot} holds {held} of {model.width} tokens; "
+                    f"a row of {len(row.tokens)} tokens cannot start at {row.start}"
+                )
+        for row in rows:
+            self._lengths[row.slot] = row.start + len(row.tokens)
+        if self._graphs is not None and all(len(row.tokens) == 1 for row in rows):
+            rows = sorted(rows, key=lambda row: not row.wants_token)
+            wanted = [row for row in rows if row.wants_token]
+            return self._graphs.run(rows, drawn)[: len(wanted)], wanted
         # One pass over everything, after passes for the beginnings of long prompts.
-        begun = [(row, *self._begun(model, row)) for row in filling]
-        pieces = self._decoding(model, decoding) if decoding else []
-        count = len(pieces)
-        for row, tokens, start in begun:  # their KV rows may have been swapped just now
-            pieces.append((row, self._rows.row_of[row.slot], tokens, start))
-        return run_pass(model, self._rows, pieces, count, self._logits, drawn)
-
-    def _run_graph(
-        self, graphs: DecodeGraphs, model: SlotModel, rows: list[Row], drawn: Tensor | None
-    ) -> tuple[Tensor, list[Row]]:
-        places = [self._rows.row_of[row.slot] for row in rows]
-        small = bucket_of(len(rows), graphs.batches)
-        if bucket_of(max(places) + 1, graphs.batches) > small:
-            # One copy of a row's KV is cheaper than a bigger batch at every step to come.
-            free = [place for place in range(small) if place not in places]
-            for place in sorted(place for place in places if place >= small):
-                self._swap(model, place, free.pop())
-            places = [self._rows.row_of[row.slot] for row in rows]
-        batch = bucket_of(max(places) + 1, graphs.batches)
-        ids = [0] * batch
-        for row, place in zip(rows, places, strict=True):
-            ids[place] = int(row.tokens[0])
-        pairs = sorted(zip(places, rows, strict=True), key=lambda pair: pair[0])
-        asking = [row for _, row in pairs if row.wants_token]
-        at = [place for place, row in pairs if row.wants_token]
-        host = torch.tensor(
-            [*ids, *self._rows.length[:batch], *at],
-            dtype=torch.int64,
-            pin_memory=self._device.type == "cuda",
-        )
-        longest = max(self._rows.length[place] for place in places) + 1
-        logits, at_device = graphs.run(host, batch, longest, drawn)
-        for place in places:
-            self._rows.length[place] += 1
-        if at == list(range(len(at))):
-            return logits[: len(at)], asking
-        return logits.index_select(0, at_device), asking
-
-    def _decoding(self, model: SlotModel, rows: list[Row]) -> list[Piece]:
-        """Rows of one token by KV row: for plain attention side by side, with riders."""
-        places: Sequence[int] = sorted(self._rows.row_of[row.slot] for row in rows)
-        if not model.is_flash:
-            window = self._rows.window([row.slot for row in rows])
-            for a, b in window.swaps:
-                self._swap(model, a, b)
-            places = range(window.lo, window.hi)
-        by_place = {self._rows.row_of[row.slot]: row for row in rows}
-        pieces: list[Piece] = []
-        for place in places:
-            row = by_place.get(place)
-            tokens = _DUMMY if row is None else row.tokens
-            pieces.append((row, place, tokens, self._rows.length[place]))
-        return pieces
+        pieces = [(row, *self._begun(model, row)) for row in rows]
+        return run_pass(model, pieces, self._logits, drawn)
 
     def _begun(self, model: SlotModel, row: Row) -> tuple[Tokens, int]:
-        """Runs all but the last chunk of a prompt row; that chunk, and where it starts."""
+        """Runs all but the last chunk of a row; that chunk, and where it starts."""
         last = (len(row.tokens) - 1) // self._chunk * self._chunk
-        silent, place = replace(row, wants_token=False), self._rows.row_of[row.slot]
+        if not last:
+            return row.tokens, row.start
+        silent = replace(row, wants_token=False)
         for first in range(0, last, self._chunk):
             tokens = row.tokens[first : first + self._chunk]
-            run_pass(model, self._rows, [(silent, place, tokens, row.start + first)])
+            run_pass(model, [(silent, tokens, row.start + first)])
         return row.tokens[last:], row.start + last
 
     def _draw(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
@@ -262,67 +257,72 @@ class TorchBackend:
             found = [late.get(index, one) for index, one in enumerate(found)]
         return [one for one in found if one is not None]
 
-    def _swap(self, model: SlotModel, a: int, b: int) -> None:
-        model.cache.swap(a, b, self._rows.length[a], self._rows.length[b])
-        self._rows.swap(a, b)
+    def _slots_that_fit(
+        self, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, step_tokens: int
+    ) -> int:
+        """Slots that have room, on a GPU beside the largest step. Raises OutOfMemory."""
+        if not config.check_memory:
+            return config.slots
+        weights = spec.parameters * dtype.itemsize
+        if not self._is_gpu:  # pages of the KV cache count when they are written
+            needed, usable, slots = weights, available_bytes(), config.slots
+            what = f"{size(usable)} are available"
+        else:
+            row = config.context_tokens * spec.kv_bytes_per_token(KV_NAMES[dtype])
+            largest = gpu_memory.working_bytes(spec, config.slots, step_tokens, dtype.itemsize)
+            free, total = torch.cuda.mem_get_info()
+            usable = int(free * (1 - gpu_memory.GPU_MARGIN))
+            what = f"{size(free)} of the GPU's {size(total)} are free"
+            needed = weights + largest + row
+            slots = min(config.slots, (usable - weights - largest) // row)
+        if needed > usable:
+            raise OutOfMemory(
+                f"weights of {size(weights)}, with the largest step and a slot {size(needed)}, do "
+                f"not fit: {what}; fewer slots or a shorter context need less"
+            )
+        return slots
 
-    def _make_graphs(self, plan: Plan, model: SlotModel, progress: Progress) -> dict[str, str]:
+    def _make_graphs(self, model: SlotModel, logits: Tensor, progress: Progress) -> dict[str, str]:
         """The decode step; without graphs where they cannot be captured, which is told: eager steps
         are slower, not wrong."""
-        slots = len(self._rows.length)
-        self._logits = torch.empty(slots, plan.spec.vocabulary, device=self._device)
-        told: dict[str, str] = {}
-        for capture in (plan.has_graphs, False):
-            try:
-                self._graphs = DecodeGraphs(model, slots, self._logits, capture, progress)
-                break
-            except RuntimeError as problem:
-                torch.cuda.empty_cache()
-                why = (str(problem).splitlines() or [type(problem).__name__])[0]
-                told["graphs"] = f"false: the decode step could not be captured: {why}"
-        return told
+        try:
+            self._graphs = DecodeGraphs(model, len(logits), logits, True, progress)
+        except RuntimeError as problem:
+            torch.cuda.empty_cache()
+            why = (str(problem).splitlines() or [type(problem).__name__])[0]
+            return {"graphs": f"false: the decode step could not be captured: {why}"}
+        return {}
 
-    def _warm_up(self, model: SlotModel, slots: int) -> None:
-        """A prompt, draws of each kind, a mixed step and a copy: what they load and build must not
-        fall on the first request."""
-        room, one = self._rows.context_tokens, np.zeros(1, np.int32)
+    def _warm_up(self, room: int) -> None:
+        """A prompt and draws of each kind: what they load and build must not fall on the first
+        request. `room`: tokens of a slot."""
         count = max(1, min(self._chunk, room - len(KINDS_OF_DRAWS)))
         self.step([Row(0, np.zeros(count, np.int32), 0, True)])
         for index, sampling in enumerate(KINDS_OF_DRAWS[: room - count]):
-            self.step([Row(0, one, count + index, True, sampling)])
-        if room > 1:
-            flight = self.launch([Row(0, one, 0, True)], None)
-            if flight is not None:
-                self.launch([Row(0, np.array([DRAWN], np.int32), 1, True)], flight)
-        last = slots - 1
-        if last and room > count:
-            self.step([Row(0, one, 1, True), Row(last, np.zeros(2, np.int32), 0, True)])
-            self.copy(0, last, 2)
-            self._swap(model, 0, last)
-        for slot in (0, last):
-            self.truncate(slot, 0)
+            self.step([Row(0, np.zeros(1, np.int32), count + index, True, sampling)])
+        self.truncate(0, 0)
 
 
-def _details(plan: Plan, threads: int) -> dict[str, str]:
-    details = {
-        "torch": str(torch.__version__),  # a class of its own, which no message can carry
-        "compute_dtype": str(plan.dtype).removeprefix("torch."),
-        "kv_dtype": KV_NAMES[plan.dtype],
-        "prefill_chunk": str(plan.prefill_chunk),
-    }
-    if plan.is_gpu:
-        hip, cuda = torch.version.hip, torch.version.cuda
-        return details | {
-            "attention": "flash" if plan.is_flash else "sdpa",
-            "graphs": str(plan.has_graphs).lower(),
-            "device_sampling": str(plan.draws_on_device).lower(),
-            "runtime": f"ROCm {hip}" if hip else f"CUDA {cuda}",
-        }
-    details["threads"] = str(threads)
-    details["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-    if not cpu_has_bf16() and plan.weight_format == "bf16":
-        details["bf16"] = (
-            "no arithmetic on this CPU: weights are widened block by block, activations and KV "
-            "cache are float32"
-        )
-    return details
+def device_of(name: str) -> torch.device:
+    """The torch device. Raises Unsupported, BackendUnavailable."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "gpu":
+        raise Unsupported(f"device must be cpu or gpu, got {name!r}", "device")
+    if not torch.cuda.is_available():
+        built_for = torch.version.cuda or torch.version.hip or "the CPU only"
+        raise BackendUnavailable(f"torch {torch.__version__} finds no GPU (built for {built_for})")
+    return torch.device("cuda", 0)
+
+
+@contextlib.contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """Turns torch's out-of-memory errors into OutOfMemory, its other ones into EngineFailed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as problem:
+        text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        is_memory = isinstance(problem, torch.OutOfMemoryError | MemoryError)
+        if is_memory or any(word in str(problem) for word in _MEMORY_WORDS):
+            raise OutOfMemory(f"{what} did not fit in memory: {text}") from problem
+        raise EngineFailed(f"torch failed in {what}: {text}") from problem

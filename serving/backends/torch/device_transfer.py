@@ -1,4 +1,4 @@
-"""What goes to the device: the numbers of a step, which nobody waits for, and the weights.
+"""Numbers of a step to the device and back, by copies that nobody waits for.
 
 A copy from pageable memory, as `torch.tensor(values, device=...)` makes one, holds the host until
 the device has done all that was asked before. So a step's numbers go in one page-locked buffer.
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 GRAIN_BYTES = 16  # parts begin at multiples, so that any type can be seen in them
-STAGE_BYTES = 64 << 20  # of weights that are read, then moved
 _TYPES = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
 
 
@@ -50,21 +49,3 @@ def fetch(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
     return host, copied
-
-
-class Uplink:
-    """Moves weights to a GPU through one page-locked buffer."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        pins = device.type == "cuda"
-        self._stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=pins)
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device."""
-        moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        source, target = (one.reshape(-1).view(torch.uint8) for one in (tensor.contiguous(), moved))
-        for first in range(0, len(source), STAGE_BYTES):
-            part = source[first : first + STAGE_BYTES]
-            target[first : first + len(part)].copy_(self._stage[: len(part)].copy_(part))
-        return moved

@@ -16,16 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.spec import ModelSpec
-from serving.backends.kv_rows import RowMap
 from serving.backends.torch.device_transfer import send
-from serving.backends.torch.torch_weights import Dense, Layer, Linear, Weights
+from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import FlashStep, KvCache, PlainStep, PromptSpan, Step
 from serving.sampling.step_rows import Row, Tokens
 
-GRAIN = 64  # the cache's width, and what plain attention looks at, are multiples of this
-# What is laid end to end: the row, its KV row, its tokens, the position from which on they go. None
-# for the row: a dummy that nobody asks for.
-Piece = tuple[Row | None, int, Tokens, int]
+GRAIN = 64  # what plain attention of decode rows looks at is a multiple of this
+Piece = tuple[Row, Tokens, int]  # tokens of a row, and the position from which on they go
 
 
 class SlotModel:
@@ -44,10 +41,6 @@ class SlotModel:
         self._turns = turns[:, None].to(self.device)
         self._head_scales = [_head_scales(spec, layer) for layer in weights.layers]
 
-    @property
-    def kv_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.cache.layers)
-
     def forward(
         self,
         ids: Tensor,
@@ -61,7 +54,7 @@ class SlotModel:
         `ids`, `positions`: int64 [tokens]. Each token is written to the cache, then attended to.
         `out`: where the logits go, [at least n, vocabulary].
         """
-        x = functional.embedding(ids, self.weights.embedding).to(self.dtype)
+        x = functional.embedding(ids, self.weights.embedding)
         turns = self._turns[positions]
         for index in range(len(self.weights.layers)):
             self._attend(index, x, turns, step)
@@ -98,78 +91,61 @@ class SlotModel:
 
 def run_pass(
     model: SlotModel,
-    rows: RowMap,
     pieces: Sequence[Piece],
-    decoding: int = 0,
     out: Tensor | None = None,
     drawn: Tensor | None = None,
 ) -> tuple[Tensor, list[Row]]:
-    """Logits float32 [n, vocabulary] of the rows that want a token, and these rows.
-
-    The first `decoding` pieces have one token each; for plain attention their KV rows lie side by
-    side. `out`: where the logits go. `drawn`: see `known`. Moves the lengths in `rows`.
-    """
-    counts = np.array([len(tokens) for _, _, tokens, _ in pieces])
-    ends, wanted, at = counts.cumsum(), [], []
-    for (row, place, tokens, start), end in zip(pieces, ends.tolist(), strict=True):
-        if row is not None:
-            rows.length[place] = start + len(tokens)
-            if row.wants_token:
-                wanted.append(row)
-                at.append(end - 1)
-    kv_rows = np.array([place for _, place, _, _ in pieces])
+    """Logits float32 [n, vocabulary] of the rows that want a token, and these rows in the logits'
+    order. `out`: where the logits go. `drawn`: see `known`."""
+    pieces = sorted(pieces, key=lambda piece: len(piece[1]) > 1)  # single tokens first
+    counts = np.array([len(tokens) for _, tokens, _ in pieces])
+    ends = counts.cumsum()
+    pairs = [(row, end - 1) for (row, *_), end in zip(pieces, ends, strict=True) if row.wants_token]
+    wanted, at = [row for row, _ in pairs], np.array([place for _, place in pairs], np.int64)
+    slots = np.array([row.slot for row, *_ in pieces])
     held = counts + [start for *_, start in pieces]
     positions = np.repeat(held - ends, counts) + np.arange(ends[-1])
-    ids = np.concatenate([tokens for _, _, tokens, _ in pieces]).astype(np.int64)
-    arrays = [ids, positions, np.array(at, np.int64)]
+    ids = np.concatenate([tokens for _, tokens, _ in pieces]).astype(np.int64)
+    arrays = [ids, positions, at, np.repeat(slots, counts)]
     step: Step
     if model.is_flash:
-        firsts = kv_rows * model.width
-        arrays.append(np.repeat(firsts, counts) + positions)
-        whole = (np.append(0, ends), np.append(firsts, 0), held)
+        whole = np.append(0, ends), np.append(slots * model.width, 0), held
         arrays += [array.astype(np.int32) for array in whole]
-        tokens_there, positions_there, at_there, *rest = send(arrays, model.device)
-        to, starts_q, starts_k, keys = rest
-        step = FlashStep(to, starts_q, starts_k, keys, int(counts.max()), int(held.max()))
+        tokens_there, positions_there, at_there, rows, *rest = send(arrays, model.device)
+        to = torch.add(positions_there, rows, alpha=model.width)
+        step = FlashStep(to, rest[0], rest[1], rest[2], int(counts.max()), int(held.max()))
     else:
-        # A rider may be the row of a prompt in the same pass: its dummy goes to the spare column.
-        columns = positions.copy()
-        columns[[index for index, piece in enumerate(pieces) if piece[0] is None]] = model.width - 1
-        arrays += [np.repeat(kv_rows, counts), columns]
-        tokens_there, positions_there, at_there, *where = send(arrays, model.device)
-        spans = list(zip(kv_rows.tolist(), counts.tolist(), held.tolist(), strict=True))
-        step = _plain_step(model, (where[0], where[1]), positions_there, spans, decoding)
+        tokens_there, positions_there, at_there, rows = send(arrays, model.device)
+        spans = list(zip(slots.tolist(), counts.tolist(), held.tolist(), strict=True))
+        step = _plain_step(model, rows, positions_there, spans)
     found = None if len(at) == len(positions) else at_there
     return model.forward(known(tokens_there, drawn), positions_there, step, found, out), wanted
 
 
 def _plain_step(
-    model: SlotModel,
-    to: tuple[Tensor, Tensor],
-    positions: Tensor,
-    spans: list[tuple[int, int, int]],
-    decoding: int,
+    model: SlotModel, rows: Tensor, positions: Tensor, spans: list[tuple[int, int, int]]
 ) -> PlainStep:
-    """`to`: KV row and column of each token. `spans`: KV row, tokens and keys of each piece."""
-    mask, prompts, first = None, [], decoding
+    """`spans`: KV row, tokens and keys of each piece, single tokens first."""
+    mask, prompts = None, []
+    runs: list[tuple[int, int, int]] = []
+    decoding = [held for _, count, held in spans if count == 1]
     if decoding:
-        seen = min(model.width, -(-max(held for *_, held in spans[:decoding]) // GRAIN) * GRAIN)
-        allowed = model.columns[None, :seen] <= positions[:decoding, None]
+        seen = min(model.width, -(-max(decoding) // GRAIN) * GRAIN)
+        allowed = model.columns[None, :seen] <= positions[: len(decoding), None]
         mask = additive_mask(allowed, model.dtype)[:, None, None]
-    for place, count, held in spans[decoding:]:
-        start, causal = held - count, None
-        if start or model.device.type != "cpu":
-            allowed = model.columns[None, :held] <= model.columns[start:held, None]
-            causal = additive_mask(allowed, model.dtype)
-        prompts.append(PromptSpan(first, count, place, start, causal))
+    first = 0
+    for row, count, held in spans:
+        if count == 1:
+            begun, lo, hi = runs.pop() if runs and runs[-1][2] == row else (first, row, row)
+            runs.append((begun, lo, hi + 1))
+        else:
+            start, causal = held - count, None
+            if start or model.device.type != "cpu":
+                allowed = model.columns[None, :held] <= model.columns[start:held, None]
+                causal = additive_mask(allowed, model.dtype)
+            prompts.append(PromptSpan(first, count, row, start, causal))
         first += count
-    lo = spans[0][0]
-    return PlainStep(*to, lo, lo + decoding, mask, prompts)
-
-
-def cache_width(context_tokens: int) -> int:
-    """Columns of the cache: the context, and one for a full row's dummy token, in GRAINs."""
-    return -(-(context_tokens + 1) // GRAIN) * GRAIN
+    return PlainStep(rows, positions, runs, mask, prompts)
 
 
 def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -216,9 +192,9 @@ def _turn_into(out: Tensor, x: Tensor, turns: Tensor) -> None:
     torch.add(product[:, :, :, 0], product[:, :, :, 1], out=out.view(*out.shape[:2], 2, -1))
 
 
-def _add_product(x: Tensor, matrix: Linear, y: Tensor) -> None:
-    """x += matrix(y), in one kernel where the matrix is dense: the product adds on its way."""
-    if isinstance(matrix, Dense) and matrix.bias is None:
+def _add_product(x: Tensor, matrix: Dense, y: Tensor) -> None:
+    """x += matrix(y), in one kernel where it has no bias: the product adds on its way."""
+    if matrix.bias is None:
         x.addmm_(y, matrix.weight.t())
     else:
         x.add_(matrix(y))

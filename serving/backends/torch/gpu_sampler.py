@@ -1,13 +1,13 @@
 """Drawing tokens on the device: a step sends a few integers to the host, not megabytes of logits.
 
 The same draws as serving.sampling.seeded_draw, from the same uniform numbers. What it does not do
-(penalties, bias, bans, grammars, log-probabilities) is left to the host: see `drawable`.
+(penalties, bias, bans, grammars, log-probabilities, min-p) is left to the host: see `drawable`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ _ROUNDS = ROUNDS[:2]  # of proposals; where none is taken, the host goes on
 def drawable(row: Row) -> bool:
     """Whether this sampler does all that the row asks for."""
     sampling = row.sampling
-    return not row.banned and sampling.logprobs is None and not sampling.needs_logits_work
+    is_plain = not sampling.needs_logits_work and sampling.min_p <= 0
+    return is_plain and not row.banned and sampling.logprobs is None
 
 
 def always_drawn(row: Row) -> bool:
@@ -42,42 +43,42 @@ def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
     """
     tokens = logits.argmax(-1)
     good = ~torch.isnan(logits.amax(-1))
-    drawn_here = [
-        at
-        for at, row in enumerate(rows)
-        if row.sampling.temperature >= GREEDY_BELOW and drawable(row)
-    ]
-    best_k = [at for at in drawn_here if 0 < rows[at].sampling.top_k < logits.shape[1]]
-    free = [at for at in drawn_here if at not in best_k]
+    here = [at for at, row in enumerate(rows) if drawable(row)]
+    here = [at for at in here if rows[at].sampling.temperature >= GREEDY_BELOW]
+    best_k = [at for at in here if 0 < rows[at].sampling.top_k < logits.shape[1]]
+    free = [at for at in here if at not in best_k]
     for chosen, numbers_of, drawing in (
         (best_k, _uniform_numbers, _draw_top_k),
         (free, _proposal_numbers, _draw_proposals),
     ):
         if chosen:
             asking = [rows[at] for at in chosen]
-            arrays = [np.array(chosen, np.int64), _columns(asking), numbers_of(asking)]
-            at, columns, numbers = send(arrays, logits.device)
+            wanted = [row.sampling for row in asking]
+            columns = [[one.temperature, one.top_k, one.top_p] for one in wanted]
+            arrays = [np.array(chosen, np.int64), np.array(columns).T, numbers_of(asking)]
+            at, cut, numbers = send(arrays, logits.device)
             part = logits if len(chosen) == len(logits) else logits[at]
-            tokens[at], fine = drawing(part, _Cuts(columns, asking), numbers)
+            has_top_p = any(one.top_p < 1 for one in wanted)
+            cuts = _Cuts(cut[0, :, None], cut[1, :, None], cut[2, :, None], has_top_p)
+            tokens[at], fine = drawing(part, cuts, numbers)
             good[at] &= fine
     return tokens, good
 
 
-class _Cuts:
+class _Cuts(NamedTuple):
     """What rows cut from their distribution, each a column [n, 1] of doubles on the device."""
 
-    def __init__(self, columns: Tensor, rows: list[Row]) -> None:
-        self.temperature, self.top_k, self.top_p, self.floor = columns.unsqueeze(-1)
-        cuts = [row.sampling.min_p > 0 or row.sampling.top_p < 1 for row in rows]
-        self.has_any = any(cuts)  # beside top-k
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    has_top_p: bool
 
 
 def _draw_top_k(logits: Tensor, cuts: _Cuts, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Inverse CDF over the candidates, best first. `uniform` [n, 1]."""
     scaled, ids = _candidates(logits, cuts)
-    weights = scaled.exp()
     is_best = torch.arange(ids.shape[1], device=logits.device) < cuts.top_k
-    weights = torch.where(is_best & (scaled >= cuts.floor), weights, 0.0)
+    weights = torch.where(is_best, scaled.exp(), 0.0)
     sums = weights.cumsum(-1)
     is_kept = (sums - weights < cuts.top_p * sums[:, -1:]) | (cuts.top_p >= 1)
     weights = torch.where(is_kept, weights, 0.0)
@@ -111,46 +112,33 @@ def _draw_proposals(logits: Tensor, cuts: _Cuts, numbers: Tensor) -> tuple[Tenso
     token = token.clamp(max=vocabulary - 1)
     logit = logits.gather(1, token)
     taken = exists & (acceptance < ((logit - maxima.gather(1, group)) * scale).exp())
-    if not cuts.has_any:
-        first = taken.to(torch.int8).argmax(-1, keepdim=True)
-        return token.gather(1, first)[:, 0], taken.any(-1)
-    kept, enough = _least_kept(logits, cuts)
-    taken &= logit >= kept
+    enough = torch.ones_like(taken[:, 0])
+    if cuts.has_top_p:
+        kept, enough = _least_kept(logits, cuts)
+        taken &= logit >= kept
     first = taken.to(torch.int8).argmax(-1, keepdim=True)
     return token.gather(1, first)[:, 0], taken.any(-1) & enough
 
 
 def _least_kept(logits: Tensor, cuts: _Cuts) -> tuple[Tensor, Tensor]:
-    """The smallest logit [n, 1] that min-p and top-p keep, and whether enough was looked at."""
+    """The smallest logit [n, 1] that top-p keeps, and whether enough was looked at."""
     scaled, ids = _candidates(logits, cuts)
     best = logits.amax(-1, keepdim=True).double()
     whole = logits.double().sub_(best).div_(cuts.temperature)  # one double a logit, in place
-    is_above = whole >= cuts.floor
-    total = whole.exp_().masked_fill_(~is_above, 0.0).sum(-1, keepdim=True)
-    weights = torch.where(scaled >= cuts.floor, scaled.exp(), 0.0)
-    is_kept = (weights.cumsum(-1) - weights < cuts.top_p * total) & (scaled >= cuts.floor)
+    total = whole.exp_().sum(-1, keepdim=True)
+    weights = scaled.exp()
+    is_kept = weights.cumsum(-1) - weights < cuts.top_p * total
     last = (is_kept.sum(-1, keepdim=True) - 1).clamp_(min=0)  # none: the logits are NaN
-    least = torch.where(
-        cuts.top_p < 1,
-        logits.gather(1, ids.gather(1, last)).double(),
-        best + cuts.floor * cuts.temperature,
-    )
+    least = logits.gather(1, ids.gather(1, last))
     is_all = ids.shape[1] == logits.shape[1]
-    return least, (last[:, 0] + 1 < ids.shape[1]) | (cuts.top_p[:, 0] >= 1) | is_all
+    enough = (last[:, 0] + 1 < ids.shape[1]) | (cuts.top_p[:, 0] >= 1) | is_all
+    return torch.where(cuts.top_p < 1, least, -math.inf), enough
 
 
 def _candidates(logits: Tensor, cuts: _Cuts) -> tuple[Tensor, Tensor]:
     """(logit - best) / temperature of the best tokens, descending, and their ids."""
     best, ids = logits.topk(min(logits.shape[1], MOST_CANDIDATES), dim=-1)
     return (best.double() - best[:, :1]) / cuts.temperature, ids
-
-
-def _columns(rows: list[Row]) -> Any:
-    """[4, n] float64: temperature, top_k, top_p, and min_p as a bound of (logit - best) / T."""
-    found = [row.sampling for row in rows]
-    floors = [math.log(one.min_p) if one.min_p > 0 else -math.inf for one in found]
-    columns = [[one.temperature, one.top_k, one.top_p] for one in found]
-    return np.array([[*column, floor] for column, floor in zip(columns, floors, strict=True)]).T
 
 
 def _uniform_numbers(rows: list[Row]) -> Any:

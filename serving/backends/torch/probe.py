@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from serving.backends.backend_table import BackendProbe
 from serving.errors import Cause
 
@@ -13,38 +11,32 @@ def probe() -> BackendProbe:
     import torch
 
     details = {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
-
-    def answer(cause: Cause | None, note: str) -> BackendProbe:
-        vendor = ("amd" if torch.version.hip else "nvidia") if built_for else None
-        version = str(torch.__version__)
-        return BackendProbe(
-            "torch", True, version, cause is None, note, cause, vendor, None, details
-        )
-
-    built_for = torch.version.cuda or getattr(torch.version, "hip", None)
+    built_for = torch.version.cuda or torch.version.hip
+    cause: Cause | None = None
     if not built_for:
-        return answer(Cause.backend_missing, "this build of torch is for the CPU only")
-    details["built_for"] = built_for
-    if not torch.cuda.is_available():
-        return answer(Cause.no_device, "torch sees no GPU")
-    details["capability"] = architecture_of(torch.cuda.get_device_properties(0))
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            ones = torch.ones(256, 256, device="cuda", dtype=dtype)
-            total = float((ones @ ones).float().sum().cpu())
-            if total != 256.0**3:
-                note = f"a product of {dtype} on the GPU came out wrong: {total}"
-                return answer(Cause.driver_mismatch, note)
-    except RuntimeError as problem:
-        text = str(problem).splitlines()[0]
-        return answer(cause_of(text), f"{text} ({details['capability']})")
-    return answer(None, torch.cuda.get_device_name(0))
-
-
-def architecture_of(properties: Any) -> str:
-    """ "gfx942" where ROCm says so, else "sm_90"."""
-    said = getattr(properties, "gcnArchName", "").split(":")[0]
-    return said or f"sm_{properties.major}{properties.minor}"
+        cause, note = Cause.backend_missing, "this build of torch is for the CPU only"
+    elif not torch.cuda.is_available():
+        cause, note = Cause.no_device, "torch sees no GPU"
+    else:
+        details["built_for"], note = built_for, torch.cuda.get_device_name(0)
+        try:
+            for dtype in (torch.float32, torch.bfloat16):
+                ones = torch.ones(256, 256, device="cuda", dtype=dtype)
+                if float((ones @ ones).float().sum().cpu()) != 256.0**3:
+                    cause, note = Cause.driver_mismatch, f"a product of {dtype} came out wrong"
+        except RuntimeError as problem:
+            note = str(problem).splitlines()[0]
+            cause = cause_of(note)
+    return BackendProbe(
+        "torch",
+        works=True,
+        version=str(torch.__version__),
+        gpu=cause is None,
+        gpu_note=note,
+        gpu_cause=cause,
+        gpu_vendor=("amd" if torch.version.hip else "nvidia") if built_for else None,
+        details=details,
+    )
 
 
 def cause_of(text: str) -> Cause:

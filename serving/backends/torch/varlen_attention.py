@@ -1,16 +1,16 @@
 """The KV cache, and attention of all tokens of a pass over it.
 
-Keys and values of a layer are one tensor [rows, width, 2, kv_heads, head_dim], so that a pass
-writes both in one copy. Attention has two forms with the same results:
+Attention has two forms with the same results:
 
-- flash: one call of torch's FlashAttention-2 for all tokens, without a mask, over a cache that lies
-  token by token. Where a sequence's keys begin is said by cu_seqlens_k, how many there are by
-  seqused_k (flash-attention/csrc/flash_attn/src/block_info.h): nothing beyond a row's tokens is
-  read, decode rows and prompt pieces share the call, and a graph of it serves contexts of any
-  length.
-- plain: torch's scaled_dot_product_attention, a call for the decode rows and one for each prompt
-  piece, over a cache that lies head by head. The query heads that share a key head are its query
-  length: keys are never expanded.
+- flash: one call of torch's FlashAttention-2 for all tokens, without a mask. The cache of a layer
+  is [tokens, 2, kv_heads, head_dim], row by row and a spare place for dummy tokens, so that a pass
+  writes keys and values in one copy. Where a sequence's keys begin is said by cu_seqlens_k, how
+  many there are by seqused_k (flash-attention/csrc/flash_attn/src/block_info.h): nothing beyond a
+  row's tokens is read, decode rows and prompt pieces share the call, and a graph of it serves any
+  rows at any length.
+- plain: torch's scaled_dot_product_attention, a call for each run of neighbouring decode rows and
+  for each prompt piece, over a cache that lies head by head. The query heads that share a key head
+  are its query length: keys are never expanded.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class FlashStep:
 
     def write(self, cache: Tensor, pairs: Tensor) -> None:
         """See Step."""
-        cache.flatten(0, 1).index_copy_(0, self.at, pairs)
+        cache.index_copy_(0, self.at, pairs)
 
     def attend(self, queries: Tensor, cache: Tensor) -> Tensor:
         """See Step."""
-        keys, values = cache.flatten(0, 1).unbind(1)
+        keys, values = cache.unbind(1)
         # Causal is aligned at the end: the last query of a piece sees all of its row's keys.
         out: Tensor = flash_kernel()(
             *(queries, keys, values),
@@ -72,13 +72,12 @@ class PromptSpan:
 
 @dataclass(slots=True)
 class PlainStep:
-    """One token each in rows lo..hi, the first of the pass, then prompt pieces."""
+    """One token each of the first rows of the pass, then prompt pieces."""
 
     rows: Tensor  # int64 [tokens]: where each key and value goes
     columns: Tensor
-    lo: int
-    hi: int
-    mask: Tensor | None  # of the rows lo..hi: additive [hi - lo, 1, 1, seen]
+    runs: list[tuple[int, int, int]]  # of neighbouring decode rows: first token, rows lo..hi
+    mask: Tensor | None  # of all decode rows: additive [rows, 1, 1, seen]
     prompts: list[PromptSpan]
 
     def write(self, cache: Tensor, pairs: Tensor) -> None:
@@ -89,15 +88,16 @@ class PlainStep:
         """See Step."""
         keys, values = cache.unbind(2)
         kv_heads, outs = keys.shape[2], []
-        if self.mask is not None:
-            seen, rows = self.mask.shape[-1], self.hi - self.lo
+        for first, lo, hi in self.runs:
+            assert self.mask is not None
+            rows, seen = slice(first, first + hi - lo), self.mask.shape[-1]
             out = scaled_dot_product_attention(
-                queries[:rows].view(rows, kv_heads, -1, queries.shape[-1]),
-                keys[self.lo : self.hi, :seen].transpose(1, 2),
-                values[self.lo : self.hi, :seen].transpose(1, 2),
-                attn_mask=self.mask,
+                queries[rows].view(hi - lo, kv_heads, -1, queries.shape[-1]),
+                keys[lo:hi, :seen].transpose(1, 2),
+                values[lo:hi, :seen].transpose(1, 2),
+                attn_mask=self.mask[rows],
             )
-            outs.append(out.reshape(rows, -1))
+            outs.append(out.reshape(hi - lo, -1))
         for span in self.prompts:
             end = span.start + span.count
             asked = queries[span.first : span.first + span.count].transpose(0, 1)
@@ -123,8 +123,8 @@ Step = FlashStep | PlainStep
 
 
 class KvCache:
-    """Keys and values of `rows` rows of `width` tokens: for each layer a tensor [rows, width, 2,
-    kv_heads, head_dim], in memory token by token, or head by head for plain attention."""
+    """Keys and values of `rows` rows of `width` tokens, a tensor for each layer: [rows, width, 2,
+    kv_heads, head_dim], in memory head by head, for plain attention; token by token for flash."""
 
     def __init__(
         self,
@@ -136,9 +136,9 @@ class KvCache:
         is_flash: bool,
     ) -> None:
         self.width, self.is_flash = width, is_flash
-        shape = (rows, width, 2, spec.kv_heads, spec.head_dim)
-        if not is_flash:
-            shape = (rows, 2, spec.kv_heads, width, spec.head_dim)
+        shape: tuple[int, ...] = (rows, 2, spec.kv_heads, width, spec.head_dim)
+        if is_flash:
+            shape = (rows * width + 1, 2, spec.kv_heads, spec.head_dim)
         # Plain attention multiplies entries that were never written with 0: they must not be NaN.
         made = [_zeros(shape, dtype, device) for _ in range(spec.layers)]
         self.layers = made if is_flash else [layer.permute(0, 3, 1, 2, 4) for layer in made]
@@ -146,14 +146,11 @@ class KvCache:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of one row into another."""
         for cache in self.layers:
-            cache[target, :tokens] = cache[source, :tokens]
-
-    def swap(self, a: int, b: int, held_a: int, held_b: int) -> None:
-        """Exchange what two rows hold."""
-        for cache in self.layers:
-            kept = cache[a, :held_a].clone()
-            cache[a, :held_b] = cache[b, :held_b]
-            cache[b, :held_a] = kept
+            if self.is_flash:
+                begin, to = source * self.width, target * self.width
+                cache[to : to + tokens] = cache[begin : begin + tokens]
+            else:
+                cache[target, :tokens] = cache[source, :tokens]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -172,17 +169,12 @@ def flash_kernel() -> Flash:
 
 def flash_trouble(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the flash kernels cannot be used; None: they can."""
-    if device.type != "cuda":
-        return "torch has the flash kernels for GPUs only"
-    if torch.version.hip:
-        return "ROCm's kernels read the rows in another way"
+    if device.type != "cuda" or torch.version.hip:
+        return "torch has the flash kernels for CUDA only"
     if not torch.backends.cuda.is_flash_attention_available():
-        return "this build of torch is without them"
-    if dtype == torch.float32:
-        return "the flash kernels compute in bf16 and fp16 only"
-    if spec.head_dim % 8 or spec.head_dim > 256:
-        return f"the flash kernels take no head_dim of {spec.head_dim}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"the flash kernels need sm_80 or newer, and this GPU is sm_{major}{minor}"
+        return "this build of torch is without the flash kernels"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the flash kernels need sm_80 or newer"
+    if dtype == torch.float32 or spec.head_dim % 8 or spec.head_dim > 256:
+        return f"the flash kernels take no {dtype} with a head_dim of {spec.head_dim}"
     return None

@@ -103,7 +103,6 @@ def test_the_backend_decides_the_kind_of_file() -> None:
     assert weights_of("llama_cpp", "q4_k_m") == ("gguf", "Q4_K_M")
     assert weights_of("torch", "FP32") == ("hf", "fp32")
     assert weights_of("onnx", "fp32") == ("onnx", "fp32")
-    assert weights_of("onnx", "dynamic-int8") == ("onnx", "int8")
     assert weights_of("fake") == ("none", "")
     assert weights_of("mine.module:Mine", "Q8_0") == ("gguf", "Q8_0")
     assert weights_of("mine.module:Mine") == ("hf", "bf16")

@@ -58,9 +58,9 @@ def test_what_drivers_tell_old_with_one_gpu_lost_and_with_one_divided(library: P
     assert [gpu.uuid for gpu in lost.gpus] == ["GPU-0002"] and lost.cause is None
     assert "GPU 0 cannot be read: GPU is lost" in (lost.note or "")
 
-    _, *parts = listed(library, "mig").gpus
-    assert [part.uuid for part in parts] == ["MIG-0003", "MIG-0004"]
-    assert all(part.total_bytes == 10 * GIB and part.index == 1 for part in parts)
+    divided = listed(library, "mig")
+    assert [gpu.uuid for gpu in divided.gpus] == ["GPU-0001"]
+    assert "GPU 1 cannot be read: it is divided into parts (MIG)" in (divided.note or "")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import psutil
 import pytest
 
@@ -16,28 +15,12 @@ from models.isolated import run_python, start_python
 from models.machine import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
 from serving.hardware.machine_facts import (
     HardwareFacts,
-    gemm_rate,
     hardware_facts,
     resident_bytes,
 )
 
-CPUINFO = """processor\t: 0
-model name\t: Imaginary 9000
-physical id\t: 0
-core id\t\t: 0
+CPUINFO = """model name\t: Imaginary 9000
 flags\t\t: fpu sse4_2 avx2 fma avx512f avx512_vnni hypervisor
-
-processor\t: 1
-model name\t: Imaginary 9000
-physical id\t: 0
-core id\t\t: 0
-flags\t\t: fpu
-
-processor\t: 2
-model name\t: Imaginary 9000
-physical id\t: 1
-core id\t\t: 0
-flags\t\t: fpu
 """
 
 
@@ -55,7 +38,7 @@ def test_this_machine_agrees_with_psutil() -> None:
     assert facts.memory_available_bytes == pytest.approx(psutil.virtual_memory().available, rel=0.2)
     assert facts.allowed_cores == tuple(sorted(os.sched_getaffinity(0)))
     assert 0 < facts.usable_memory_bytes <= facts.memory_total_bytes
-    assert facts.bandwidth_bytes_per_second is None and resident_bytes(2**22 + 1) is None
+    assert resident_bytes(2**22 + 1) is None
     assert msgspec.json.decode(msgspec.json.encode(facts), type=HardwareFacts) == facts
     quota = msgspec.structs.replace(facts, allowed_cores=(0, 1, 2, 3), cgroup_cores=1.5)
     assert quota.usable_cores == 1.5
@@ -69,13 +52,13 @@ def test_a_machine_made_of_files(tmp_path: Path) -> None:
             "proc/cpuinfo": CPUINFO,
             "proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 400 kB\n"
             "SwapTotal: 100 kB\nSwapFree: 40 kB\n",
-            "proc/self/cgroup": "0::/kubepods/pod1\n",
-            "etc/os-release": 'NAME="X"\nPRETTY_NAME="Imaginary Linux 1"\n',
+            **{
+                f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list": f"{core % 2}\n"
+                for core in range(3)
+            },
             "sys/devices/system/node/node0/x": "",
             "sys/devices/system/node/node1/x": "",
             "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n",
-            "sys/devices/system/cpu/cpu0/cache/index3/level": "3\n",
-            "sys/devices/system/cpu/cpu0/cache/index3/size": "32768K\n",
         },
     )
     facts = hardware_facts(root=tmp_path)
@@ -84,16 +67,14 @@ def test_a_machine_made_of_files(tmp_path: Path) -> None:
     assert (facts.physical_cores, facts.numa_nodes) == (2, 2)
     memory = facts.memory_total_bytes, facts.memory_available_bytes, facts.swap_used_bytes
     assert memory == (1024000, 409600, 61440)
-    assert (facts.governor, facts.l3_bytes) == ("powersave", 32 << 20)
-    assert facts.system == "Imaginary Linux 1"
-    assert facts.virtualisation == "kubernetes, virtual machine"
+    assert (facts.governor, facts.virtualisation) == ("powersave", "virtual machine")
     assert facts.gpus == () and facts.gpu_cause == "no_device"
 
 
 def test_what_cannot_be_read_is_none_not_zero(tmp_path: Path) -> None:
     facts = hardware_facts(root=tmp_path)
-    found = facts.physical_cores, facts.cgroup_cores, facts.numa_nodes, facts.l3_bytes
-    assert found == (None,) * 4 and facts.governor is None
+    found = facts.physical_cores, facts.cgroup_cores, facts.numa_nodes, facts.governor
+    assert found == (None,) * 4
 
 
 def test_an_nvidia_card_without_its_driver_is_a_cause_of_its_own(tmp_path: Path) -> None:
@@ -132,17 +113,6 @@ def test_reading_facts_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_rate_of_products_is_that_of_products_timed_by_hand() -> None:
-    one = np.ones((1024, 1024), dtype=np.float32)
-    took = []
-    for _ in range(5):
-        started = time.perf_counter()
-        np.matmul(one, one)
-        took.append(time.perf_counter() - started)
-    by_hand = 2 * 1024**3 / min(took)
-    assert 0.3 * by_hand < gemm_rate(0.1) < 3 * by_hand
-
-
 def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
     """Nice alone leaves it half the core, where the kernel groups tasks by session."""
     lower = "from serving.hardware.machine_facts import lower_priority; print(lower_priority(10))"
@@ -168,12 +138,11 @@ def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
 
 def test_a_session_that_cannot_be_lowered_is_said(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path\n"
+        "import sys; from pathlib import Path\n"
         "from serving.hardware.machine_facts import lower_priority\n"
-        "for name in sys.argv[1:]: print(lower_priority(3, Path(name)), os.nice(0))"
+        "for name in sys.argv[1:]: print(lower_priority(3, Path(name)))"
     )
     ran = run_python("-c", code, str(tmp_path), str(tmp_path / "no" / "file"))
     refused, absent = ran.output.decode().splitlines()
     assert refused.startswith("the priority of the engine's session cannot be lowered: ")
-    mine = os.nice(0)
-    assert refused.endswith(f" {mine + 3}") and absent == f"None {mine + 6}"
+    assert absent == "None"

@@ -153,7 +153,7 @@ def test_the_table_names_the_options_that_a_backend_has(name: str) -> None:
     kinds = {
         "llama_cpp": "llama_cpp.loading:LlamaOptions",
         "onnx": "onnx.backend:OnnxOptions",
-        "torch": "torch.load_plan:TorchOptions",
+        "torch": "torch.backend:TorchOptions",
     }
     module, _, kind = kinds[name].partition(":")
     struct = getattr(importlib.import_module(f"serving.backends.{module}"), kind)

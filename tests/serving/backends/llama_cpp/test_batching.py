@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.backends.llama_cpp.batching import NEVER, calls_of, dummies, rides
+from serving.backends.llama_cpp.batching import NEVER, calls_of, dummies
 from serving.sampling.step_rows import Row
 from tests.serving.backends.backend_steps import Make, prompt_of, row
 
@@ -43,12 +43,6 @@ ONE: Piece = (0, 300, 1, True)
         ),
         ([ONE], 4, [[ONE]]),
         ([(0, 0, 256, True)], 4, [[(0, 0, 256, True)]]),
-        # A prompt's last token rides where it joins neighbours, and the rest is no odd number.
-        (
-            [ONE, (1, 300, 1, True), (2, 0, 41, True), (3, 300, 1, True)],
-            4,
-            [[(2, 0, 40, False)], [ONE, (1, 300, 1, True), (2, 40, 1, True), (3, 300, 1, True)]],
-        ),
         ([ONE, (1, 0, 40, True)], 4, [[(1, 0, 40, True)], [ONE]]),
         ([ONE, (9, 0, 41, True)], 4, [[(9, 0, 41, True)], [ONE]]),
     ],
@@ -58,20 +52,6 @@ def test_a_step_is_cut_into_calls(given: list[Piece], alone: int, calls: list[li
     pieces = [[(one.slot, one.start, len(one.tokens), one.wants_token) for one in c] for c in found]
     assert pieces == calls
     assert len(calls_of(_rows(*given[:1]), NEVER, alone)) == 1
-
-
-@pytest.mark.parametrize(
-    ("decoding", "slot", "rides_along"),
-    [
-        (range(15), 15, True),  # 16 rows cost less than 15
-        (range(14), 14, False),  # one more that is left over
-        (range(16), 16, False),
-        ([*range(7), *range(8, 16)], 7, True),  # one pass instead of two
-        ([0], 1, False),
-    ],
-)
-def test_what_rides(decoding: list[int], slot: int, rides_along: bool) -> None:
-    assert rides(list(decoding), slot) is rides_along
 
 
 @pytest.mark.parametrize(
@@ -118,9 +98,9 @@ def test_logits_are_the_same_however_a_step_is_cut_and_whoever_shares_it(
     np.testing.assert_allclose(cut._logits(2)[1], reference[1], rtol=0, atol=apart)
 
 
-def test_a_prompts_last_token_and_an_idle_slot_run_along_and_nothing_changes(make: Make) -> None:
-    """All slots but 3 decode: between them runs a prompt's token, then a dummy beside a prefix that
-    is kept. Logits are the same to the bit, and the prefix goes on as if nothing had been there."""
+def test_an_idle_slot_runs_along_and_nothing_changes(make: Make) -> None:
+    """All slots but 3 decode: between them runs a dummy beside a prefix that is kept. Logits are
+    the same to the bit, and the prefix goes on as if nothing had been there."""
     settings: dict[str, Any] = {"weight_format": "Q4_0", "slots": 8}
     together, alone = make(**settings), make(**settings)
     prompts = [prompt_of(alone, 30 + slot, slot) for slot in range(8)]
@@ -142,14 +122,13 @@ def test_a_prompts_last_token_and_an_idle_slot_run_along_and_nothing_changes(mak
     others = [slot for slot in range(8) if slot != 3]
     for slot in others:
         together.step([row(slot, prompts[slot], 0, wants_token=False)])
-    assert together.rides(others, 3) and not together.rides([0, 1], 3)
     for step, token in enumerate((7, 8)):
         made.clear()
         rows = [row(slot, [token], len(prompts[slot]) + step) for slot in others]
         if step == 0:
             rows.append(row(3, prompts[3][:21], 0, wants_token=False))
         together.step(sorted(rows, key=lambda each: each.slot))
-        assert made == [[(3, 20)]] * (step == 0) + [[(slot, 1) for slot in range(8)]]
+        assert made == [[(3, 21)]] * (step == 0) + [[(slot, 1) for slot in range(8)]]
         for place, slot in enumerate(others):
             np.testing.assert_array_equal(together._logits(7)[place], expected[slot][step])
         assert together.last_decode_seconds is not None

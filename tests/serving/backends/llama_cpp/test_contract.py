@@ -30,16 +30,17 @@ from tests.serving.backends.backend_steps import Make, generate, greedy_alone, n
 from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
 from tests.shapes import TINY, TINY_LLAMA, TINY_QWEN2, TINY_QWEN3
 
+POOL = {"kv_tokens": 5 * 256 - 1}  # less than a part for each of the five slots
+
 
 @pytest.mark.parametrize(
     ("weight_format", "settings"),
     [
         ("Q8_0", {}),
         ("Q4_0", {}),
-        ("Q4_0", {"options": {"repack": False}}),
         ("F16", {"options": {"flash_attention": "on"}}),
         ("F16", {"kv_tokens": 1024}),
-        ("F16", {"options": {"step_tokens": 48, "ubatch_tokens": 16}}),
+        ("F16", {"options": {"step_tokens": 48}}),
         ("F16", {"threads": 2, "options": {"mmap": True}}),
         ("F16", {"slots": 1}),
     ],
@@ -55,7 +56,7 @@ def test_contract_under_options(make: Make, weight_format: str, settings: dict[s
 
 @pytest.mark.parametrize("unified", [True, False])
 def test_contract_with_quantised_kv_up_to_near_ties(make: Make, unified: bool) -> None:
-    settings: dict[str, Any] = {"kv_dtype": "q8_0", "options": {"kv_unified": unified}}
+    settings: dict[str, Any] = {"kv_dtype": "q8_0"} | (POOL if unified else {})
     reference = greedy_alone(make(TINY_QWEN3, **settings))
     tie = near_tie(make(TINY_QWEN3, **settings), logits=0.2)
     backend = make(TINY_QWEN3, **settings)
@@ -109,7 +110,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def test_float32_gives_the_tokens_of_transformers(
     make: Make, converted: Callable[..., Path], shape: str, unified: bool
 ) -> None:
-    backend = make(converted(shape), kv_dtype="fp32", options={"kv_unified": unified})
+    backend = make(converted(shape), kv_dtype="fp32", **(POOL if unified else {}))
     check_contract(backend, generated(hf_folder(shape)))
     check_churn(backend, generated(hf_folder(shape)), seed=1, requests=32, steps=2000)
 
@@ -137,7 +138,7 @@ def test_sixteen_bits_give_the_tokens_of_transformers_up_to_ties(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"kv_tokens": 256}, {"options": {"kv_unified": True}}],
+    [{}, {"kv_tokens": 256}, POOL],
     ids=["parts", "preempting", "pool"],
 )
 def test_the_scheduler_gives_the_tokens_of_transformers(
@@ -145,12 +146,12 @@ def test_the_scheduler_gives_the_tokens_of_transformers(
 ) -> None:
     backend = make(converted("tiny-qwen2"), kv_dtype="fp32", **settings)
     scheduler = check_scheduled(backend, generated(hf_folder("tiny-qwen2")))
-    assert (scheduler.preemptions > 0) == ("kv_tokens" in settings)
+    assert (scheduler.preemptions > 0) == (settings == {"kv_tokens": 256})
 
 
 def test_long_prompts_cross_the_rope_scaling(make: Make, converted: Callable[..., Path]) -> None:
     """Llama 3's takes effect from 512 tokens on."""
-    settings = {"context_tokens": 768, "slots": 2, "options": {"ubatch_tokens": 100}}
+    settings = {"context_tokens": 768, "slots": 2}
     backend = make(converted("tiny-llama3"), kv_dtype="fp32", **settings)
     prompt = prompt_of(backend, 640, 4)
     assert generate(backend, prompt, 5, slot=1) == generated(hf_folder("tiny-llama3"))(prompt, 5)
@@ -170,7 +171,7 @@ def test_logprobs_are_those_of_transformers(
 
 @pytest.mark.parametrize("unified", [True, False])
 def test_a_seeded_request_gives_the_same_tokens_in_any_company(make: Make, unified: bool) -> None:
-    check_seeded(make(TINY_QWEN2, options={"kv_unified": unified}))
+    check_seeded(make(TINY_QWEN2, **(POOL if unified else {})))
 
 
 def test_a_grammar_holds_through_the_scheduler(make: Make, gguf_file: Callable[..., Path]) -> None:

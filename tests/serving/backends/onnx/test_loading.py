@@ -17,19 +17,6 @@ from tests.serving.backends.backend_steps import Make
 from tests.serving.backends.hf_folders import onnx_folder
 
 
-def test_memory_is_predicted_and_measured(make: Make) -> None:
-    folder = onnx_folder("qwen2-fp32")
-    backend = make(folder, slots=4, context_tokens=256)
-    predicted, measured = backend.info.predicted, backend.info.measured
-    assert predicted is not None and measured is not None
-    assert (
-        predicted.kv_bytes == measured.kv_bytes == 4 * 256 * 2 * 2 * 2 * 16 * 4
-    )  # slots, context, layers, k and v, heads, width, float32
-    files = sum(file.stat().st_size for file in folder.glob("model.onnx*"))
-    assert predicted.weight_bytes in (files, files - 704 * 64 * 4)  # tied: the head is a copy
-    assert measured.weight_bytes is not None  # what it is worth shows on bigger graphs only
-
-
 def test_the_engine_process_imports_no_torch() -> None:
     code = (
         "import sys; from serving.backends.backend_interface import EngineConfig; from "
@@ -64,8 +51,8 @@ def test_settings_that_the_graph_cannot_do_are_refused(make: Make) -> None:
 def test_a_graph_that_does_not_fit_into_the_container_is_refused(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.machine.cgroup_memory_left", lambda root: 1 << 20)
-    with pytest.raises(OutOfMemory, match="the weights of .* need .* 1 MiB are available"):
+    monkeypatch.setattr("models.machine.cgroup_memory_left", lambda root: 1 << 10)
+    with pytest.raises(OutOfMemory, match="the weights of .* need .* 1 KiB are available"):
         make(onnx_folder("llama-fp32"))
     make(onnx_folder("llama-fp32"), check_memory=False)
 
@@ -106,15 +93,9 @@ def test_a_graph_of_another_kind_is_refused_by_what_it_wants(make: Make, tmp_pat
 def test_which_file_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match="neither"):
         graph_file(tmp_path / "nothing")
-    (tmp_path / "onnx").mkdir()
-    for name in ("model_q4.onnx", "model_fp16.onnx"):
-        (tmp_path / "onnx" / name).write_bytes(b"x")
-    with pytest.raises(UnknownModel, match=r"onnx/model_fp16\.onnx, onnx/model_q4\.onnx"):
+    with pytest.raises(UnknownModel, match=r"model\.onnx"):
         graph_file(tmp_path)
-    assert graph_file(tmp_path, "onnx/model_q4.onnx").name == "model_q4.onnx"
-    with pytest.raises(UnknownModel, match="no such file"):
-        graph_file(tmp_path, "../" + tmp_path.name + "x.onnx")
-    (tmp_path / "onnx" / "model.onnx").write_bytes(b"x")
+    (tmp_path / "model.onnx").write_bytes(b"x")
     assert graph_file(tmp_path).name == "model.onnx"
 
 

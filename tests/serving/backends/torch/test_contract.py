@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from serving.backends.torch.cuda_graphs import DecodeGraphs
 from serving.errors import BackendUnavailable
 from tests.serving.backends.backend_contract import (
     check_churn,
@@ -90,20 +89,6 @@ def test_logprobs_are_those_of_transformers(make: Make, on_device: bool) -> None
     check_logprobs(
         backend, lambda tokens: logprobs_of(hf_folder("tiny-llama3"), tokens), tolerance=1e-3
     )
-
-
-# --- what runs on a GPU, on the CPU
-
-
-@pytest.mark.parametrize("shape", ["tiny-llama3", "tiny-qwen2"])
-def test_the_bucketed_decode_step_gives_the_tokens_of_transformers(make: Make, shape: str) -> None:
-    backend = make(hf_folder(shape))
-    assert backend._model is not None
-    logits = torch.empty(5, backend.info.vocabulary)
-    backend._graphs = DecodeGraphs(backend._model, 5, logits, False, lambda *said: None)
-    backend._device_sampling = True
-    check_contract(backend, generated(hf_folder(shape)))
-    check_churn(backend, generated(hf_folder(shape)), seed=4, requests=32, steps=2000)
 
 
 def test_a_gpu_is_asked_for_where_there_is_none(make: Make) -> None:

@@ -24,8 +24,6 @@ KINDS = (
     Sampling(temperature=0.7, top_k=5),
     Sampling(temperature=1.3, top_p=0.6),
     Sampling(temperature=0.9, top_p=0.9, top_k=50),
-    Sampling(temperature=1.0, min_p=0.05),
-    Sampling(temperature=1.0, min_p=0.02, top_p=0.8),
     Sampling(temperature=0.8, top_k=1),
 )
 
@@ -55,6 +53,7 @@ def test_the_device_says_when_it_cannot_draw() -> None:
     assert good.tolist() == [False, False]
     assert not drawable(row(0, [1], 0, sampling=Sampling(logprobs=1)))
     assert not drawable(row(0, [1], 0, sampling=Sampling(presence_penalty=0.5)))
+    assert not drawable(row(0, [1], 0, sampling=Sampling(temperature=1.0, min_p=0.1)))
     assert not drawable(replace(row(0, [1], 0), banned=(3,)))
 
 

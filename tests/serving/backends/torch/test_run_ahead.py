@@ -22,10 +22,16 @@ from tests.tools.fake_cuda import FakeCuda, install_flash
 
 KINDS = (
     *(Sampling(), Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=20)),
-    *(Sampling(temperature=1.2, top_p=0.7), Sampling(temperature=1.0, min_p=0.02)),
+    *(Sampling(temperature=1.2, top_p=0.7), Sampling(temperature=1.1)),
     Sampling(logprobs=1),
     Sampling(presence_penalty=0.4),
 )
+
+
+def on_device(backend: TorchBackend, chosen: bool = True) -> TorchBackend:
+    """Tokens are drawn there."""
+    backend._device_sampling = chosen
+    return backend
 
 
 def answers(backend: TorchBackend, seed: int) -> tuple[dict[int, list[str]], list[int]]:
@@ -65,7 +71,7 @@ def answers(backend: TorchBackend, seed: int) -> tuple[dict[int, list[str]], lis
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_are_those_of_steps_that_are_waited_for(make: Make, seed: int) -> None:
     folder = hf_folder("tiny-llama")
-    found, ahead = answers(make(folder, options={"device_sampling": True}), seed)
+    found, ahead = answers(on_device(make(folder)), seed)
     expected, none = answers(make(folder), seed)
     assert found == expected
     assert sum(ahead) > 5 and not none
@@ -75,32 +81,21 @@ def test_so_they_are_in_graphs(make: Make, monkeypatch: pytest.MonkeyPatch) -> N
     was = torch.backends.cuda.cudnn_sdp_enabled()
     cuda = FakeCuda().install(monkeypatch)
     install_flash(monkeypatch)
-    (mine, ahead), (theirs, none) = (
-        answers(
-            make(
-                hf_folder("tiny-qwen3"),
-                device="gpu",
-                weight_format="fp32",
-                options={"prefill_chunk": 16, "device_sampling": chosen},
-            ),
-            7,
-        )
-        for chosen in (None, False)
-    )
+    settings = {"device": "gpu", "weight_format": "fp32", "options": {"prefill_chunk": 16}}
+    one, other = (make(hf_folder("tiny-qwen3"), **settings) for _ in range(2))
+    (mine, ahead), (theirs, none) = answers(one, 7), answers(on_device(other, False), 7)
     torch.backends.cuda.enable_cudnn_sdp(was)
     assert mine == theirs and sum(ahead) > 5 and not none
     assert sum(graph.replays for graph in cuda.graphs) > 50
 
 
 def test_they_are_those_of_transformers(make: Make) -> None:
-    options = {"device_sampling": True}
-    backend = make(hf_folder("tiny-qwen2"), options=options)
+    backend = on_device(make(hf_folder("tiny-qwen2")))
     check_scheduled(backend, generated(hf_folder("tiny-qwen2")))
 
 
 def test_a_token_that_is_no_good_is_left_to_a_step(make: Make) -> None:
-    options = {"device_sampling": True}
-    backend = make(hf_folder("tiny-llama"), options=options)
+    backend = on_device(make(hf_folder("tiny-llama")))
     assert backend._model is not None
     rows = [row(slot, prompt_of(backend, 9, slot), 0) for slot in range(3)]
     flight = backend.launch(rows, None)
@@ -115,11 +110,10 @@ def test_a_token_that_is_no_good_is_left_to_a_step(make: Make) -> None:
 
 
 def test_rows_that_the_host_draws_are_not_launched(make: Make) -> None:
-    options = {"device_sampling": True}
-    backend = make(hf_folder("tiny-llama"), options=options)
+    backend = on_device(make(hf_folder("tiny-llama")))
     for sampling in (*KINDS[-2:], Sampling(temperature=1.0, top_k=5000)):
         assert backend.launch([row(0, [5, 6], 0, sampling=sampling)], None) is None
-    assert backend._rows.length == [0] * 5, "nothing is done"
+    assert backend._lengths == [0] * 5, "nothing is done"
     off = make(hf_folder("tiny-llama"))
     assert off.launch([row(0, [5, 6], 0)], None) is None, "the CPU gains nothing"
 
