@@ -14,6 +14,7 @@ from rich.table import Table
 from models import formatting
 from models.formatting import model_title
 from reports.devices.device_step_times import NOT_CALIBRATED
+from reports.headline import slo_words
 from reports.plan.plan_options import Option, Plan
 
 SHOWN_SPREAD = 0.2  # of the cost; a smaller one is not shown
@@ -104,18 +105,7 @@ def _unknown(plan: Plan) -> Iterator[str]:
 
 def _fine_print(plan: Plan) -> Iterator[str]:
     """What the words and numbers mean."""
-    limits = [
-        f"{text} {formatting.limit(value)}{per}"
-        for text, value, per in (
-            ("first token within", plan.ttft_seconds, ""),
-            ("then", plan.tpot_seconds, " a token"),
-        )
-        if value is not None
-    ]
-    yield (
-        f"A good request: {', '.join(limits) or 'no limit'}; {formatting.share(plan.target)} of "
-        f"requests must be good. Lengths: {plan.lengths}."
-    )
+    yield f"A good request: {slo_words(plan.slo)}. Lengths: {plan.lengths}."
     yield (
         "Suffices: yes, also at the low end of its 90 % interval; perhaps, at the high end only. "
         "$: of as many as surely suffice, rented in the hours that need them; at best: if each "

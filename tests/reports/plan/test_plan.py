@@ -2,9 +2,7 @@
 
 import pytest
 
-from models.ladder import rung
-from reports.devices.device_capacity import DeviceCapacity, capacity_of, machine_of
-from reports.devices.device_catalog import device_named
+from reports.plan.candidates import candidates_of
 from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
 from reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
 from reports.plan.plan_options import MOST_ROWS, Candidate, Plan, make_plan
@@ -20,15 +18,17 @@ def machine(
     name: str, low: float, rate: float, high: float, dollars: float | None, **more: object
 ) -> Candidate:
     return Candidate(
-        capacity=DeviceCapacity(device=name, kind="predicted", low=low, rate=rate, high=high),
-        known_by=more.pop("known_by", "predicted"),  # type: ignore[arg-type]
+        device=name,
+        kind=more.pop("kind", "predicted"),  # type: ignore[arg-type]
+        low=low,
+        rate=rate,
+        high=high,
         dollars_per_hour=dollars,
         **more,  # type: ignore[arg-type]
     )
 
 
-SPEC = rung("1b").spec
-HERE = machine("here", 0.5, 0.6, 0.7, None, owned=1, known_by="confirmed", watts=100.0)
+HERE = machine("here", 0.5, 0.6, 0.7, None, owned=1, kind="confirmed", watts=100.0)
 SMALL = machine("small", 2.0, 3.0, 4.0, 0.5)
 BIG = machine("big", 10.0, 15.0, 20.0, 2.0)
 
@@ -74,10 +74,9 @@ def test_the_change_of_the_choice_lies_on_a_stair() -> None:
 
 
 def test_a_cpu_that_nobody_measured_is_perhaps_and_never_a_flat_no() -> None:
-    cpu = capacity_of(
-        machine_of(device_named("Intel Xeon 6980P")), SPEC, "Q8_0", asked().traffic, asked().slo
+    made = make_plan(
+        here := asked(devices=["Intel Xeon 6980P"]), [*candidates_of(here), BIG]
     )
-    made = plan(1.0, Candidate(capacity=cpu, known_by="predicted", dollars_per_hour=1.0), BIG)
     row = next(one for one in made.options if "Xeon" in one.machine)
     assert (row.suffices, row.machines, row.dollars) == ("perhaps", None, None)
     assert "perhaps: calibrate it" in as_text(made) and made.choice.machine == "big"
