@@ -53,9 +53,8 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
     )
     featured, the_map = _featured(told), crossover_map(told)
     curves = () if featured is None else latency_curves(featured.cell, data.slo)
-    runs = " ".join(data.folders)
     view: dict[str, Any] = {
-        "run": ", ".join(data.run_ids),
+        "run": data.manifest.run_id,
         "headline": headline(told, data),
         "basis": basis(data),
         "alerts": alerts_of(data),
@@ -71,8 +70,8 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
         "warnings": warnings_of(data),
         "machine": machine_words(data),
         "facts": _facts(data),
-        "folder": ", ".join(data.folders),
-        "commands": f"{' '.join(data.manifest.command)}\ncrossover report {runs}",
+        "folder": data.folder,
+        "commands": f"{' '.join(data.manifest.command)}\ncrossover report {data.folder}",
         "campaign": data.manifest.campaign_text,
         "confidence": formatting.share(data.slo.confidence),
     }

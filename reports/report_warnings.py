@@ -47,7 +47,7 @@ def alerts_of(data: ReportData) -> list[str]:
 
 
 def _is_finished(data: ReportData) -> bool:
-    return len(of_kind(data.events, RunFinished)) >= len(data.run_ids)
+    return bool(of_kind(data.events, RunFinished))
 
 
 def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
@@ -93,7 +93,7 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         yield NamedWarning("Interrupted", NOTE, text, advice)
     if not _is_finished(data):
         text = "The run has not finished: cells or levels are missing."
-        advice = f"Go on with `crossover campaign resume {data.folders[0]}`."
+        advice = f"Go on with `crossover campaign resume {data.folder}`."
         yield NamedWarning("NotFinished", WARNING, text, advice)
     torn = [c for c in data.cells if any(not one.level.is_whole for one in c.levels)]
     if data.damage or torn:

@@ -60,7 +60,7 @@ def asked_of(raw: dict[str, object], folder: Path) -> Question:
 
 @lru_cache(maxsize=8)  # asked for its workload, then for its capacity
 def _run(folder: Path) -> ReportData:
-    return read_report([folder])
+    return read_report(folder)
 
 
 def candidates_of(asked: Question, say: Callable[[str], None] = lambda _: None) -> list[Candidate]:
@@ -130,7 +130,7 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
     if cell is None or cell.capacity is None:
         known = ", ".join(model_title(one.model) for one in data.cells if one.capacity) or "none"
         raise BadPlan(
-            f"run {data.run_ids[0]} measured {known}, not {model_title(asked.spec.name)}: name a "
+            f"run {data.manifest.run_id} measured {known}, not {model_title(asked.spec.name)}: name a "
             "model that it measured, or leave the run out"
         )
     name = machine_words(data)
@@ -140,7 +140,7 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
         return _measured(name, cell.capacity, watts)
     if cell.law is None or cell.policy is None:
         raise BadPlan(
-            f"run {data.run_ids[0]} has no step law of {model_title(cell.model)}, so it says "
+            f"run {data.manifest.run_id} has no step law of {model_title(cell.model)}, so it says "
             "nothing of other requests or another SLO"
         )
     law, sd = cell.law, SD_LEVEL if cell.capacity.factor else SD_CALIBRATED
