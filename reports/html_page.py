@@ -6,13 +6,14 @@ html = page(data, answers, sections_of(data, answers))               # str, up t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
 import jinja2
 import msgspec
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from models import formatting
 from reports.chart_style import dark_rules, svg
@@ -51,6 +52,7 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["code"] = _code
     featured, the_map = _featured(told), crossover_map(told)
     curves = () if featured is None else latency_curves(featured.cell, data.slo)
     view: dict[str, Any] = {
@@ -85,6 +87,11 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
         js=Markup(_asset("report.js")),  # nosec
         lattice=Markup(_json(lattice)),  # nosec: `<` is escaped
     )
+
+
+def _code(text: str) -> Markup:
+    """What stands between backticks as code."""
+    return Markup(re.sub(r"`(.+?)`", r"<code>\1</code>", str(escape(text))))  # nosec: escaped
 
 
 def _featured(answers: Sequence[Answer]) -> Answer | None:

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from loadtests.analysis.slo import SLO_PRESETS
-from reports.ci_checks import checked
+from reports.ci_checks import QUANTITIES, checked
 from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, answers_of, basis, headline
 from reports.report_data import ReportData, read_report
@@ -19,6 +19,7 @@ from serving.bounds import option
 from serving.cli.parameters import command_of
 
 USUAL = "html,md,csv"
+KNOWN = ", ".join(QUANTITIES)
 
 
 class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +42,8 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
         list[str] | None,
         option(
             "",
-            'End with status 1 unless this is so, e.g. "1b:capacity>=0.5"; repeatable.',
+            'End with status 1 unless this is so, e.g. "1b:capacity>=0.5"; repeatable. '
+            f"MODEL:QUANTITY, >=, <=, > or <, a number; quantities: {KNOWN}.",
             *("check", "CONDITION"),
         ),
     ] = None

@@ -130,8 +130,8 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
     if cell is None or cell.capacity is None:
         known = ", ".join(model_title(one.model) for one in data.cells if one.capacity) or "none"
         raise BadPlan(
-            f"run {data.manifest.run_id} measured {known}, not {model_title(asked.spec.name)}: name a "
-            "model that it measured, or leave the run out"
+            f"run {data.manifest.run_id} measured {known}, not {model_title(asked.spec.name)}: "
+            "name a model that it measured, or leave the run out"
         )
     name = machine_words(data)
     measured = [one.energy.watts for one in cell.loaded if one.energy is not None]

@@ -83,13 +83,17 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """What its row is called."""
+        return self.called(self.machine)
+
+    def called(self, machine: str) -> str:
+        """Its row with another name of the machine: `your machine as it is`."""
         match self.kind:
             case "as it is":
-                return f"{self.machine} as it is"
+                return f"{machine} as it is"
             case "more of it":
-                return f"more of {self.machine}"
+                return f"more of {machine}"
             case "it and rented":
-                return f"{self.machine} and {self.above} above it"
+                return f"{machine} + {self.above} above it"
         return self.machine
 
 
@@ -127,9 +131,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> tuple[Option, ...]:
-        """Yours first come with what is chosen; the cheapest others fill six rows."""
+        """Your machine, more of it, it and one GPU above it; the cheapest GPUs fill six rows."""
         mine = [one for one in self.options if one.kind in ("as it is", "more of it")][:2]
-        rest = [one for one in self.options if one not in mine][: MOST_ROWS - len(mine)]
+        mine += [one for one in self.options if one.kind == "it and rented"][:1]
+        rest = [one for one in self.options if one.kind == "rented"][: MOST_ROWS - len(mine)]
         return tuple(one for one in self.options if one in mine or one in rest)
 
 

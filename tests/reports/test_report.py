@@ -24,7 +24,7 @@ from reports.export_run import export_run
 from reports.report_data import read_report
 from reports.report_warnings import alerts_of, warnings_of
 from reports.tables import HEADS, answer_row
-from tests.reports.runs import run_folder, shown
+from tests.reports.runs import shown
 
 RUN = CliRunner()
 

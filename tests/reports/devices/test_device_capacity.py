@@ -8,7 +8,14 @@ import pytest
 from loadtests.analysis.slo import Slo
 from loadtests.simulation.simulated_capacity import Lengths
 from models.ladder import rung
-from reports.devices.device_capacity import Machine, Service, Traffic, capacity_of, holds, machine_of
+from reports.devices.device_capacity import (
+    Machine,
+    Service,
+    Traffic,
+    capacity_of,
+    holds,
+    machine_of,
+)
 from reports.devices.device_catalog import device_named, priced_gpus
 
 CHAT = Slo("chat", 2.0, 0.2, 0.9)
@@ -18,6 +25,8 @@ TRAFFIC = Traffic(
         DRAW.integers(20, 500, 2000), DRAW.integers(20, 250, 2000), np.zeros(2000, dtype=np.int64)
     )
 )
+
+
 def served(machine: Machine, model: str = "1b", devices: int = 1) -> Service:
     return Service(machine, rung(model).spec, "bf16", TRAFFIC, devices)
 

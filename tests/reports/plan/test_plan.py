@@ -43,7 +43,7 @@ def test_the_machine_that_is_there_is_chosen_while_it_suffices_and_costs_its_ene
     # 100 W for the share of the time that the work takes, at $0.15 a kWh
     assert made.choice.kwh == pytest.approx(0.1 * HOURS_A_MONTH * 0.4 / 0.6)
     assert made.choice.dollars == pytest.approx(made.choice.kwh * 0.15)
-    assert "here serves Llama-3.2-1B" in choice_sentence(made)
+    assert choice_sentence(made).startswith("Your machine (here) as it is serves Llama-3.2-1B")
 
 
 def test_the_cheapest_whose_low_end_holds_the_peak_is_chosen() -> None:
@@ -74,9 +74,7 @@ def test_the_change_of_the_choice_lies_on_a_stair() -> None:
 
 
 def test_a_cpu_that_nobody_measured_is_perhaps_and_never_a_flat_no() -> None:
-    made = make_plan(
-        here := asked(devices=["Intel Xeon 6980P"]), [*candidates_of(here), BIG]
-    )
+    made = make_plan(here := asked(devices=["Intel Xeon 6980P"]), [*candidates_of(here), BIG])
     row = next(one for one in made.options if "Xeon" in one.machine)
     assert (row.suffices, row.machines, row.dollars) == ("perhaps", None, None)
     assert "perhaps: calibrate it" in as_text(made) and made.choice.machine == "big"
@@ -103,7 +101,7 @@ def test_the_text_has_at_most_six_rows_and_the_json_has_everything() -> None:
     made = plan(0.9, HERE, *many)
     assert len(made.rows) == MOST_ROWS < len(made.options)
     assert '"kind": "crossover-plan"' in as_json(made)
-    assert len(as_text(made, 100).splitlines()) < 20
+    assert len(as_text(made, 110).splitlines()) <= 20
 
 
 def test_a_month_has_its_hours() -> None:
