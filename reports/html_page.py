@@ -52,7 +52,7 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["code"] = _code
+    environment.filters |= {"code": _code, "unbroken": _unbroken}
     featured, the_map = _featured(told), crossover_map(told)
     curves = () if featured is None else latency_curves(featured.cell, data.slo)
     view: dict[str, Any] = {
@@ -92,6 +92,11 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
 def _code(text: str) -> Markup:
     """What stands between backticks as code."""
     return Markup(re.sub(r"`(.+?)`", r"<code>\1</code>", str(escape(text))))  # nosec: escaped
+
+
+def _unbroken(text: str) -> Markup:
+    """No line ends within an interval."""
+    return Markup(re.sub(r"(\S+–\S+)", r'<span class="nb">\1</span>', str(escape(text))))  # nosec
 
 
 def _featured(answers: Sequence[Answer]) -> Answer | None:

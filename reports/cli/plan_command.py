@@ -70,7 +70,7 @@ def _plan(options: PlanOptions) -> None:
     console = Console()
     width = console.width if console.is_terminal else TEXT_COLUMNS
     if options.devices:
-        Console(width=max(width, 150)).print(_devices())
+        Console(width=max(width, 190)).print(_devices())
         return
     folder = options.file.parent if options.file is not None else Path()
     with Console(stderr=True).status("simulating") as status:
@@ -125,7 +125,7 @@ def _devices() -> Table:
     numbers = ("memory", "memory bandwidth", "16-bit peak", "power", "price")
     for name in ("device", "kind", *numbers, "price of"):
         justify: Literal["left", "right"] = "right" if name in numbers else "left"
-        table.add_column(name, justify=justify, no_wrap=name != "price of")
+        table.add_column(name, justify=justify, no_wrap=True)
     for one in devices():
         tflops, price = one.tflops.fp16, one.dollars_per_hour
         table.add_row(

@@ -302,7 +302,7 @@ def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterat
     chosen = _choice(found)
     for one in candidates:
         if chosen is None or one.name in (chosen.machine, chosen.above):
-            if one.kind == "predicted":
+            if one.kind == "predicted" and not one.is_unknown:
                 yield f"{one.name} is predicted, not measured"
             if one.owned and one.watts is None:
                 yield f"the watts of {one.name} are not known, so its energy costs are left out"

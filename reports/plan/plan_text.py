@@ -65,9 +65,9 @@ def _row(plan: Plan, option: Option) -> tuple[str, ...]:
 
 
 def _cost(option: Option, *, with_spread: bool = True) -> str:
-    """`$96`, `$96 ($48 at best)`, `$0 + energy`, `price not known`."""
+    """`$96`, `$96 ($48 at best)`, `$0 + energy`, `price not known`, `-`."""
     if option.dollars is None:
-        return "price not known"
+        return "-" if option.machines is None else "price not known"
     said, low = f"${option.dollars:,.0f}", option.dollars_low
     if with_spread and low is not None and low < option.dollars * (1 - SHOWN_SPREAD):
         said += f" (${low:,.0f} at best)"
@@ -116,8 +116,9 @@ def _fine_print(plan: Plan) -> Iterator[str]:
     """What the words and numbers mean."""
     yield f"A good request (SLO): {slo_words(plan.slo)}. Lengths: {plan.lengths}."
     yield (
-        "Suffices: yes, with 90 % certainty or more; perhaps, with 10 to 90 %. Known by: confirmed, "
-        "a load ran on it; estimated, simulated from times measured on it; predicted, from datasheets."
+        "Suffices: yes, with 90 % certainty or more; perhaps, with 10 to 90 %. Known by: "
+        "confirmed, a load ran on it; estimated, simulated from times measured on it; predicted, "
+        "from datasheets."
     )
     yield (
         "Machines: in the busiest hour. $: for as many as surely suffice, rented in the hours that "
