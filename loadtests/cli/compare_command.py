@@ -83,10 +83,10 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
 def _compare(options: CompareOptions) -> None:
     """Say where runs are faster or slower than others, by a test whose unit is the run.
 
-    At least three runs an arm, begun in turns; with fewer the differences are shown and the
-    verdict is "not known". Compared are TTFT, TPOT, E2E and the output at loads that both arms
-    measured, and the limit. Runs that differ in a fact (machine, workload, settings) are refused
-    with both values, unless --allow names it.
+    At least three runs an arm (a side of the comparison), begun in turns; with fewer the
+    differences are shown and the verdict is "not known". Compared are TTFT, TPOT, E2E and the
+    output at loads that both arms measured, and the limit. Runs that differ in a fact (machine,
+    workload, settings) are refused with both values, unless --allow names it.
 
     \b
     crossover campaign repeat runs/A runs/B --times 2    # in turns: A B A B
