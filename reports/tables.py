@@ -15,6 +15,7 @@ HEADS = (
     *("model", "one user alone: first token, then each", "holds (confirmed)"),
     *("limit (estimated, 90 % interval)", "engine", "above that: GPU, its rate, price"),
 )
+STATES = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not begun"}
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +73,8 @@ def _held(cell: CellData) -> Cell:
     """What is confirmed."""
     found = cell.capacity
     if found is None:
-        return Cell(text=cell.reason if cell.state != "measured" else formatting.NOT_MEASURED)
+        text = formatting.NOT_MEASURED if cell.state == "measured" else STATES[cell.state]
+        return Cell(text=text, detail=cell.reason)
     if found.holds:
         text = formatting.rate(found.held, rounded="down")
         return Cell(text=text, grade="confirmed", detail=held_words(found))

@@ -153,7 +153,8 @@ def _all_reduces(device: Device, spec: ModelSpec, devices: int, tokens: Array) -
         link = min(link, NODE_LINK_GBS)
     hop = constants_of(device).hop_seconds[link >= FAST_LINK_GBS]
     moved = 2 * (devices - 1) / devices * tokens * spec.hidden * 2 / (LINK_SHARE * link * 1e9)
-    return 2 * spec.layers * (hop * np.log2(devices) + moved)
+    seconds: Array = 2 * spec.layers * (hop * np.log2(devices) + moved)
+    return seconds
 
 
 def _nearest_law(rows: Array, context: Array, prompts: Array, seconds: Array) -> StepLaw:

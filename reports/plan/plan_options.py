@@ -131,11 +131,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> tuple[Option, ...]:
-        """Your machine, more of it, it and one GPU above it; the cheapest GPUs fill six rows."""
-        mine = [one for one in self.options if one.kind in ("as it is", "more of it")][:2]
-        mine += [one for one in self.options if one.kind == "it and rented"][:1]
-        rest = [one for one in self.options if one.kind == "rented"][: MOST_ROWS - len(mine)]
-        return tuple(one for one in self.options if one in mine or one in rest)
+        return _rows(self.options)
 
 
 def make_plan(asked: Question, candidates: Sequence[Candidate]) -> Plan:
@@ -155,8 +151,16 @@ def make_plan(asked: Question, candidates: Sequence[Candidate]) -> Plan:
         changes=tuple(_changes(asked, candidates, _choice(found))),
         unknown=tuple(_unknown(candidates, found)),
         price_date=min((one.price_date for one in candidates if one.price_date), default=""),
-        stairs=_stairs(asked, candidates, found[:4]),
+        stairs=_stairs(asked, candidates, _rows(found)[:4]),
     )
+
+
+def _rows(options: Sequence[Option]) -> tuple[Option, ...]:
+    """Your machine, more of it, it and one GPU above it; the cheapest GPUs fill six rows."""
+    mine = [one for one in options if one.kind in ("as it is", "more of it")][:2]
+    mine += [one for one in options if one.kind == "it and rented"][:1]
+    rest = [one for one in options if one.kind == "rented"][: MOST_ROWS - len(mine)]
+    return tuple(one for one in options if one in mine or one in rest)
 
 
 def ordered(asked: Question, candidates: Sequence[Candidate], forecast: Forecast) -> list[Option]:

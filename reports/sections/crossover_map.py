@@ -130,5 +130,5 @@ def _row(index: int, answer: Answer, ends: dict[str, float | None], scale: Scale
         parts.append(_text(gpu - 6, y + 16, gpu_name, marks))
     if not any(ends.values()):
         said = "not measured" if answer.cell.capacity is None else "no rate known"
-        parts.append(_text(LEFT + 6, y + 16, said, f'fill="{MUTED}"'))
+        parts.append(_text(LEFT + 16, y + 16, said, f'fill="{MUTED}"'))
     return parts

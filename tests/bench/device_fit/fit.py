@@ -302,9 +302,18 @@ def shipped(by: Predictor) -> dict[str, Constants]:
 def _of_class(by: Predictor, memory: str, maker: str) -> Constants:
     def values(name: str, fmt: str = "F16", link: float = 25.0) -> float:
         chip = Chip(name="", memory=memory, chip=maker, gbs=1.0, link_gbs=link)
-        nothing = dict.fromkeys(("macs", "layers", "hidden", "attention", "kv_bytes"), 0.0)
-        nothing |= dict.fromkeys(("read_bytes", "all_bytes"), 0.0)
-        case = Case(chip=chip, engine=MEMORY_TYPES[memory], fmt=fmt, **nothing)
+        case = Case(
+            chip=chip,
+            engine=MEMORY_TYPES[memory],
+            fmt=fmt,
+            macs=0,
+            layers=0,
+            hidden=0,
+            attention=0,
+            kv_bytes=0,
+            read_bytes=0,
+            all_bytes=0,
+        )
         return float(f"{by.values({name: ACCELERATOR[name]}, [case])[name][0]:.6g}")
 
     served = MEMORY_TYPES[memory] == "vllm"

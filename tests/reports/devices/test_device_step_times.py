@@ -11,8 +11,14 @@ from reports.devices.device_catalog import Device, device_named
 from reports.devices.device_step_times import constants_of, predicted_law
 from reports.errors import ReportError
 from tests.bench.device_fit import fit
-from tests.bench.device_fit.step_model import Case, Chip, accelerator_decode, accelerator_prefill
-from tests.bench.device_fit.step_model import features as features_of
+from tests.bench.device_fit.step_model import (
+    ACCELERATOR,
+    Case,
+    Chip,
+    accelerator_decode,
+    accelerator_prefill,
+    features,
+)
 
 SPEC = rung("8b").spec
 H100 = device_named("NVIDIA H100 SXM")
@@ -48,10 +54,10 @@ def test_a_law_says_what_the_fitted_model_says(name: str, devices: int) -> None:
     law, _ = predicted_law(device, SPEC, "bf16", 64, devices)
     for rows, context in ((1, 500), (7, 900), (40, 1500), (64, 300)):
         asked = [msgspec.structs.replace(case, rows=rows, context=context)]
-        facts, v = features_of(asked), fit.fitted().values(fit.ACCELERATOR, asked)
+        facts, v = features(asked), fit.fitted().values(ACCELERATOR, asked)
         said = accelerator_decode(v, facts, np.array([float(rows)]))[0]
         assert law.seconds(rows, 0, rows * context) == pytest.approx(said, rel=0.13)
-    facts, v = features_of([case]), fit.fitted().values(fit.ACCELERATOR, [case])
+    facts, v = features([case]), fit.fitted().values(ACCELERATOR, [case])
     said = accelerator_prefill(v, facts, 1.0)[0]
     assert law.seconds(0, 1024, 0) == pytest.approx(said, rel=0.2)
 
