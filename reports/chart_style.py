@@ -40,7 +40,6 @@ PAPER = "#ffffff"
 CPU = "#2a78b5"  # confirmed on this CPU
 ESTIMATED = "#9cc5e3"
 GPU = "#d97b3f"  # predicted
-UNKNOWN = "#c3ccd5"
 SERIES = tuple("#0072b2 #d55e00 #009e73 #cc79a7 #56b4e9 #7a5195 #444c56 #e69f00".split())
 DARK = {
     INK: "#e6ecf1",
@@ -52,7 +51,6 @@ DARK = {
     CPU: "#5aa9e6",
     ESTIMATED: "#2f5f86",
     GPU: "#e09a63",
-    UNKNOWN: "#56646f",
     "#0072b2": "#4aa3e0",
     "#444c56": "#aeb8c2",
     "#7a5195": "#b28fd0",
@@ -81,7 +79,7 @@ CONFIG: dict[str, Any] = {
         "labelFontSize": 12,
         "labelColor": INK,
         "symbolStrokeWidth": 2,
-        "columns": 2,
+        "columns": 4,
     },
     "title": {"font": FONT, "fontSize": 13, "color": INK, "anchor": "start", "fontWeight": 600},
     "text": {"font": FONT, "fontSize": 12, "color": INK},

@@ -16,14 +16,15 @@ import msgspec
 from loadtests.analysis.slo import Slo
 from models.spec import ModelSpec
 from reports.devices.device_capacity import (
+    SLOW,
     TOGETHER,
     DeviceCapacity,
-    Machine,
+    Service,
     Traffic,
     capacity_of,
     holds,
     machine_of,
-    slow_server,
+    simulated,
 )
 from reports.devices.device_catalog import priced_gpus
 from reports.errors import ReportError
@@ -55,26 +56,25 @@ def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:
         for count in TOGETHER
     ]
     for _, count, device in sorted(offers, key=lambda offer: offer[:2]):
-        machine = machine_of(device)
+        service = Service(machine_of(device), spec, GPU_FORMAT, traffic, count)
         try:
-            suffices = holds(machine, spec, GPU_FORMAT, traffic, slo, asked, count) == "yes"
+            if holds(service, slo, asked) == "yes":
+                return TakeOver(rate=asked, gpu=capacity_of(service, slo))
         except ReportError:  # its memory does not suffice, or its peak is not known
             continue
-        if suffices:
-            gpu = capacity_of(machine, spec, GPU_FORMAT, traffic, slo, count)
-            return TakeOver(rate=asked, gpu=gpu)
     return TakeOver(rate=asked, gpu=None, reason="no GPU of the catalogue surely holds it")
 
 
-def fitting(spec: ModelSpec, weight_format: str, traffic: Traffic, most: int) -> list[Machine]:
+def fitting(spec: ModelSpec, traffic: Traffic, most: int) -> list[Service]:
     """The cheapest GPUs that the model fits on, whatever they hold."""
-    found: list[Machine] = []
-    for machine in map(machine_of, priced_gpus()):
+    found: list[Service] = []
+    for device in priced_gpus():
+        service = Service(machine_of(device), spec, GPU_FORMAT, traffic)
         try:
-            slow_server(machine, spec, weight_format, traffic)
+            simulated(service, SLOW)
         except ReportError:
             continue
-        found.append(machine)
+        found.append(service)
         if len(found) == most:
             break
     return found

@@ -11,9 +11,5 @@ class BadRun(ReportError):
     """No report can be made of this folder: no run, nothing begun in it, or of a newer format."""
 
 
-class NotComparable(ReportError):
-    """Runs whose facts differ; the message names the fact and both values."""
-
-
 class MissingPackage(ReportError):
     """An optional package that draws or writes this format is not installed."""

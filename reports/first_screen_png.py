@@ -16,7 +16,7 @@ from reports.tables import HEADS, answer_row
 
 MARGIN, ROW = 30, 30
 INSIDE = WIDTH + 240  # pixels between the margins
-COLUMNS = (0.0, 0.14, 0.36, 0.5, 0.66, 0.78)  # of the width, where a column begins
+COLUMNS = (0.0, 0.12, 0.34, 0.46, 0.66, 0.75)  # of the width, where a column begins
 COLOURS = {"confirmed": CPU, "measured": CPU, "estimated": "#5b7f9c", "predicted": GPU}
 KEY = (("confirmed", CPU), ("estimated", ESTIMATED), ("GPU, predicted", GPU))
 

@@ -6,13 +6,14 @@ html = page(data, answers, sections_of(data, answers))               # str, up t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
 import jinja2
 import msgspec
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from models import formatting
 from reports.chart_style import dark_rules, svg
@@ -51,11 +52,11 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters |= {"code": _code, "unbroken": _unbroken}
     featured, the_map = _featured(told), crossover_map(told)
     curves = () if featured is None else latency_curves(featured.cell, data.slo)
-    runs = " ".join(data.folders)
     view: dict[str, Any] = {
-        "run": ", ".join(data.run_ids),
+        "run": data.manifest.run_id,
         "headline": headline(told, data),
         "basis": basis(data),
         "alerts": alerts_of(data),
@@ -71,8 +72,8 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
         "warnings": warnings_of(data),
         "machine": machine_words(data),
         "facts": _facts(data),
-        "folder": ", ".join(data.folders),
-        "commands": f"{' '.join(data.manifest.command)}\ncrossover report {runs}",
+        "folder": data.folder,
+        "commands": f"{' '.join(data.manifest.command)}\ncrossover report {data.folder}",
         "campaign": data.manifest.campaign_text,
         "confidence": formatting.share(data.slo.confidence),
     }
@@ -86,6 +87,16 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
         js=Markup(_asset("report.js")),  # nosec
         lattice=Markup(_json(lattice)),  # nosec: `<` is escaped
     )
+
+
+def _code(text: str) -> Markup:
+    """What stands between backticks as code."""
+    return Markup(re.sub(r"`(.+?)`", r"<code>\1</code>", str(escape(text))))  # nosec: escaped
+
+
+def _unbroken(text: str) -> Markup:
+    """No line ends within an interval."""
+    return Markup(re.sub(r"(\S+–\S+)", r'<span class="nb">\1</span>', str(escape(text))))  # nosec
 
 
 def _featured(answers: Sequence[Answer]) -> Answer | None:

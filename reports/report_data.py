@@ -1,6 +1,6 @@
-"""What a report is made of: the cells of one or several runs of a machine, read once.
+"""What a report is made of: the cells of a run, read once.
 
-    data = read_report([Path("runs/20261124-demo")])
+    data = read_report(Path("runs/20261124-demo"))
     for cell in data.cells:                       # smallest model first
         cell.capacity, cell.alone.ttft_seconds, cell.law
 
@@ -49,7 +49,7 @@ from models import formatting
 from models.ladder import is_rung, rung
 from models.spec import ModelSpec
 from reports.devices.device_capacity import Traffic
-from reports.errors import BadRun, NotComparable
+from reports.errors import BadRun
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
 T = TypeVar("T")
@@ -206,15 +206,13 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class ReportData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The runs of one machine, under one SLO; `manifest` is the first one's."""
+    """A run under one SLO."""
 
     manifest: RunManifest
-    folders: tuple[str, ...]
-    run_ids: tuple[str, ...]
+    folder: str
     slo: Slo
-    cells: tuple[CellData, ...]
-    requests: int  # due in the window of a finished level
-    events: tuple[Event, ...] = ()  # of all runs, in order
+    cells: tuple[CellData, ...]  # smallest model first, unknown sizes last
+    events: tuple[Event, ...] = ()  # in order
     damage: tuple[str, ...] = ()  # what is left out of the files
 
     @property
@@ -227,42 +225,36 @@ class ReportData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """By name; "" where there is one."""
         return _workloads(self.manifest)
 
+    @property
+    def requests(self) -> int:
+        """Due in the window of a finished level."""
+        return sum(one.judged.due for cell in self.cells for one in cell.levels)
 
-def read_report(folders: Sequence[Path], slo: Slo | None = None) -> ReportData:
-    """The runs in these folders, judged by their own SLO or by another.
 
-    Raises BadRun (no run, or another version), NotComparable (other machines or questions).
+def read_report(folder: Path, slo: Slo | None = None) -> ReportData:
+    """The run in a folder, judged by its own SLO or by another.
+
+    Raises BadRun (no run, or another version).
     """
-    runs = [_read(folder) for folder in folders]
-    first = runs[0]
-    for other in runs[1:]:
-        _check_comparable(first.manifest, other.manifest, slo)
-    asked = slo or _converted(first.manifest, "slo", Slo)
-    cells: dict[str, CellData] = {}
-    for run in runs:  # a cell that is in several runs is told by the last one that measured it
-        for cell in _cells_of(run, asked):
-            if cell.key not in cells or cell.levels:
-                cells[cell.key] = cell
-    return ReportData(
-        manifest=first.manifest,
-        folders=tuple(str(run.folder) for run in runs),
-        run_ids=tuple(run.manifest.run_id for run in runs),
-        slo=asked,
-        cells=tuple(sorted(cells.values(), key=_order)),
-        requests=sum(one.judged.due for cell in cells.values() for one in cell.levels),
-        events=tuple(event for run in runs for event in run.events),
-        damage=tuple(text for run in runs for text in run.damage()),
-    )
-
-
-def _read(folder: Path) -> RunRecords:
     try:
         run = read_records(folder)
     except BadRunFolder as problem:
         raise BadRun(str(problem)) from problem
     if not run.events:
         raise BadRun(f"in run {folder} nothing was begun: {folder / EVENTS} is empty or missing")
-    return run
+    asked = slo or _converted(run.manifest, "slo", Slo)
+
+    def order(cell: CellData) -> tuple[float, str, str, str]:
+        return cell.parameters or math.inf, cell.model, cell.weight_format, cell.backend
+
+    return ReportData(
+        manifest=run.manifest,
+        folder=str(run.folder),
+        slo=asked,
+        cells=tuple(sorted(_cells_of(run, asked), key=order)),
+        events=tuple(run.events),
+        damage=tuple(run.damage()),
+    )
 
 
 def _converted(manifest: RunManifest, key: str, kind: type[T]) -> T:
@@ -274,37 +266,6 @@ def _converted(manifest: RunManifest, key: str, kind: type[T]) -> T:
             f"run {manifest.run_id}: its campaign has no {key} that can be read: "
             f"{key} = {value!r} ({problem})"
         ) from problem
-
-
-# What must be equal before the cells of two runs stand in one table: key -> what people call it.
-_SAME_MACHINE = {
-    "cpu_model": "CPU",
-    "isa": "instruction sets",
-    "logical_cores": "logical cores",
-    "allowed_cores": "usable cores",
-    "url": "endpoint",
-}
-_SAME_QUESTION = ("workload", "workloads", "arrivals")
-
-
-def _check_comparable(one: RunManifest, other: RunManifest, slo: Slo | None) -> None:
-    facts = [
-        (f"{name} of the machine", one.server_facts.get(key), other.server_facts.get(key))
-        for key, name in _SAME_MACHINE.items()
-    ]
-    keys = _SAME_QUESTION if slo is not None else (*_SAME_QUESTION, "slo")
-    facts += [(key, one.campaign.get(key), other.campaign.get(key)) for key in keys]
-    for name, mine, theirs in facts:
-        if mine != theirs:
-            raise NotComparable(
-                f"runs {one.run_id} and {other.run_id} differ in {name}: {mine!r} and {theirs!r}; "
-                "report them one by one"
-            )
-
-
-def _order(cell: CellData) -> tuple[float, str, str, str]:
-    """Smallest model first, unknown sizes last."""
-    return cell.parameters or math.inf, cell.model, cell.weight_format, cell.backend
 
 
 def _workloads(manifest: RunManifest) -> dict[str, Workload]:

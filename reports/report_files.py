@@ -25,8 +25,8 @@ def numbers(data: ReportData, answers: Sequence[Answer]) -> dict[str, Any]:
     """The report as plain values (docs/report.md). Missing is null, never 0."""
     return {
         "kind": "crossover-report",
-        "version": 2,
-        "runs": data.run_ids,
+        "version": 3,
+        "run": data.manifest.run_id,
         "headline": headline(answers, data),
         "basis": basis(data),
         "slo": data.slo,
@@ -44,22 +44,17 @@ def numbers(data: ReportData, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _cell_record(cell: CellData) -> dict[str, Any]:
+    same = (
+        *("model", "parameters", "weight_format", "device", "slots", "state"),
+        *("alone", "capacity", "law", "memory"),
+    )
     return {
         "cell": cell.key,
         "run": cell.run_id,
-        "model": cell.model,
-        "parameters": cell.parameters,
+        **{name: getattr(cell, name) for name in same},
         "backend": cell.engine or cell.backend,
-        "weight_format": cell.weight_format,
-        "device": cell.device,
         "workload": cell.workload or None,
-        "slots": cell.slots,
-        "state": cell.state,
         "reason": cell.reason or None,
-        "alone": cell.alone,
-        "capacity": cell.capacity,
-        "law": cell.law,
-        "memory": cell.memory,
         "load_seconds": list(cell.loads),
     }
 

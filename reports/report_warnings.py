@@ -47,7 +47,7 @@ def alerts_of(data: ReportData) -> list[str]:
 
 
 def _is_finished(data: ReportData) -> bool:
-    return len(of_kind(data.events, RunFinished)) >= len(data.run_ids)
+    return bool(of_kind(data.events, RunFinished))
 
 
 def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
@@ -58,13 +58,14 @@ def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
             for warning in one.warnings:
                 # a level that fails by far is unsteady by nature
                 if one.judged.verdict != "fails" or warning.code != "Unsteady":
-                    name = f"{model_title(cell.model)} at {one.load}"
+                    where = one.load if one.load == "alone" else f"at {one.load}"
+                    name = f"{model_title(cell.model)} {where}"
                     by_code.setdefault(warning.code, []).append((name, warning))
     for code, found in by_code.items():
         name, worst = min(found, key=lambda pair: pair[1].seriousness.rank)
         more = "" if len(found) == 1 else f" {len(found) - 1} more levels have it."
         text = f"{name}: {_sentence(worst.text)}{more}"
-        yield NamedWarning(code, worst.seriousness, text, worst.advice)
+        yield NamedWarning(code, worst.seriousness, text, _sentence(worst.advice))
 
 
 def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
@@ -93,7 +94,7 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         yield NamedWarning("Interrupted", NOTE, text, advice)
     if not _is_finished(data):
         text = "The run has not finished: cells or levels are missing."
-        advice = f"Go on with `crossover campaign resume {data.folders[0]}`."
+        advice = f"Go on with `crossover campaign resume {data.folder}`."
         yield NamedWarning("NotFinished", WARNING, text, advice)
     torn = [c for c in data.cells if any(not one.level.is_whole for one in c.levels)]
     if data.damage or torn:

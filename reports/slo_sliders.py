@@ -18,8 +18,8 @@ import numpy.typing as npt
 from loadtests.analysis.slo import Slo
 from loadtests.simulation.simulated_capacity import Server
 from models import formatting
-from reports.crossover_point import ABOVE, GPU_FORMAT, LEAST_RATE, fitting
-from reports.devices.device_capacity import slow_server
+from reports.crossover_point import ABOVE, LEAST_RATE, fitting
+from reports.devices.device_capacity import SLOW, simulated
 from reports.headline import Answer
 from reports.report_data import CellData
 from reports.tables import alone_words
@@ -78,8 +78,8 @@ def _model(answer: Answer, grid: Grid, own: int, slo: Slo) -> dict[str, Any] | N
     over = np.full(len(grid), -1)
     if cell.spec is not None and cell.device != "gpu":
         wanted = np.maximum(limits * ABOVE, LEAST_RATE)
-        for machine in fitting(cell.spec, GPU_FORMAT, cell.traffic, GPUS):
-            slow = slow_server(machine, cell.spec, GPU_FORMAT, cell.traffic)
+        for service in fitting(cell.spec, cell.traffic, GPUS):
+            slow, machine = simulated(service, SLOW), service.machine
             over = np.where((over < 0) & (_limits(slow, grid)[1] >= wanted), len(gpus), over)
             price = formatting.dollars_per_hour(machine.dollars_per_hour)
             gpus.append({"name": machine.name, "price": price})

@@ -12,9 +12,10 @@ from reports.report_data import CellData, ReportData
 from reports.sections.section import Grade, Table, table
 
 HEADS = (
-    *("model", "one user alone: first token, then each", "holds", "limit (90 % interval)"),
-    *("engine", "what takes over"),
+    *("model", "one user alone: first token, then each", "holds (confirmed)"),
+    *("limit (estimated, 90 % interval)", "engine", "above that: GPU, its rate, price"),
 )
+STATES = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not begun"}
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +34,7 @@ def answer_row(answer: Answer) -> tuple[Cell, ...]:
         _alone(cell),
         _held(cell),
         _limit(cell),
-        Cell(text=cell.engine_words),
+        Cell(text="–" if cell.state in ("not_started", "skipped") else cell.engine_words),
         _takes_over(answer),
     )
 
@@ -53,7 +54,7 @@ def alone_words(cell: CellData) -> str:
     """Of one user: first token and each after it, `83 ms, then 12 ms`."""
     alone = cell.alone
     if alone is None:
-        return cell.reason or formatting.NOT_MEASURED
+        return formatting.NOT_MEASURED
     each = "" if alone.tpot_seconds is None else f", then {formatting.seconds(alone.tpot_seconds)}"
     return f"{formatting.seconds(alone.ttft_seconds)}{each}"
 
@@ -64,7 +65,7 @@ def _alone(cell: CellData) -> Cell:
         return Cell(text=alone_words(cell))
     return Cell(
         text=alone_words(cell) + {True: ": met", False: ": missed", None: ""}[cell.alone.is_good],
-        detail=f"measured: medians of {cell.alone.requests} requests one at a time",
+        detail=f"measured, medians; requests one at a time: {cell.alone.requests}",
     )
 
 
@@ -72,7 +73,8 @@ def _held(cell: CellData) -> Cell:
     """What is confirmed."""
     found = cell.capacity
     if found is None:
-        return Cell(text=cell.reason if cell.state != "measured" else formatting.NOT_MEASURED)
+        text = formatting.NOT_MEASURED if cell.state == "measured" else STATES[cell.state]
+        return Cell(text=text, detail=cell.reason)
     if found.holds:
         text = formatting.rate(found.held, rounded="down")
         return Cell(text=text, grade="confirmed", detail=held_words(found))
@@ -112,8 +114,9 @@ def _takes_over(answer: Answer) -> Cell:
         return Cell(text="no GPU in the list", grade="predicted", detail=over.reason)
     rate = formatting.rate(gpu.rate)
     detail = (
-        f"the cheapest whose low end (90 %) holds {formatting.rate(over.rate)}; predicted "
-        f"{rate} ({formatting.rate_interval(gpu.low, gpu.high)}) from its datasheet, in 16 bits"
+        f"the cheapest of the list that holds {formatting.rate(over.rate)} in nine cases of ten; "
+        f"predicted {rate} ({formatting.rate_interval(gpu.low, gpu.high)}) from its datasheet, "
+        "weights in 16 bits"
     )
     price = formatting.dollars_per_hour(gpu.dollars_per_hour)
     return Cell(text=f"{gpu.name}: {rate}, {price}", grade="predicted", detail=detail)
@@ -147,6 +150,6 @@ def levels_table(data: ReportData) -> Table:
     words = ("load", "good", "verdict", "notes")
     columns = (
         *("model", *words[:3], "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"),
-        *("tokens/s", "send lag p99", "seconds", "notes"),
+        *("tokens/s", "sent late p99", "seconds", "notes"),
     )
     return table(columns, rows, words)

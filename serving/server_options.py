@@ -132,7 +132,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
     models: Annotated[
         tuple[str, ...],
-        option("", "Rungs (135m, 1b, ...), GGUF files, folders, hub ids.", "", "MODEL...", True),
+        option("", "Sizes (135m, 1b, ...), GGUF files, folders, hub ids.", "", "MODEL...", True),
     ] = ()
     models_file: Annotated[
         str | None,

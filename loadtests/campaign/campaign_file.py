@@ -136,7 +136,7 @@ class Engine(Table, frozen=True):
 class OneCell(Table, frozen=True):
     """One combination, given by hand beside (or instead of) the product."""
 
-    model: Annotated[str, key("a rung, a GGUF file, a folder or a hub id")]
+    model: Annotated[str, key("a size of the ladder, a GGUF file, a folder or a hub id")]
     format: Annotated[str | None, key("none: the backend's default")] = None
     backend: Annotated[str, key("the engine")] = "llama_cpp"
 
@@ -146,7 +146,7 @@ class CampaignFile(Table, frozen=True):
 
     name: Annotated[str, key("name of the run folder")]
     models: Annotated[
-        list[str], key("rungs, files, folders, hub ids; auto: four rungs around the limit")
+        list[str], key("sizes of the ladder, files, folders, hub ids; auto: four around the limit")
     ] = []
     formats: Annotated[
         list[str], key("each model in each of them; empty: the default of each backend")

@@ -34,8 +34,8 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         option(
             "",
-            "Rungs, files, folders or hub ids. Default: smollm2-135m and smollm2-360m, made with "
-            "random weights if need be.",
+            "Sizes of the ladder (135m), files, folders, hub ids. Default: smollm2-135m and "
+            "smollm2-360m, made with random weights if need be.",
             metavar="MODEL...",
             is_argument=True,
         ),

@@ -51,7 +51,7 @@ def run_campaign(
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="The campaign file (TOML). Default: that of `make demo`, four rungs in 8 min."
+            help="The campaign file (TOML). Default: that of `make demo`, four models in 8 min."
         ),
     ] = None,
     out: Out = Path("runs"),
@@ -64,7 +64,7 @@ def run_campaign(
     trust: Trust = False,
     beside_others: Beside = False,
 ) -> None:
-    """Measure every cell of a campaign, and write all of it into one folder below --out.
+    """Measure every cell of a campaign (a model on an engine) into one folder below --out.
 
     For each cell: start the server, measure single streams and two bursts, estimate the limit from
     the step times, and confirm a rate below it.

@@ -68,10 +68,10 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
 def _compare(options: CompareOptions) -> None:
     """Say where runs are faster or slower than others, by a test whose unit is the run.
 
-    At least three runs an arm, begun in turns; with fewer the differences are shown and the
-    verdict is "not known". Compared are TTFT, TPOT, E2E and the output at loads that both arms
-    measured, and the limit. Runs that differ in a fact (machine, workload, settings) are refused
-    with both values, unless --allow names it.
+    At least three runs an arm (a side of the comparison), begun in turns; with fewer the
+    differences are shown and the verdict is "not known". Compared are TTFT, TPOT, E2E and the
+    output at loads that both arms measured, and the limit. Runs that differ in a fact (machine,
+    workload, settings) are refused with both values, unless --allow names it.
 
     \b
     crossover compare --fail-on slower A1 A2 A3 -- B1 B2 B3    # begun in turns: A1 B1 A2 B2 A3 B3

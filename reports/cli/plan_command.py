@@ -8,13 +8,14 @@ crossover plan --model 8b --rate 0.5
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from loadtests.analysis.slo import SLO_PRESETS
 from loadtests.checked_files import read_toml
 from models import formatting
 from reports.devices.device_catalog import devices, user_file
@@ -27,6 +28,7 @@ from serving.bounds import option
 from serving.cli.parameters import command_of
 
 TEXT_COLUMNS = 110
+PRESETS = ", ".join(SLO_PRESETS)
 RATES = ("peak_rate", "mean_rate", "users", "requests_per_user")
 
 
@@ -34,11 +36,14 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover plan`."""
 
     file: Annotated[Path | None, option("", "The plan file, TOML.", is_argument=True)] = None
-    model: Annotated[str | None, option("", "A rung of the ladder, e.g. 8b.")] = None
+    model: Annotated[str | None, option("", "A model of `crossover models list`, e.g. 8b.")] = None
     rate: Annotated[
         float | None, option("", "Requests/s of the busiest hour, in place of the file's.")
     ] = None
-    slo: Annotated[str | None, option("", "A preset: chat, interactive, reading, ...")] = None
+    slo: Annotated[
+        str | None,
+        option("", f"A good request: {PRESETS}. Default: as the run asks, else chat."),
+    ] = None
     device: Annotated[
         list[str] | None, option("", "Consider this device for rent, not the list; repeatable.")
     ] = None
@@ -65,7 +70,7 @@ def _plan(options: PlanOptions) -> None:
     console = Console()
     width = console.width if console.is_terminal else TEXT_COLUMNS
     if options.devices:
-        Console(width=max(width, 120)).print(_devices())
+        Console(width=max(width, 190)).print(_devices())
         return
     folder = options.file.parent if options.file is not None else Path()
     with Console(stderr=True).status("simulating") as status:
@@ -115,10 +120,12 @@ def _write_chart(path: Path, made: Any) -> None:
 
 def _devices() -> Table:
     """What is known of each device; a price is of one for an hour, on that date."""
-    table = Table(title=f"Devices (your own: {user_file()})", title_justify="left")
+    title = f"Devices; your own are added in {user_file()}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     numbers = ("memory", "memory bandwidth", "16-bit peak", "power", "price")
     for name in ("device", "kind", *numbers, "price of"):
-        table.add_column(name, justify="right" if name in numbers else "left")
+        justify: Literal["left", "right"] = "right" if name in numbers else "left"
+        table.add_column(name, justify=justify, no_wrap=True)
     for one in devices():
         tflops, price = one.tflops.fp16, one.dollars_per_hour
         table.add_row(

@@ -1,4 +1,4 @@
-"""crossover report RUN...: options in, the answer and the files out."""
+"""crossover report RUN: options in, the answer and the files out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from loadtests.analysis.slo import SLO_PRESETS
-from reports.ci_checks import checked
+from reports.ci_checks import QUANTITIES, checked
 from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, answers_of, basis, headline
 from reports.report_data import ReportData, read_report
@@ -19,14 +19,15 @@ from serving.bounds import option
 from serving.cli.parameters import command_of
 
 USUAL = "html,md,csv"
+KNOWN = ", ".join(QUANTITIES)
 
 
 class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover report`."""
 
-    runs: Annotated[list[Path], option("", "Run folders: runs/<id>.", is_argument=True)]
+    run: Annotated[Path, option("", "The run's folder: runs/<id>.", is_argument=True)]
     out: Annotated[
-        Path | None, option("", "Where to write (default: `report` in the first run's folder).")
+        Path | None, option("", "Where to write (default: `report` in the run's folder).")
     ] = None
     formats: Annotated[
         str | None,
@@ -41,7 +42,8 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
         list[str] | None,
         option(
             "",
-            'End with status 1 unless this is so, e.g. "1b:capacity>=0.5"; repeatable.',
+            'End with status 1 unless this is so, e.g. "1b:capacity>=0.5"; repeatable. '
+            f"MODEL:QUANTITY, >=, <=, > or <, a number; quantities: {KNOWN}.",
             *("check", "CONDITION"),
         ),
     ] = None
@@ -56,24 +58,22 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _report(options: ReportOptions) -> None:
-    """Turn runs into one HTML page, Markdown and CSV, computed from their records.
+    """Turn a run into one HTML page, Markdown and CSV, computed from its records.
 
     \b
     crossover report runs/ID --png     # runs/ID/report: index.html, report.png
     crossover report runs/ID --check "1b:capacity>=0.5"     # status 0 or 1
     """
-    if len({folder.resolve() for folder in options.runs}) < len(options.runs):
-        raise ReportError("the same run is named twice")
     formats = _formats(options)
     if options.share is not None:
         from reports.export_run import export_run
 
-        for line in export_run(options.runs[0], options.share):
+        for line in export_run(options.run, options.share):
             typer.echo(line)
         return
     if options.slo is not None and options.slo not in SLO_PRESETS:
         raise ReportError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
-    data = read_report(options.runs, SLO_PRESETS[options.slo] if options.slo else None)
+    data = read_report(options.run, SLO_PRESETS[options.slo] if options.slo else None)
     answers = answers_of(data)
     if options.as_json:
         typer.echo(as_json(data, answers).decode(), nl=False)
@@ -96,7 +96,7 @@ report = command_of(ReportOptions, _report)
 def _write(
     options: ReportOptions, data: ReportData, answers: list[Answer], formats: list[str]
 ) -> None:
-    folder = options.out or options.runs[0] / "report"
+    folder = options.out or options.run / "report"
     try:
         written = write_files(data, answers, folder, formats)
     except MissingPackage as problem:

@@ -48,7 +48,6 @@ def calibrated_machine(path: Path) -> Machine:
     policy = file.models[0].policy
     return Machine(
         name=file.name,
-        kind="calibrated",
         law=lambda spec, weight_format, slots, devices: _law(file, spec, weight_format, devices),
         slots=policy.slots,
         policy=policy,

@@ -1,8 +1,8 @@
 """What a machine that serves elsewhere would hold: a step law in the one simulation.
 
-    gpu = machine_of(device_named("NVIDIA T4"))
-    holds(gpu, rung("8b").spec, "bf16", traffic, slo, rate=0.5)     # "yes", "perhaps" or "no"
-    capacity_of(gpu, rung("8b").spec, "bf16", traffic, slo).low     # requests/s
+    service = Service(machine_of(device_named("NVIDIA T4")), rung("8b").spec, "bf16", traffic)
+    holds(service, slo, rate=0.5)         # "yes", "perhaps" or "no"
+    capacity_of(service, slo).low         # requests/s
 
 A machine's law is measured (this run), calibrated (machine.json) or predicted (a datasheet). Its
 interval is that of machines whose steps all take the law's time times, or over, exp(half width):
@@ -47,8 +47,9 @@ GPU_FIXED_BYTES = 1 * GIB
 GPU_WEIGHT_SHARE = 0.05
 PREFILL_TOKENS = 2048  # of a step while someone decodes: vLLM's default for a server
 TOGETHER = (1, 2, 4, 8)  # devices that share each step, the fewest first
+SLOW, MIDDLE, QUICK = 1, 0, -1  # steps of the low end, of the estimate, of the high end
 
-Kind = Literal["measured", "calibrated", "predicted"]
+Grade = Literal["confirmed", "estimated", "predicted"]
 Answer = Literal["yes", "perhaps", "no"]  # at the low end, at the high end only, at neither
 LawOf = Callable[[ModelSpec, str, int, int], tuple[StepLaw, float]]
 
@@ -83,9 +84,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
 
     name: str
-    kind: Kind
     law: LawOf
     slots: int
+    grade: Grade = "predicted"
     policy: SchedulingPolicy | None = None  # of its scheduler; None: as such engines are given
     memory_bytes: float | None = None  # that an engine can use
     is_served_by_vllm: bool = False  # else by llama.cpp
@@ -94,11 +95,54 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     price_date: str = ""
 
 
+class Service(msgspec.Struct, frozen=True):
+    """A model in a format, asked so, on so many of a machine that share each step."""
+
+    machine: Machine
+    spec: ModelSpec
+    weight_format: str
+    traffic: Traffic
+    devices: int = 1
+
+    def needed_bytes(self, kv_tokens: float) -> float:
+        """Memory of all devices that serving takes with so much KV."""
+        weights = weight_bytes(self.spec, self.weight_format)
+        held = weights + kv_tokens * self.spec.kv_bytes_per_token("fp16")
+        if self.machine.is_served_by_vllm:
+            logits = VLLM_LOGIT_BYTES * self.machine.slots * self.spec.vocabulary
+            return (held + self.devices * (logits + VLLM_OUTSIDE_BYTES)) / VLLM_MEMORY_SHARE
+        return held + self.devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
+
+    def policy(self) -> SchedulingPolicy:
+        """With the KV cache that its memory leaves room for. Raises ReportError where it is too
+        small for the longest request."""
+        machine = self.machine
+        if machine.policy is not None:
+            return machine.policy
+        kv_tokens = None
+        if machine.memory_bytes is not None:
+            least = self.needed_bytes(self.traffic.longest)
+            whole = machine.memory_bytes * self.devices
+            if least > whole:
+                raise ReportError(
+                    f"needs {least / GIB:.1f} GiB, {machine.name} has {whole / GIB:.1f} GiB"
+                )
+            share = VLLM_MEMORY_SHARE if machine.is_served_by_vllm else 1.0
+            free = (whole - self.needed_bytes(0)) * share
+            kv_tokens = int(free / self.spec.kv_bytes_per_token("fp16"))
+        return SchedulingPolicy(
+            slots=machine.slots,
+            prefill_tokens=PREFILL_TOKENS,
+            step_tokens=PREFILL_TOKENS,
+            kv_tokens=kv_tokens,
+        )
+
+
 class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """What a machine holds under an SLO, requests/s. None: `reason` says why."""
 
     device: str
-    kind: Kind
+    kind: Grade
     devices: int = 1  # that share each step
     low: float | None = None  # held in nine of ten cases
     rate: float | None = None
@@ -121,7 +165,6 @@ def machine_of(device: Device) -> Machine:
     """A device of the catalogue, which nobody has measured; the same object for the same device."""
     return Machine(
         name=device.name,
-        kind="predicted",
         law=lambda spec, weight_format, slots, devices: predicted_law(
             device, spec, weight_format, slots, devices
         ),
@@ -134,148 +177,59 @@ def machine_of(device: Device) -> Machine:
     )
 
 
-def needed_bytes(
-    machine: Machine, spec: ModelSpec, weight_format: str, kv_tokens: float, devices: int = 1
-) -> float:
-    """Memory of all devices that serving takes with so much KV."""
-    weights = weight_bytes(spec, weight_format)
-    held = weights + kv_tokens * spec.kv_bytes_per_token("fp16")
-    if machine.is_served_by_vllm:
-        logits = VLLM_LOGIT_BYTES * machine.slots * spec.vocabulary
-        return (held + devices * (logits + VLLM_OUTSIDE_BYTES)) / VLLM_MEMORY_SHARE
-    return held + devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
-
-
-def _policy(
-    machine: Machine, spec: ModelSpec, weight_format: str, traffic: Traffic, devices: int
-) -> SchedulingPolicy:
-    """With the KV cache that its memory leaves room for. Raises ReportError where it is too small
-    for the longest request."""
-    if machine.policy is not None:
-        return machine.policy
-    kv_tokens = None
-    if machine.memory_bytes is not None:
-        least = needed_bytes(machine, spec, weight_format, traffic.longest, devices)
-        whole = machine.memory_bytes * devices
-        if least > whole:
-            raise ReportError(
-                f"needs {least / GIB:.1f} GiB, {machine.name} has {whole / GIB:.1f} GiB"
-            )
-        fixed = needed_bytes(machine, spec, weight_format, 0, devices)
-        share = VLLM_MEMORY_SHARE if machine.is_served_by_vllm else 1.0
-        kv_tokens = int((whole - fixed) * share / spec.kv_bytes_per_token("fp16"))
-    return SchedulingPolicy(
-        slots=machine.slots,
-        prefill_tokens=PREFILL_TOKENS,
-        step_tokens=PREFILL_TOKENS,
-        kv_tokens=kv_tokens,
-    )
-
-
-class _Simulated(msgspec.Struct, frozen=True):
-    """A machine in the simulation; servers by the factor on its step times, made when asked."""
-
-    law: StepLaw
-    policy: SchedulingPolicy
-    traffic: Traffic
-    half_width: float
-    servers: dict[int, Server]
-
-    def at(self, sign: int) -> Server:
-        """-1: steps quick, 0: as the law says, 1: slow, each in one of ten cases beyond."""
-        if sign not in self.servers:
-            self.servers[sign] = Server(
-                self.law.slower(math.exp(sign * ONE_SIDED * self.half_width)),
-                self.policy,
-                self.traffic.lengths,
-                self.traffic.arrivals,
-                count=QUICK_REQUESTS,
-            )
-        return self.servers[sign]
-
-
 @lru_cache(maxsize=1024)
-def _simulated(
-    machine: Machine, spec: ModelSpec, weight_format: str, traffic: Traffic, devices: int
-) -> _Simulated:
-    """Raises ReportError where the memory does not suffice or no law is known."""
-    law, half_width = machine.law(spec, weight_format, machine.slots, devices)
-    policy = _policy(machine, spec, weight_format, traffic, devices)
-    return _Simulated(law, policy, traffic, half_width, {})
-
-
-def slow_server(
-    machine: Machine, spec: ModelSpec, weight_format: str, traffic: Traffic, devices: int = 1
-) -> Server:
-    """The simulated server at the machine's low end: nine in ten are quicker.
+def simulated(service: Service, speed: int) -> Server:
+    """A service in the simulation, its steps SLOW, MIDDLE or QUICK.
 
     Raises ReportError where the memory does not suffice or no law is known.
     """
-    return _simulated(machine, spec, weight_format, traffic, devices).at(1)
+    machine, traffic = service.machine, service.traffic
+    law, half_width = machine.law(
+        service.spec, service.weight_format, machine.slots, service.devices
+    )
+    slower = law.slower(math.exp(speed * ONE_SIDED * half_width))
+    policy = service.policy()
+    return Server(slower, policy, traffic.lengths, traffic.arrivals, count=QUICK_REQUESTS)
 
 
-def holds(
-    machine: Machine,
-    spec: ModelSpec,
-    weight_format: str,
-    traffic: Traffic,
-    slo: Slo,
-    rate: float,
-    devices: int = 1,
-) -> Answer:
+def holds(service: Service, slo: Slo, rate: float) -> Answer:
     """Whether it holds a rate: by one or two simulations, none of a search.
 
     Raises ReportError where the memory does not suffice or no law is known.
     """
-    simulated = _simulated(machine, spec, weight_format, traffic, devices)
 
     def suffices(server: Server) -> bool:
         return _is_good_alone(server, slo) and server.share(rate, slo) >= slo.target
 
-    if suffices(simulated.at(1)):
+    if suffices(simulated(service, SLOW)):
         return "yes"
-    return "perhaps" if suffices(simulated.at(-1)) else "no"
+    return "perhaps" if suffices(simulated(service, QUICK)) else "no"
 
 
-def capacity_of(
-    machine: Machine,
-    spec: ModelSpec,
-    weight_format: str,
-    traffic: Traffic,
-    slo: Slo,
-    devices: int | None = None,
-) -> DeviceCapacity:
-    """Its capacity; `devices` None: of the fewest that hold any rate. Never raises for a machine
-    that cannot serve the model: `reason` says why."""
-    counts = TOGETHER if devices is None else (devices,)
-    tried = (_capacity(machine, spec, weight_format, traffic, slo, count) for count in counts)
-    first = next(tried)
-    return first if first.rate else next((one for one in tried if one.rate), first)
-
-
-def _capacity(
-    machine: Machine, spec: ModelSpec, weight_format: str, traffic: Traffic, slo: Slo, count: int
-) -> DeviceCapacity:
+def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
+    """Its capacity. Never raises for a machine that cannot serve the model: `reason` says why."""
+    machine, count = service.machine, service.devices
     found = DeviceCapacity(
         device=machine.name,
-        kind=machine.kind,
+        kind=machine.grade,
         devices=count,
         dollars_per_hour=machine.dollars_per_hour and machine.dollars_per_hour * count,
         watts=machine.watts and machine.watts * count,
     )
     try:
-        simulated = _simulated(machine, spec, weight_format, traffic, count)
+        low, rate, high = (
+            _crossing(simulated(service, speed), slo) for speed in (SLOW, MIDDLE, QUICK)
+        )
     except ReportError as problem:
         return msgspec.structs.replace(found, reason=str(problem))
-    low, rate, high = (_crossing(simulated.at(sign), slo) for sign in (1, 0, -1))
     memory = None
     if machine.policy is None:
-        memory = needed_bytes(machine, spec, weight_format, traffic.longest, count)
+        memory = service.needed_bytes(service.traffic.longest)
     found = msgspec.structs.replace(found, low=low, rate=rate, high=high, memory_bytes=memory)
     if not rate:
         limits = "with one request at a time" if high == 0.0 else "by the middle of its interval"
         return msgspec.structs.replace(found, reason=f"misses the SLO {slo.name} {limits}")
-    played = simulated.at(0).play(rate)
+    played = simulated(service, MIDDLE).play(rate)
     tpot = played.tpot[~np.isnan(played.tpot)]
     return msgspec.structs.replace(
         found,

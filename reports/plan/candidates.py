@@ -23,8 +23,10 @@ from reports.crossover_point import best_cells
 from reports.devices.calibrated_machines import calibrated_machine
 from reports.devices.device_capacity import (
     ONE_SIDED,
+    TOGETHER,
     DeviceCapacity,
     Machine,
+    Service,
     capacity_of,
     machine_of,
 )
@@ -58,7 +60,7 @@ def asked_of(raw: dict[str, object], folder: Path) -> Question:
 
 @lru_cache(maxsize=8)  # asked for its workload, then for its capacity
 def _run(folder: Path) -> ReportData:
-    return read_report([folder])
+    return read_report(folder)
 
 
 def candidates_of(asked: Question, say: Callable[[str], None] = lambda _: None) -> list[Candidate]:
@@ -76,7 +78,7 @@ def candidates_of(asked: Question, say: Callable[[str], None] = lambda _: None) 
         if device.name in yours:
             price = yours[device.name]
             machine = msgspec.structs.replace(machine, dollars_per_hour=price, price_date="")
-        found.append(_predicted(asked, machine))
+        found.append(_predicted(asked, machine, asked.keys.gpu_format))
     return found
 
 
@@ -87,33 +89,34 @@ def _own(asked: Question, keys: MachineKeys, number: int, say: Callable[[str], N
         if keys.run is not None:
             found = _of_run(asked, _run(asked.folder / keys.run))
         elif keys.file is not None:
-            found = _predicted(asked, calibrated_machine(asked.folder / keys.file))
+            machine = calibrated_machine(asked.folder / keys.file)
+            found = _predicted(asked, machine, asked.weight_format)
         else:
-            found = _predicted(asked, machine_of(device_named(str(keys.device))))
+            machine = machine_of(device_named(str(keys.device)))
+            found = _predicted(asked, machine, asked.keys.gpu_format)
     except ReportError as problem:
         raise BadPlan(f"machines[{number}]: {problem}") from problem
-    capacity = found.capacity
     return msgspec.structs.replace(
         found,
-        capacity=msgspec.structs.replace(capacity, device=keys.name or capacity.device),
+        device=keys.name or found.device,
         owned=keys.owned,
         dollars_per_hour=keys.dollars_per_hour or found.dollars_per_hour,
         watts=keys.watts or found.watts,
     )
 
 
-def _predicted(asked: Question, machine: Machine) -> Candidate:
-    """A machine that is not measured by a run."""
-    is_gpu = machine.kind == "predicted"
-    weight_format = asked.keys.gpu_format if is_gpu else asked.weight_format
-    found = capacity_of(machine, asked.spec, weight_format, asked.traffic, asked.slo)
-    return Candidate(
-        capacity=found,
-        known_by="predicted",
-        dollars_per_hour=found.dollars_per_hour,
-        watts=found.watts,
-        price_date=machine.price_date,
-    )
+def _candidate(found: DeviceCapacity, price_date: str = "") -> Candidate:
+    return Candidate(**msgspec.structs.asdict(found), price_date=price_date)
+
+
+def _predicted(asked: Question, machine: Machine, weight_format: str) -> Candidate:
+    """A machine that no run measured: of the fewest that share a step and hold any rate."""
+    tried = [
+        capacity_of(Service(machine, asked.spec, weight_format, asked.traffic, count), asked.slo)
+        for count in TOGETHER
+    ]
+    best = next((one for one in tried if one.rate), tried[0])
+    return _candidate(best, machine.price_date)
 
 
 def _cell_of(data: ReportData, model: str) -> CellData | None:
@@ -127,36 +130,33 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
     if cell is None or cell.capacity is None:
         known = ", ".join(model_title(one.model) for one in data.cells if one.capacity) or "none"
         raise BadPlan(
-            f"run {data.run_ids[0]} measured {known}, not {model_title(asked.spec.name)}: name a "
-            "model that it measured, or leave the run out"
+            f"run {data.manifest.run_id} measured {known}, not {model_title(asked.spec.name)}: "
+            "name a model that it measured, or leave the run out"
         )
     name = machine_words(data)
     measured = [one.energy.watts for one in cell.loaded if one.energy is not None]
     watts = next((one for one in reversed(measured) if one is not None), None)
     if _same_question(asked, data, cell):
-        return Candidate(
-            capacity=_measured(name, cell.capacity),
-            known_by="confirmed" if cell.held else "estimated",
-            watts=watts,
-        )
+        return _measured(name, cell.capacity, watts)
     if cell.law is None or cell.policy is None:
         raise BadPlan(
-            f"run {data.run_ids[0]} has no step law of {model_title(cell.model)}, so it says "
+            f"run {data.manifest.run_id} has no step law of {model_title(cell.model)}, so it says "
             "nothing of other requests or another SLO"
         )
     law, sd = cell.law, SD_LEVEL if cell.capacity.factor else SD_CALIBRATED
     machine = Machine(
         name=name,
-        kind="measured",
         law=lambda spec, weight_format, slots, devices: (law, 1.645 * sd),
         slots=cell.policy.slots,
+        grade="estimated",
         policy=cell.policy,
+        watts=watts,
     )
-    found = capacity_of(machine, asked.spec, cell.weight_format, asked.traffic, asked.slo, 1)
-    return Candidate(capacity=found, known_by="estimated", watts=watts)
+    service = Service(machine, asked.spec, cell.weight_format, asked.traffic)
+    return _candidate(capacity_of(service, asked.slo))
 
 
-def _measured(name: str, capacity: Capacity) -> DeviceCapacity:
+def _measured(name: str, capacity: Capacity, watts: float | None) -> Candidate:
     """The journal's capacity with one-sided ends; what is confirmed is surely held."""
     limit, low, high = capacity.limit, capacity.low, capacity.high
     if limit and low:
@@ -165,13 +165,14 @@ def _measured(name: str, capacity: Capacity) -> DeviceCapacity:
         high = limit * (high / limit) ** ONE_SIDED
     if capacity.held:
         low = max(capacity.held, low or 0.0)
-    return DeviceCapacity(
+    return Candidate(
         device=name,
-        kind="measured",
+        kind="confirmed" if capacity.holds and capacity.held else "estimated",
         low=low,
         rate=limit if limit is not None else capacity.held,
         high=high,
         reason="misses the SLO alone" if capacity.state == "not_even_alone" else "",
+        watts=watts,
     )
 
 

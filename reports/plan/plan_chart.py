@@ -9,7 +9,7 @@ from reports.plan.plan_options import Plan
 
 
 def staircase(plan: Plan, width: int = 640, height: int = 320) -> Any:
-    """A line for each of the first four ways; the forecast is a rule."""
+    """A line for each of the first four rows; the forecast is a rule."""
     import altair as alt
 
     rows = [
@@ -27,7 +27,9 @@ def staircase(plan: Plan, width: int = 640, height: int = 320) -> Any:
                 title="requests/s in the busiest hour",
             ),
             y=alt.Y("dollars:Q", title="$ a month"),
-            color=alt.Color("way:N", title=None, legend=alt.Legend(orient="top", columns=1)),
+            color=alt.Color(
+                "way:N", title=None, legend=alt.Legend(orient="top", columns=1, labelLimit=0)
+            ),
         )
     )
     asked = data([{"rate": plan.peak_rate}]).mark_rule(strokeDash=[4, 4]).encode(x="rate:Q")

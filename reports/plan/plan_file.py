@@ -40,7 +40,7 @@ FORMAT = "Q4_0"
 
 EXAMPLE = """\
 # crossover plan plan.toml --run runs/ID     (docs/plan.md has every key)
-model = "135m"               # a rung of the ladder: crossover models list
+model = "135m"               # one of `crossover models list`
 slo = "chat"                 # chat, interactive, reading, or [slo] with limits of your own
 [forecast]
 peak_rate = 2.0              # requests/s in the busiest hour
@@ -96,7 +96,7 @@ class PlanFile(Table, frozen=True, kw_only=True):
     """The file as it is written."""
 
     name: Annotated[str, key("what to call the plan")] = ""
-    model: Annotated[str, key("a rung of the ladder")]
+    model: Annotated[str, key("a model of `crossover models list`")]
     format: Annotated[
         str | None, key("weight format on CPUs; none: that of a run of the model, else Q4_0")
     ] = None

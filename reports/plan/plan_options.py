@@ -3,9 +3,10 @@
     plan = make_plan(asked, candidates)
     plan.choice                 # the cheapest that surely suffices; None: none does
 
-**The rule: the cheapest whose low end (90 %, one-sided) holds the peak.** As many machines as hold
-the busiest hour; what is rented by the hour is rented in the hours that need it; what is owned
-costs its energy. Costs are staircases: where the choice changes is looked for on them, not between.
+**The rule: the cheapest whose low end (90 %, one-sided) holds the peak.** A way is the machines
+that are there (`base`), as they are, or with others rented `above` what they surely hold. As many
+as hold the busiest hour; what is rented is rented in the hours that need it; what is owned costs
+its energy. Costs are staircases: where the choice changes is looked for on them, not between.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Literal
 
 import msgspec
 
-from reports.devices.device_capacity import Answer, DeviceCapacity
+from loadtests.analysis.slo import Slo
+from reports.devices.device_capacity import Answer, DeviceCapacity, Grade
 from reports.devices.device_step_times import NOT_CALIBRATED
 from reports.plan.load_forecast import Forecast
 from reports.plan.plan_file import Question
@@ -25,40 +27,33 @@ MOST_ROWS = 6
 MOST_TIMES = 64.0  # the forecast, up to which a change of the choice is looked for; and down
 STEP = 1.02  # between two rates that are looked at
 STAIRS, STAIRS_REACH = 120, 4.0  # points of the chart to either side, and how many times the rate
-Grade = Literal["confirmed", "estimated", "predicted"]
+RANKS = ("yes", "perhaps", "no", "confirmed", "estimated", "predicted")
 OptionKind = Literal["as it is", "more of it", "rented", "it and rented"]
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine and what one of it holds; `capacity.low` is surely held."""
+class Candidate(DeviceCapacity, frozen=True, kw_only=True):
+    """A machine and what one of it holds; `low` is surely held."""
 
-    capacity: DeviceCapacity
-    known_by: Grade
     owned: int = 0
-    dollars_per_hour: float | None = None  # of one (of all devices that share a step)
-    watts: float | None = None
     price_date: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.capacity.name
 
     @property
     def is_unknown(self) -> bool:
         """A CPU that nobody measured."""
-        return self.capacity.reason == NOT_CALIBRATED
+        return self.reason == NOT_CALIBRATED
 
     def answer(self, rate: float, count: int) -> Answer:
         """Whether `count` of it hold a rate."""
-        if (self.capacity.low or 0.0) * count >= rate:
+        if (self.low or 0.0) * count >= rate:
             return "yes"
-        may = self.is_unknown or (self.capacity.high or 0.0) * count >= rate
-        return "perhaps" if may else "no"
+        return "perhaps" if self.is_unknown or (self.high or 0.0) * count >= rate else "no"
 
-    def needed(self, rate: float, at: float | None = None) -> int | None:
-        """How many surely hold a rate; `at`: what one holds. None: no number of them."""
-        holds = self.capacity.low if at is None else at
-        return math.ceil(rate / holds - 1e-9) if holds else None
+    def kwh(self, work: Sequence[tuple[float, float]], most: float = math.inf) -> float | None:
+        """Of a month of (rate, hours), on `most` of it: watts for the share of time at work."""
+        rate = self.rate or self.high
+        if self.watts is None or not rate:
+            return None
+        return self.watts * sum(min(most, one / rate) * hours for one, hours in work) / 1000
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,9 +65,9 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     suffices: Answer
     machines: int | None  # in the busiest hour, spares included; None: no number suffices
     dollars: float | None  # with as many as surely suffice; None: a price is not known
-    dollars_low: float | None = None  # if each holds its high end
+    dollars_low: float | None = None  # if each that is rented holds its high end
     kwh: float | None = None  # None: no watts are known
-    energy_unknown: bool = False  # it is owned, and its watts are not known
+    energy_unknown: bool = False  # some of it is owned, and its watts are not known
     known_by: Grade
     note: str = ""
 
@@ -88,13 +83,17 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """What its row is called."""
+        return self.called(self.machine)
+
+    def called(self, machine: str) -> str:
+        """Its row with another name of the machine: `your machine as it is`."""
         match self.kind:
             case "as it is":
-                return f"{self.machine} as it is"
+                return f"{machine} as it is"
             case "more of it":
-                return f"more of {self.machine}"
+                return f"more of {machine}"
             case "it and rented":
-                return f"{self.machine} and {self.above} above it"
+                return f"{machine} + {self.above} above it"
         return self.machine
 
 
@@ -110,16 +109,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`rows`: at most six, what is chosen first; `options`: all."""
 
     kind: Literal["crossover-plan"] = "crossover-plan"
-    version: int = 2
+    version: int = 3
     name: str
     model: str
     weight_format: str
     gpu_format: str
     lengths: str
-    slo: str  # its name
-    ttft_seconds: float | None
-    tpot_seconds: float | None
-    target: float
+    slo: Slo
     peak_rate: float  # requests/s of the busiest hour
     mean_rate: float
     spares: int
@@ -135,10 +131,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> tuple[Option, ...]:
-        """Yours first come with what is chosen; the cheapest others fill six rows."""
-        mine = [one for one in self.options if one.kind in ("as it is", "more of it")][:2]
-        rest = [one for one in self.options if one not in mine][: MOST_ROWS - len(mine)]
-        return tuple(one for one in self.options if one in mine or one in rest)
+        return _rows(self.options)
 
 
 def make_plan(asked: Question, candidates: Sequence[Candidate]) -> Plan:
@@ -150,10 +143,7 @@ def make_plan(asked: Question, candidates: Sequence[Candidate]) -> Plan:
         weight_format=asked.weight_format,
         gpu_format=asked.keys.gpu_format,
         lengths=asked.lengths,
-        slo=asked.slo.name,
-        ttft_seconds=asked.slo.ttft_seconds,
-        tpot_seconds=asked.slo.tpot_seconds,
-        target=asked.slo.target,
+        slo=asked.slo,
         peak_rate=asked.forecast.peak_rate,
         mean_rate=asked.forecast.mean_rate,
         spares=asked.keys.spares,
@@ -161,21 +151,27 @@ def make_plan(asked: Question, candidates: Sequence[Candidate]) -> Plan:
         changes=tuple(_changes(asked, candidates, _choice(found))),
         unknown=tuple(_unknown(candidates, found)),
         price_date=min((one.price_date for one in candidates if one.price_date), default=""),
-        stairs=_stairs(asked, candidates, found[:4]),
+        stairs=_stairs(asked, candidates, _rows(found)[:4]),
     )
+
+
+def _rows(options: Sequence[Option]) -> tuple[Option, ...]:
+    """Your machine, more of it, it and one GPU above it; the cheapest GPUs fill six rows."""
+    mine = [one for one in options if one.kind in ("as it is", "more of it")][:2]
+    mine += [one for one in options if one.kind == "it and rented"][:1]
+    rest = [one for one in options if one.kind == "rented"][: MOST_ROWS - len(mine)]
+    return tuple(one for one in options if one in mine or one in rest)
 
 
 def ordered(asked: Question, candidates: Sequence[Candidate], forecast: Forecast) -> list[Option]:
     """All options under a forecast, the choice first."""
-    rank = {"yes": 0, "perhaps": 1, "no": 2}
-    known = {"confirmed": 0, "estimated": 1, "predicted": 2}
     return sorted(
         _options(asked, candidates, forecast),
         key=lambda one: (
-            rank[one.suffices],
+            RANKS.index(one.suffices),
             one.dollars is None,
             one.dollars or 0.0,
-            known[one.known_by],
+            RANKS.index(one.known_by),
         ),
     )
 
@@ -189,27 +185,18 @@ def _options(
         as_it_is = _as_it_is(asked, machine, forecast)
         yield as_it_is
         if as_it_is.suffices != "yes":
-            yield _more_of_it(asked, machine, forecast)
+            yield _with_rented(asked, "more of it", machine, machine, forecast)
     for machine in others:
-        yield _rented(asked, machine, forecast)
+        yield _with_rented(asked, "rented", None, machine, forecast)
     for base in own:
-        if base.capacity.low and base.answer(forecast.peak_rate, base.owned) != "yes":
+        if base.low and base.answer(forecast.peak_rate, base.owned) != "yes":
             for above in others:
-                if above.capacity.low:
-                    yield _mixed(asked, base, above, forecast)
-
-
-def _energy(machine: Candidate, count: int, forecast: Forecast) -> float | None:
-    """kWh a month: watts under load for the share of time that the work takes."""
-    rate = machine.capacity.rate
-    if machine.watts is None or not rate:
-        return None
-    hours = sum(load.hours * min(count, load.rate / rate) for load in forecast.loads)
-    return machine.watts * hours / 1000
+                if above.low:
+                    yield _with_rented(asked, "it and rented", base, above, forecast)
 
 
 def _as_it_is(asked: Question, machine: Candidate, forecast: Forecast) -> Option:
-    kwh = _energy(machine, machine.owned, forecast)
+    kwh = machine.kwh([(one.rate, one.hours) for one in forecast.loads], machine.owned)
     return Option(
         kind="as it is",
         machine=machine.name,
@@ -218,89 +205,64 @@ def _as_it_is(asked: Question, machine: Candidate, forecast: Forecast) -> Option
         dollars=(kwh or 0.0) * asked.keys.dollars_per_kwh,
         kwh=kwh,
         energy_unknown=kwh is None,
-        known_by=machine.known_by,
-        note=machine.capacity.reason,
+        known_by=machine.kind,
+        note=machine.reason,
     )
 
 
-def _more_of_it(asked: Question, machine: Candidate, forecast: Forecast) -> Option:
-    needed, spares = machine.needed(forecast.peak_rate), asked.keys.spares
-    count = None if needed is None else needed + spares
-    kwh = dollars = None
-    note = machine.capacity.reason
-    if count is not None:
-        kwh = _energy(machine, count, forecast)
-        note = "its dollars_per_hour is not known"
-        if machine.dollars_per_hour is not None or count <= machine.owned:
-            rented = sum(
-                one.hours * max(0, (machine.needed(one.rate) or 0) + spares - machine.owned)
-                for one in forecast.loads
-            )
-            dollars = rented * (machine.dollars_per_hour or 0.0)
-            dollars += (kwh or 0.0) * asked.keys.dollars_per_kwh
-            note = ""
-    return Option(
-        kind="more of it",
-        machine=machine.name,
-        suffices="yes" if count is not None else machine.answer(forecast.peak_rate, 10**6),
-        machines=count,
-        dollars=dollars,
-        kwh=kwh,
-        energy_unknown=count is not None and kwh is None,
-        known_by=machine.known_by,
-        note=note,
-    )
-
-
-def _rented(
-    asked: Question, machine: Candidate, forecast: Forecast, base_rate: float = 0.0
+def _with_rented(
+    asked: Question,
+    kind: OptionKind,
+    base: Candidate | None,
+    above: Candidate,
+    forecast: Forecast,
 ) -> Option:
-    """By the hour, in the hours that need it; above what `base_rate` carries."""
-    spares, price = asked.keys.spares, machine.dollars_per_hour
-    above = [(max(0.0, load.rate - base_rate), load.hours) for load in forecast.loads]
+    """What is there carries what it surely holds; above that machines are rented by the hour."""
+    owned, spares = (0 if base is None else base.owned), asked.keys.spares
+    carried = 0.0 if base is None else (base.low or 0.0) * owned
+    loads = [(max(0.0, one.rate - carried), one.hours) for one in forecast.loads]
 
-    def dollars(at: float | None) -> float | None:
-        if price is None or not at:
+    def count(rate: float, each: float | None) -> int | None:
+        """How many are rented where one holds `each`; None: no number of them suffices."""
+        if not each:
             return None
-        counts = [(machine.needed(rate, at) or 0, hours) for rate, hours in above]
-        return price * sum(hours * (count + spares) for count, hours in counts if count)
+        if above is base:  # the spares are of its kind, and may be among those that are there
+            return max(0, math.ceil((rate + carried) / each - 1e-9) + spares - owned)
+        needed = math.ceil(rate / each - 1e-9)
+        return needed + spares if needed else 0
 
-    capacity, peak = machine.capacity, above[0][0]
-    needed = machine.needed(peak)
-    suffices: Answer = "yes" if needed is not None else "no"
-    if needed is None and (capacity.high or machine.is_unknown):
-        suffices, needed = "perhaps", machine.needed(peak, capacity.high)
-    rate, kwh = capacity.rate or capacity.high, None
-    if machine.watts is not None and rate:
-        kwh = machine.watts * sum(load / rate * hours for load, hours in above) / 1000
+    def dollars(each: float | None) -> float | None:
+        counts = [(count(rate, each), hours) for rate, hours in loads]
+        if any(one is None for one, _ in counts):
+            return None
+        if above.dollars_per_hour is None:
+            return None if any(one for one, _ in counts) else 0.0
+        return above.dollars_per_hour * sum((one or 0) * hours for one, hours in counts)
+
+    sure = count(loads[0][0], above.low)
+    needed = count(loads[0][0], above.high) if sure is None else sure
+    own_kwh = None
+    if base is not None:
+        own_kwh = base.kwh([(min(one.rate, carried), one.hours) for one in forecast.loads], owned)
+    rented_kwh, energy = above.kwh(loads), (own_kwh or 0.0) * asked.keys.dollars_per_kwh
+    paid = dollars(above.low or above.high)
+    least = dollars(above.high) if above.low else None
+    total = None if rented_kwh is None else rented_kwh + (own_kwh or 0.0)
+    note = above.reason
+    if above is base and paid is None and needed is not None:
+        note = "its dollars_per_hour is not known"
     return Option(
-        kind="rented",
-        machine=machine.name,
-        suffices=suffices,
-        machines=None if needed is None else needed + spares,
-        dollars=dollars(capacity.low or capacity.high),
-        dollars_low=dollars(capacity.high) if capacity.low else None,
-        kwh=kwh,
-        known_by=machine.known_by,
-        note=capacity.reason,
-    )
-
-
-def _mixed(asked: Question, base: Candidate, above: Candidate, forecast: Forecast) -> Option:
-    """The machine that is there carries what it surely holds; the rest goes to rented ones."""
-    rest = _rented(asked, above, forecast, (base.capacity.low or 0.0) * base.owned)
-    kwh = _energy(base, base.owned, forecast)
-    energy = (kwh or 0.0) * asked.keys.dollars_per_kwh
-    return msgspec.structs.replace(
-        rest,
-        kind="it and rented",
-        machine=base.name,
-        above=above.name,
-        machines=None if rest.machines is None else rest.machines + base.owned,
-        dollars=None if rest.dollars is None else rest.dollars + energy,
-        dollars_low=None if rest.dollars_low is None else rest.dollars_low + energy,
-        kwh=None if kwh is None or rest.kwh is None else kwh + rest.kwh,
-        energy_unknown=kwh is None,
+        kind=kind,
+        machine=above.name if base is None else base.name,
+        above=above.name if kind == "it and rented" else "",
+        suffices="yes" if sure is not None else above.answer(1.0, 10**9),
+        machines=None if needed is None else needed + owned,
+        dollars=None if paid is None else paid + energy,
+        dollars_low=None if least is None else least + energy,
+        kwh=None if base is not None and own_kwh is None else total,
+        energy_unknown=base is not None and needed is not None and own_kwh is None,
+        known_by=above.kind,
+        note=note,
     )
 
 
@@ -344,7 +306,7 @@ def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterat
     chosen = _choice(found)
     for one in candidates:
         if chosen is None or one.name in (chosen.machine, chosen.above):
-            if one.known_by == "predicted":
+            if one.kind == "predicted" and not one.is_unknown:
                 yield f"{one.name} is predicted, not measured"
             if one.owned and one.watts is None:
                 yield f"the watts of {one.name} are not known, so its energy costs are left out"

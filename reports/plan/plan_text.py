@@ -14,6 +14,7 @@ from rich.table import Table
 from models import formatting
 from models.formatting import model_title
 from reports.devices.device_step_times import NOT_CALIBRATED
+from reports.headline import slo_words
 from reports.plan.plan_options import Option, Plan
 
 SHOWN_SPREAD = 0.2  # of the cost; a smaller one is not shown
@@ -32,21 +33,29 @@ def as_text(plan: Plan, columns: int = 100) -> str:
     for name in HEADS:
         table.add_column(name, justify="right" if name in HEADS[2:5] else "left")
     for option in plan.rows:
-        table.add_row(*_row(option, is_choice=option == plan.choice))
+        table.add_row(*_row(plan, option))
     with console.capture() as said:
         console.print(choice_sentence(plan))
         console.print()
         console.print(table)
         console.print()
-        for sentence in (*_changes(plan), *_unknown(plan), *_fine_print(plan)):
+        for sentence in (*_changes(plan), *_unknown(plan), "", *_fine_print(plan)):
             console.print(sentence)
     return said.get().rstrip()
 
 
-def _row(option: Option, *, is_choice: bool) -> tuple[str, ...]:
-    suffices = f"{option.suffices} ({option.note})" if option.note else option.suffices
+def _title(plan: Plan, option: Option) -> str:
+    """`your machine as it is`; by its name where several are yours."""
+    yours = {one.machine for one in plan.options if one.kind != "rented"}
+    return option.title if len(yours) > 1 else option.called("your machine")
+
+
+def _row(plan: Plan, option: Option) -> tuple[str, ...]:
+    suffices = str(option.suffices)
+    if option.note and suffices != "yes":
+        suffices += f" ({option.note})"
     return (
-        f"{'*' if is_choice else ' '} {option.title}",
+        f"{'*' if option == plan.choice else ' '} {_title(plan, option)}",
         NOT_CALIBRATED if option.note == NOT_CALIBRATED else suffices,
         "-" if option.machines is None else str(option.machines),
         _cost(option),
@@ -56,9 +65,9 @@ def _row(option: Option, *, is_choice: bool) -> tuple[str, ...]:
 
 
 def _cost(option: Option, *, with_spread: bool = True) -> str:
-    """`$96`, `$96 ($48 at best)`, `$0 + energy`, `not known`."""
+    """`$96`, `$96 ($48 at best)`, `$0 + energy`, `price not known`, `-`."""
     if option.dollars is None:
-        return "not known"
+        return "-" if option.machines is None else "price not known"
     said, low = f"${option.dollars:,.0f}", option.dollars_low
     if with_spread and low is not None and low < option.dollars * (1 - SHOWN_SPREAD):
         said += f" (${low:,.0f} at best)"
@@ -76,14 +85,15 @@ def choice_sentence(plan: Plan) -> str:
     count = chosen.machines or 1
     many = chosen.machine if count == 1 else f"{count} x {chosen.machine}"
     ways = {
-        "it and rented": f"{chosen.machine}, with {chosen.above} rented in the hours above it,",
-        "rented": many if count > 1 else f"{many}, rented by the hour,",
+        "as it is": f"Your machine ({chosen.machine}) as it is",
+        "more of it": f"{count} machines like yours ({chosen.machine})",
+        "it and rented": f"Your machine ({chosen.machine}), with {count - 1 or 1} x {chosen.above} "
+        "rented in the hours above what it holds,",
+        "rented": f"{many}, rented by the hour,",
     }
-    verb = "serve" if count > 1 or chosen.machine[:1].isdigit() else "serves"
-    return (
-        f"{ways.get(chosen.kind, many)} {verb} {load}: {_cost(chosen, with_spread=False)} a month, "
-        f"{chosen.known_by}."
-    )
+    verb = "serve" if chosen.kind != "it and rented" and count > 1 else "serves"
+    paid = f"{_cost(chosen, with_spread=False)} a month, {chosen.known_by}"
+    return f"{ways[chosen.kind]} {verb} {load}: {paid}."
 
 
 def _changes(plan: Plan) -> Iterator[str]:
@@ -94,7 +104,7 @@ def _changes(plan: Plan) -> Iterator[str]:
             yield f"{side} nothing surely suffices."
         else:
             paid = _cost(one.option, with_spread=False)
-            yield f"{side} the choice is {one.option.title} ({paid} a month)."
+            yield f"{side} the choice is {_title(plan, one.option)} ({paid} a month)."
 
 
 def _unknown(plan: Plan) -> Iterator[str]:
@@ -104,22 +114,15 @@ def _unknown(plan: Plan) -> Iterator[str]:
 
 def _fine_print(plan: Plan) -> Iterator[str]:
     """What the words and numbers mean."""
-    limits = [
-        f"{text} {formatting.limit(value)}{per}"
-        for text, value, per in (
-            ("first token within", plan.ttft_seconds, ""),
-            ("then", plan.tpot_seconds, " a token"),
-        )
-        if value is not None
-    ]
+    yield f"A good request (SLO): {slo_words(plan.slo)}. Lengths: {plan.lengths}."
     yield (
-        f"A good request: {', '.join(limits) or 'no limit'}; {formatting.share(plan.target)} of "
-        f"requests must be good. Lengths: {plan.lengths}."
+        "Suffices: yes, with 90 % certainty or more; perhaps, with 10 to 90 %. Known by: "
+        "confirmed, a load ran on it; estimated, simulated from times measured on it; predicted, "
+        "from datasheets."
     )
     yield (
-        "Suffices: yes, also at the low end of its 90 % interval; perhaps, at the high end only. "
-        "$: of as many as surely suffice, rented in the hours that need them; at best: if each "
-        "holds its high end."
+        "Machines: in the busiest hour. $: for as many as surely suffice, rented in the hours that "
+        "need them; at best: if each that is rented holds its high end."
     )
     if plan.price_date:
         yield f"List prices of {plan.price_date} or later."

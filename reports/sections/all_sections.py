@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from reports.headline import Answer
 from reports.report_data import ReportData
-from reports.sections.batch_size import batch_size
 from reports.sections.energy_cost import cost, energy
 from reports.sections.fallback_times import fallback_times
 from reports.sections.formats import formats
@@ -14,8 +13,8 @@ from reports.sections.host_overhead import host_overhead
 from reports.sections.load_times import load_times
 from reports.sections.memory import memory
 from reports.sections.other_machines import multi_gpu, other_machines
-from reports.sections.prefill_decode import prefill_decode
 from reports.sections.section import Section
+from reports.sections.speeds import batch_size, prefill_decode
 
 SECTIONS: tuple[Callable[[ReportData, Sequence[Answer]], Section | None], ...] = (
     *(memory, prefill_decode, batch_size, formats, cost, energy),

@@ -19,7 +19,6 @@ from reports.chart_style import (
     INK,
     LINE,
     MUTED,
-    UNKNOWN,
     rate_label,
     rate_ticks,
 )
@@ -129,6 +128,7 @@ def _row(index: int, answer: Answer, ends: dict[str, float | None], scale: Scale
     if gpu_name and gpu - limit > 90:
         marks = f'data-model="{index}" data-bar="name" {own} fill="{ON_GPU}" font-size="11"'
         parts.append(_text(gpu - 6, y + 16, gpu_name, marks))
-    if answer.cell.capacity is None:
-        parts.append(_text(LEFT + 6, y + 16, "not measured", f'fill="{UNKNOWN}"'))
+    if not any(ends.values()):
+        said = "not measured" if answer.cell.capacity is None else "no rate known"
+        parts.append(_text(LEFT + 16, y + 16, said, f'fill="{MUTED}"'))
     return parts

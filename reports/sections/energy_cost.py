@@ -39,13 +39,14 @@ def cost(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     return Section(
         slug="cost",
         title="Cost",
-        sentence=f"One machine like this is the cheaper way for {rows[-1][0]} while it costs less "
-        f"than the {rows[-1][2]} ({rows[-1][4]}).",
+        sentence=f"Up to {rows[-1][1]} of {rows[-1][0]} one machine like this is the cheaper way "
+        f"while it costs less than the {rows[-1][2]} ({rows[-1][4]}).",
         grades=("predicted",),
         table=table(
             (
-                *("model", "one of these holds", "GPU", "its low end", "its price"),
-                *("as many as these", "each pays below", "$ a 1M tokens, GPU full"),
+                *("model", "this machine holds", "GPU", "it surely holds", "its price"),
+                *("machines for the same", "cheaper if each costs less than"),
+                "$ for 1M tokens, GPU full",
             ),
             rows,
             words=("GPU",),
@@ -80,9 +81,9 @@ def energy(data: ReportData, answers: Sequence[Answer]) -> Section | None:
             ("model", "a token here, measured", "on the GPU that takes over, predicted"),
             ((one.title, *said) for one, *said in rows),
         ),
-        note="Measured: RAPL and the GPU's driver over the window of the highest level. Predicted: "
-        "the datasheet's power over the tokens at the GPU's capacity. Batching moves energy more "
-        "than the device does.",
+        note="Measured: the CPU's own counter (RAPL) and the GPU's driver, over the highest level. "
+        "Predicted: the datasheet's power over the tokens/s at the GPU's limit. How many requests "
+        "share a step changes it more than the device does.",
     )
 
 

@@ -10,8 +10,8 @@ from models import formatting
 from models.formatting import model_title
 from reports.headline import Answer
 from reports.report_data import CellData, ReportData
-from reports.sections.prefill_decode import speeds
 from reports.sections.section import Section, table
+from reports.sections.speeds import speeds
 
 
 def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:

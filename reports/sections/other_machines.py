@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from models import formatting
 from reports.crossover_point import GPU_FORMAT, fitting
-from reports.devices.device_capacity import TOGETHER, DeviceCapacity, capacity_of, machine_of
+from reports.devices.device_capacity import (
+    TOGETHER,
+    DeviceCapacity,
+    Service,
+    capacity_of,
+    machine_of,
+)
 from reports.devices.device_catalog import device_named
 from reports.headline import Answer
 from reports.report_data import ReportData
@@ -22,10 +28,7 @@ def other_machines(data: ReportData, answers: Sequence[Answer]) -> Section | Non
         return None
     spec, traffic = known[-1].cell.spec, known[-1].cell.traffic
     assert spec is not None and traffic is not None
-    found = [
-        capacity_of(machine, spec, GPU_FORMAT, traffic, data.slo, 1)
-        for machine in fitting(spec, GPU_FORMAT, traffic, MOST)
-    ]
+    found = [capacity_of(service, data.slo) for service in fitting(spec, traffic, MOST)]
     if not found:
         return None
     best = max(found, key=lambda one: one.rate or 0.0)
@@ -49,7 +52,10 @@ def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     spec, traffic = one.cell.spec, one.cell.traffic
     assert one.gpu is not None and spec is not None and traffic is not None
     machine = machine_of(device_named(one.gpu.device))
-    found = [capacity_of(machine, spec, GPU_FORMAT, traffic, data.slo, count) for count in TOGETHER]
+    found = [
+        capacity_of(Service(machine, spec, GPU_FORMAT, traffic, count), data.slo)
+        for count in TOGETHER
+    ]
     gain = "what one cannot"
     if found[0].rate and found[-1].rate:
         gain = f"{found[-1].rate / found[0].rate:.1f} times one"
@@ -59,14 +65,18 @@ def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         sentence=f"{found[-1].name} that share each step would hold {gain} of {one.title}.",
         grades=("predicted",),
         table=_table(found),
-        note="Tensor parallel: each step is divided, at the cost of two all-reduces a layer over "
-        "their link. Replicas scale by their number instead.",
+        note="Each step is divided among them (tensor parallelism), and they exchange what they "
+        "found twice a layer over their link. Copies of the model on each (replicas) hold as many "
+        "times the rate instead, and answer no quicker.",
     )
 
 
 def _table(found: Sequence[DeviceCapacity]) -> Table:
     return table(
-        ("machine", "would hold", "90 %", "TTFT p50", "TPOT p50", "memory", "price"),
+        (
+            *("machine", "would hold", "90 % interval", "first token, median"),
+            *("each token, median", "memory", "price"),
+        ),
         (
             (
                 one.name,
@@ -79,5 +89,5 @@ def _table(found: Sequence[DeviceCapacity]) -> Table:
             )
             for one in found
         ),
-        words=("90 %",),
+        words=("90 % interval",),
     )

@@ -82,12 +82,10 @@ def examine() -> Diagnosis:
 def _with_advice(probe: BackendProbe, facts: HardwareFacts) -> BackendReport:
     has_gpu = bool(facts.gpus or render_nodes())
     has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
-    return BackendReport(probe, advice(probe, facts, has_compiler, has_gpu))
+    return BackendReport(probe, advice(probe, has_compiler, has_gpu))
 
 
-def advice(
-    probe: BackendProbe, facts: HardwareFacts, has_compiler: bool, has_gpu: bool
-) -> str | None:
+def advice(probe: BackendProbe, has_compiler: bool, has_gpu: bool) -> str | None:
     """What to do about a backend that does not work or does not use the GPU; None: nothing.
 
     `has_gpu`: the kernel shows one, be its driver known here or not."""

@@ -61,8 +61,8 @@ _JSON = typer.Option(False, "--json", help="Print JSON: sizes in bytes.")
 
 @app.command("list")
 def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
-    """List every rung: parameters, file sizes, KV cache per 1,000 tokens, what is cached, and by
-    which name its published weights are served."""
+    """List the ladder (published shapes, a rung each): parameters, file sizes, KV cache per 1,000
+    tokens, what is cached, and by which name its published weights are served."""
     root, size = hub.cache_dir(cache), formatting.size
     rows = [_listed(one, root) for one in LADDER]
     if as_json:
@@ -101,7 +101,7 @@ def _listed(one: Rung, root: Path) -> dict[str, Any]:
 
 @app.command("make")
 def make(
-    names: Annotated[list[str], typer.Argument(help="Rungs, local folders or hub ids.")],
+    names: Annotated[list[str], typer.Argument(help="Sizes (135m, 1b), folders or hub ids.")],
     weight_format: str | None = typer.Option(
         None, "--format", help="Weight format, or gguf, hf, onnx (default: the backend's)."
     ),
@@ -134,7 +134,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     names: Annotated[
         tuple[str, ...],
-        option("", "Rungs, GGUF files, folders. Default: the ladder.", "", "NAME...", True),
+        option("", "Sizes (1b), GGUF files, folders. Default: all.", "", "NAME...", True),
     ] = ()
     weight_formats: Annotated[
         tuple[str, ...], option("", f"Repeatable. Default: {', '.join(PLANNED_FORMATS)}.", "format")

@@ -138,7 +138,7 @@ def pages(runs: list[Path]) -> Iterator[tuple[str, str]]:
     """The name and the page of each run; of a made-up one, a rung of it not even alone, without."""
     with tempfile.TemporaryDirectory() as made:
         for folder in runs or [run_folder(Path(made))]:
-            data = read_report([folder])
+            data = read_report(folder)
             answers = answers_of(data)
             yield folder.name, page(data, answers, sections_of(data, answers))
 

@@ -42,5 +42,5 @@ def run_folder(
 def shown() -> tuple[Path, ReportData, tuple[Answer, ...]]:
     """One run of the ladder, read: made once a process."""
     folder = run_folder(Path(mkdtemp(prefix="crossover-report-")))
-    data = read_report([folder])
+    data = read_report(folder)
     return folder, data, tuple(answers_of(data))

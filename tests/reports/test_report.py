@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import msgspec
@@ -19,12 +20,12 @@ from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from reports import headline, html_page, markdown, report_files, slo_sliders
 from reports.ci_checks import QUANTITIES, checked
 from reports.crossover_point import best_cells
-from reports.errors import BadRun, NotComparable, ReportError
+from reports.errors import BadRun, ReportError
 from reports.export_run import export_run
 from reports.report_data import read_report
 from reports.report_warnings import alerts_of, warnings_of
 from reports.tables import HEADS, answer_row
-from tests.reports.runs import run_folder, shown
+from tests.reports.runs import shown
 
 RUN = CliRunner()
 
@@ -91,7 +92,7 @@ def test_the_page_is_one_small_offline_file_with_everything_on_it() -> None:
     text = html_page.page(data, answers, sections)
     assert len(text.encode()) < 1_200_000
     assert "http://" not in text.replace("http://www.w3.org", "") and "src=" not in text
-    assert headline.headline(answers, data) in text
+    assert headline.headline(answers, data) in re.sub("<.*?>", "", text)
     assert {"memory", "prefill-decode", "batch-size", "cost", "other-machines", "multi-gpu"} <= {
         *(one.slug for one in sections),
         "memory",  # of a simulated server none is known
@@ -152,8 +153,8 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
 
 def test_another_slo_is_judged_from_the_same_records() -> None:
     folder, data, _ = shown()
-    strict = read_report([folder], Slo("strict", 0.05, 0.2, 0.9))
-    loose = read_report([folder], Slo("loose", 60.0, 5.0, 0.9))
+    strict = read_report(folder, Slo("strict", 0.05, 0.2, 0.9))
+    loose = read_report(folder, Slo("loose", 60.0, 5.0, 0.9))
     small = [best_cells(one)[0].limit or 0.0 for one in (strict, data, loose)]
     assert small[0] <= small[1] <= small[2]
     assert best_cells(strict)[0].capacity.state == "not_even_alone"  # type: ignore[union-attr]
@@ -194,7 +195,6 @@ def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path)
     done = RUN.invoke(crossover.app, ["report", str(folder), "--json", "--check", "1b:held>=9"])
     assert done.exit_code == 1 and json.loads(done.stdout) and "FAIL  1b:held>=9" in done.stderr
     assert "is not one of html" in command("report", folder, "--format", "pdf")[1]
-    assert "named twice" in command("report", folder, folder)[1]
     assert "--slo 'fast' is not one of chat" in command("report", folder, "--slo", "fast")[1]
 
 
@@ -207,9 +207,9 @@ def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
     (copied / name).write_bytes(whole[: int(len(whole) * share)])
     if name == EVENTS and share == 0.0:
         with pytest.raises(BadRun, match="nothing was begun"):
-            read_report([copied])
+            read_report(copied)
         return
-    data = read_report([copied])
+    data = read_report(copied)
     answers = headline.answers_of(data)
     text = html_page.page(data, answers, html_page.sections_of(data, answers))
     assert "nan" not in text.replace("finance", "").lower().split()
@@ -227,7 +227,7 @@ def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
 def test_requests_lost_at_a_line_end_are_said_and_their_levels_do_not_count(copied: Path) -> None:
     lines = (copied / REQUESTS).read_bytes().splitlines(keepends=True)
     (copied / REQUESTS).write_bytes(b"".join(lines[: len(lines) // 2]))
-    data = read_report([copied])
+    data = read_report(copied)
     (said,) = [one for one in warnings_of(data) if one.code == "LinesLeftOut"]
     assert not data.damage and said.seriousness == "serious" and "are missing" in said.text
     torn = [one for cell in data.cells for one in cell.levels if not one.level.is_whole]
@@ -243,34 +243,23 @@ def test_a_run_without_a_finished_level_says_so(copied: Path) -> None:
         line for line in lines if '"level_finished"' not in line and "cell_finished" not in line
     ]
     (copied / EVENTS).write_text("".join(kept))
-    data = read_report([copied])
+    data = read_report(copied)
     answers = headline.answers_of(data)
     assert headline.headline(answers, data) == "Nothing was measured to its end in this run."
     assert html_page.page(data, answers, [])
 
 
-def test_another_version_and_other_machines_are_refused_with_both_values(copied: Path) -> None:
+def test_another_version_is_refused_with_it(copied: Path) -> None:
     manifest = json.loads((copied / MANIFEST).read_text())
     (copied / MANIFEST).write_text(json.dumps(manifest | {"format_version": 3}))
     with pytest.raises(BadRun, match="3"):
-        read_report([copied])
-    facts = manifest["server_facts"] | {"cpu_model": "another CPU"}
-    (copied / MANIFEST).write_text(json.dumps(manifest | {"server_facts": facts}))
-    with pytest.raises(NotComparable, match="CPU of the machine: 'AMD EPYC' and 'another CPU'"):
-        read_report([shown()[0], copied])
-
-
-def test_runs_of_one_machine_are_one_table_and_a_cell_is_told_by_the_last(tmp_path: Path) -> None:
-    more = run_folder(tmp_path, '["360m"]')
-    data = read_report([shown()[0], more])
-    assert len(data.cells) == 4 and len(data.run_ids) == 2
-    assert [cell.run_id for cell in data.cells if "360" in cell.model] == [data.run_ids[1]]
+        read_report(copied)
 
 
 def test_a_shared_copy_has_the_same_answer_and_no_names(tmp_path: Path) -> None:
     folder, data, answers = shown()
     said = export_run(folder, tmp_path / "shared")
-    again = read_report([tmp_path / "shared"])
+    again = read_report(tmp_path / "shared")
     assert headline.headline(headline.answers_of(again), again) == headline.headline(answers, data)
     assert headline.basis(again) == headline.basis(data)
     host = data.manifest.server_facts.get("hostname") or "no host"
@@ -297,7 +286,7 @@ def test_a_shared_copy_of_an_endpoint_s_run_tells_no_host_path_or_slo_of_one_s_o
     said = export_run(copied, tmp_path / "shared")
     told = "".join(path.read_text() for path in (tmp_path / "shared").iterdir())
     assert not [word for word in ("acme", "alice", "gguf", "gpu7") if word in told + said[-1]]
-    again = read_report([tmp_path / "shared"])
+    again = read_report(tmp_path / "shared")
     assert "cell 1" in said[-1] and "cell 1" in [one.key for one in again.cells]
     assert headline.headline(headline.answers_of(again), again).startswith("This machine serves ")
 

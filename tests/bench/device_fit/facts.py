@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from reports.devices.device_step_times import Case, Chip
+from tests.bench.device_fit.step_model import Case, Chip
 
 DATA = Path(__file__).parent / "data"
 

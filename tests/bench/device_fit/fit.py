@@ -1,6 +1,7 @@
 """Fit the predictor's constants to the published rows, and say how wrong they are.
 
-    python -m tests.bench.device_fit.fit    # writes step_time_constants.json and data/errors.csv.gz
+    python -m tests.bench.device_fit.fit    # data/fitted.json, data/errors.csv.gz, and what is
+                                            # shipped: step_time_constants.json
 
     TPOT     = t + phi * (n - 1) / output * prompt       n: streams that fit the KV room
     TTFT     = t0 + prompt * (s + (n + 1) / 2k) + queue  k: weight of the opening burst
@@ -24,9 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from reports.devices import device_step_times
-from reports.devices.device_step_times import (
+from reports.devices.device_step_times import Constants
+from tests.bench.device_fit.facts import DATA
+from tests.bench.device_fit.published import CLOSED_LOOP, ENERGY, POWER, Row, published_rows
+from tests.bench.device_fit.step_model import (
     ACCELERATOR,
     Array,
+    Case,
+    Chip,
     ClassError,
     Columns,
     Constant,
@@ -35,8 +41,6 @@ from reports.devices.device_step_times import (
     accelerator_prefill,
     features,
 )
-from tests.bench.device_fit.facts import DATA
-from tests.bench.device_fit.published import CLOSED_LOOP, ENERGY, POWER, Row, published_rows
 
 WEIGHTS = {POWER: 0.3, CLOSED_LOOP: 0.3, ENERGY: 0.3}  # rougher, or many rows of few devices
 SIGMA = 0.15  # log error that counts as one
@@ -49,7 +53,14 @@ DIGITS = 3  # of a shipped log
 
 METRICS = ("decode", "prefill", "tpot", "ttft")  # the last two of a closed loop of streams
 KV_MEMORY_SHARE = 0.92  # of the memory, less the weights, is the KV cache's
-CONSTANTS_FILE = Path(device_step_times.__file__).with_name("step_time_constants.json")
+FITTED_FILE = DATA / "fitted.json"
+SHIPPED_FILE = Path(device_step_times.__file__).with_name("step_time_constants.json")
+# What is shipped: devices by memory type and maker, `other` where no row is of the maker's.
+MEMORY_TYPES = {"gddr": "vllm", "hbm": "vllm", "apple": "llama.cpp", "uma": "llama.cpp"}
+MAKERS = ("nvidia", "amd", "intel", "other")
+FORMATS = {"16": "F16", "8": "Q8_0", "fp4": "FP4", "q0": "Q4_0", "kq": "Q4_K_M"}
+FORMATS |= {"k23": "Q2_K", "iq": "IQ2_XS"}
+UNPUBLISHED_MAKER = float(np.log(3))  # half width where nothing like it was published: a guess
 
 SERVING: dict[str, Constant] = {
     **ACCELERATOR,
@@ -279,16 +290,74 @@ def table(errors: Mapping[str, ClassError]) -> str:
     return "\n".join([head, *lines])
 
 
-def write(fitted: Fitted) -> Predictor:
-    """step_time_constants.json; errors.csv.gz: ln(predicted / seen), each device left out."""
-    logs = {node: round(value, DIGITS) for node, value in fitted.logs.items()}
-    log_errors = np.round(fitted.log_errors, DIGITS)
-    made = Predictor(logs, class_errors(fitted.rows, log_errors))
-    text = msgspec.json.format(msgspec.json.encode(made), indent=1)
-    CONSTANTS_FILE.write_bytes(text + b"\n")
+def shipped(by: Predictor) -> dict[str, Constants]:
+    """The constants of each class of devices that `crossover` predicts."""
+    return {
+        f"{memory}|{maker}": _of_class(by, memory, maker)
+        for memory in MEMORY_TYPES
+        for maker in MAKERS
+    }
+
+
+def _of_class(by: Predictor, memory: str, maker: str) -> Constants:
+    def values(name: str, fmt: str = "F16", link: float = 25.0) -> float:
+        chip = Chip(name="", memory=memory, chip=maker, gbs=1.0, link_gbs=link)
+        case = Case(
+            chip=chip,
+            engine=MEMORY_TYPES[memory],
+            fmt=fmt,
+            macs=0,
+            layers=0,
+            hidden=0,
+            attention=0,
+            kv_bytes=0,
+            read_bytes=0,
+            all_bytes=0,
+        )
+        return float(f"{by.values({name: ACCELERATOR[name]}, [case])[name][0]:.6g}")
+
+    served = MEMORY_TYPES[memory] == "vllm"
+    kinds = {"16": "F16"} if served else FORMATS
+    return Constants(
+        bandwidth_share=values("eff"),
+        peak_share={kind: values("mfu", fmt) for kind, fmt in kinds.items()},
+        prompt_peak_share={kind: values("mfup", fmt) for kind, fmt in kinds.items()},
+        kv=values("kv"),
+        attention=values("atp"),
+        layer_seconds=values("lat"),
+        prompt_layer_seconds=values("latp"),
+        row_seconds=values("row") if served else 0.0,
+        hop_seconds=(values("comm"), values("comm", link=900.0)),
+        half_width=_widest(by, memory, maker),
+    )
+
+
+def _widest(by: Predictor, memory: str, maker: str) -> float:
+    """Of the classes that such a device is predicted from."""
+    names = [f"{metric}|{memory}|llama" for metric in ("decode", "prefill")]
+    if MEMORY_TYPES[memory] == "vllm":
+        if maker == "other":
+            return UNPUBLISHED_MAKER
+        own = "tpot|hbm|serve"
+        names = [own] if (memory, maker) == ("hbm", "nvidia") else [*names, own]
+    return max(by.errors[name].half_width for name in names)
+
+
+def fitted() -> Predictor:
+    """What data/fitted.json says."""
+    return msgspec.json.decode(FITTED_FILE.read_bytes(), type=Predictor)
+
+
+def write(done: Fitted) -> Predictor:
+    """Logs of the nodes; what is shipped; ln(predicted / seen) with each device left out."""
+    logs = {node: round(value, DIGITS) for node, value in done.logs.items()}
+    log_errors = np.round(done.log_errors, DIGITS)
+    made = Predictor(logs, class_errors(done.rows, log_errors))
+    for file, content in ((FITTED_FILE, made), (SHIPPED_FILE, shipped(made))):
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     lines = [
         f"{row.id},{row.metric},{error:.{DIGITS}f}\n"
-        for row, error in zip(fitted.rows, log_errors, strict=True)
+        for row, error in zip(done.rows, log_errors, strict=True)
     ]
     packed = gzip.compress("".join(["id,metric,ln_error\n", *lines]).encode(), 9, mtime=0)
     DATA.joinpath("errors.csv.gz").write_bytes(packed)

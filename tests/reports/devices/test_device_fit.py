@@ -3,10 +3,11 @@
 import csv
 import gzip
 
+import msgspec
 import numpy as np
 import pytest
 
-from reports.devices.device_step_times import predictor
+from reports.devices.device_step_times import Constants
 from tests.bench.device_fit import fit
 from tests.bench.device_fit.facts import DATA
 from tests.bench.device_fit.published import published_rows, published_table
@@ -42,16 +43,21 @@ def test_errors_by_class_are_those_of_the_rows_and_have_not_grown(
     left_out.pop("a CPU: one calibrates it")
     assert len(rows) == len(left_out_errors) == 3_000 > 20 * sum(left_out.values())
     errors = fit.class_errors(rows, np.array([left_out_errors[r.id, r.metric] for r in rows]))
-    assert errors == predictor().errors
+    assert errors == fit.fitted().errors
     assert {name: one.mape for name, one in errors.items() if one.mape > MOST.get(name, 99)} == {}
     inside = sum(one.covered * one.rows for one in errors.values()) / len(rows)
     assert 90 <= inside <= 97  # of what the 90 % intervals say
 
 
-def test_shipped_constants_are_where_the_fit_ends() -> None:
+def test_shipped_constants_are_those_of_the_fit_s_classes() -> None:
+    shipped = msgspec.json.decode(fit.SHIPPED_FILE.read_bytes(), type=dict[str, Constants])
+    assert shipped == fit.shipped(fit.fitted())
+
+
+def test_fitted_constants_are_where_the_fit_ends() -> None:
     """One step of Gauss-Newton from them moves none by more than their last digit."""
     rows, _ = published_rows()
-    logs = predictor().logs
+    logs = fit.fitted().logs
     problem = fit.Problem(rows, frozenset(logs))
     shipped = np.array([logs[node] for node in problem.nodes])
     curve, slope = problem.curve_and_slope(shipped)
@@ -61,7 +67,7 @@ def test_shipped_constants_are_where_the_fit_ends() -> None:
 def test_a_device_that_is_left_out_is_predicted_as_the_errors_say(
     left_out_errors: dict[tuple[str, str], float],
 ) -> None:
-    logs = predictor().logs
+    logs = fit.fitted().logs
     problem = fit.Problem(published_rows()[0], frozenset(logs))
     names = np.array([row.case.chip.name for row in problem.rows])
     start = np.array([logs[node] for node in problem.nodes])

@@ -1,32 +1,44 @@
-"""The step law of a device that is not here: the five numbers nearest to the predicted steps."""
+"""The step law of a device that is not here: the numbers nearest to the predicted steps."""
 
 import math
 
 import msgspec
+import numpy as np
 import pytest
 
 from models.ladder import rung
 from reports.devices.device_catalog import Device, device_named
-from reports.devices.device_step_times import (
-    Case,
-    chip_of,
-    half_width,
-    law_of,
-    predicted_law,
-    predictor,
-)
+from reports.devices.device_step_times import constants_of, predicted_law
 from reports.errors import ReportError
+from tests.bench.device_fit import fit
+from tests.bench.device_fit.step_model import (
+    ACCELERATOR,
+    Case,
+    Chip,
+    accelerator_decode,
+    accelerator_prefill,
+    features,
+)
 
 SPEC = rung("8b").spec
 H100 = device_named("NVIDIA H100 SXM")
 CPU = device_named("Intel Xeon 6980P")
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 SXM", "NVIDIA T4", "NVIDIA L4", "NVIDIA A10G"])
-def test_five_numbers_say_what_the_predictor_says(name: str) -> None:
+@pytest.mark.parametrize("devices", [1, 2, 16])
+@pytest.mark.parametrize("name", ["NVIDIA H100 SXM", "NVIDIA T4", "NVIDIA L4", "AMD MI300X"])
+def test_a_law_says_what_the_fitted_model_says(name: str, devices: int) -> None:
     device = device_named(name)
+    link = device.link_gb_per_second or 25.0
     case = Case(
-        chip=chip_of(device),
+        chip=Chip(
+            name=name,
+            memory=device.memory_type,
+            chip=device.maker,
+            gbs=device.bandwidth_gb_per_second,
+            tflops16=device.tflops.fp16 or 0.0,
+            link_gbs=link if devices <= 8 else min(link, 50.0),
+        ),
         engine="vllm",
         fmt="F16",
         macs=SPEC.parameters - SPEC.vocabulary * SPEC.hidden,
@@ -34,15 +46,19 @@ def test_five_numbers_say_what_the_predictor_says(name: str) -> None:
         hidden=SPEC.hidden,
         attention=SPEC.layers * SPEC.heads * SPEC.head_dim,
         kv_bytes=SPEC.kv_bytes_per_token("fp16"),
-        read_bytes=SPEC.weight_bytes("bf16"),
-        all_bytes=SPEC.weight_bytes("bf16"),
+        read_bytes=2 * (SPEC.parameters - SPEC.vocabulary * SPEC.hidden),
+        all_bytes=2 * (SPEC.parameters - SPEC.vocabulary * SPEC.hidden),
+        devices=devices,
+        prompt=1024,
     )
-    law = law_of(case, slots=64)
+    law, _ = predicted_law(device, SPEC, "bf16", 64, devices)
     for rows, context in ((1, 500), (7, 900), (40, 1500), (64, 300)):
-        asked = msgspec.structs.replace(case, rows=rows, context=context)
-        said = float(predictor().decode([asked])[0])
-        assert law.seconds(rows, 0, rows * context) == pytest.approx(said, rel=0.1)
-    said = float(predictor().prefill([msgspec.structs.replace(case, prompt=1024)])[0])
+        asked = [msgspec.structs.replace(case, rows=rows, context=context)]
+        facts, v = features(asked), fit.fitted().values(ACCELERATOR, asked)
+        said = accelerator_decode(v, facts, np.array([float(rows)]))[0]
+        assert law.seconds(rows, 0, rows * context) == pytest.approx(said, rel=0.13)
+    facts, v = features([case]), fit.fitted().values(ACCELERATOR, [case])
+    said = accelerator_prefill(v, facts, 1.0)[0]
     assert law.seconds(0, 1024, 0) == pytest.approx(said, rel=0.2)
 
 
@@ -61,10 +77,11 @@ def test_steps_are_shared_by_links_that_cost() -> None:
 
 
 def test_bands_are_those_of_the_classes_and_a_factor_of_three_where_nothing_was_published() -> None:
-    known = half_width(H100)
-    assert known == predictor().errors["tpot|hbm|serve"].half_width
-    assert half_width(device_named("NVIDIA T4")) > known
-    assert half_width(msgspec.structs.replace(H100, maker="google")) == math.log(3)
+    known = constants_of(H100).half_width
+    assert known == fit.fitted().errors["tpot|hbm|serve"].half_width
+    assert constants_of(device_named("NVIDIA T4")).half_width > known
+    unknown = constants_of(msgspec.structs.replace(H100, maker="google")).half_width
+    assert unknown == pytest.approx(math.log(3))
 
 
 def test_what_cannot_be_predicted_is_one_sentence() -> None:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from models.ladder import rung
-from reports.devices.device_capacity import DeviceCapacity, capacity_of, machine_of
-from reports.devices.device_catalog import device_named
+from reports.plan.candidates import candidates_of
 from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
 from reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
 from reports.plan.plan_options import MOST_ROWS, Candidate, Plan, make_plan
@@ -20,15 +18,17 @@ def machine(
     name: str, low: float, rate: float, high: float, dollars: float | None, **more: object
 ) -> Candidate:
     return Candidate(
-        capacity=DeviceCapacity(device=name, kind="predicted", low=low, rate=rate, high=high),
-        known_by=more.pop("known_by", "predicted"),  # type: ignore[arg-type]
+        device=name,
+        kind=more.pop("kind", "predicted"),  # type: ignore[arg-type]
+        low=low,
+        rate=rate,
+        high=high,
         dollars_per_hour=dollars,
         **more,  # type: ignore[arg-type]
     )
 
 
-SPEC = rung("1b").spec
-HERE = machine("here", 0.5, 0.6, 0.7, None, owned=1, known_by="confirmed", watts=100.0)
+HERE = machine("here", 0.5, 0.6, 0.7, None, owned=1, kind="confirmed", watts=100.0)
 SMALL = machine("small", 2.0, 3.0, 4.0, 0.5)
 BIG = machine("big", 10.0, 15.0, 20.0, 2.0)
 
@@ -39,11 +39,11 @@ def plan(rate: float, *candidates: Candidate, **more: object) -> Plan:
 
 def test_the_machine_that_is_there_is_chosen_while_it_suffices_and_costs_its_energy() -> None:
     made = plan(0.4)
-    assert made.choice is not None and made.choice.kind == "as it is"
+    assert made.choice is not None and made.choice.kind == "as it is" and made.choice.kwh
     # 100 W for the share of the time that the work takes, at $0.15 a kWh
     assert made.choice.kwh == pytest.approx(0.1 * HOURS_A_MONTH * 0.4 / 0.6)
     assert made.choice.dollars == pytest.approx(made.choice.kwh * 0.15)
-    assert "here serves Llama-3.2-1B" in choice_sentence(made)
+    assert choice_sentence(made).startswith("Your machine (here) as it is serves Llama-3.2-1B")
 
 
 def test_the_cheapest_whose_low_end_holds_the_peak_is_chosen() -> None:
@@ -74,13 +74,11 @@ def test_the_change_of_the_choice_lies_on_a_stair() -> None:
 
 
 def test_a_cpu_that_nobody_measured_is_perhaps_and_never_a_flat_no() -> None:
-    cpu = capacity_of(
-        machine_of(device_named("Intel Xeon 6980P")), SPEC, "Q8_0", asked().traffic, asked().slo
-    )
-    made = plan(1.0, Candidate(capacity=cpu, known_by="predicted", dollars_per_hour=1.0), BIG)
+    made = make_plan(here := asked(devices=["Intel Xeon 6980P"]), [*candidates_of(here), BIG])
     row = next(one for one in made.options if "Xeon" in one.machine)
     assert (row.suffices, row.machines, row.dollars) == ("perhaps", None, None)
-    assert "perhaps: calibrate it" in as_text(made) and made.choice.machine == "big"
+    assert "perhaps: calibrate it" in as_text(made)
+    assert made.choice is not None and made.choice.machine == "big"
 
 
 def test_spares_are_added_and_nothing_that_suffices_is_said_so() -> None:
@@ -104,7 +102,7 @@ def test_the_text_has_at_most_six_rows_and_the_json_has_everything() -> None:
     made = plan(0.9, HERE, *many)
     assert len(made.rows) == MOST_ROWS < len(made.options)
     assert '"kind": "crossover-plan"' in as_json(made)
-    assert len(as_text(made, 100).splitlines()) < 20
+    assert len(as_text(made, 110).splitlines()) <= 21
 
 
 def test_a_month_has_its_hours() -> None:

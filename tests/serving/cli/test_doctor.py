@@ -37,16 +37,16 @@ def test_each_warning_about_the_machine_has_its_name(
 
 def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
     missing = BackendProbe("llama_cpp", False, problem="its package llama_cpp is not installed")
-    said = advice(missing, machine(), has_compiler=False, has_gpu=False) or ""
+    said = advice(missing, has_compiler=False, has_gpu=False) or ""
     assert "apt-get install g++" in said and "[llama-cpp]" in said
-    assert advice(missing, machine(), True, False) == "pip install 'llm-crossover[llama-cpp]'"
+    assert advice(missing, True, False) == "pip install 'llm-crossover[llama-cpp]'"
     broken = BackendProbe("llama_cpp", False, problem="ended by SIGILL")
-    assert advice(broken, machine(), True, False) == (
+    assert advice(broken, True, False) == (
         "reinstall it: pip install --force-reinstall --no-cache-dir --no-deps "
         f"llama-cpp-python=={version('llama-cpp-python')}"
     )
-    assert advice(WORKS, machine(), True, has_gpu=False) is None
-    assert "GGML_VULKAN" in (advice(WORKS, machine(), True, has_gpu=True) or "")
+    assert advice(WORKS, True, has_gpu=False) is None
+    assert "GGML_VULKAN" in (advice(WORKS, True, has_gpu=True) or "")
 
 
 def test_the_page_for_people_says_what_there_is() -> None:

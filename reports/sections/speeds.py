@@ -1,4 +1,4 @@
-"""Batch size: what several requests in one step gain, and what each of them pays."""
+"""Prompts, answers and batches: how quickly they are read and written, by the step law of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,44 @@ from reports.sections.section import Chart, Section, table
 ROWS = (1, 2, 4, 8, 16, 32)
 
 
+def prefill_decode(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
+    """None where no cell has a law."""
+    rows = [(one.title, *found) for one in answers if (found := speeds(one.cell)) is not None]
+    if not rows:
+        return None
+    last, reads, writes, share = rows[-1]
+    return Section(
+        slug="prefill-decode",
+        title="Prompts and answers",
+        sentence=f"{last} reads {_tokens(reads)} of a prompt and writes {_tokens(writes)} "
+        f"for one user; {formatting.share(share, 2)} of a request's time goes to its prompt.",
+        grades=("estimated",),
+        table=table(
+            ("model", "reads prompts", "writes, one user", "time of a request in prompts"),
+            (
+                (name, _tokens(read), _tokens(write), formatting.share(part, 2))
+                for name, read, write, part in rows
+            ),
+        ),
+        note="From the step times of this run. Prompts are bound by arithmetic, answers by reading "
+        "all weights for each token: a GPU gains most where arithmetic binds.",
+    )
+
+
+def speeds(cell: CellData) -> tuple[float, float, float] | None:
+    """(prompt tokens/s, tokens/s of one stream, share of a request's time in its prompt)."""
+    if cell.law is None or cell.traffic is None:
+        return None
+    law, prompt, output = cell.law, cell.traffic.mean_prompt, cell.traffic.mean_output
+    read = law.seconds(0, prompt, 0)
+    token = law.seconds(1, 0, prompt + output / 2)
+    return prompt / read, 1 / token, read / (read + token * max(output - 1, 0))
+
+
+def _tokens(per_second: float) -> str:
+    return f"{formatting.significant(per_second)} tokens/s"
+
+
 def batch_size(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where no cell has a law."""
     known = {one.title: steps for one in answers if (steps := step_seconds(one.cell))}
@@ -22,7 +60,7 @@ def batch_size(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
     many = max(steps)
     return Section(
         slug="batch-size",
-        title="Batch",
+        title="Several requests at once",
         sentence=f"{many} answers of {last} together come {many * steps[1] / steps[many]:.1f} "
         "times as fast as one after the other; each token then takes "
         f"{steps[many] / steps[1]:.1f} times as long.",
@@ -32,7 +70,7 @@ def batch_size(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
             ((name, *(_cell(each, rows) for rows in ROWS)) for name, each in known.items()),
         ),
         charts=(_chart(known),),
-        note="Tokens/s of all together, and the time of a step, by the step law of this run.",
+        note="Tokens/s of all together, and the time of a step, from the step times of this run.",
     )
 
 
