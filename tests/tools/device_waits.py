@@ -21,11 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from models.ladder import rung
 from models.spec import ModelSpec
-from serving.backends.kv_rows import RowMap
-from serving.backends.torch.backend import TorchBackend
+from serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
 from serving.backends.torch.cuda_graphs import DecodeGraphs
 from serving.backends.torch.forward_pass import SlotModel
-from serving.backends.torch.load_plan import KINDS_OF_DRAWS
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import KvCache
 from serving.sampling.step_rows import DRAWN, Row
@@ -81,8 +79,7 @@ def waits_of_a_launch(name: str, *, prompts: bool = False) -> list[str]:
     model = SlotModel(spec, weights, cache)
     logits = torch.empty(8, spec.vocabulary, device=META)
     backend._model, backend._logits, backend._device = model, logits, META
-    backend._rows = RowMap(8, 511, 0.0)
-    backend._rows.length = [20] * 8
+    backend._lengths = [20] * 8
     backend._graphs = DecodeGraphs(model, 8, logits, False, lambda *said: None)
     backend._chunk, backend._is_gpu, backend._device_sampling = 256, False, True
     one, drawn = np.ones(1, np.int32), np.array([DRAWN], np.int32)
