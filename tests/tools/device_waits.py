@@ -113,7 +113,7 @@ def made_weights(spec: ModelSpec, tensor: Callable[..., Tensor]) -> Weights:
         for _ in range(spec.layers)
     ]
     embedding = tensor(spec.vocabulary, hidden)
-    return Weights(embedding, Dense(embedding), tensor(hidden), layers, 0)
+    return Weights(embedding, Dense(embedding), tensor(hidden), layers)
 
 
 def _tensors(values: Any) -> list[Tensor]:
