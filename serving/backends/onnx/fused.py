@@ -3,7 +3,8 @@
 Each layer's keys and values are one numpy buffer [rows, kv_heads, context, head_dim]. The graph's
 past_* and present_* are bound to the same view of rows lo..hi, so the operator appends in place;
 how long each row is enters by the sums of `attention_mask`. A ragged decode step is one call with
-no padding, and a prompt is prefilled straight into its row, chunk by chunk.
+no padding, and a prompt is prefilled straight into its row, chunk by chunk. Short prompts of
+neighbouring rows share a call, padded right: all weights are read once for them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row
 
 _KEPT_BINDINGS = 256  # a binding holds two references a layer and no memory of its own
+# A call of prompts saves time where it is short: 1.5 x at 4 of 16 tokens, 1.2 x at 4 of 64, nothing
+# at 4 of 128 (1B, int8, two threads).
+_SHARED_TOKENS = 256
+_SHARED_PADDING = 1.25  # tokens with padding / tokens, at most
 _MASK_GRAIN = 64  # mask widths are multiples of this, so that onnxruntime sees few different shapes
 
 
@@ -124,23 +129,48 @@ class SlotGraph:
         return out if len(asked) == len(out) else out[asked], [rows[at] for at in asked]
 
     def prefill(self, rows: list[Row], chunk: int) -> Iterator[Part]:
-        """Longer rows one after the other, in calls of at most `chunk` tokens."""
-        for row in rows:
-            place = self.rows.place_of(row)
-            for first in range(0, len(row.tokens), chunk):
-                ids = row.tokens[None, first : first + chunk].astype(np.int64)
-                end = row.start + first + ids.shape[1]
-                self.rows.length[place] = end
-                out = self._call(place, np.array([end], np.int64), ids)
-            if row.wants_token:
-                yield out.copy(), [row]  # the output buffer is used again by the next call
+        """Longer rows, in calls of at most `chunk` tokens; short prompts side by side share one."""
+        for group in self._sharing(rows, chunk):
+            places = [self.rows.place_of(row) for row in group]
+            longest = max(len(row.tokens) for row in group)
+            piece = chunk if len(group) == 1 else longest
+            ids = np.zeros((len(group), longest), np.int64)
+            for at, row in enumerate(group):
+                ids[at, : len(row.tokens)] = row.tokens
+            for first in range(0, longest, piece):
+                ends = [row.start + min(len(row.tokens), first + piece) for row in group]
+                self.rows.length[places[0] : places[0] + len(group)] = ends
+                part = np.ascontiguousarray(ids[:, first : first + piece])
+                out = self._call(places[0], np.array(ends, np.int64), part)
+            asked = [at for at, row in enumerate(group) if row.wants_token]
+            if asked:  # copied: the output buffer is used again by the next call
+                yield out[asked], [group[at] for at in asked]
+
+    def _sharing(self, prompts: list[Row], chunk: int) -> list[list[Row]]:
+        """The prompts in groups that share a call: short ones from their first token, of about the
+        same length, in rows side by side.
+        """
+        groups: list[list[Row]] = []
+        for row in sorted(prompts, key=lambda row: self.rows.row_of[row.slot]):
+            joined = [*groups[-1], row] if groups else [row]
+            lengths = [len(one.tokens) for one in joined]
+            most = min(_SHARED_TOKENS, chunk * len(joined), _SHARED_PADDING * sum(lengths))
+            places = [self.rows.row_of[one.slot] for one in joined]
+            is_short = max(lengths) * len(joined) <= most and not any(one.start for one in joined)
+            if groups and is_short and places[-1] - places[0] == len(places) - 1:
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+        return groups
 
     def _call(self, lo: int, ends: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> Logits:
         """Logits [rows, vocabulary] of each row's last token, a view. `ids`: [rows, tokens], for
         the KV rows from `lo` on; `ends`: tokens that each row then holds."""
         hi = lo + len(ends)
         binding = self._binding(lo, hi)
-        width = min(self.rows.context_tokens, -(-int(ends.max()) // _MASK_GRAIN) * _MASK_GRAIN)
+        width = int(ends.max())
+        if 1 in ids.shape:  # wider, GroupQueryAttention takes a call of several prompts for a past
+            width = min(self.rows.context_tokens, -(-width // _MASK_GRAIN) * _MASK_GRAIN)
         mask = (self._columns[:width] < ends[:, None]).astype(np.int64)
         binding.bind_cpu_input("attention_mask", mask)
         binding.bind_cpu_input("input_ids", ids)
