@@ -62,8 +62,6 @@ class Sender:
             gevent.spawn(self._answer, lambda: self._prepare(order.plan))
         elif dispatcher is not None and isinstance(order, Begin):
             gevent.spawn(self._answer, lambda: dispatcher.run(order.origin))
-        elif dispatcher is not None:
-            dispatcher.stop()
 
     def _prepare(self, plan: LoadPlan) -> Ready:
         self._dispatcher = Dispatcher(plan, self._tell)

@@ -224,15 +224,6 @@ def bandwidth(bytes_per_second: float | None, digits: int = 2) -> str:
     return f"{significant(bytes_per_second / 1e9, digits)} GB/s"
 
 
-def operations(per_second: float | None, digits: int = 2) -> str:
-    """Floating-point operations per second: `183 GFLOP/s`, `1.2 TFLOP/s`."""
-    if per_second is None:
-        return NOT_MEASURED
-    if per_second < 0.9995e12:
-        return f"{significant(per_second / 1e9, digits)} GFLOP/s"
-    return f"{significant(per_second / 1e12, digits)} TFLOP/s"
-
-
 def listing(parts: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     if len(parts) < 2:

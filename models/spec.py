@@ -185,8 +185,3 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if kv_dtype not in KV_ELEMENT_BYTES:
             raise KeyError(f"unknown KV dtype {kv_dtype!r}; known: {', '.join(KV_ELEMENT_BYTES)}")
         return int(self.layers * 2 * self.kv_heads * self.head_dim * KV_ELEMENT_BYTES[kv_dtype])
-
-    def flops_per_token(self, context_tokens: int = 0) -> int:
-        """FLOPs of a forward token: 2 a matrix parameter, plus attention."""
-        attention = 4 * self.layers * self.heads * self.head_dim * context_tokens
-        return 2 * self.matrix_parameters + attention

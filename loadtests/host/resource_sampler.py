@@ -61,7 +61,6 @@ class Sampler:
         """
         self.client = os.getpid()  # the process whose family is the load generator
         self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
-        self.latest: CoresSample | None = None  # of the last sample, level or not
         self.failure: Exception | None = None
         self._cell = cell
         self._sink = sink
@@ -113,9 +112,9 @@ class Sampler:
 
     def _sample(self) -> None:
         with self._lock:
-            self.latest = self._watch.read()
-            if self._level is not None and self.latest is not None:
-                self.cores.append(self.latest)
+            cores = self._watch.read()
+            if self._level is not None and cores is not None:
+                self.cores.append(cores)
             found: dict[str, Any] = {}
             if self._gpu is not None and self._rapl is not None:
                 engine = self._subject()
@@ -128,7 +127,7 @@ class Sampler:
                     level=self._level,
                     unix_seconds=round(time.time(), 3),
                     swap_used_bytes=psutil.swap_memory().used,
-                    cores=self.latest,
+                    cores=cores,
                     **found,
                 )
             )

@@ -9,7 +9,6 @@ finish in a server that empties: these requests do not count, and are ended once
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,19 +19,18 @@ import msgspec
 
 from loadtests.host.precise_timer import Alarm
 from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Recorded, Wire
+from loadtests.load_generator.load_plan import Ended, LoadPlan, Recorded, Wire
 from loadtests.load_generator.openai_endpoint import pool_for, probe
 from loadtests.load_generator.request_factory import Request, RequestFactory
 from loadtests.load_generator.sse_timestamps import Answer, GaveUp, stream
 
-LATE_EVERY_SECONDS = 0.25
 FOLLOW_EVERY_SECONDS = 0.02
 END_SECONDS = 10.0  # that requests may take to end once they are given up
 YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
 
 
 class Dispatcher:
-    """One level. `tell` takes each record and Late.
+    """One level. `tell` takes each record.
 
     Requests are made when it is, so that `run` only sends. Raises LoadError.
     """
@@ -50,12 +48,10 @@ class Dispatcher:
         self._account = Ended()
         self._origin = 0.0  # t0 of the level, on `clock`
         self._over = gevent.event.Event()  # nothing more is sent
-        self._decided = gevent.event.Event()
         self._idle = gevent.event.Event()  # no counted request is on its way
         self._idle.set()
         self._running: set[Any] = set()  # greenlets with a request on its way
         self._counted: set[int] = set()  # requests on their way that were due before the end
-        self._waiting: dict[int, float] = {}  # index -> due seconds, until the first token
         self._answers: dict[tuple[str, int], str] = {}  # (session, turn): the server's words
         self._alarm = Alarm()
 
@@ -66,7 +62,6 @@ class Dispatcher:
         gc.set_threshold(100_000, 50, 100)
         self._origin = origin
         cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
-        watcher = gevent.spawn(self._tell_late)
         users = [gevent.spawn(self._use) for _ in range(self.plan.concurrency or 0)]
         try:
             end_seconds = self.plan.duration_seconds
@@ -83,7 +78,7 @@ class Dispatcher:
             self._over.set()
             self._drain()
         finally:
-            gevent.killall([watcher, *users], block=False)
+            gevent.killall(users, block=False)
             gc.set_threshold(700, 10, 10)
             gc.unfreeze()
             self._pool.close()
@@ -93,13 +88,6 @@ class Dispatcher:
         if wall_seconds > 0:
             account.busy_share = round((_busy_seconds() - busy_seconds) / wall_seconds, 4)
         return account
-
-    def stop(self) -> None:
-        """The level is decided: send nothing more, and wait for no answers."""
-        if self._account.stopped_seconds is None:
-            self._account.stopped_seconds = max(0.0, clock() - self._origin)
-        self._decided.set()
-        self.send_no_more()
 
     def send_no_more(self) -> None:
         """Answers that are on their way are waited for."""
@@ -148,12 +136,7 @@ class Dispatcher:
             self._counted.add(index)
             self._idle.clear()
         self._account.due += 1
-        self._waiting[index] = asked.due_seconds
-
-        def answered() -> None:
-            self._waiting.pop(index, None)
-
-        answer = Answer(answered, None if session is None else [])
+        answer = Answer(text=None if session is None else [])
         wire = request.wire
         if turn:  # its prompt continues the answers before it
             places = [(session, number) for number in range(turn)]
@@ -164,7 +147,6 @@ class Dispatcher:
                 asked = msgspec.structs.replace(asked, stand_in=True)
         most_seconds = self.plan.target.timeout_seconds
         record = stream(self._pool, wire, asked, self._origin, most_seconds, answer)
-        answered()
         self._running.discard(me)
         self._counted.discard(index)
         if session is not None and record.error is None:
@@ -175,29 +157,12 @@ class Dispatcher:
             self._idle.set()
 
     def _end_following(self) -> None:
-        """Nothing more is sent once every counted request has ended or broken the TTFT limit."""
+        """Nothing more is sent once every counted request has ended."""
         until = self._origin + self.plan.duration_seconds + self.plan.follow_seconds
         gevent.sleep(0)  # requests that were due last have not begun yet
-        while self._is_open() and clock() < until and not self._over.wait(FOLLOW_EVERY_SECONDS):
+        while self._counted and clock() < until and not self._over.wait(FOLLOW_EVERY_SECONDS):
             pass
         self.send_no_more()
-
-    def _is_open(self) -> bool:
-        """Whether a counted request on its way may still be good."""
-        late = self.plan.late_seconds
-        past = -math.inf if late is None else clock() - self._origin - late
-        return any(self._waiting.get(index, math.inf) >= past for index in self._counted)
-
-    def _tell_late(self) -> None:
-        """Tell, once each, of requests that wait too long for their first token."""
-        told: set[int] = set()
-        while self.plan.late_seconds is not None:
-            gevent.sleep(LATE_EVERY_SECONDS)
-            past = clock() - self._origin - self.plan.late_seconds
-            late = {index for index, due in self._waiting.items() if due < past} - told
-            if late:
-                told |= late
-                self._tell(Late(sorted(late)))
 
     def _drain(self) -> None:
         """Wait for the answers that count; end what is late or does not count, as a timeout."""
@@ -205,14 +170,12 @@ class Dispatcher:
         patience = self.plan.drain_seconds
         end = self._origin + self.plan.duration_seconds + patience
         timeout = max(0.0, min(patience, end - clock()))
-        gevent.wait([self._idle, self._decided], timeout=timeout, count=1)
+        self._idle.wait(timeout)
         late = list(self._running)
         if late:
             self._account.gave_up = len(late)
             why = f"no end {patience:g} s after the last was due"
-            if self._decided.is_set():
-                why = "the level was decided"
-            elif not self._counted:
+            if not self._counted:
                 why = "it was due after the window: every answer that counts is there"
             gevent.killall(late, exception=GaveUp(why), block=False)
             until = clock() + END_SECONDS  # a user's greenlet goes on: only its request ends

@@ -37,7 +37,6 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     window_seconds: float = 30.0
     drain_seconds: float = 60.0  # how long requests may go on after the last one was due
     follow_seconds: float = 0.0  # how long others may come after it: they do not count
-    late_seconds: float | None = None  # tell of requests that wait longer for their first token
     seed: int = 1
     cell: str = "load"
     level: str = "load"
@@ -81,10 +80,6 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     origin: float
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The level is decided: send nothing more, and wait for nothing that is on its way."""
-
-
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """All requests of the level are made."""
 
@@ -95,19 +90,12 @@ class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
     record: RequestRecord
 
 
-class Late(msgspec.Struct, frozen=True, tag="late"):
-    """These requests have waited longer than `late_seconds` for their first token; told once."""
-
-    indices: list[int]
-
-
 class Ended(msgspec.Struct, kw_only=True, tag="ended"):
     """The account of a level, after its last record."""
 
     due: int = 0  # requests whose time came
     recorded: int = 0
     gave_up: int = 0  # requests ended by the client at the end of the drain time
-    stopped_seconds: float | None = None  # when stop() came; None: the level ran its full time
     cpu_seconds: float = 0.0
     busy_share: float | None = None  # of the time: at work, or ready and without a core
 
@@ -124,6 +112,6 @@ class Started(msgspec.Struct, frozen=True):
     unix_seconds: float
 
 
-Order = Prepare | Begin | Stop  # the runner's, over the pipe; its end: quit
-Wire = Ready | Recorded | Late | Ended | Failed  # the answers
-Told = Started | RequestRecord | Late | Ended | None  # to the runner; None: a moment has passed
+Order = Prepare | Begin  # the runner's, over the pipe; its end: quit
+Wire = Ready | Recorded | Ended | Failed  # the answers
+Told = Started | RequestRecord | Ended | None  # to the runner; None: a moment has passed

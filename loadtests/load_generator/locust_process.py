@@ -1,9 +1,8 @@
 """A load generator: a child process with Locust in it, and the runner's end of its pipe.
 
     with LoadGenerator(log=path, cores=layout.client) as generator:
-        for told in generator.run(plan):         # Started, RequestRecords, Late, None ..., Ended
+        for told in generator.run(plan):         # Started, RequestRecords, None ..., Ended
             ...
-            generator.stop()                     # the level is decided
 
 It stays for one level after the other.
 """
@@ -29,14 +28,12 @@ from loadtests.load_generator.load_plan import (
     Begin,
     Ended,
     Failed,
-    Late,
     LoadPlan,
     Order,
     Prepare,
     Ready,
     Recorded,
     Started,
-    Stop,
     Told,
     Wire,
 )
@@ -117,8 +114,6 @@ class LoadGenerator:
                         case Recorded(record):
                             recorded += 1
                             yield record
-                        case Late():
-                            yield wire
                         case Failed(problem):
                             raise LevelInterrupted(f"the load generator failed: {problem}")
                         case Ended():
@@ -135,11 +130,6 @@ class LoadGenerator:
         finally:
             if self._is_running:
                 self._end()
-
-    def stop(self) -> None:
-        """The level is decided: nothing more is sent, and what is on its way is ended."""
-        if self._is_running:
-            self._order(Stop())
 
     def _start(self) -> None:
         locustfile = f"{PACKAGE_ROOT}/loadtests/locustfile.py"

@@ -13,8 +13,6 @@ role, usage and `[DONE]` are not content.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import gevent
 import msgspec
 
@@ -65,7 +63,6 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 class Answer(msgspec.Struct):
     """What has come back so far: the connection's Reader. `text` []: keep the words too."""
 
-    on_first: Callable[[], None] | None = None  # called at the first content
     text: list[str] | None = None
     status: int | None = None
     contents: list[float] = []  # stamps of content, on `clock`
@@ -170,8 +167,6 @@ class Answer(msgspec.Struct):
         if is_content or (count is not None and count > self.counted):
             if not self.contents:
                 self.first_chunk_tokens = count
-                if self.on_first is not None:
-                    self.on_first()
             self.contents.append(received)
         if count is not None:
             self.counted = count

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +16,9 @@ import pytest
 
 from loadtests.errors import LevelInterrupted
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Started, Told
+from loadtests.load_generator.load_plan import Ended, LoadPlan, Started, Told
 from loadtests.load_generator.locust_process import LoadGenerator
-from loadtests.load_generator.openai_endpoint import Target, probe
+from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.arrivals import Constant, Poisson, due_times
 from loadtests.workload.request_lengths import Ask, Workload
@@ -36,16 +35,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
         yield generator
 
 
-def told(generator: LoadGenerator, plan: LoadPlan, stop_at: type | None = None) -> list[Told]:
-    """All that it says of one level. `stop_at`: it is stopped at the first such message."""
-    messages: list[Told] = []
-    for message in generator.run(plan):
-        if message is not None:
-            messages.append(message)
-        if stop_at is not None and isinstance(message, stop_at):
-            generator.stop()
-            stop_at = None
-    return messages
+def told(generator: LoadGenerator, plan: LoadPlan) -> list[Told]:
+    """All that it says of one level."""
+    return [message for message in generator.run(plan) if message is not None]
 
 
 def plan_of(url: str, **changes: Any) -> LoadPlan:
@@ -115,29 +107,6 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     assert good[-1].first_content_seconds - good[-1].due_seconds > 0.5, (
         "latency counts the wait that an open loop causes"
     )
-
-
-@pytest.mark.clock
-def test_a_level_that_is_decided_stops_at_once(alone: LoadGenerator, truth_server: Start) -> None:
-    """The next request is due in a minute, and one that hangs is on its way: nobody waits."""
-    hung = Target(url=truth_server(case="stop"), extra_body={"truth": {"fail": "hang"}})
-    plan = plan_of(
-        hung.url,
-        target=hung,
-        facts=probe(Target(url=hung.url)),
-        rate=1 / 60,
-        arrivals=Constant(),
-        window_seconds=600.0,
-        late_seconds=0.2,
-    )
-    began = time.monotonic()
-    messages = told(alone, plan, stop_at=Late)
-    assert time.monotonic() - began < 5.0
-    late, recorded, account = messages[1:]
-    assert late == Late([0]) and isinstance(recorded, RequestRecord) and isinstance(account, Ended)
-    assert recorded.error_message == "the level was decided"
-    assert account.stopped_seconds is not None and 0.2 < account.stopped_seconds < 2.0
-    assert (account.due, account.gave_up) == (1, 1)
 
 
 def test_what_a_load_generator_cannot_do_is_said_and_the_next_level_runs(
@@ -237,28 +206,6 @@ def test_load_goes_on_until_the_last_answer_that_counts(
     unanswered = [record for record in later if record.error is not None]
     assert len(unanswered) == account.gave_up > 5
     assert all("every answer that counts is there" in (r.error_message or "") for r in unanswered)
-
-
-def test_load_goes_on_for_no_request_that_is_bad_already(
-    alone: LoadGenerator, truth_server: Start
-) -> None:
-    """All hang: once they are late nothing more is sent, and they get the drain time as ever."""
-    target = Target(url=truth_server(case="late"), extra_body={"truth": {"fail": "hang"}})
-    records, account, _ = level(
-        alone,
-        target.url,
-        target=target,
-        facts=probe(Target(url=target.url)),
-        rate=20.0,
-        arrivals=Constant(),
-        window_seconds=1.0,
-        drain_seconds=2.0,
-        follow_seconds=20.0,
-        late_seconds=0.2,
-    )
-    later = [record for record in records if record.due_seconds >= 1.0]
-    assert 2 <= len(later) <= 20 and account.gave_up == len(records)
-    assert all("2 s after the last was due" in (r.error_message or "") for r in records)
 
 
 @pytest.mark.parametrize(("api", "closed"), [("chat", False), ("completions", True)])

@@ -8,12 +8,12 @@ import threading
 import msgspec
 import pytest
 
-from loadtests.load_generator.load_plan import Ended, Failed, Late, Ready, Recorded, Wire
+from loadtests.load_generator.load_plan import Ended, Failed, Ready, Recorded, Wire
 from loadtests.load_generator.locust_process import Pipe
 from loadtests.records.request_record import RequestRecord
 
 RECORD = RequestRecord(cell="c", level="l", index=7, due_seconds=0.5, content_seconds=[0.6] * 50)
-TOLD: list[Wire] = [Ready(), Recorded(RECORD), Late([1, 2]), Ended(due=3), Failed("no")]
+TOLD: list[Wire] = [Ready(), Recorded(RECORD), Ended(due=3), Failed("no")]
 encode = msgspec.json.Encoder().encode
 
 
