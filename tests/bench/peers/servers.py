@@ -155,9 +155,12 @@ def genai_export(source: str, weight_format: str, target: str) -> list[str]:
 
 
 def crossover(contestant: Contestant, setup: Setup, path: str) -> list[str]:
-    another = contestant.checkout
+    another, elsewhere = contestant.checkout, list[str]()
+    if another:  # another state of the code may write its weights otherwise
+        cache = PEERS / "caches" / Path(another).name
+        elsewhere = ["env", "-C", another, f"PYTHONPATH={another}", f"CROSSOVER_CACHE={cache}"]
     return [
-        *(("env", "-C", another, f"PYTHONPATH={another}") if another else ()),
+        *elsewhere,
         *(sys.executable, "-m", "crossover", "serve", setup.model),
         *words(
             f"--backend {contestant.engine} --format {contestant.weight_format} --port {setup.port}"
