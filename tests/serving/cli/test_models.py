@@ -70,7 +70,7 @@ def test_a_plan_adds_up_and_agrees_with_what_serve_decides(models: Ask) -> None:
 
 def test_a_plan_says_the_sum_and_the_decision_in_words(models: Ask) -> None:
     shown = models("plan", "8b", "--memory", "9GiB", "--vram", "24GiB").stdout
-    gpu = r"GPU torch +bf16 +weights 15 GiB \+ KV 4\.12 GiB \+ .*: fits, 22.8 GiB may be used"
+    gpu = r"GPU torch +bf16 +weights 15 GiB \+ KV 4 GiB \+ .*: fits, 22.8 GiB may be used"
     assert re.search(gpu, shown)
     assert re.search(r"CPU llama_cpp Q4_0 .*: does not fit, 8.55 GiB may be used", shown)
     assert "serve --context 2048 would run llama-3.1-8b on the GPU with torch, format bf16" in shown
