@@ -24,7 +24,7 @@ class Narrator:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._last: tuple[str, float] = ("", 0.0)
+        self._last = ("", "", 0.0)  # what was said last, in which words, when
         self.name_models = False
 
     def take_logging(self) -> None:
@@ -48,9 +48,11 @@ class Narrator:
             self.say(f"{moment} {who} {event.kind.replace('_', ' ')}{cause}: {event.message}")
 
     def progress(self, what: str, fraction: float | None) -> None:
-        """How far something is, every few seconds; `fraction` 0..1 or None."""
-        now, (said, at) = time.monotonic(), self._last
-        is_due = fraction is not None and (fraction == 1.0 or now - at >= _BETWEEN_SECONDS)
-        if what != said or is_due:
-            self._last = (what, now)
-            self.say(what if fraction is None else f"{what}: {fraction:.0%}")
+        """How far something is, every few seconds and at its end, once each; `fraction` 0..1 or
+        None."""
+        now, (said, told, at) = time.monotonic(), self._last
+        text = what if fraction is None else f"{what}: {fraction:.0%}"
+        is_due = fraction == 1.0 or now - at >= _BETWEEN_SECONDS
+        if what != said or (text != told and is_due):
+            self._last = (what, text, now)
+            self.say(text)

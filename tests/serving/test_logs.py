@@ -49,3 +49,11 @@ def test_a_full_disk_raises_nothing() -> None:
         out = io.TextIOWrapper(full, write_through=True)
         Narrator(out).say("one", "two")
         out.detach()
+
+
+def test_the_end_of_a_progress_is_said_once() -> None:
+    out = io.StringIO()
+    narrator = Narrator(out)
+    for fraction in (0.0, 0.4, 1.0, 1.0, 1.0):
+        narrator.progress("weights", fraction)
+    assert out.getvalue().split("\n") == ["weights: 0%", "weights: 100%", ""]

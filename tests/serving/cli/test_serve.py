@@ -145,7 +145,7 @@ def test_it_serves_says_where_and_why_and_drains(tmp_path: Path) -> None:
         assert placed["state"] == "ready"
         assert placed["explanation"]["reasons"][0]["cause"] in ("no_device", "no_driver")
         log = one.log.read_text()
-        assert "fake on the CPU" in log and "HTTP on core" in log and "no_d" in log
+        assert "fake on the CPU" in log and "HTTP on " in log and "no_d" in log
 
         late = threads.submit(completion, url, 100)
         wait_until(lambda: is_running(url), 20)
