@@ -46,7 +46,7 @@ def test_at_its_time_limit_a_child_is_killed_with_what_it_started(tmp_path: Path
     assert ran.status is None and time.perf_counter() - started < 30
     assert (tmp_path / "there").exists()
     alive = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
-    assert not alive
+    assert not psutil.wait_procs(alive, timeout=5)[1]  # SIGKILL was sent: the kernel ends it soon
 
 
 def test_work_aside_passes_progress_errors_and_deaths_on() -> None:
