@@ -271,10 +271,11 @@ def _confirmed(
             low=max(found.low or 0.0, held),
             reason="" if found.high else "no rate was seen to break the SLO",
         )
-    needed, rate = (
-        None,
-        CONFIRMING_SHARE * found.limit if found.limit else 1 / alone if alone else 0,
-    )
+    needed = rate = None
+    if found.limit:
+        rate = CONFIRMING_SHARE * found.limit
+    elif alone:
+        rate = 1 / alone
     if rate:
         needed = confirming_seconds(
             slo, rate, alone, by_levels=not is_law, least_seconds=least_seconds
