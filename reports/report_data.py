@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from loadtests.analysis.capacity_estimate import estimate
+from loadtests.analysis.capacity_estimate import LEAST_SECONDS, estimate
 from loadtests.analysis.energy import Energy, energy_of
 from loadtests.analysis.level import Judged, Level, levels_of
 from loadtests.analysis.level_validity import NamedWarning, level_warnings
@@ -279,17 +279,13 @@ def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
     levels: dict[str, list[Level]] = {}
     for level in levels_of(run):
         levels.setdefault(level.cell, []).append(level)
-    traffic = {name: _traffic(run.manifest, one) for name, one in _workloads(run.manifest).items()}
-    return [
-        _cell_of(
-            run,
-            said,
-            levels.get(str(said.get("key")), []),
-            traffic.get(str(said.get("workload") or "")),
-            slo,
-        )
-        for said in run.manifest.cells
-    ]
+    workloads = _workloads(run.manifest)
+    traffic = {name: _traffic(run.manifest, one) for name, one in workloads.items()}
+    found = []
+    for said in run.manifest.cells:
+        name, own = str(said.get("workload") or ""), levels.get(str(said.get("key")), [])
+        found.append(_cell_of(run, said, own, workloads.get(name), traffic.get(name), slo))
+    return found
 
 
 def _traffic(manifest: RunManifest, workload: Workload) -> Traffic | None:
@@ -307,6 +303,7 @@ def _cell_of(
     run: RunRecords,
     said: Mapping[str, Any],
     levels: Sequence[Level],
+    workload: Workload | None,
     traffic: Traffic | None,
     slo: Slo,
 ) -> CellData:
@@ -325,7 +322,7 @@ def _cell_of(
     if calibrated is not None and calibrated.law is not None and calibrated.policy is not None:
         law = msgspec.convert(calibrated.law, StepLaw)
         policy = msgspec.convert(calibrated.policy, SchedulingPolicy)
-    found = None
+    found, search = None, run.manifest.campaign.get("search") or {}
     if finished is not None and slo == _converted(run.manifest, "slo", Slo):
         found = finished.capacities.get(slo.name)
     if found is None and levels:
@@ -334,8 +331,9 @@ def _cell_of(
             slo,
             law=law,
             policy=policy,
-            workload=None if traffic is None else traffic.lengths,
+            workload=None if traffic is None else workload,
             arrivals=None if traffic is None else traffic.arrivals,
+            least_seconds=search.get("level_seconds") or LEAST_SECONDS,
         )
     factor = found.factor if found is not None and found.factor else LOADED
     model = str(said.get("model", "unknown"))

@@ -25,6 +25,7 @@ from reports.export_run import export_run
 from reports.report_data import read_report
 from reports.report_warnings import alerts_of, warnings_of
 from reports.tables import HEADS, answer_row
+from tests.loadtests.campaign.simulated import Simulated, campaign
 from tests.reports.runs import shown
 
 RUN = CliRunner()
@@ -235,6 +236,18 @@ def test_requests_lost_at_a_line_end_are_said_and_their_levels_do_not_count(copi
     assert f"does not count: {len(torn[-1].level.due)} of its" in level_text(
         torn[-1].level, data.slo
     )
+
+
+def test_a_cell_that_was_killed_before_its_last_word_is_judged_as_its_campaign_judges(
+    tmp_path: Path,
+) -> None:
+    plan = campaign(models='["135m"]', search="level_seconds = 20")
+    folder = Simulated().run(plan, tmp_path)
+    whole = read_report(folder).cells[0].capacity
+    assert whole is not None and (whole.held_seconds or 60.0) < 60.0
+    lines = (folder / EVENTS).read_text().splitlines(keepends=True)
+    (folder / EVENTS).write_text("".join(one for one in lines if "cell_finished" not in one))
+    assert read_report(folder).cells[0].capacity == whole
 
 
 def test_a_run_without_a_finished_level_says_so(copied: Path) -> None:
