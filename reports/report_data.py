@@ -107,12 +107,6 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """In words: `1.8/s`, `8 users`, `alone`."""
         return formatting.load(self.level.rate, self.level.started.concurrency)
 
-    @property
-    def counts(self) -> bool:
-        """It has a part in the capacity: valid, whole and undisturbed."""
-        level, said = self.level, self.level.finished
-        return said is not None and said.is_valid and level.is_whole and not level.is_set_aside
-
     def quantile(self, name: str, q: float) -> float | None:
         """Of `ttft`, `tpot`, `e2e` or `send_lag` of the counted requests; None: there is none.
 
@@ -143,6 +137,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reason: str = ""  # why it was skipped or not finished; "": it was measured
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
     capacity: Capacity | None = None  # None: not measured
+    least_seconds: float = LEAST_SECONDS  # of the shortest level that confirms
     law: StepLaw | None = None  # under load: this run's, slower by the levels' factor
     policy: SchedulingPolicy | None = None
     traffic: Traffic | None = None  # None: the run does not say what was asked
@@ -178,8 +173,8 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def loaded(self) -> tuple[LevelData, ...]:
-        """The levels at a rate, lowest first."""
-        at_rate = [one for one in self.levels if one.level.rate]
+        """The levels at a rate that count, lowest first."""
+        at_rate = [one for one in self.levels if one.level.rate and one.level.counts]
         return tuple(sorted(at_rate, key=lambda one: one.level.rate or 0.0))
 
     def _is_good_alone(self, judged: Judged) -> bool | None:
@@ -193,9 +188,9 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def alone(self) -> Alone | None:
-        """The last requests one at a time; None: not measured."""
+        """The last requests one at a time that count; None: not measured."""
         for one in reversed(self.levels):
-            if one.level.is_single_stream and one.judged.due:
+            if one.level.is_single_stream and one.level.counts and one.judged.due:
                 return Alone(
                     requests=one.judged.due,
                     ttft_seconds=one.quantile("ttft", 0.5),
@@ -322,7 +317,8 @@ def _cell_of(
     if calibrated is not None and calibrated.law is not None and calibrated.policy is not None:
         law = msgspec.convert(calibrated.law, StepLaw)
         policy = msgspec.convert(calibrated.policy, SchedulingPolicy)
-    found, search = None, run.manifest.campaign.get("search") or {}
+    search = run.manifest.campaign.get("search") or {}
+    found, least_seconds = None, search.get("level_seconds") or LEAST_SECONDS
     if finished is not None and slo == _converted(run.manifest, "slo", Slo):
         found = finished.capacities.get(slo.name)
     if found is None and levels:
@@ -333,7 +329,7 @@ def _cell_of(
             policy=policy,
             workload=None if traffic is None else workload,
             arrivals=None if traffic is None else traffic.arrivals,
-            least_seconds=search.get("level_seconds") or LEAST_SECONDS,
+            least_seconds=least_seconds,
         )
     factor = found.factor if found is not None and found.factor else LOADED
     model = str(said.get("model", "unknown"))
@@ -359,6 +355,7 @@ def _cell_of(
             if one.is_single_stream or one.rate is not None
         ),
         capacity=found,
+        least_seconds=least_seconds,
         law=None if law is None else law.slower(factor),
         policy=policy,
         traffic=traffic,
