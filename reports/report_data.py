@@ -37,6 +37,7 @@ from loadtests.records.run_journal import (
     Event,
     Interrupted,
     LevelAbandoned,
+    LevelFinished,
     NeverQuiet,
     of_kind,
 )
@@ -319,7 +320,8 @@ def _cell_of(
         policy = msgspec.convert(calibrated.policy, SchedulingPolicy)
     search = run.manifest.campaign.get("search") or {}
     found, least_seconds = None, search.get("level_seconds") or LEAST_SECONDS
-    if finished is not None and slo == _converted(run.manifest, "slo", Slo):
+    levels_since = finished and of_kind(events[events.index(finished) :], LevelFinished)
+    if finished is not None and not levels_since and slo == _converted(run.manifest, "slo", Slo):
         found = finished.capacities.get(slo.name)
     if found is None and levels:
         found = estimate(

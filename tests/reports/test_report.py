@@ -27,7 +27,7 @@ from reports.export_run import export_run
 from reports.report_data import read_report
 from reports.report_warnings import alerts_of, warnings_of
 from reports.tables import HEADS, answer_row
-from tests.loadtests.campaign.simulated import Simulated, campaign
+from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 from tests.reports.runs import shown
 
 RUN = CliRunner()
@@ -257,6 +257,22 @@ def test_a_cell_that_was_killed_before_its_last_word_is_judged_as_its_campaign_j
     lines = (folder / EVENTS).read_text().splitlines(keepends=True)
     (folder / EVENTS).write_text("".join(one for one in lines if "cell_finished" not in one))
     assert read_report(folder).cells[0].capacity == whole
+
+
+def test_a_level_after_a_cell_s_last_word_has_a_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Simulated()
+    folder = world.run(campaign(budget=60), tmp_path)
+    before = read_report(folder).cells[0].capacity
+    world.base, world.row, world.prompt = 0.032, 0.008, 0.0016
+    with killed_after(monkeypatch, 6):
+        world.resume(folder, confirm=True)
+    cell = read_report(folder).cells[0]
+    (failed,) = cell.loaded
+    assert failed.judged.verdict == "fails" and before is not None and before.high is not None
+    assert cell.capacity is not None and cell.capacity.high == failed.level.rate
+    assert (cell.capacity.high or 0.0) < before.high
 
 
 def test_a_run_without_a_finished_level_says_so(copied: Path) -> None:
