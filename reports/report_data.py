@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from loadtests.analysis.capacity_estimate import estimate
+from loadtests.analysis.capacity_estimate import LEAST_SECONDS, estimate
 from loadtests.analysis.energy import Energy, energy_of
 from loadtests.analysis.level import Judged, Level, levels_of
 from loadtests.analysis.level_validity import NamedWarning, level_warnings
@@ -37,6 +37,7 @@ from loadtests.records.run_journal import (
     Event,
     Interrupted,
     LevelAbandoned,
+    LevelFinished,
     NeverQuiet,
     of_kind,
 )
@@ -107,12 +108,6 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """In words: `1.8/s`, `8 users`, `alone`."""
         return formatting.load(self.level.rate, self.level.started.concurrency)
 
-    @property
-    def counts(self) -> bool:
-        """It has a part in the capacity: valid, whole and undisturbed."""
-        level, said = self.level, self.level.finished
-        return said is not None and said.is_valid and level.is_whole and not level.is_set_aside
-
     def quantile(self, name: str, q: float) -> float | None:
         """Of `ttft`, `tpot`, `e2e` or `send_lag` of the counted requests; None: there is none.
 
@@ -143,6 +138,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reason: str = ""  # why it was skipped or not finished; "": it was measured
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
     capacity: Capacity | None = None  # None: not measured
+    least_seconds: float = LEAST_SECONDS  # of the shortest level that confirms
     law: StepLaw | None = None  # under load: this run's, slower by the levels' factor
     policy: SchedulingPolicy | None = None
     traffic: Traffic | None = None  # None: the run does not say what was asked
@@ -178,8 +174,8 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def loaded(self) -> tuple[LevelData, ...]:
-        """The levels at a rate, lowest first."""
-        at_rate = [one for one in self.levels if one.level.rate]
+        """The levels at a rate that count, lowest first."""
+        at_rate = [one for one in self.levels if one.level.rate and one.level.counts]
         return tuple(sorted(at_rate, key=lambda one: one.level.rate or 0.0))
 
     def _is_good_alone(self, judged: Judged) -> bool | None:
@@ -193,9 +189,9 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def alone(self) -> Alone | None:
-        """The last requests one at a time; None: not measured."""
+        """The last requests one at a time that count; None: not measured."""
         for one in reversed(self.levels):
-            if one.level.is_single_stream and one.judged.due:
+            if one.level.is_single_stream and one.level.counts and one.judged.due:
                 return Alone(
                     requests=one.judged.due,
                     ttft_seconds=one.quantile("ttft", 0.5),
@@ -279,17 +275,13 @@ def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
     levels: dict[str, list[Level]] = {}
     for level in levels_of(run):
         levels.setdefault(level.cell, []).append(level)
-    traffic = {name: _traffic(run.manifest, one) for name, one in _workloads(run.manifest).items()}
-    return [
-        _cell_of(
-            run,
-            said,
-            levels.get(str(said.get("key")), []),
-            traffic.get(str(said.get("workload") or "")),
-            slo,
-        )
-        for said in run.manifest.cells
-    ]
+    workloads = _workloads(run.manifest)
+    traffic = {name: _traffic(run.manifest, one) for name, one in workloads.items()}
+    found = []
+    for said in run.manifest.cells:
+        name, own = str(said.get("workload") or ""), levels.get(str(said.get("key")), [])
+        found.append(_cell_of(run, said, own, workloads.get(name), traffic.get(name), slo))
+    return found
 
 
 def _traffic(manifest: RunManifest, workload: Workload) -> Traffic | None:
@@ -307,6 +299,7 @@ def _cell_of(
     run: RunRecords,
     said: Mapping[str, Any],
     levels: Sequence[Level],
+    workload: Workload | None,
     traffic: Traffic | None,
     slo: Slo,
 ) -> CellData:
@@ -325,8 +318,10 @@ def _cell_of(
     if calibrated is not None and calibrated.law is not None and calibrated.policy is not None:
         law = msgspec.convert(calibrated.law, StepLaw)
         policy = msgspec.convert(calibrated.policy, SchedulingPolicy)
-    found = None
-    if finished is not None and slo == _converted(run.manifest, "slo", Slo):
+    search = run.manifest.campaign.get("search") or {}
+    found, least_seconds = None, search.get("level_seconds") or LEAST_SECONDS
+    levels_since = finished and of_kind(events[events.index(finished) :], LevelFinished)
+    if finished is not None and not levels_since and slo == _converted(run.manifest, "slo", Slo):
         found = finished.capacities.get(slo.name)
     if found is None and levels:
         found = estimate(
@@ -334,8 +329,9 @@ def _cell_of(
             slo,
             law=law,
             policy=policy,
-            workload=None if traffic is None else traffic.lengths,
+            workload=None if traffic is None else workload,
             arrivals=None if traffic is None else traffic.arrivals,
+            least_seconds=least_seconds,
         )
     factor = found.factor if found is not None and found.factor else LOADED
     model = str(said.get("model", "unknown"))
@@ -361,6 +357,7 @@ def _cell_of(
             if one.is_single_stream or one.rate is not None
         ),
         capacity=found,
+        least_seconds=least_seconds,
         law=None if law is None else law.slower(factor),
         policy=policy,
         traffic=traffic,

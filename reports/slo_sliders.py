@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from loadtests.analysis.capacity_estimate import confirmed_rate
 from loadtests.analysis.slo import Slo
 from loadtests.simulation.simulated_capacity import Server
 from models import formatting
@@ -72,8 +73,7 @@ def _model(answer: Answer, grid: Grid, own: int, slo: Slo) -> dict[str, Any] | N
     alone, limits = _limits(Server(cell.law, cell.policy, lengths, arrivals, count=REQUESTS), grid)
     if cell.limit and limits[own] > 0:  # so that it says what the table says under the run's SLO
         limits *= cell.limit / limits[own]
-    held = np.where(alone, _held(cell, grid, slo), 0.0)
-    limits = np.maximum(limits, held)
+    held = np.array(_held(cell, grid, slo, limits))
     gpus: list[dict[str, str]] = []
     over = np.full(len(grid), -1)
     if cell.spec is not None and cell.device != "gpu":
@@ -125,16 +125,10 @@ def _crossing(rates: Array, shares: Array, target: float) -> float:
     return min(saturated, float(rates[last] * (rates[last + 1] / rates[last]) ** min(part, 1.0)))
 
 
-def _held(cell: CellData, grid: Grid, slo: Slo) -> list[float]:
-    """The highest rate whose level holds, at every point; 0.0: none."""
-    found = []
-    whole = [one.level for one in cell.loaded if one.counts]
-    for ttft, tpot, target in grid:
+def _held(cell: CellData, grid: Grid, slo: Slo, limits: Array) -> list[float]:
+    """The rate that is confirmed, at every point; 0.0: none."""
+    found, levels = [], [one.level for one in cell.levels]
+    for (ttft, tpot, target), limit in zip(grid, limits, strict=True):
         asked = msgspec.structs.replace(slo, ttft_seconds=ttft, tpot_seconds=tpot, target=target)
-        rates = [
-            min(level.rate or 0.0, level.offered_rate)  # as a capacity: what came
-            for level in whole
-            if level.judge(asked).verdict == "holds"
-        ]
-        found.append(max(rates, default=0.0))
+        found.append(confirmed_rate(levels, asked, limit, cell.least_seconds) or 0.0)
     return found

@@ -83,8 +83,7 @@ def estimate(
     seen = _counted(levels, slo)
     if (found := _not_even_alone(seen, slo)) is not None:
         return found
-    loaded = [one for one in seen if one.rate and one.judged.due]
-    failed = min((one.rate for one in loaded if one.judged.verdict == "fails"), default=math.inf)
+    loaded, failed = _loaded(seen)
     found = Capacity(state="no_rate_confirmed")
     if law is not None and policy is not None and workload is not None and law.fits:
         told = [(one.rate, factor) for one in loaded if (factor := _factor(law, one.level, policy))]
@@ -93,7 +92,15 @@ def estimate(
             return _simulated(policy, workload, slo, law.slower(factor), arrivals)
 
         found = _by_law(simulate, told)
-    return _confirmed(_below(found, failed), seen, loaded, failed, slo, least_seconds)
+    return _confirmed(_below(found, failed), seen, slo, least_seconds)
+
+
+def confirmed_rate(
+    levels: Sequence[Level], slo: Slo, limit: float, least_seconds: float = LEAST_SECONDS
+) -> float | None:
+    """The rate that is confirmed where the simulated limit is this; None: none is."""
+    found = Capacity(state="no_rate_confirmed", limit=limit)
+    return _confirmed(found, _counted(levels, slo), slo, least_seconds).held
 
 
 _factor = functools.lru_cache(maxsize=64)(level_factor)  # its steps may be many
@@ -111,13 +118,15 @@ def _simulated(
 
 
 def _counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
-    """The levels that count, judged: finished, valid, whole and undisturbed."""
-    found = []
-    for level in levels:
-        end = level.finished
-        if end is not None and end.is_valid and level.is_whole and not level.is_set_aside:
-            found.append(Counted(level, level.judge(slo), level.rate or 0.0))
-    return found
+    """The levels that count, judged."""
+    return [Counted(one, one.judge(slo), one.rate or 0.0) for one in levels if one.counts]
+
+
+def _loaded(seen: Sequence[Counted]) -> tuple[list[Counted], float]:
+    """The levels at a rate, and the lowest rate that clearly failed; inf: none did."""
+    loaded = [one for one in seen if one.rate and one.judged.due]
+    failed = [one.rate for one in loaded if one.judged.verdict == "fails"]
+    return loaded, min(failed, default=math.inf)
 
 
 def confirming_seconds(
@@ -233,12 +242,11 @@ def _below(found: Capacity, failed: float) -> Capacity:
 def _confirmed(
     found: Capacity,
     seen: Sequence[Counted],
-    loaded: Sequence[Counted],
-    failed: float,
     slo: Slo,
     least_seconds: float,
 ) -> Capacity:
     """With the highest rate that is confirmed, not above what all levels together say."""
+    loaded, failed = _loaded(seen)
     e2e = [one.level.mean(one.level.e2e) for one in seen if one.level.is_single_stream]
     known = [seconds for seconds in e2e if seconds is not None]
     alone = sum(known) / len(known) if known else None
@@ -271,11 +279,8 @@ def _confirmed(
             low=max(found.low or 0.0, held),
             reason="" if found.high else "no rate was seen to break the SLO",
         )
-    needed = rate = None
-    if found.limit:
-        rate = CONFIRMING_SHARE * found.limit
-    elif alone:
-        rate = 1 / alone
+    needed = None
+    rate = CONFIRMING_SHARE * (found.limit or 0.0) or (1 / alone if alone else 0.0)
     if rate:
         needed = confirming_seconds(
             slo, rate, alone, by_levels=not is_law, least_seconds=least_seconds

@@ -134,6 +134,12 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """No request is missing: no line of it is broken."""
         return self.finished is None or len(self.due) == self.finished.due
 
+    @property
+    def counts(self) -> bool:
+        """It has a part in the capacity: finished, valid, whole and undisturbed."""
+        end = self.finished
+        return end is not None and end.is_valid and self.is_whole and not self.is_set_aside
+
     @cached_property
     def counted(self) -> npt.NDArray[np.bool_]:
         """Due inside the window."""
@@ -180,8 +186,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         a token: it holds at least one, so no request is called good that is not.
         """
         counted = self.output_tokens - self.tokens_of_first_chunk
-        is_wrong = (counted <= 0) & (self.output_tokens < self.chunk_counts)
-        is_unknown = np.isnan(self.output_tokens) | is_wrong
+        is_unknown = np.isnan(self.output_tokens) | (counted <= 0)
         tokens = np.where(is_unknown, self.chunk_counts - 1.0, counted)
         several = (self.chunk_counts > 1) & (tokens > 0)
         seconds = (self.last - self.first) / np.where(several, tokens, np.nan)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import Level, levels_of
+from loadtests.analysis.percentiles import distribution
 from loadtests.campaign.campaign_file import Campaign, Plan
 from loadtests.campaign.cell_selection import (
     argv,
@@ -116,11 +117,12 @@ def _capacity_cells(found: Capacity) -> list[str]:
 
 
 def _alone(levels: Sequence[Level]) -> str:
-    """TTFT and TPOT of single-stream requests."""
-    alone = [one for one in levels if one.is_single_stream]
+    """Median TTFT and TPOT of the last single-stream requests that count."""
+    alone = [one for one in levels if one.is_single_stream and one.counts]
     if not alone:
         return "-"
-    ttft, tpot = alone[-1].mean(alone[-1].ttft), alone[-1].mean(alone[-1].tpot)
+    columns = (alone[-1].ttft, alone[-1].tpot)
+    ttft, tpot = (distribution(one[alone[-1].counted]).median_or_mean for one in columns)
     return f"TTFT {formatting.seconds(ttft)}, TPOT {formatting.seconds(tpot)}"
 
 

@@ -296,14 +296,18 @@ class CellRun:
         again. A burst that is disturbed is sent again once, then left out.
         """
         state, began, spent_before = self.state, self.clock(), self.state.spent_seconds
-        before = [one for one in state.levels if one.started.purpose is LevelPurpose.CALIBRATION]
+        before = {
+            one.name.rpartition(".")[0]: one
+            for one in state.levels
+            if one.started.purpose is LevelPurpose.CALIBRATION and not one.is_set_aside
+        }
         number = 0
 
         def ask(burst: Burst) -> Level | None:
             nonlocal number
             number += 1
-            if before:
-                return before.pop(0)
+            if (known := before.get(f"{state.key}#burst.{number}")) is not None:
+                return known
             for _ in range(BURST_TRIES):
                 self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
                 asked = LevelAsk(

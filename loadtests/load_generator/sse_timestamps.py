@@ -117,7 +117,9 @@ class Answer(msgspec.Struct):
             return
         if self.rest:
             self._line(self.rest, self.received)
-        if not self.is_done and self.finish_reason is None:
+        if self.finish_reason in ("abort", "error"):  # as vLLM and SGLang say it
+            self.fail("cut_off", f"the server ended it: finish_reason {self.finish_reason}")
+        elif not self.is_done and self.finish_reason is None:
             self.fail("cut_off", "the stream ended without [DONE] and without a finish reason")
 
     def fail(self, error: str, message: str) -> None:

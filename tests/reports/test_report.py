@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ import crossover
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.level_runner import level_text
 from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
+from models import formatting
 from reports import headline, html_page, markdown, report_files, slo_sliders
 from reports.ci_checks import QUANTITIES, checked
 from reports.crossover_point import best_cells
@@ -25,6 +27,7 @@ from reports.export_run import export_run
 from reports.report_data import read_report
 from reports.report_warnings import alerts_of, warnings_of
 from reports.tables import HEADS, answer_row
+from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 from tests.reports.runs import shown
 
 RUN = CliRunner()
@@ -147,6 +150,13 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
         assert limit(0, i, own[1], own[2]) >= limit(0, i - 1, own[1], own[2])
     for k in range(1, shape[2]):
         assert limit(0, own[0], own[1], k) <= limit(0, own[0], own[1], k - 1)
+    axes = product(lattice.ttft, lattice.tpot, lattice.target)
+    for place, limits in enumerate(axes):
+        if limits in ((1.0, 0.2, 0.9), (30.0, 0.2, 0.9)):
+            cells = best_cells(read_report(shown()[0], Slo("other", *limits)))
+            for cell, one in zip(cells, lattice.models, strict=True):
+                held = one["answers"]["held"][place] if one else 0.0
+                assert held == pytest.approx(cell.held or 0.0, rel=0.01), "as a report says"
     no_limits = Slo("batch", None, None, 0.9)
     assert slo_sliders.lattice_of(answers, no_limits) is None
 
@@ -231,10 +241,38 @@ def test_requests_lost_at_a_line_end_are_said_and_their_levels_do_not_count(copi
     (said,) = [one for one in warnings_of(data) if one.code == "LinesLeftOut"]
     assert not data.damage and said.seriousness == "serious" and "are missing" in said.text
     torn = [one for cell in data.cells for one in cell.levels if not one.level.is_whole]
-    assert torn and not any(one.counts for one in torn)
+    assert torn and not any(one.level.counts for one in torn)
     assert f"does not count: {len(torn[-1].level.due)} of its" in level_text(
         torn[-1].level, data.slo
     )
+
+
+def test_a_cell_that_was_killed_before_its_last_word_is_judged_as_its_campaign_judges(
+    tmp_path: Path,
+) -> None:
+    plan = campaign(models='["135m"]', search="level_seconds = 20")
+    folder = Simulated().run(plan, tmp_path)
+    whole = read_report(folder).cells[0].capacity
+    assert whole is not None and (whole.held_seconds or 60.0) < 60.0
+    lines = (folder / EVENTS).read_text().splitlines(keepends=True)
+    (folder / EVENTS).write_text("".join(one for one in lines if "cell_finished" not in one))
+    assert read_report(folder).cells[0].capacity == whole
+
+
+def test_a_level_after_a_cell_s_last_word_has_a_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Simulated()
+    folder = world.run(campaign(budget=60), tmp_path)
+    before = read_report(folder).cells[0].capacity
+    world.base, world.row, world.prompt = 0.032, 0.008, 0.0016
+    with killed_after(monkeypatch, 6):
+        world.resume(folder, confirm=True)
+    cell = read_report(folder).cells[0]
+    (failed,) = cell.loaded
+    assert failed.judged.verdict == "fails" and before is not None and before.high is not None
+    assert cell.capacity is not None and cell.capacity.high == failed.level.rate
+    assert (cell.capacity.high or 0.0) < before.high
 
 
 def test_a_run_without_a_finished_level_says_so(copied: Path) -> None:
@@ -300,6 +338,27 @@ def test_only_what_missed_the_slo_alone_is_said_to_need_a_gpu() -> None:
     assert "serve none of these models" in headline.headline([big], data)
     assert headline.headline([untold], data) == "No rate was confirmed or estimated in this run."
     assert "needs a GPU" not in headline.headline([answers[0], untold], data)
+
+
+def test_what_was_disturbed_is_listed_and_no_answer_is_made_of_it(copied: Path) -> None:
+    was = read_report(copied)
+    lines = (copied / EVENTS).read_text().splitlines()
+    (copied / EVENTS).write_text(
+        "".join(
+            re.sub(r'"disturbance":{[^}]*}', '"disturbance":{"share":0.5,"is_disturbed":true}', one)
+            + "\n"
+            for one in lines
+        )
+    )
+    data = read_report(copied)
+    assert len(data.cells[0].levels) == len(was.cells[0].levels) > 1
+    assert not data.cells[0].loaded and data.cells[0].alone is None
+    assert "not measured" in answer_row(headline.answers_of(data)[0])[1].text
+    done = command("campaign", "show", copied)
+    assert was.cells[0].alone is not None
+    told = formatting.seconds(was.cells[0].alone.ttft_seconds)
+    assert f"TTFT {told}, TPOT" in command("campaign", "show", shown()[0])[1]
+    assert f"TTFT {told}, TPOT" not in done[1]
 
 
 def test_levels_are_told_with_what_never_came() -> None:

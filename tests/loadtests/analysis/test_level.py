@@ -51,7 +51,7 @@ def test_latencies_count_from_the_due_time() -> None:
         (request(tokens=10, gap=0.2, output_tokens=0, first_chunk_tokens=None), 0.2),
         (request(tokens=4, chunk=4), math.nan),
         (request(tokens=1), math.nan),
-        (request(tokens=10, first_chunk_tokens=10), math.nan),
+        (request(tokens=10, first_chunk_tokens=10), 0.05),  # as if all came in the first
         (failed(), math.inf),
     ],
 )

@@ -27,6 +27,7 @@ from loadtests.errors import (
 from loadtests.host.machine_lock import machine_lock
 from loadtests.records.run_folder import MANIFEST, REQUESTS, read_records
 from loadtests.records.run_journal import (
+    Calibrated,
     CellFinished,
     CellSkipped,
     CellStarted,
@@ -252,6 +253,28 @@ def test_killed_after_every_append_and_gone_on_with(
             assert one.capacity is not None and other.capacity is not None
             assert one.capacity.state == other.capacity.state
             assert one.capacity.limit == pytest.approx(other.capacity.limit, rel=0.25)
+
+
+def test_a_disturbed_burst_is_no_part_of_the_law_after_a_kill_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Simulated(speed=lambda now: 0.3 if world.hog[0] < now < world.hog[1] else 1.0)
+
+    def fate(state: CellState, asked: LevelAsk) -> None:
+        if asked.name.endswith("#1.1"):
+            world.hog = (world.now, 1e9)
+        if asked.name.endswith("#burst.1.1"):
+            world.hog = (world.hog[0], world.now)
+
+    world.fate = fate
+    folder = killed_run(campaign(), tmp_path, monkeypatch, 9, world)
+    bursts = [name for name in read_records(folder).finished_levels if "burst" in name]
+    assert [name[-3:] for name in bursts] == ["1.1", "1.2"], "disturbed, and measured again"
+    world.resume(folder)
+    run = read_records(folder)
+    assert any(name.endswith("#burst.2.1") for name in run.finished_levels)
+    (made,) = of_kind(run.events, Calibrated)
+    assert made.law is not None and made.law["row_seconds"] == pytest.approx(world.row, rel=0.1)
 
 
 def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:

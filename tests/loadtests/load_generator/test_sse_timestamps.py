@@ -136,6 +136,16 @@ def test_reasoning_is_content(first: str) -> None:
     assert answer.contents == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_its_server_gave_up_is_cut_off(reason: str) -> None:
+    answer = Answer()
+    answer.head(200, [])
+    event = {"choices": [{"text": "one", "finish_reason": reason}]}
+    answer.body(b"data: " + json.dumps(event).encode() + b"\n\ndata: [DONE]\n\n", 1.0)
+    answer.ended()
+    assert answer.error == "cut_off" and answer.contents == [1.0]
+
+
 @pytest.mark.parametrize(
     ("fail", "error", "status", "contents"),
     [
