@@ -21,6 +21,7 @@ from tests.serving.http.test_app_streams import connected, read_all
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TURN = {"role": "user", "content": "hi"}
 DEEP = b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": ' + b"[" * 99_999
+LARGE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "x" * 65_537}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
 
 
@@ -89,6 +90,9 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     (("/tokenize", {}), 400, "prompt"),
     (("/tokenize", {"prompt": "a", "messages": [TURN]}), 400, "prompt"),
     # schemas, grammars, tools, templates
+    (text(grammar="x" * 65_537), 400, "grammar"),
+    (text(grammar="root ::= x\n" * 501), 400, "grammar"),
+    (text(response_format=LARGE), 400, "response_format"),
     (text(grammar="x", response_format={"type": "json_object"}), 400, "grammar"),
     (text(response_format={"type": "xml"}), 400, "response_format.type"),
     (
