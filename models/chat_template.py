@@ -151,6 +151,16 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
 
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """The pieces of a template, or of a block of it, as they come."""
+        kept, length = [], 0
+        for part in parts:
+            length += len(part)
+            _check_length(length)
+            kept.append(part)
+        return "".join(kept)
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         is_refused = isinstance(obj, bytes) or (isinstance(obj, str | int) and attr in _REFUSED)
         return not is_refused and super().is_safe_attribute(obj, attr, value)

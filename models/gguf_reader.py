@@ -163,7 +163,14 @@ def read_header(path: Path) -> GgufHeader:
     try:
         found = _Reader(path)
         metadata = {name: field.contents() for name, field in found.fields.items()}
-    except (ValueError, LookupError, TypeError, OverflowError, struct.error) as problem:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+        struct.error,
+    ) as problem:
         raise BrokenWeights(f"{str(path)!r} is damaged or cut off: {problem}") from problem
     tensors = {
         one.name: TensorEntry(

@@ -79,10 +79,10 @@ async def chat_prompt(
         raise invalid(f"{key}: the request has a key of its own for it", key)
     if not is_free and "enable_thinking" in template:
         variables.setdefault("enable_thinking", False)  # it could not think
-    turns = turns_of(body.messages or [])
-    turns, variables["tools"] = told_of_tools(turns, offered(body), template)
 
     def rendered() -> str:
+        turns = turns_of(body.messages or [])
+        turns, variables["tools"] = told_of_tools(turns, offered(body), template)
         head = body.add_generation_prompt is not False
         return model.tokenizer.render_chat(turns, head, variables=variables)
 

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.errors import ServingError
 
@@ -31,10 +32,26 @@ class CannotListen(ServingError):
     """The address is taken, or not this machine's."""
 
 
+class Protocol(HttpToolsProtocol):
+    """uvicorn's. Of requests sent in one go the first one hears, too, that its client has left."""
+
+    _running: Any = None
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+
 def server_options(connections: int = CONNECTIONS) -> dict[str, Any]:
     """Arguments of uvicorn.Config that belong to this app, whoever runs it."""
     return {
-        "http": "httptools",
+        "http": Protocol,
         "loop": "uvloop",
         "ws": "none",
         "lifespan": "off",

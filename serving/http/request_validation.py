@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import cast
 
 from serving.engine.ipc_messages import GenerationRequest
-from serving.errors import ContextOverflow
+from serving.errors import ContextOverflow, Unsupported
 from serving.http.api_errors import invalid
 from serving.http.api_schemas import ChatRequest, CompletionRequest, Generation, encode
 from serving.registry.loaded_model import Facts
+from serving.sampling.grammar import check_size
 from serving.sampling.step_rows import GREEDY_BELOW, Sampling
 
 ALL_TOKENS = -1  # as max_tokens: all that the context leaves
@@ -39,6 +40,11 @@ def validate(
     if body.logit_bias:
         check_ids(list(body.logit_bias), facts, "logit_bias")
     sampling = _sampling_of(body, facts, calls_schema)
+    try:  # here, too: each sequence of the request would carry it to the engine
+        check_size(sampling)
+    except Unsupported as problem:
+        param = problem.parameter if calls_schema is None else "tools"
+        raise invalid(str(problem), param, "unsupported_parameter") from None
     drawn = sampling.temperature > 0  # greedy decoding is the same whatever the first five say
     asked = {
         "temperature": drawn,

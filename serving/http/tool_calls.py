@@ -28,6 +28,7 @@ from serving.http.api_schemas import (
     ToolCall,
     encode,
 )
+from serving.sampling.grammar import MAX_CHARACTERS
 
 THINK, THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
@@ -64,6 +65,9 @@ def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | 
             "(<tool_call>): tool_choice auto cannot be read; required, a named function, none can"
         )
         raise invalid(text, "tools", "unsupported_parameter")
+    if (size := len(encode(tools))) > MAX_CHARACTERS:  # before its parts are moved, one by one
+        text = f"tools: calls that must come, of {size} bytes; {MAX_CHARACTERS} are allowed"
+        raise invalid(text, "tools")
     definitions: dict[str, Any] = {}
     calls: list[Any] = []
     for number, tool in enumerate(tools):
@@ -96,9 +100,9 @@ def told_of_tools(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """(turns, tools) for the chat template; what it has no place for becomes text."""
     for turn in turns if "tool_calls" not in template else ():
-        for call in turn.pop("tool_calls", ()):
-            said = json.dumps(call["function"], ensure_ascii=False)
-            turn["content"] = f"{turn['content']}\n{_CALL}\n{said}\n{_CALLED}".lstrip("\n")
+        calls = [one["function"] for one in turn.pop("tool_calls", ())]
+        said = [f"{_CALL}\n{json.dumps(one, ensure_ascii=False)}\n{_CALLED}" for one in calls]
+        turn["content"] = "\n".join([turn["content"], *said]).lstrip("\n" if said else "")
     shown = [
         {
             "name": tool.function.name,  # some templates fail without the other two

@@ -135,6 +135,13 @@ def test_a_template_has_a_clock_and_no_text_is_longer_than_the_bound(
         slow.render(MESSAGES)
 
 
+@pytest.mark.parametrize("block", ["{}", "{{% set y %}}{}{{% endset %}}"])
+def test_a_text_of_many_pieces_is_bounded(block: str) -> None:
+    loop = "{% set x = 'x' * 100000 %}{% for i in range(99) %}{{ x }}{% endfor %}"
+    with pytest.raises(BadChat, match=f"more than {MOST_CHARACTERS}"):
+        ChatTemplate(block.format(loop)).render(MESSAGES)
+
+
 def test_a_template_cannot_be_compiled_or_is_too_long() -> None:
     with pytest.raises(BadChat, match="compiled"):
         ChatTemplate("{% for %}")

@@ -4,6 +4,7 @@ error, and nothing else happens.
 
 import json
 import random
+import struct
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,14 @@ def test_a_damaged_header_is_read_or_refused_but_nothing_worse(
         except ModelError:
             refused += 1
     assert refused > 100
+
+
+def test_arrays_of_arrays_without_end_are_refused(tmp_path: Path) -> None:
+    file, key, array = tmp_path / "x.gguf", b"general.x", struct.pack("<IQ", 9, 1)
+    head = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key
+    file.write_bytes(head + array[:4] + array * 5000 + bytes(64))
+    with pytest.raises(BrokenWeights, match="recursion"):
+        read_header(file)
 
 
 def test_of_another_architecture_the_header_says_what_serving_needs(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from serving.http.http_request import Limits
-from tests.serving.fakes import FakeSupervisor, app_on, ask, served, wait_until
+from tests.serving.fakes import FakeSupervisor, app_on, ask, scraped, served, wait_until
 
 LIMITS = Limits(body_seconds=0.4)
 
@@ -218,6 +218,17 @@ def test_a_slow_body_is_a_408(port: int) -> None:
 def test_a_body_beyond_the_limit_is_refused_before_it_is_read(port: int) -> None:
     with connected(port, post(length=10**9)) as client:
         assert read_until(client, b"}}").startswith(b"HTTP/1.1 413 ")
+
+
+def test_of_requests_sent_in_one_go_the_first_ends_when_the_client_leaves(
+    port: int, supervisor: FakeSupervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connected(port, post(stream=True) * 3) as client:
+        supervisor.push_soon(1, "one")
+        read_until(client, b"one")
+    wait_until(lambda: supervisor.cancelled == [1])
+    wait_until(lambda: scraped(ask(port, "GET", "/metrics").body)["http_requests_open",] == 1)
+    assert len(supervisor.submitted) == 1 and not caplog.records
 
 
 def test_pipelined_requests_are_answered_in_order(port: int, supervisor: FakeSupervisor) -> None:
