@@ -107,12 +107,6 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """In words: `1.8/s`, `8 users`, `alone`."""
         return formatting.load(self.level.rate, self.level.started.concurrency)
 
-    @property
-    def counts(self) -> bool:
-        """It has a part in the capacity: valid, whole and undisturbed."""
-        level, said = self.level, self.level.finished
-        return said is not None and said.is_valid and level.is_whole and not level.is_set_aside
-
     def quantile(self, name: str, q: float) -> float | None:
         """Of `ttft`, `tpot`, `e2e` or `send_lag` of the counted requests; None: there is none.
 

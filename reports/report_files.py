@@ -83,7 +83,7 @@ def _level_record(cell: CellData, one: LevelData) -> dict[str, Any]:
         **{key: getattr(judged, key) for key in ("due", "good", "failed", "share")},
         "verdict": judged.verdict,
         "steady": judged.steady,
-        "counts": one.counts,
+        "counts": level.counts,
         "output_tokens_per_second": level.output_tokens_per_second,
         **{key: None if value == math.inf else value for key, value in times.items()},  # inf: never
     }

@@ -128,7 +128,7 @@ def _crossing(rates: Array, shares: Array, target: float) -> float:
 def _held(cell: CellData, grid: Grid, slo: Slo) -> list[float]:
     """The highest rate whose level holds, at every point; 0.0: none."""
     found = []
-    whole = [one.level for one in cell.loaded if one.counts]
+    whole = [one.level for one in cell.loaded if one.level.counts]
     for ttft, tpot, target in grid:
         asked = msgspec.structs.replace(slo, ttft_seconds=ttft, tpot_seconds=tpot, target=target)
         rates = [

@@ -129,7 +129,7 @@ def levels_table(data: ReportData) -> Table:
         for one in cell.levels:
             said = one.level.finished
             notes = [] if said is None else [*said.warnings]
-            if not one.counts:
+            if not one.level.counts:
                 notes.append("does not count")
             tokens = one.level.output_tokens_per_second
             times = [("ttft", 0.5), ("ttft", 0.9), ("tpot", 0.5), ("tpot", 0.9), ("send_lag", 0.99)]

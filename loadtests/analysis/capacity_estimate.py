@@ -80,7 +80,7 @@ def estimate(
 
     `least_seconds`: of the shortest level that confirms.
     """
-    seen = _counted(levels, slo)
+    seen = [Counted(one, one.judge(slo), one.rate or 0.0) for one in levels if one.counts]
     if (found := _not_even_alone(seen, slo)) is not None:
         return found
     loaded = [one for one in seen if one.rate and one.judged.due]
@@ -108,16 +108,6 @@ def _simulated(
     arrivals: Arrivals | None,
 ) -> SimulatedCapacity:
     return capacity(law, policy, workload, slo, arrivals=arrivals)
-
-
-def _counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
-    """The levels that count, judged: finished, valid, whole and undisturbed."""
-    found = []
-    for level in levels:
-        end = level.finished
-        if end is not None and end.is_valid and level.is_whole and not level.is_set_aside:
-            found.append(Counted(level, level.judge(slo), level.rate or 0.0))
-    return found
 
 
 def confirming_seconds(

@@ -134,6 +134,12 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """No request is missing: no line of it is broken."""
         return self.finished is None or len(self.due) == self.finished.due
 
+    @property
+    def counts(self) -> bool:
+        """It has a part in the capacity: finished, valid, whole and undisturbed."""
+        end = self.finished
+        return end is not None and end.is_valid and self.is_whole and not self.is_set_aside
+
     @cached_property
     def counted(self) -> npt.NDArray[np.bool_]:
         """Due inside the window."""

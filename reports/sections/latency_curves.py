@@ -82,7 +82,7 @@ def _dots(cell: CellData) -> list[Row]:
     return [
         {"name": name, "rate": one.level.rate, "seconds": min(value, NEVER), "of": of}
         for one in cell.loaded
-        if one.counts
+        if one.level.counts
         for name in TITLES
         for of, q in QUANTILES.items()
         if (value := one.quantile(name, q))

@@ -231,7 +231,7 @@ def test_requests_lost_at_a_line_end_are_said_and_their_levels_do_not_count(copi
     (said,) = [one for one in warnings_of(data) if one.code == "LinesLeftOut"]
     assert not data.damage and said.seriousness == "serious" and "are missing" in said.text
     torn = [one for cell in data.cells for one in cell.levels if not one.level.is_whole]
-    assert torn and not any(one.counts for one in torn)
+    assert torn and not any(one.level.counts for one in torn)
     assert f"does not count: {len(torn[-1].level.due)} of its" in level_text(
         torn[-1].level, data.slo
     )
