@@ -108,7 +108,7 @@ def test_bursts_that_something_ran_beside_are_asked_again():
 def test_a_burst_that_tells_nothing_is_left_out():
     server = KnownServer(LAW.seconds)
     made = calibrate(lambda burst: server(burst) if burst.streams == 1 else None, CHAT, 8)
-    assert made.law is None and "too few" in made.reason
+    assert made.law is not None, "single streams are left"
     nothing = calibrate(lambda burst: None, CHAT, 8)
     assert nothing.law is None and "steps cannot be told" in nothing.reason
 
