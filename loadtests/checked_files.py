@@ -19,9 +19,9 @@ import msgspec
 from msgspec import Meta
 
 from models.errors import CrossoverError
+from serving.bounds import bound
 
 T = TypeVar("T")
-LIMITS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -116,8 +116,8 @@ def _sentence(name: str, problem: str, kinds: list[Any], value: Any) -> str:
         value = value.get(place[1:-1])
     if missing := re.search("missing required field `(.*)`", said):
         return f"{name}.{missing[1]} is missing"
-    if bound := re.fullmatch(r"Expected `\w+` (>=|>|<=|<) (\S+)", said):
-        return f"{name} must be {LIMITS[bound[1]]} {float(bound[2]):g}, got {value!r}"
+    if limit := bound(said):
+        return f"{name} must be {limit}, got {value!r}"
     if wrong := re.fullmatch(r"Expected (`.*`), got `.*`", said):
         types = [TYPES.get(one, one) for one in re.findall(r"\w+", wrong[1]) if one != "null"]
         return f"{name} must be {' or '.join(types)}, got {value!r}"

@@ -27,11 +27,11 @@ from models.manifest import (
     Manifest,
     Progress,
     atomic_folder,
+    checked_manifest,
     converter,
     making,
     manifest_path,
     read_manifest,
-    verify,
 )
 from models.random_weights import GENERATOR
 from models.spec import ModelSpec
@@ -134,9 +134,8 @@ def _made(
     """The manifest of what lies at `path`, made where it is not there as it should be."""
     with making(path):
         with contextlib.suppress(BrokenWeights):
-            manifest = read_manifest(path) if path.exists() else None
+            manifest = checked_manifest(path) if path.exists() else None
             if manifest is not None:
-                verify(path, manifest)
                 is_same = msgspec.structs.replace(manifest.spec, name=spec.name) == spec
                 if is_same and manifest.generator == made_by:
                     return manifest

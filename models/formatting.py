@@ -217,13 +217,6 @@ def dollars_per_hour(value: float | None) -> str:
     return "no list price" if value is None else f"${value:.2f}/h"
 
 
-def bandwidth(bytes_per_second: float | None, digits: int = 2) -> str:
-    """Decimal gigabytes per second, as memory vendors count."""
-    if bytes_per_second is None:
-        return NOT_MEASURED
-    return f"{significant(bytes_per_second / 1e9, digits)} GB/s"
-
-
 def listing(parts: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     if len(parts) < 2:

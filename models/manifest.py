@@ -77,6 +77,14 @@ def write_manifest(weights: Path, manifest: Manifest) -> None:
     )
 
 
+def checked_manifest(weights: Path) -> Manifest | None:
+    """The manifest, compared with the weights; None without one. Raises BrokenWeights."""
+    manifest = read_manifest(weights)
+    if manifest is not None:
+        verify(weights, manifest)
+    return manifest
+
+
 def verify(weights: Path, manifest: Manifest) -> None:
     """Compare the sizes. Raises BrokenWeights naming the file and both values."""
     folder = weights if weights.is_dir() else weights.parent

@@ -33,7 +33,7 @@ from models.formats import DEFAULT_FORMATS, spelt
 from models.gguf_reader import read_header
 from models.hf_config import FAMILIES, read_config, spec_of
 from models.ladder import LADDER, is_rung, real_weights, rung
-from models.manifest import Manifest, Progress, read_manifest, verify
+from models.manifest import Manifest, Progress, checked_manifest
 from models.safetensors_reader import check_tensors
 from models.spec import ModelSpec
 
@@ -47,11 +47,9 @@ _HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _HUB_TEXTS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 _HUB_TEXTS += ["chat_template.jinja"]
 
-__all__ = ["ResolvedModel", "cache_dir", "is_gguf", "is_made", "resolve", "weight_format_of"]
-
 
 class ResolvedModel(msgspec.Struct, frozen=True):
-    """A model that can be loaded: shape, files, and where they came from."""
+    """A model that can be loaded: shape and files."""
 
     name: str
     spec: ModelSpec
@@ -59,16 +57,8 @@ class ResolvedModel(msgspec.Struct, frozen=True):
     weight_format: str
     tokenizer_path: str  # for models.tokenizer.load_tokenizer
     synthetic: bool  # random weights: timings are real, text is noise
-    source: str  # "ladder", "fake", or the path or hub id
     # KL divergence to the float model, where it was measured on conversion; None of random weights
     quality_kl_nats: float | None = None
-
-
-def weight_format_of(kind: str, weight_format: str | None = None) -> str:
-    """The format as files of this kind spell it; None: the default. Raises UnsupportedModel."""
-    if kind == "none" or not weight_format:
-        return DEFAULT_FORMATS[kind]
-    return spelt(kind, weight_format)
 
 
 def resolve(
@@ -84,8 +74,10 @@ def resolve(
     Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where the disk is too small
     or a converter died.
     """
-    chosen = weight_format_of(kind, weight_format)
-    if kind == "onnx" and not weight_format and not is_rung(name):
+    chosen = DEFAULT_FORMATS[kind]
+    if weight_format and kind != "none":
+        chosen = spelt(kind, weight_format)
+    elif kind == "onnx" and not is_rung(name):
         chosen = "int8"  # int4 costs trained weights much of what they know
     wish = Wish(kind, chosen, cache_dir(cache), progress, bool(weight_format))
     if kind == "none":
@@ -95,10 +87,10 @@ def resolve(
     is_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
     if is_path or (name != "" and ":" not in name and Path(name).exists()):
         path = Path(name).expanduser().absolute()
-        return _local(path, str(path), wish)
+        return _local(path, wish)
     real = real_weights(name)
     if real is not None and real.file is not None and kind != "hf":  # the hub has safetensors
-        return _named(_local_gguf(real.file, str(real.file), wish), real.name)
+        return _named(_local_gguf(real.file, wish), real.name)
     match = _HUB_ID.fullmatch(name if real is None else real.repository)
     if match is None or ".." in name:
         known = ", ".join(one.spec.name for one in LADDER)
@@ -107,7 +99,7 @@ def resolve(
             "org/name@revision or org/name:file.gguf"
         )
     path = _download(name, match, wish)
-    found = _local(path, name, wish)
+    found = _local(path, wish)
     # The hub's folder is named by its commit.
     called = path.stem if match["file"] else match["repository"].partition("/")[2]
     return _named(found, called if real is None else real.name)
@@ -138,30 +130,28 @@ def _fake(name: str, wish: Wish) -> ResolvedModel:
     if name == "fake":
         spec = msgspec.structs.replace(spec, name="fake", vocabulary=FAKE_VOCABULARY)
     tokenizer = str(tokenizer_folder(spec, wish.cache))
-    return ResolvedModel(spec.name, spec, "", "", tokenizer, True, "fake")
+    return ResolvedModel(spec.name, spec, "", "", tokenizer, True)
 
 
 def _rung(spec: ModelSpec, wish: Wish) -> ResolvedModel:
     path = synthetic(spec, wish)
     tokenizer = tokenizer_folder(spec, wish.cache) if wish.kind == "gguf" else path
-    return ResolvedModel(
-        spec.name, spec, str(path), wish.weight_format, str(tokenizer), True, "ladder"
-    )
+    return ResolvedModel(spec.name, spec, str(path), wish.weight_format, str(tokenizer), True)
 
 
-def _local(path: Path, source: str, wish: Wish) -> ResolvedModel:
+def _local(path: Path, wish: Wish) -> ResolvedModel:
     if path.is_dir():
-        return _local_folder(path, source, wish)
+        return _local_folder(path, wish)
     if not path.is_file():
         raise UnknownModel(f"there is no file or folder {str(path)!r}")
     if path.suffix != ".gguf":
         raise UnsupportedModel(
             f"{str(path)!r} is neither a GGUF file nor a folder; pickled weights are never read"
         )
-    return _local_gguf(path, source, wish)
+    return _local_gguf(path, wish)
 
 
-def _local_gguf(path: Path, source: str, wish: Wish) -> ResolvedModel:
+def _local_gguf(path: Path, wish: Wish) -> ResolvedModel:
     if wish.kind == "hf":
         raise UnsupportedModel(
             f"{path.name} is a GGUF file, which llama_cpp and onnx serve; torch wants the model's "
@@ -169,7 +159,7 @@ def _local_gguf(path: Path, source: str, wish: Wish) -> ResolvedModel:
         )
     header = read_header(path)
     spec = header.spec(path.stem)
-    manifest = _checked_manifest(path)
+    manifest = checked_manifest(path)
     if manifest is not None:  # the file holds the results of RoPE scaling, not its parameters
         spec = msgspec.structs.replace(spec, rope_scaling=manifest.spec.rope_scaling)
     if wish.kind == "gguf":
@@ -177,12 +167,12 @@ def _local_gguf(path: Path, source: str, wish: Wish) -> ResolvedModel:
             raise UnsupportedModel(
                 f"{path.name} is of format {header.weight_format}, not {wish.weight_format}"
             )
-        return _found(path, spec, header.weight_format, source, manifest)
+        return _found(path, spec, header.weight_format, manifest)
     made, manifest = converted(path, spec, wish)
-    return _found(made, spec, wish.weight_format, source, manifest, path)
+    return _found(made, spec, wish.weight_format, manifest, path)
 
 
-def _local_folder(folder: Path, source: str, wish: Wish) -> ResolvedModel:
+def _local_folder(folder: Path, wish: Wish) -> ResolvedModel:
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs and (wish.kind == "gguf" or not (folder / "config.json").is_file()):
         if len(ggufs) > 1:
@@ -190,7 +180,7 @@ def _local_folder(folder: Path, source: str, wish: Wish) -> ResolvedModel:
                 f"{str(folder)!r} holds {len(ggufs)} GGUF files; "
                 f"name one of {', '.join(file.name for file in ggufs)}"
             )
-        return _local_gguf(ggufs[0], source, wish)
+        return _local_gguf(ggufs[0], wish)
     config = read_config(folder)
     if wish.kind == "gguf":
         raise UnsupportedModel(
@@ -200,29 +190,25 @@ def _local_folder(folder: Path, source: str, wish: Wish) -> ResolvedModel:
     # What the writer does not know is exported by optimum.
     is_foreign = wish.kind == "onnx" and config.get("model_type") not in FAMILIES
     spec = (foreign_spec if is_foreign else spec_of)(config, folder.name)
-    manifest = _checked_manifest(folder)
+    manifest = checked_manifest(folder)
     if wish.kind == "onnx" and (folder / "model.onnx").is_file():
         # A foreign graph does not say what its format is.
         stored = "" if manifest is None else manifest.weight_format
         if wish.is_asked and stored and stored != wish.weight_format:
             raise UnsupportedModel(f"{folder.name} is of format {stored}, not {wish.weight_format}")
-        return _found(
-            folder, spec, stored or (wish.weight_format if wish.is_asked else ""), source, manifest
-        )
+        asked = wish.weight_format if wish.is_asked else ""
+        return _found(folder, spec, stored or asked, manifest)
     stored = "" if is_foreign else check_tensors(folder, spec)
     if wish.kind == "hf":
-        return _found(
-            folder, spec, wish.weight_format if wish.is_asked else stored, source, manifest
-        )
+        return _found(folder, spec, wish.weight_format if wish.is_asked else stored, manifest)
     path, made = converted(folder, spec, wish)
-    return _found(path, spec, wish.weight_format, source, made, folder)
+    return _found(path, spec, wish.weight_format, made, folder)
 
 
 def _found(
     path: Path,
     spec: ModelSpec,
     weight_format: str,
-    source: str,
     manifest: Manifest | None,
     tokenizer: Path | None = None,
 ) -> ResolvedModel:
@@ -234,17 +220,8 @@ def _found(
         weight_format=weight_format,
         tokenizer_path=str(tokenizer or path),
         synthetic=manifest is not None and manifest.seed is not None,
-        source=source,
         quality_kl_nats=None if manifest is None else manifest.quality_kl_nats,
     )
-
-
-def _checked_manifest(path: Path) -> Manifest | None:
-    """The manifest of weights that we made, compared with them; None for those of others."""
-    manifest = read_manifest(path)
-    if manifest is not None:
-        verify(path, manifest)
-    return manifest
 
 
 def _download(name: str, hub: re.Match[str], wish: Wish) -> Path:

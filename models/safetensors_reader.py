@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 Rows = Callable[[str, int, int], Floats]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 _BITS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -73,13 +73,13 @@ def check_tensors(folder: Path, spec: ModelSpec) -> str:
     sizes: dict[str, int] = {}
     for tensor in spec.tensors():
         stored = found[tensor.name]
-        if stored.dtype not in _FORMATS:
+        if stored.dtype not in FORMATS:
             raise UnsupportedModel(
                 f"{folder.name} has tensor {tensor.name} of type {stored.dtype}; known: "
-                f"{', '.join(_FORMATS)}"
+                f"{', '.join(FORMATS)}"
             )
         sizes[stored.dtype] = sizes.get(stored.dtype, 0) + tensor.elements
-    return _FORMATS[max(sizes, key=sizes.__getitem__)]
+    return FORMATS[max(sizes, key=sizes.__getitem__)]
 
 
 def stored_rows(folder: Path, spec: ModelSpec) -> Rows:

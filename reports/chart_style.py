@@ -154,16 +154,16 @@ def rate_label(rate: float) -> str:
     return f"{rate * times:.3g}{unit.replace(' a minute', '/min').replace(' an hour', '/h')}"
 
 
-def rate_axis(low: float, high: float, title: str = "request rate") -> alt.X:
+def rate_axis(low: float, high: float) -> alt.X:
     """Rates on a log scale; labels are per second, minute or hour."""
     values = rate_ticks(low, high, 6)
-    axis = alt.Axis(title=title, labelExpr=_RATE_LABEL, values=values, labelOverlap=False)
+    axis = alt.Axis(title="request rate", labelExpr=_RATE_LABEL, values=values, labelOverlap=False)
     return alt.X("rate:Q", scale=alt.Scale(type="log", domain=[low, high], nice=False), axis=axis)
 
 
-def seconds_axis(low: float, high: float, title: str | None = None) -> alt.Y:
+def seconds_axis(low: float, high: float) -> alt.Y:
     """Times on a log scale; what lies above its end is drawn at the end."""
-    axis = alt.Axis(title=title, labelExpr=_SECONDS_LABEL, values=ticks(low, high, 6))
+    axis = alt.Axis(title=None, labelExpr=_SECONDS_LABEL, values=ticks(low, high, 6))
     scale = alt.Scale(type="log", domain=[low, high], nice=False, clamp=True)
     return alt.Y("seconds:Q", scale=scale, axis=axis)
 

@@ -77,11 +77,10 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
                 WARNING,
                 f"{title} {cell.weight_format}: {_sentence(cell.reason)}",
                 "What is not measured is shown as such.",
-                (cell.key,),
             )
         if cell.capacity is not None and (text := speed_words(cell.capacity)):
             advice = "The interval holds both speeds; measure again at another hour."
-            yield NamedWarning("SpeedMoved", WARNING, f"{title}: {text}.", advice, (cell.key,))
+            yield NamedWarning("SpeedMoved", WARNING, f"{title}: {text}.", advice)
 
 
 def _of_run(data: ReportData) -> Iterator[NamedWarning]:
@@ -96,15 +95,14 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         text = "The run has not finished: cells or levels are missing."
         advice = f"Go on with `crossover campaign resume {data.folder}`."
         yield NamedWarning("NotFinished", WARNING, text, advice)
-    torn = [c for c in data.cells if any(not one.level.is_whole for one in c.levels)]
+    torn = any(not one.level.is_whole for cell in data.cells for one in cell.levels)
     if data.damage or torn:
         left_out = [*data.damage] or ["requests whose lines are missing from the file"]
         text = f"Left out: {formatting.listing(left_out)}."
         advice = "A writer was killed, or the disk was full; what it was about to write is lost."
         if torn:
             advice = "Measure these cells again: the file was damaged after it was written."
-        keys = tuple(cell.key for cell in torn)
-        yield NamedWarning("LinesLeftOut", SERIOUS if torn else NOTE, text, advice, keys)
+        yield NamedWarning("LinesLeftOut", SERIOUS if torn else NOTE, text, advice)
     ready = of_kind(data.events, CellReady)
     if found := dict.fromkeys(text for one in ready for text in one.shared_cores):
         advice = "Use more cores, or a load generator on another machine."
@@ -112,13 +110,13 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
     if found := dict.fromkeys(text for one in ready for text in one.endpoint_notes):
         advice = "What an endpoint does not tell is shown as not measured."
         yield NamedWarning("EndpointLacks", NOTE, _sentence("; ".join(found)), advice)
-    if made_up := tuple(c.key for c in data.cells if c.ready is not None and c.ready.synthetic):
+    if any(cell.ready is not None and cell.ready.synthetic for cell in data.cells):
         text = (
             "Weights are seeded random numbers in the published shape: speed and memory are those "
             "of the model, answers are noise."
         )
         advice = "Use the real weights before judging quality."
-        yield NamedWarning("RandomWeights", NOTE, text, advice, made_up)
+        yield NamedWarning("RandomWeights", NOTE, text, advice)
     host = data.facts.get("hostname")
     if host is not None and host == data.manifest.client_facts.get("hostname"):
         text = "Load generator and server ran on one machine."

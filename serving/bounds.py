@@ -20,7 +20,6 @@ Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
-PositiveSeconds = Positive
 Share = Annotated[float, Meta(gt=0, lt=1)]
 T = TypeVar("T")
 

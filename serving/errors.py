@@ -64,10 +64,6 @@ class EngineFailed(ServingError):
     """The backend is in a state that only a restart repairs; the engine process must end."""
 
 
-class NotNumbers(ServingError):
-    """Logits are NaN: the weights, the KV cache or the prompt break the model."""
-
-
 class KvFull(ServingError):
     """A step did not fit in the KV pool; the KV is as it was before the step."""
 

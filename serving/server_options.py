@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from serving.bounds import Count, Port, PositiveSeconds, Seconds, converted, flags_of, option
+from serving.bounds import Count, Port, Positive, Seconds, converted, flags_of, option
 from serving.errors import ServingError
 
 # Panels of the help page.
@@ -86,7 +86,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Count, option(ENGINE, "Prompt tokens of a step while others decode.")
     ] = 256
     step_seconds_target: Annotated[
-        PositiveSeconds,
+        Positive,
         option(ENGINE, "Longest step with a prompt in it while others decode.", "step-seconds"),
     ] = 0.3
     prefix_reuse: Annotated[
@@ -103,7 +103,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Standby, option(MACHINE, "warm: keep the fallback engine loaded (costs its memory).")
     ] = "cold"
     idle_unload_seconds: Annotated[
-        PositiveSeconds | None,
+        Positive | None,
         option(SEVERAL, "Unload a model without requests for so long.", "idle-unload", "SECONDS"),
     ] = None
 
@@ -178,7 +178,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         Seconds, option(QUEUE, "Longest predicted wait in seconds; beyond it 429.", "max-wait")
     ] = 30.0
     ttft_slo_seconds: Annotated[
-        PositiveSeconds | None,
+        Positive | None,
         option(QUEUE, "TTFT limit in seconds: who is predicted to miss it gets 429.", "ttft-slo"),
     ] = None
     health_timeout_seconds: Annotated[
@@ -186,7 +186,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         option(QUEUE, "Seconds without step or CPU time until it hangs.", "health-timeout"),
     ] = 30.0
     deadline_seconds: Annotated[
-        PositiveSeconds | None,
+        Positive | None,
         option(QUEUE, "Most seconds of a request; it may ask for less.", "deadline"),
     ] = None
     drain_seconds: Annotated[

@@ -38,13 +38,10 @@ LEAST_TAKEN_SECONDS = 0.0002  # a turn: waking a thread on an idle virtual core 
 MOST_STRANGERS = 3  # that are named
 
 
-def disturbance_of(
-    parts: Sequence[CoresSample], *, counts: bool = False, quiet_seconds: float = 0.0
-) -> Disturbance | None:
+def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Disturbance | None:
     """The readings of an engine's cores during one level in one; None without any.
 
-    `counts`: the campaign takes the machine as it is. `quiet_seconds`: as if the engine computed
-    undisturbed for so long after them.
+    `counts`: the campaign takes the machine as it is.
     """
     if not parts:
         return None
@@ -67,9 +64,8 @@ def disturbance_of(
     if not taken or work is None:
         return Disturbance(counts=counts)
     lost = sum(taken.values())
-    share = lost / (work + lost + quiet_seconds) if lost else 0.0
-    least_by_turns = LEAST_TAKEN_SECONDS * (total("turns") or 0)
-    least = max(least_by_turns, LEAST_TAKEN_SHARE * (seconds + quiet_seconds))
+    share = lost / (work + lost) if lost else 0.0
+    least = max(LEAST_TAKEN_SECONDS * (total("turns") or 0), LEAST_TAKEN_SHARE * seconds)
     if share <= MOST_TAKEN_SHARE or lost <= least:
         return Disturbance(share=round(share, 4), counts=counts)
     who = _who(parts, seconds, taken)

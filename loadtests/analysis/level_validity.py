@@ -70,7 +70,6 @@ class NamedWarning(msgspec.Struct, frozen=True):
     seriousness: Seriousness
     text: str
     advice: str
-    cells: tuple[str, ...] = ()  # keys of the cells it is about; empty: the level or the run
 
     @property
     def is_serious(self) -> bool:

@@ -121,7 +121,7 @@ def _cell(run: RunRecords, cell: dict[str, Any], levels: Sequence[Level]) -> Cel
     hardware = {**(cell.get("hardware") or {}), "name": None}
     asked = [one for one in levels if one.started.purpose is not LevelPurpose.CALIBRATION]
     by_load: dict[str, list[Level]] = defaultdict(list)
-    for level in filter(_counts, asked):
+    for level in (one for one in asked if one.counts):
         by_load[formatting.load(level.rate, level.started.concurrency, 4)].append(level)
     values = {load: _mean([_values_of(one) for one in same]) for load, same in by_load.items()}
     ended = of_kind(run.events, CellFinished, key)
@@ -137,11 +137,6 @@ def _cell(run: RunRecords, cell: dict[str, Any], levels: Sequence[Level]) -> Cel
         values=values,
         left_out=len(asked) - sum(map(len, by_load.values())),
     )
-
-
-def _counts(level: Level) -> bool:
-    end = level.finished
-    return end is not None and level.is_whole and end.is_valid and not level.is_set_aside
 
 
 def _values_of(level: Level) -> dict[str, float]:

@@ -173,7 +173,6 @@ class Dispatcher:
         self._idle.wait(timeout)
         late = list(self._running)
         if late:
-            self._account.gave_up = len(late)
             why = f"no end {patience:g} s after the last was due"
             if not self._counted:
                 why = "it was due after the window: every answer that counts is there"

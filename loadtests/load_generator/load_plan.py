@@ -95,7 +95,6 @@ class Ended(msgspec.Struct, kw_only=True, tag="ended"):
 
     due: int = 0  # requests whose time came
     recorded: int = 0
-    gave_up: int = 0  # requests ended by the client at the end of the drain time
     cpu_seconds: float = 0.0
     busy_share: float | None = None  # of the time: at work, or ready and without a core
 

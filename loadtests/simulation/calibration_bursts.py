@@ -67,11 +67,9 @@ class Burst(msgspec.Struct, frozen=True):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """What a calibration found."""
 
-    observations: list[StepObservation]
     slots: int | None  # as served, or as found; None: not found
     law: StepLaw | None
-    reason: str = ""  # why there is no law
-    spent_seconds: float = 0.0  # with requests under way
+    reason: str  # why there is no law
 
 
 Ask = Callable[[Burst], Level | None]  # sends a burst and waits for its end; None: it tells nothing
@@ -98,13 +96,7 @@ def calibrate(
     if slots is None and seen.has_steps:
         slots = seen.find_slots()
     law, reason = seen.law_of_bursts(slots, seconds - seen.spent)
-    return Calibration(
-        observations=seen.observations,
-        slots=slots,
-        law=law,
-        reason=reason,
-        spent_seconds=round(seen.spent, 3),
-    )
+    return Calibration(slots=slots, law=law, reason=reason)
 
 
 class _Seen:

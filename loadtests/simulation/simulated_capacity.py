@@ -36,6 +36,7 @@ SD_CALIBRATED = 0.12
 SD_LEVEL = 0.08
 LEAST_TELLING = 0.7
 
+SEED = 0
 REQUESTS = 8_000  # a rate: the seed then leaves 2 % of the capacity; 2,000 leave 3 to 5 %
 QUICK_REQUESTS = 2_000  # for sliders
 CYCLES = 50  # of on/off or stepped arrivals that are played, while that is at most ...
@@ -113,7 +114,6 @@ def capacity(
     slo: Slo,
     *,
     arrivals: Arrivals | None = None,
-    seed: int = 0,
     requests: int = REQUESTS,
 ) -> SimulatedCapacity:
     """The simulated capacity.
@@ -121,7 +121,7 @@ def capacity(
     Arrivals None: Poisson. Where even what saturates the server meets the SLO, the rate is that of
     saturation. Raises LoadError for no lengths.
     """
-    server = Server(law, policy, workload, arrivals, seed=seed, count=requests)
+    server = Server(law, policy, workload, arrivals, count=requests)
     alone = float(server.alone().good(slo.ttft_seconds, slo.tpot_seconds).mean())
     if alone < slo.target:
         return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=alone)
@@ -143,11 +143,10 @@ def latency_curve(
     rates: Sequence[float],
     *,
     arrivals: Arrivals | None = None,
-    seed: int = 0,
     requests: int = QUICK_REQUESTS,
 ) -> list[CurvePoint]:
     """TTFT and TPOT against rate, for a chart."""
-    server = Server(law, policy, workload, arrivals, seed=seed, count=requests)
+    server = Server(law, policy, workload, arrivals, count=requests)
     points = []
     for rate in rates:
         played = server.play(rate)
@@ -168,16 +167,15 @@ class Server:
         workload: Lengths | Workload,
         arrivals: Arrivals | None = None,
         *,
-        seed: int = 0,
         count: int = REQUESTS,
     ) -> None:
         if isinstance(workload, Workload):
-            workload = lengths_of(workload, count, seed, policy.reused_share)
+            workload = lengths_of(workload, count, SEED, policy.reused_share)
         if not len(workload.prompt):
             raise LoadError("no lengths of requests to simulate a capacity from")
         self.law, self.policy, self.lengths = law, policy, workload
         self.arrivals = Poisson() if arrivals is None else arrivals
-        self.seed, self.count = seed, count
+        self.count = count
         self.played: dict[float, Simulated] = {}
 
     def alone(self) -> Simulated:
@@ -197,7 +195,7 @@ class Server:
             if cycle := _cycle_seconds(self.arrivals):
                 count = max(count, min(MOST_REQUESTS, math.ceil(CYCLES * cycle * rate)))
             seconds = count / rate
-            due = due_times(self.arrivals, rate, seconds, self.seed)
+            due = due_times(self.arrivals, rate, seconds, SEED)
             played = self._simulated(due)
             part = played.due / seconds
             counts = (part >= WARM_UP) & (part < 1.0 - COOL_DOWN)

@@ -132,7 +132,7 @@ def _devices() -> Table:
             one.name,
             one.kind,
             "" if one.memory_gib is None else f"{one.memory_gib:g} GiB",
-            formatting.bandwidth(one.bandwidth_gb_per_second * 1e9),
+            f"{formatting.significant(one.bandwidth_gb_per_second)} GB/s",
             "" if tflops is None else f"{tflops:g} TFLOP/s",
             "" if one.watts is None else f"{one.watts:g} W",
             formatting.dollars_per_hour(price),

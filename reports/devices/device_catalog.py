@@ -21,6 +21,7 @@ import msgspec
 
 from models.formatting import GIB
 from reports.errors import ReportError
+from serving.bounds import Positive
 
 # What the driver leaves of the memory on the label, at least: L4 23034 of 24576 MiB, L40S 46068 of
 # 49152, T4 15360 of 16384 (nvidia-smi); of HBM A100 and H100 79.1 of 80 GiB (the total in vLLM's
@@ -29,7 +30,6 @@ USABLE_SHARES = {"gddr": 0.937, "hbm": 0.989, "apple": 0.75, "uma": 0.75, "ddr":
 
 DeviceKind = Literal["gpu", "apple", "cpu", "tpu", "accelerator"]
 MemoryType = Literal["gddr", "hbm", "apple", "uma", "ddr"]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
 Day = Annotated[str, msgspec.Meta(pattern=r"^20\d\d-\d\d-\d\d$")]
 
 

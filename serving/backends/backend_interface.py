@@ -26,7 +26,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from serving.bounds import Count, PositiveSeconds, check, explained
+from serving.bounds import Count, Positive, check, explained
 from serving.errors import Unsupported
 from serving.sampling.step_rows import Row, Sampled
 from serving.server_options import AUTO as AUTO
@@ -101,7 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores: tuple[int, ...] = ()  # CPU affinity; empty: all
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0  # by how much it goes behind HTTP
     prefill_tokens: Count = 256  # most prompt tokens of a step while someone decodes
-    step_seconds_target: PositiveSeconds = 0.3  # of a step while someone decodes
+    step_seconds_target: Positive = 0.3  # of a step while someone decodes
     prefix_reuse: bool = True
     check_memory: bool = True  # refuse what is predicted not to fit
     quality_kl_nats: float | None = None  # KL divergence to the float model, where measured

@@ -21,13 +21,13 @@ import msgspec
 import typer
 
 from models import formatting
-from models import resolve as hub
-from models.cache import finished_formats
+from models.cache import cache_dir, finished_formats
 from models.errors import ModelError
 from models.formats import FORMATS, known_formats, weight_bytes
 from models.gguf_reader import read_header
 from models.hf_config import read_spec
 from models.ladder import LADDER, Rung, real_weights, real_weights_of, rung
+from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_table import missing_backends, weights_of
 from serving.bounds import Count, option, parse_bytes
@@ -63,7 +63,7 @@ _JSON = typer.Option(False, "--json", help="Print JSON: sizes in bytes.")
 def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
     """List the ladder (published shapes, a rung each): parameters, file sizes, KV cache per 1,000
     tokens, what is cached, and by which name its published weights are served."""
-    root, size = hub.cache_dir(cache), formatting.size
+    root, size = cache_dir(cache), formatting.size
     rows = [_listed(one, root) for one in LADDER]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -116,7 +116,7 @@ def make(
         kind, weight_format = weight_format, None
     narrator = Narrator(sys.stderr)
     for name in names:
-        found = hub.resolve(
+        found = resolve(
             name,
             kind=kind,
             weight_format=weight_format,

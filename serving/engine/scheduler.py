@@ -30,7 +30,7 @@ from serving.engine.ipc_messages import Delta, FinishReason, StepStats, Submit
 from serving.engine.prefill_budget import PREFILL_MULTIPLE, StepClock, prefill_tokens
 from serving.engine.sequence import Sequence
 from serving.engine.slot_allocator import SlotAllocator
-from serving.errors import EngineFailed, KvFull, NotNumbers, ServingError, Unsupported
+from serving.errors import EngineFailed, KvFull, ServingError, Unsupported
 from serving.sampling.step_rows import NO_TOKEN, Row, Sampled
 
 MOST_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
@@ -239,7 +239,7 @@ class Scheduler:
         if self._broken > MOST_BROKEN:
             raise EngineFailed("the model's logits are not numbers (NaN), whatever it is asked")
         sequence.computed = 0
-        problem = NotNumbers("this prompt makes the model's logits NaN")
+        problem = ServingError("this prompt makes the model's logits NaN")
         return failed_delta(sequence.id, problem, sequence.text.finish())
 
     def _admit(self, now: float) -> None:

@@ -43,7 +43,7 @@ async def ready(request: Request) -> None:
     if able:
         await request.answer(about)
         return
-    problem = as_answer(model.unavailable(model.supervisor.reason))
+    problem = as_answer(model.supervisor.unavailable())
     assert problem is not None, "Unavailable is a 503"
     about |= {"reason": model.supervisor.reason, "error": problem.body.error}
     await request.answer(about, problem.status, problem.headers)

@@ -22,12 +22,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from models.cache import cache_dir
 from models.errors import CrossoverError
 from models.formatting import count, duration, requests, significant
 from models.isolated import run_python
 from models.ladder import rung
 from models.manifest import Progress, write_atomically
-from models.resolve import cache_dir, is_made, resolve
+from models.resolve import is_made, resolve
 from models.spec import ModelSpec
 from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.backend_table import BACKENDS, backend_class, missing_backends, weights_of

@@ -25,7 +25,6 @@ from serving.errors import (
     ModelNotNamed,
     Overloaded,
     TextTooLong,
-    Unavailable,
     UnknownModel,
 )
 from serving.hardware.machine_facts import resident_bytes
@@ -121,7 +120,7 @@ class ServedModel:
     def facts(self) -> Facts:
         """What the serving engine can do. Raises Unavailable while none serves."""
         if self.supervisor.state != EngineState.ready or self.supervisor.ready is None:
-            raise self.unavailable(self.supervisor.reason)
+            raise self.supervisor.unavailable()
         return self.known_facts()
 
     def known_facts(self) -> Facts:
@@ -135,12 +134,6 @@ class ServedModel:
         config = self.supervisor.config
         context = min(config.context_tokens, config.kv_tokens or config.context_tokens)
         return Facts(config.backend, context, self.tokenizer.vocabulary, frozenset())
-
-    def unavailable(self, reason: str | None) -> Unavailable:
-        """`reason`: of the supervisor, as far as whoever asks may know it."""
-        state = self.supervisor.state
-        text = f"the model is not served at the moment ({state}): {reason or 'no reason given'}"
-        return Unavailable(text, self.supervisor.retry_after_seconds(), state)
 
     async def tokens(
         self,

@@ -28,6 +28,7 @@ from serving.errors import Overloaded
 MARGIN = 0.3  # of the TTFT SLO, kept free: it must hold for nearly all, and forecasts miss
 RETURN_SLACK = 1.1  # spacing of retries over the pace at which places become free
 HALF_LIFE_SECONDS = 10.0  # of what a pace is learnt from, in stepping time
+RETRY_SECONDS = 0.1, 60.0  # the shortest and the longest Retry-After
 EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
 
 
@@ -38,8 +39,6 @@ class QueueBounds(msgspec.Struct, frozen=True):
     waiting_tokens: int | None = 1 << 20  # prompt + most output tokens of those
     wait_seconds: float | None = 30.0  # predicted time until a new sequence begins
     ttft_seconds: float | None = None  # SLO of the TTFT
-    retry_longest_seconds: float = 60.0
-    retry_shortest_seconds: float = 0.1
 
 
 class Pace:
@@ -216,10 +215,9 @@ class Ledger:
     def _refused(self, kind: str, text: str, room_in_seconds: float, now: float) -> Overloaded:
         """Refusals are spaced by the time one sequence takes to leave, so that retries do not come
         all at once."""
-        bounds = self.bounds
+        shortest, longest = RETRY_SECONDS
         spacing = RETURN_SLACK * self._seconds_for(self._mean_work())
-        promised = min(self._promised_until, now + bounds.retry_longest_seconds)
+        promised = min(self._promised_until, now + longest)
         self._promised_until = max(now + room_in_seconds, promised + spacing)
-        wait = max(bounds.retry_shortest_seconds, self._promised_until - now)
-        retry = min(bounds.retry_longest_seconds, wait)
+        retry = min(longest, max(shortest, self._promised_until - now))
         return Overloaded(f"{text}; try again in {retry:.1f} s", retry, kind)

@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -101,11 +100,6 @@ def allocator(backend: str) -> dict[str, str]:
     return {_TUNABLES: ":".join(filter(None, (given, f"{_HUGE_PAGES}=1")))}
 
 
-def to_standard_error(line: str) -> None:
-    """What becomes of an engine's output where nobody says."""
-    print(line, file=sys.stderr, flush=True)
-
-
 class EngineProcess(asyncio.Protocol):
     """`place`: index of its configuration in the supervisor's list. Times are time.monotonic().
 
@@ -113,7 +107,7 @@ class EngineProcess(asyncio.Protocol):
     """
 
     def __init__(
-        self, place: int, config: EngineConfig, on_output: Callable[[str], None] = to_standard_error
+        self, place: int, config: EngineConfig, on_output: Callable[[str], None] = print
     ) -> None:
         self.place = place
         self.config = config

@@ -28,7 +28,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.engine import ipc_messages as ipc
 from serving.errors import Cause, EngineFailed, EngineState, ServingError, Unavailable
 from serving.supervisor.admission import QueueBounds
-from serving.supervisor.engine_process import EngineProcess, label, to_standard_error
+from serving.supervisor.engine_process import EngineProcess, label
 from serving.supervisor.inflight_requests import InflightRequests, Stream
 from serving.supervisor.restart_policy import Ending, RecoveryLimits, after_death, return_at
 
@@ -67,7 +67,7 @@ class Supervisor:
         limits: RecoveryLimits = _LIMITS,
         standby: bool = False,
         on_event: Callable[[Event], None] | None = None,
-        on_output: Callable[[str], None] = to_standard_error,
+        on_output: Callable[[str], None] = print,
     ) -> None:
         self.configs = tuple(configs)
         self.state = EngineState.loading
@@ -130,12 +130,6 @@ class Supervisor:
         return self._requests.ledger.most_sequences
 
     @property
-    def standby(self) -> str | None:
-        """The label of the engine on standby, loaded; None where there is none."""
-        standby = self._engines.get(self._place + 1)
-        return standby.label if standby is not None and standby.ready else None
-
-    @property
     def pids(self) -> list[int]:
         """Every engine process that lives, in any role."""
         return sorted(one.pid for one in self._living if one.alive and one.pid is not None)
@@ -156,6 +150,12 @@ class Supervisor:
         if usual is None and fraction is not None and fraction > 0.05:
             usual = elapsed / fraction
         return max(1.0, (5.0 if usual is None else usual) - elapsed)
+
+    def unavailable(self) -> Unavailable:
+        """The answer while no engine serves."""
+        reason = self.reason or "no reason given"
+        text = f"the model is not served at the moment ({self.state}): {reason}"
+        return Unavailable(text, self.retry_after_seconds(), self.state)
 
     # What others may ask for.
 
@@ -206,11 +206,7 @@ class Supervisor:
         """Give the engine a new sequence. Raises Unavailable or Overloaded."""
         current = self._engines.get(self._place)
         if self.state != EngineState.ready or current is None:
-            raise Unavailable(
-                f"the model is not served at the moment ({self.state}): {self.reason}",
-                self.retry_after_seconds(),
-                self.state,
-            )
+            raise self.unavailable()
         stream = self._requests.admit(request)
         self._requests.give(stream, current)
         return stream

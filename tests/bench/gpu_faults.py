@@ -70,7 +70,17 @@ def serving(model: str, policy: str) -> Iterator[str]:
     """The base address of a server that is ready."""
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready.json"
-        command = [sys.executable, "-m", "serving", model, "--port", "0", "--policy", policy]
+        command = [
+            sys.executable,
+            "-m",
+            "crossover",
+            "serve",
+            model,
+            "--port",
+            "0",
+            "--policy",
+            policy,
+        ]
         command += ["--ready-file", str(ready), "--slots", "8", "--context", "1024"]
         server = subprocess.Popen(command)
         try:

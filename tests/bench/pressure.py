@@ -73,7 +73,17 @@ def serving(model: str, *words: str, folder: Path, cores: str = "") -> Iterator[
     """
     ready = folder / "ready.json"
     ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "serving", model, "--port", "0", "--ready-file", str(ready)]
+    command = [
+        sys.executable,
+        "-m",
+        "crossover",
+        "serve",
+        model,
+        "--port",
+        "0",
+        "--ready-file",
+        str(ready),
+    ]
     log = folder / "server.log"
     before = os.sched_getaffinity(0)
     with Child([*command, *words], log=log, environment={"PYTHONPATH": python_path()}) as child:

@@ -89,7 +89,7 @@ async def serving(model: str, cores: str, standby: bool) -> AsyncIterator[tuple[
         while not server.started:
             await asyncio.sleep(0.01)
         await supervisor.wait_ready(60)
-        while standby and supervisor.standby is None:
+        while standby and not any(event.kind == "standby" for event in supervisor.events):
             await asyncio.sleep(0.02)
         yield supervisor, server.servers[0].sockets[0].getsockname()[1]
     finally:

@@ -31,7 +31,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """host:port of a server with the fake backend, that has answered, refused and failed."""
     folder = tmp_path_factory.mktemp("monitored")
     ready = folder / "ready.json"
-    command = [sys.executable, "-m", "serving", "fake", "--port", "0", "--ready-file", str(ready)]
+    command = [
+        sys.executable,
+        "-m",
+        "crossover",
+        "serve",
+        "fake",
+        "--port",
+        "0",
+        "--ready-file",
+        str(ready),
+    ]
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:

@@ -7,11 +7,12 @@ import msgspec
 import pytest
 
 from models import cache
+from models.cache import cache_dir
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.ladder import rung
 from models.manifest import read_manifest, write_manifest
 from models.random_weights import write_gguf, write_hf_folder
-from models.resolve import ResolvedModel, cache_dir, is_gguf, resolve, weight_format_of
+from models.resolve import ResolvedModel, is_gguf, resolve
 from models.tokenizer import load_tokenizer
 from tests.shapes import TINY_LLAMA, TINY_LLAMA3
 
@@ -27,17 +28,6 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("CROSSOVER_CACHE", "/own")
     assert cache_dir() == Path("/own")
     assert cache_dir(tmp_path) == tmp_path
-
-
-def test_formats_are_spelt_as_their_kind_spells_them() -> None:
-    assert weight_format_of("gguf") == "Q4_0"
-    assert weight_format_of("gguf", "q4_k_m") == "Q4_K_M"
-    assert weight_format_of("hf", "FP32") == "fp32"
-    assert weight_format_of("none") == ""
-    with pytest.raises(
-        UnsupportedModel, match="'hf' has no weight format 'Q4_0'; made here are bf16"
-    ):
-        weight_format_of("hf", "Q4_0")
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +168,7 @@ def test_a_repository_of_the_hubs_own_cache_is_used(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     found = resolve("org/name", kind="hf", cache=tmp_path / "cache")
-    assert (found.name, found.source, found.synthetic) == ("name", "org/name", False)
+    assert (found.name, found.synthetic) == ("name", False)
 
 
 def test_a_disk_that_is_too_small_is_said_before_the_work(

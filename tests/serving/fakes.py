@@ -120,7 +120,6 @@ class FakeSupervisor:
         self.restarts = self.fallbacks = self.returns = 0
         self.deaths: dict[str, int] = {}
         self.events: list[Any] = []
-        self.standby: str | None = None
         self.on_step: Any = None
         self.submitted: list[GenerationRequest] = []
         self.streams: dict[int, Stream] = {}
@@ -142,9 +141,12 @@ class FakeSupervisor:
     def retry_after_seconds(self) -> float:
         return 2.5
 
+    def unavailable(self) -> Unavailable:
+        return Unavailable(self.reason or self.state, 2.5, self.state)
+
     def submit(self, request: GenerationRequest) -> Stream:
         if self.state != "ready":
-            raise Unavailable(self.reason or self.state, 2.5, self.state)
+            raise self.unavailable()
         if self.refuse_after is not None and len(self.submitted) >= self.refuse_after:
             raise self.refusal
         self._loop = asyncio.get_running_loop()

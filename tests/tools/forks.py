@@ -11,7 +11,7 @@ imported what they need.
 Starting Python and its imports take 0.4 s of CPU, a fork takes 0.02 s, and a test of the supervisor
 starts up to five engines. Everything else is real: a process with its own pid and session, the
 program's main(), output, signals, exit statuses. tests/serving/supervisor/test_process.py and all
-tests of `python -m serving` start engines as the product does.
+tests of `crossover serve` start engines as the product does.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.manifest import Progress
-from models.safetensors_reader import EMBEDDING, HEAD, Stored, read_tensors
+from models.safetensors_reader import EMBEDDING, FORMATS, HEAD, Stored, read_tensors
 from models.spec import ModelSpec
 
 DTYPES: dict[str, torch.dtype] = {
@@ -26,7 +26,6 @@ DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}  # safetensors' names
 
 
 @dataclass(slots=True)
@@ -103,11 +102,11 @@ class Checkpoint:
     def weight_format(self) -> str:
         """The format of the matrices: fp32, bf16 or fp16."""
         dtype = self._stored(EMBEDDING).dtype
-        if dtype not in STORED:
+        if dtype not in FORMATS:
             raise UnsupportedModel(
-                f"{self.folder.name} holds weights of type {dtype}; known: {', '.join(STORED)}"
+                f"{self.folder.name} holds weights of type {dtype}; known: {', '.join(FORMATS)}"
             )
-        return STORED[dtype]
+        return FORMATS[dtype]
 
     def _stored(self, name: str) -> Stored:
         if name not in self.stored:

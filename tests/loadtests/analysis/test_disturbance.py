@@ -24,8 +24,8 @@ def part(**figures: object) -> CoresSample:
     return CoresSample(**(quiet | figures))  # type: ignore[arg-type]
 
 
-def found_in(*parts: CoresSample, quiet_seconds: float = 0.0) -> Disturbance:
-    found = disturbance_of(parts, quiet_seconds=quiet_seconds)
+def found_in(*parts: CoresSample) -> Disturbance:
+    found = disturbance_of(parts)
     assert found is not None
     return found
 
@@ -94,13 +94,11 @@ def test_what_cannot_be_read_is_none() -> None:
     assert found_in(part(steal_seconds=None, throttled_seconds=0.1)).is_disturbed
 
 
-def test_a_tenth_is_slight_and_a_running_level_is_judged_as_if_the_rest_were_quiet() -> None:
+def test_a_tenth_is_slight() -> None:
     some = part(work_seconds=0.94, stalled_seconds=0.06, strangers_seconds=0.06)
     much = part(work_seconds=0.4, stalled_seconds=0.6, strangers_seconds=0.6)
     assert found_in(some).is_disturbed and is_slight(found_in(some))
     assert not is_slight(found_in(much))
-    assert not found_in(much, quiet_seconds=60.0).is_disturbed
-    assert not is_slight(found_in(*[much] * 20, quiet_seconds=60.0))
 
 
 def test_it_names_who_took_most() -> None:

@@ -117,7 +117,6 @@ class Simulated:
     now: float = 0.0
     opened: list[str] = field(default_factory=list)  # keys of cells
     recovered: int = 0
-    rested: float = 0.0
     said: StringIO = field(default_factory=StringIO)
 
     @property
@@ -254,7 +253,6 @@ class Bench:
 
     def rest(self, seconds: float) -> None:
         self.world.now += seconds
-        self.world.rested += seconds
 
     def recover(self) -> None:
         self.world.recovered += 1

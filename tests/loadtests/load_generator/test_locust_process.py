@@ -97,9 +97,7 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     span = arrived[-1] - arrived[0]
     assert abs(span - (due[-1] - due[0])) < 0.5
     late = [record for record in records if record.error == "timeout"]
-    assert late and len(late) == account.gave_up, (
-        "what was on its way at the end of the drain time is on record"
-    )
+    assert late, "what was on its way at the end of the drain time is on record"
     assert all("2 s after the last was due" in (record.error_message or "") for record in late)
     assert (account.due, account.recorded) == (len(due), len(due))
     good = [record for record in by_index if record.error is None]
@@ -204,7 +202,7 @@ def test_load_goes_on_until_the_last_answer_that_counts(
     assert sorted(record.index for record in counted) == list(range(24))
     assert len(beside) >= 8 and abs(len(later) - 20 * (last - 1.2)) <= 4
     unanswered = [record for record in later if record.error is not None]
-    assert len(unanswered) == account.gave_up > 5
+    assert len(unanswered) > 5
     assert all("every answer that counts is there" in (r.error_message or "") for r in unanswered)
 
 

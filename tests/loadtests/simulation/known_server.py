@@ -36,12 +36,15 @@ class KnownServer:
     step_tokens: int = 2048
     whole_prompts: bool = False  # nobody decodes while a prompt is computed
     asked: list[Burst] = dataclasses.field(default_factory=list)
+    spent_seconds: float = 0.0  # of bursts
     now: float = 0.0  # seconds since the level's start, for steps that depend on it
 
     def __call__(self, burst: Burst) -> Level:
         """All streams sent at one moment."""
         self.asked.append(burst)
-        return self.level([0.0] * burst.streams, burst.prompt_tokens, burst.output_tokens)
+        level = self.level([0.0] * burst.streams, burst.prompt_tokens, burst.output_tokens)
+        self.spent_seconds += float(level.chunks.max())
+        return level
 
     def level(
         self,

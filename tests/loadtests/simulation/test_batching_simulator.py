@@ -1,4 +1,4 @@
-"""The simulation against queueing theory, a step-by-step play and the scheduler."""
+"""The simulation against queueing theory and the scheduler."""
 
 import math
 import time
@@ -14,17 +14,10 @@ from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import Poisson, due_times
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Submit
-from serving.engine.prefill_budget import (
-    MIN_PREFILL_TOKENS,
-    PREFILL_MULTIPLE,
-    PREFILL_SHARE,
-    PREFILL_WORTH,
-)
 from serving.engine.scheduler import Scheduler
 from tests.fake_backend import FakeBackend
 from tests.loadtests.simulation.known_server import LAW
 
-LAWS = [LAW, StepLaw(base_seconds=0.01)]
 STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters
 
 
@@ -48,86 +41,6 @@ def waits_of(servers, rate, outputs, seed=1):
     # A request that finds a free slot has its first token after the step under way (half of one, on
     # average) and one of its own.
     return played, (played.ttft - 1.5 * STEP)[count // 20 :]
-
-
-POLICIES = [
-    Policy(slots=4, prefill_tokens=32, step_tokens=128),
-    Policy(slots=16, prefill_tokens=256, step_seconds_target=0.08),
-    Policy(slots=8, kv_tokens=2000),
-    Policy(slots=8, kv_tokens=500, prefill_tokens=64),
-]
-
-
-def played_step_by_step(law, policy, due, pairs):
-    """The policy written as plainly as can be: one loop turn is one step."""
-    waiting, running, first, last = list(range(len(due))), [], {}, {}
-    left = {i: int(p) for i, (p, _) in enumerate(pairs)}
-    made = dict.fromkeys(left, 0)
-    pool = policy.kv_tokens or math.inf
-
-    def known(i):
-        return pairs[i][0] + made[i]
-
-    def held(i):
-        return known(i) - (left[i] or 1)
-
-    now = 0.0
-    while waiting or running:
-        if not running and due[waiting[0]] > now:
-            now = due[waiting[0]]
-        while waiting and due[waiting[0]] <= now and len(running) < policy.slots:
-            if running and sum(map(known, [*running, waiting[0]])) + len(running) > pool:
-                break
-            running.append(waiting.pop(0))
-        decoding = [i for i in running if left[i] == 0]
-        context = sum(map(held, decoding))
-        room = policy.step_tokens - len(decoding)
-        filling = [i for i in running if left[i] > 0]
-        if decoding and filling:
-            room = min(room, policy.prefill_tokens)
-            if policy.step_seconds_target is not None and law.prompt_token_seconds:
-                decode = law.seconds(len(decoding), 0, context)
-                lost = decode / len(decoding) - law.seconds(policy.slots, 0, context) / policy.slots
-                spare = max(
-                    policy.step_seconds_target - decode,
-                    PREFILL_SHARE * decode,
-                    PREFILL_WORTH * lost,
-                )
-                each = law.prompt_token_seconds + law.pass_seconds / pairs[:, 0].mean()
-                piece = (spare - law.pass_seconds) / law.prompt_token_seconds
-                room = max(MIN_PREFILL_TOKENS, min(room, int(min(spare / each, piece))))
-        pieces = {}
-        for i in filling:
-            piece = min(left[i], room - sum(pieces.values()))
-            if pieces and piece < min(left[i], PREFILL_MULTIPLE):
-                break
-            if PREFILL_MULTIPLE < piece < left[i]:
-                piece = piece // PREFILL_MULTIPLE * PREFILL_MULTIPLE
-            if piece > 0:
-                pieces[i] = piece
-        while (
-            len(running) > 1
-            and sum(map(held, running)) + len(decoding) + sum(pieces.values()) > pool
-        ):
-            youngest = max(running)
-            running.remove(youngest)
-            waiting.insert(0, youngest)
-            pieces.pop(youngest, None)
-            decoding = [i for i in decoding if i != youngest]
-            left[youngest] = known(youngest)
-        passes = len(pieces) + bool(decoding)
-        now += law.seconds(len(decoding), sum(pieces.values()), sum(map(held, decoding)), passes)
-        for i, piece in pieces.items():
-            left[i] -= piece
-        for i in [*decoding, *(i for i in pieces if left[i] == 0)]:
-            made[i] += 1
-            first.setdefault(i, now)
-            last[i] = now
-            if made[i] == pairs[i][1]:
-                running.remove(i)
-    return np.array([first[i] for i in range(len(due))]), np.array(
-        [last[i] for i in range(len(due))]
-    )
 
 
 class Clocked(FakeBackend):
@@ -216,19 +129,6 @@ def test_geometric_service_is_m_m_c(servers, load):
     assert np.mean(waits > service) == pytest.approx(
         waiting * math.exp(-(servers - load)), abs=0.03
     )
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=["small", "target", "pool", "tight"])
-@pytest.mark.parametrize("law", LAWS, ids=["five numbers", "constant"])
-def test_jumping_over_decode_steps_changes_nothing(law, policy):
-    rng = np.random.default_rng(7)
-    pairs = np.column_stack([rng.integers(1, 400, 120), rng.integers(1, 60, 120)])
-    due = np.cumsum(rng.exponential(0.4, 120))
-    played = simulate(law, policy, due, *pairs.T)
-    first, last = played_step_by_step(law, policy, due, pairs)
-    assert played.ttft == pytest.approx(first - due, rel=1e-9)
-    later = pairs[:, 1] - 1
-    assert (played.tpot * later)[later > 0] == pytest.approx((last - first)[later > 0], rel=1e-9)
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "learnt"])

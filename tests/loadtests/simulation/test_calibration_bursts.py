@@ -24,7 +24,7 @@ def test_the_law_is_found_again_and_the_capacity_with_it(slots):
     server = KnownServer(LAW.seconds, slots=slots or 8)
     made = calibrate(server, CHAT, slots)
     assert made.slots == (slots or 8) and made.reason == ""
-    assert made.spent_seconds < 20
+    assert server.spent_seconds < 20
     policy = SchedulingPolicy(slots=made.slots)
     simulated = capacity(made.law, policy, CHAT, SLO, requests=2000).rate
     assert simulated == pytest.approx(
@@ -40,8 +40,8 @@ def test_a_staircase_with_noise_and_stalls_is_known_well_enough_within_the_time(
     def steps(rows, prompt, context, passes):
         return slower * skewed() * LAW.seconds(staircase(rows), prompt, context, passes)
 
-    made = calibrate(KnownServer(steps), CHAT, 8)
-    assert made.spent_seconds < 30
+    made = calibrate(server := KnownServer(steps), CHAT, 8)
+    assert server.spent_seconds < 30
     policy = SchedulingPolicy(slots=8)
     slo = Slo("x", 2.0 * slower, 0.2 * slower, target=0.9)
     truth = capacity(LAW.slower(1.07 * slower), policy, CHAT, slo, requests=2000).rate
@@ -75,7 +75,7 @@ def test_long_prompts_are_cut_to_what_the_time_pays_for():
     long = Workload(prompt_tokens=8000, output_tokens=50)
     server = KnownServer(LAW.seconds)
     made = calibrate(server, long, 8, 20.0)
-    assert made.law is not None and made.spent_seconds < 25
+    assert made.law is not None and server.spent_seconds < 25
     assert server.asked[0].prompt_tokens == (8000,)
 
 
@@ -108,9 +108,9 @@ def test_bursts_that_something_ran_beside_are_asked_again():
 def test_a_burst_that_tells_nothing_is_left_out():
     server = KnownServer(LAW.seconds)
     made = calibrate(lambda burst: server(burst) if burst.streams == 1 else None, CHAT, 8)
-    assert made.observations and made.spent_seconds > 0
+    assert made.law is not None, "single streams are left"
     nothing = calibrate(lambda burst: None, CHAT, 8)
-    assert nothing.law is None and not nothing.observations and nothing.spent_seconds == 0
+    assert nothing.law is None and "steps cannot be told" in nothing.reason
 
 
 def test_one_slot_needs_no_burst():

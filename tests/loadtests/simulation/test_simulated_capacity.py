@@ -32,7 +32,7 @@ SLO = Slo("x", 2.0, 0.2, target=0.9)
 
 
 def test_the_capacity_is_where_the_share_of_good_requests_is_the_target():
-    found = capacity(LAW, POLICY, CHAT, SLO, seed=1, requests=8000)
+    found = capacity(LAW, POLICY, CHAT, SLO, requests=8000)
     lengths = lengths_of(CHAT, 30_000, 7)
     due = due_times(Poisson(), found.rate, 30_000 / found.rate, 9)
     n = min(len(due), 30_000)

@@ -219,7 +219,7 @@ def check_scheduled(
     return scheduler
 
 
-def check_seeded(backend: Backend, tie: Tie | None = None) -> None:
+def check_seeded(backend: Backend) -> None:
     """A seeded request gets the same tokens alone and in company; another seed gets others."""
     prompt = prompt_of(backend, 12, 6)
 

@@ -34,6 +34,7 @@ def copy(tmp_path: Path) -> Path:
     for package in ("models", "serving"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    shutil.copy(ROOT / "crossover.py", tmp_path)
     page = (ROOT / "docs/adding-a-backend.md").read_text()
     code, row = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / FOLDER).parent.mkdir()
@@ -47,13 +48,13 @@ def copy(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def served(folder: Path, *arguments: str) -> Iterator[str]:
-    """`python -m serving` of the copy; yields its address."""
+    """`crossover serve` of the copy; yields its address."""
     ready = folder / "ready.json"
     environment = os.environ | {
         "PYTHONPATH": str(folder),
         "CROSSOVER_CACHE": str(folder / "cache"),
     }
-    command = [sys.executable, "-m", "serving", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "crossover", "serve", *arguments, "--port", "0"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, "--ready-file", str(ready)],

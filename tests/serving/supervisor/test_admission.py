@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from serving.errors import Overloaded
-from serving.supervisor.admission import Ledger, QueueBounds, Work
+from serving.supervisor.admission import RETRY_SECONDS, Ledger, QueueBounds, Work
 
 OPEN = QueueBounds(waiting_requests=None, waiting_tokens=None, wait_seconds=None)
 
@@ -101,7 +101,7 @@ def test_those_told_to_come_back_are_not_told_the_same_moment() -> None:
     times = [one.retry_after_seconds for one in found if one is not None]
     gaps = [round(b - a, 3) for a, b in zip(times, times[1:5], strict=False)]
     assert gaps == [1.1, 1.1, 1.1, 1.1]  # 100 tokens each at 100 tokens/s, and a little slack
-    assert max(times) == QueueBounds().retry_longest_seconds
+    assert max(times) == RETRY_SECONDS[1]
 
 
 class Simulated(NamedTuple):
