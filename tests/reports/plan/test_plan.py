@@ -2,6 +2,7 @@
 
 import pytest
 
+from reports.devices.device_catalog import devices, priced_gpus
 from reports.plan.candidates import candidates_of
 from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
 from reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
@@ -145,3 +146,11 @@ def test_a_wrong_file_is_one_sentence_with_key_and_value(
     with pytest.raises(BadPlan) as caught:
         question({"model": "1b", "forecast": {"peak_rate": 1.0}, **change})
     assert said in str(caught.value)
+
+
+def test_a_gpu_without_a_list_price_is_considered_at_yours() -> None:
+    priced = {one.name for one in priced_gpus()}
+    unpriced = next(one.name for one in devices() if one.kind == "gpu" and one.name not in priced)
+    asked = question({"model": "1b", "forecast": {"peak_rate": 1.0}, "prices": {unpriced: 0.01}})
+    found = {one.device: one.dollars_per_hour for one in candidates_of(asked)}
+    assert found[unpriced] and priced <= found.keys()
