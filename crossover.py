@@ -37,7 +37,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "campaign": (
         "loadtests.cli.campaign_command:campaign",
-        "Find the highest rate at which each model meets the SLO: init, run, resume, repeat, show.",
+        "Find the highest rate at which each model meets the SLO: init, run, resume, show.",
     ),
     "compare": (
         "loadtests.cli.compare_command:comparison",
@@ -57,7 +57,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "report": (
         "reports.cli.report_command:report",
-        "Turn runs into one HTML page, Markdown, CSV or JSON.",
+        "Turn a run into one HTML page, Markdown, CSV or JSON.",
     ),
 }
 
