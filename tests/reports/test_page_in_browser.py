@@ -59,7 +59,8 @@ addEventListener("load", () => {
   const right = (one) => one.getBoundingClientRect().right;
   const pixels = (one) => parseFloat(getComputedStyle(one).fontSize) * one.getScreenCTM().a;
   tell({ map: Math.max(...[...document.querySelectorAll("#map rect, #map text")].map(right)),
-    text: Math.min(...drawn.map(pixels).filter((one) => one > 1)), window: innerWidth, page: document.documentElement.scrollWidth, errors,
+    text: Math.min(...drawn.map(pixels).filter((one) => one > 1)),
+    window: innerWidth, page: document.documentElement.scrollWidth, errors,
     wide: wide.map((one) => one.outerHTML.slice(0, 100)),
     paper: getComputedStyle(document.body).backgroundColor });
 });
