@@ -28,7 +28,7 @@ from reports.slo_sliders import lattice_of
 from reports.tables import HEADS, answer_row, levels_table
 
 KEYS = ("model", "alone", "holds", "limit", "engine", "over")
-WIDE, HALF = 900, 430  # pixels of a drawn chart
+WIDE, HALF = 520, 430  # pixels of a drawn chart; on a phone its text can still be read
 FACTS = {
     "cpu_model": "CPU",
     "isa": "instruction sets",
@@ -53,7 +53,10 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"code": _code, "unbroken": _unbroken}
-    featured, the_map = _featured(told), crossover_map(told)
+    featured = _featured(told)
+    the_map, on_phone = crossover_map(told), crossover_map(told, is_narrow=True)
+    if the_map and on_phone:  # CSS shows one of them
+        the_map = msgspec.structs.replace(the_map, svg=the_map.svg + on_phone.svg)
     curves = () if featured is None else latency_curves(featured.cell, data.slo)
     view: dict[str, Any] = {
         "run": data.manifest.run_id,

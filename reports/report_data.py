@@ -125,6 +125,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     key: str
     run_id: str
+    folder: str
     model: str
     spec: ModelSpec | None  # None: a model that the ladder does not know
     weight_format: str
@@ -340,6 +341,7 @@ def _cell_of(
     return CellData(
         key=key,
         run_id=run.manifest.run_id,
+        folder=str(run.folder),
         model=model,
         spec=rung(model).spec if is_rung(model) else None,
         weight_format="" if weight_format == "none" else weight_format,

@@ -83,7 +83,7 @@ def _held(cell: CellData) -> Cell:
     parts = [found.reason] if found.reason else []
     if found.confirm_seconds is not None:
         minutes = formatting.duration(found.confirm_seconds)
-        parts.append(f"crossover campaign resume {cell.run_id} --confirm takes {minutes}")
+        parts.append(f"crossover campaign resume {cell.folder} --confirm takes {minutes}")
     return Cell(text="no rate confirmed", detail="; ".join(parts))
 
 

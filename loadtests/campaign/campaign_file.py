@@ -406,8 +406,13 @@ def plain(text: str) -> str:
 def _faults(file: CampaignFile) -> Iterator[str]:
     """What no single value says: combinations that cannot be."""
     has_models = bool(file.models or file.cells)
-    if file.target is not None and (has_models or file.engines):
-        yield "target is an endpoint that is there already: it goes without models, cells, engines"
+    if file.target is not None:
+        bare = CampaignFile(name="")
+        for name in ("models", "cells", "engines", "formats", "backends", "hardware", "server"):
+            if getattr(file, name) != getattr(bare, name):
+                yield f"target is an endpoint that is there already: it goes without {name}"
+    if file.search.starts > 1 and (file.search.rates or file.target is not None):
+        yield f"search.starts = {file.search.starts} is of a search on servers started here"
     if file.target is None and not has_models:
         yield "nothing to measure: give models, cells, or a target with a url"
     if file.engines and not file.models:

@@ -78,6 +78,8 @@ def _send(options: CommandOptions) -> None:
 
     if (options.rate is None) == (options.concurrency is None):
         raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
+    if options.concurrency is not None and options.arrivals != "poisson":
+        raise LoadError("--arrivals go with --rate: a closed loop sends as answers end")
     if options.slo not in SLO_PRESETS:
         raise LoadError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
     slo = SLO_PRESETS[options.slo]

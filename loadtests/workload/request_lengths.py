@@ -83,6 +83,10 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             )
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset {self.preset!r} is not one of {', '.join(PRESETS)}")
+        if self.think_seconds and self.turns == 1:
+            raise ValueError(f"think_seconds = {self.think_seconds} needs turns above 1")
+        if self.prefix_groups > 1 and not self.shared_prefix_tokens:
+            raise ValueError(f"prefix_groups = {self.prefix_groups} needs shared_prefix_tokens")
         if self.replay is not None and self.turns > 1:
             raise ValueError(
                 f"turns = {self.turns} with replay: a trace has its own order of requests; "

@@ -42,7 +42,7 @@ function show() {
     const value = lattice[name][Number(input[name].value)];
     document.getElementById(`${name}-says`).textContent = name === "target" ? `${Math.round(value * 1000) / 10} %` : seconds(value);
   }
-  const svg = document.querySelector("#map svg");
+  const maps = document.querySelectorAll("#map svg"); // for a page, for a phone
   for (const [one, was] of original) {
     one.innerHTML = was.html;
     if (was.x !== null) { one.setAttribute("x", was.x); one.setAttribute("width", was.width); }
@@ -66,7 +66,7 @@ function show() {
     const gpu = entry.gpus[found.gpu] || null;
     cell("over").innerHTML = `<span class="v"></span>` + (gpu ? ` <i class="grade predicted">predicted</i>` : "");
     cell("over").firstChild.textContent = gpu ? `${gpu.name}, ${gpu.price}` : "see the SLO of the run";
-    if (svg) {
+    for (const svg of maps) {
       const left = Number(svg.dataset.left), held = found.held ? place(svg, found.held) : left;
       const limit = found.limit ? Math.max(held, place(svg, found.limit)) : held;
       bar(svg, model, "held", left, held); bar(svg, model, "limit", held, limit);

@@ -85,7 +85,8 @@ def _report(options: ReportOptions) -> None:
         typer.echo(f"{'ok  ' if one.holds else 'FAIL'}  {one.text}", err=options.as_json)
     if not all(one.holds for one in found):
         raise typer.Exit(1)
-    if options.as_json or (found and options.formats is None and not options.png):
+    writes = options.formats or options.png or options.out or options.open_page
+    if options.as_json or (found and not writes):
         return
     _write(options, data, answers, formats)
 

@@ -68,8 +68,10 @@ def candidates_of(asked: Question, say: Callable[[str], None] = lambda _: None) 
     found = [_own(asked, keys, number, say) for number, keys in enumerate(asked.keys.machines)]
     names = asked.keys.devices
     try:
-        rented = priced_gpus() if names is None else [device_named(name) for name in names]
         yours = {device_named(name).name: price for name, price in asked.keys.prices.items()}
+        if names is None:
+            names = [*dict.fromkeys([*(one.name for one in priced_gpus()), *yours])]
+        rented = [device_named(name) for name in names]
     except ReportError as problem:
         raise BadPlan(f"devices or prices: {problem}") from problem
     for device in rented:

@@ -98,7 +98,8 @@ class PlanFile(Table, frozen=True, kw_only=True):
     name: Annotated[str, key("what to call the plan")] = ""
     model: Annotated[str, key("a model of `crossover models list`")]
     format: Annotated[
-        str | None, key("weight format on CPUs; none: that of a run of the model, else Q4_0")
+        str | None,
+        key("weight format on CPUs that no run measured; none: that of a run, else Q4_0"),
     ] = None
     gpu_format: Annotated[str, key("weight format on GPUs")] = "bf16"
     forecast: Annotated[ForecastKeys, key("how many requests come, and when")]
@@ -113,7 +114,8 @@ class PlanFile(Table, frozen=True, kw_only=True):
     ] = 0
     machines: Annotated[list[MachineKeys], key("those you have, and others by file or name")] = []
     devices: Annotated[
-        list[str] | None, key("to consider for rent; none: all GPUs that have a price")
+        list[str] | None,
+        key("to consider for rent; none: all GPUs that have a price, or one in prices"),
     ] = None
     prices: Annotated[dict[str, Positive], key("$/h of a device, in place of its list price")] = {}
     dollars_per_kwh: Annotated[

@@ -26,6 +26,7 @@ from reports.headline import Answer
 from reports.sections.section import Chart
 
 WIDTH, LEFT, RIGHT, ROW, TOP, BAR = 860, 150, 16, 42, 12, 24
+NARROW, NARROW_LEFT = 360, 104  # on a phone, so that its text can be read
 ON_GPU = "#22160c"  # text on the GPU's bar, on a dark page too
 ROOM = 1.6  # beyond the highest and below the lowest rate
 
@@ -40,44 +41,48 @@ def ends_of(answer: Answer) -> dict[str, float | None]:
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """Of the axis: the rates at its ends."""
+    """Of the axis: the rates at its ends, and where these lie."""
 
     low: float
     high: float
+    left: float
+    right: float
 
-    def place(self, rate: float | None, least: float = LEFT) -> float:
+    def place(self, rate: float | None, least: float = 0.0) -> float:
         """Pixels from the left; `least`: where no bar is, or it would end before it."""
+        least = max(least, self.left)
         if rate is None:
             return least
         inside = min(max(rate, self.low), self.high)
         part = math.log(inside / self.low) / math.log(self.high / self.low)
-        return max(least, LEFT + part * (WIDTH - LEFT - RIGHT))
+        return max(least, self.left + part * (self.right - self.left))
 
 
-def crossover_map(answers: Sequence[Answer]) -> Chart | None:
-    """The map; None where nothing was measured."""
+def crossover_map(answers: Sequence[Answer], *, is_narrow: bool = False) -> Chart | None:
+    """The map, for a page or for a phone; None where nothing was measured."""
     bars = [ends_of(one) for one in answers]
     known = [rate for one in bars for rate in one.values() if rate]
     if not known:
         return None
-    scale = Scale(min(known) / ROOM / 2, max(known) * ROOM)
+    kind, width, left = ("narrow", NARROW, NARROW_LEFT) if is_narrow else ("wide", WIDTH, LEFT)
+    scale = Scale(min(known) / ROOM / 2, max(known) * ROOM, left, width - RIGHT)
     bottom = TOP + ROW * len(bars)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 30}" '
-        f'data-low="{scale.low:.6g}" data-high="{scale.high:.6g}" data-left="{LEFT}" '
-        f'data-right="{WIDTH - RIGHT}" font-family="inherit" font-size="12">',
-        '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 30}" '
+        f'class="{kind}" data-low="{scale.low:.6g}" data-high="{scale.high:.6g}" '
+        f'data-left="{left}" data-right="{width - RIGHT}" font-family="inherit" font-size="12">',
+        f'<defs><pattern id="hatch-{kind}" width="7" height="7" patternUnits="userSpaceOnUse" '
         f'patternTransform="rotate(45)"><rect width="7" height="7" fill="{ESTIMATED}"/>'
         f'<rect width="3" height="7" fill="{CPU}"/></pattern></defs>',
     ]
-    for rate in rate_ticks(scale.low, scale.high):
+    for rate in rate_ticks(scale.low, scale.high, 4 if is_narrow else 7):
         x = scale.place(rate)
         parts += [
             f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="{LINE}" stroke-opacity=".45"/>',
             _text(x, bottom + 18, rate_label(rate), f'text-anchor="middle" fill="{MUTED}"'),
         ]
     for index, (answer, one) in enumerate(zip(answers, bars, strict=True)):
-        parts += _row(index, answer, one, scale)
+        parts += _row(index, answer, one, scale, f"url(#hatch-{kind})")
     return Chart(
         slug="map",
         label="For each model, from slow to quick rates: confirmed on this CPU (solid), estimated "
@@ -90,7 +95,9 @@ def _text(x: float, y: float, said: str, more: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(said)}</text>'
 
 
-def _row(index: int, answer: Answer, ends: dict[str, float | None], scale: Scale) -> list[str]:
+def _row(
+    index: int, answer: Answer, ends: dict[str, float | None], scale: Scale, hatched: str
+) -> list[str]:
     """A model's name and its bars; empty ones are there for the sliders, without width."""
     y = TOP + index * ROW + (ROW - BAR) / 2
     middle = y + BAR / 2
@@ -110,12 +117,10 @@ def _row(index: int, answer: Answer, ends: dict[str, float | None], scale: Scale
     confirmed = f"confirmed up to {formatting.rate(ends['held'], rounded='down')}"
     own = 'text-anchor="end"'
     parts = [
-        _text(LEFT - 12, middle - 1, answer.title, f'{own} fill="{INK}" font-weight="600"'),
-        _text(LEFT - 12, middle + 12, size, f'{own} fill="{MUTED}" font-size="10.5"'),
-        bar("held", LEFT, held, CPU, confirmed),
-        bar(
-            "limit", held, limit, "url(#hatch)", f"estimated up to {formatting.rate(ends['limit'])}"
-        ),
+        _text(scale.left - 12, middle - 1, answer.title, f'{own} fill="{INK}" font-weight="600"'),
+        _text(scale.left - 12, middle + 12, size, f'{own} fill="{MUTED}" font-size="10.5"'),
+        bar("held", scale.left, held, CPU, confirmed),
+        bar("limit", held, limit, hatched, f"estimated up to {formatting.rate(ends['limit'])}"),
         bar("gpu", limit, gpu, GPU, f"{gpu_name}: predicted {formatting.rate(ends['gpu'])}"),
     ]
     if ends["low"] and ends["high"]:
@@ -130,5 +135,5 @@ def _row(index: int, answer: Answer, ends: dict[str, float | None], scale: Scale
         parts.append(_text(gpu - 6, y + 16, gpu_name, marks))
     if not any(ends.values()):
         said = "not measured" if answer.cell.capacity is None else "no rate known"
-        parts.append(_text(LEFT + 16, y + 16, said, f'fill="{MUTED}"'))
+        parts.append(_text(scale.left + 16, y + 16, said, f'fill="{MUTED}"'))
     return parts

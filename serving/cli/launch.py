@@ -43,6 +43,8 @@ def launch(options: ServeOptions) -> int:
     requests were cut off."""
     narrator = Narrator(sys.stderr or open(os.devnull, "w"))
     narrator.take_logging()
+    if options.replicas > 1:
+        raise ServingError(f"--replicas {options.replicas} needs --on ray")
     if options.ready_file is not None:
         file = Path(options.ready_file).absolute()
         if file.is_dir() or not os.access(file.parent, os.W_OK):

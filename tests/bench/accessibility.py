@@ -74,7 +74,8 @@ function pale(text) {
 addEventListener("load", async () => {
   for (const one of document.querySelectorAll("details")) one.open = true;
   const found = await axe.run(document, { rules: { "target-size": { enabled: true } } });
-  const texts = [...document.querySelectorAll(".chart svg text")];
+  const texts = [...document.querySelectorAll(".chart svg text")]
+    .filter((one) => one.getClientRects().length);  // of the two maps one is shown
   const kinds = ["violations", "incomplete", "passes", "inapplicable"];
   const brief = (rule) => ({ id: rule.id, help: rule.help, impact: rule.impact,
     nodes: rule.nodes.map((one) => [one.html, one.failureSummary ?? ""]) });

@@ -54,7 +54,13 @@ addEventListener("load", () => {
   for (const one of document.querySelectorAll("details")) one.open = true;
   const wide = [...document.querySelectorAll("body *")].filter((one) =>
     !one.closest(".scroll, pre, svg") && one.getBoundingClientRect().right > innerWidth + 1);
-  tell({ window: innerWidth, page: document.documentElement.scrollWidth, errors,
+  const drawn = [...document.querySelectorAll(".chart svg text")].filter((one) =>
+    one.textContent && one.getClientRects().length);
+  const right = (one) => one.getBoundingClientRect().right;
+  const pixels = (one) => parseFloat(getComputedStyle(one).fontSize) * one.getScreenCTM().a;
+  tell({ map: Math.max(...[...document.querySelectorAll("#map rect, #map text")].map(right)),
+    text: Math.min(...drawn.map(pixels).filter((one) => one > 1)),
+    window: innerWidth, page: document.documentElement.scrollWidth, errors,
     wide: wide.map((one) => one.outerHTML.slice(0, 100)),
     paper: getComputedStyle(document.body).backgroundColor });
 });
@@ -110,4 +116,5 @@ def test_nothing_is_wider_than_the_window(
     told = seen(LAY_OUT, tmp_path, scheme, width=width)
     assert told["errors"] == [] and told["wide"] == []
     assert told["page"] <= told["window"] <= width
+    assert told["map"] <= told["window"] and told["text"] > 6.5
     assert (told["paper"] != "rgb(255, 255, 255)") is dark

@@ -103,7 +103,7 @@ def test_the_page_is_one_small_offline_file_with_everything_on_it() -> None:
     for one in sections:
         assert one.sentence and one.sentence in text.replace("&#39;", "'")
     assert text.count('role="img"') >= 4  # map, two curves, batch
-    assert "resume" in text  # the command that confirms what is only estimated
+    assert f"resume {data.folder} --confirm" in text  # confirms what is only estimated
 
 
 def test_markdown_has_the_same_table_and_never_grows_beyond_six_kilobytes() -> None:
@@ -200,6 +200,8 @@ def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path)
     }
     assert (tmp_path / "r" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert command("report", folder, "--check", "135m:held>=1")[0] == 0
+    assert command("report", folder, "--check", "135m:held>=1", "--out", tmp_path / "s")[0] == 0
+    assert (tmp_path / "s" / "index.html").exists()
     status, said = command("report", folder, "--check", "135m:held>=1", "--check", "1b:held>=9")
     assert status == 1 and "FAIL  1b:held>=9" in said
     done = RUN.invoke(crossover.app, ["report", str(folder), "--json", "--check", "1b:held>=9"])

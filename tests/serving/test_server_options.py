@@ -115,6 +115,7 @@ def test_defaults_are_those_of_the_classes_that_the_options_become() -> None:
         ("--max-wait -1", "--max-wait must be at least 0, got -1.0"),
         ("--health-timeout 0.5", "--health-timeout must be at least 1, got 0.5"),
         ("--step-seconds 0", "--step-seconds must be above 0, got 0.0"),
+        ("--replicas 2", "--replicas 2 needs --on ray"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_flag_bound_and_value(words: str, said: str) -> None:

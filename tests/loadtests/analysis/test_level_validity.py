@@ -76,6 +76,10 @@ def test_a_quiet_level_has_no_warning() -> None:
             *(requests(60, 2, asked_output_tokens=9), {}, "LongAnswers", WARNING),
             "more tokens than were asked for in 2 of 2 answers",
         ),
+        (
+            [request(i, float(i), asked_output_tokens=10 - (i == 0)) for i in range(60)],
+            *({}, "LongAnswers", WARNING, "in 1 of 60 answers"),
+        ),
         (requests(60), {}, "StandIns", None, ""),
         (
             [request(i, float(i), turn=i % 3, stand_in=i % 30 == 2) for i in range(60)],

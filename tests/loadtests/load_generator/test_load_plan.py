@@ -45,6 +45,7 @@ def test_workloads_and_arrivals_as_people_write_them() -> None:
         ({"rate": 1.0, "extra_body": ["{"]}, "--extra-body '{' is not of the form key=value"),
         ({"rate": 1e12}, "requests/s for 30 s are 3e.13 requests; a level has at most 2,000,000"),
         ({"url": "http://[::1", "rate": 1.0}, r"'http://\[::1' has no good host or port"),
+        ({"concurrency": 1, "arrivals": "constant"}, "--arrivals go with --rate"),
         ({"concurrency": 0}, "--concurrency must be at least 1, got 0"),
     ],
 )

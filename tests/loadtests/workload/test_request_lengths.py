@@ -102,6 +102,8 @@ def test_lengths_are_said_in_words(workload, words):
         {"preset": "chat", "promt_tokens": 3},
         {"preset": "chat", "prefix_groups": 0},
         {"preset": "chat", "shared_prefix_tokens": -1},
+        {"preset": "chat", "think_seconds": 1},
+        {"preset": "chat", "prefix_groups": 2},
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings):

@@ -2,7 +2,9 @@
 
 import pytest
 
-from reports.plan.candidates import candidates_of
+from loadtests.records.run_journal import Capacity
+from reports.devices.device_catalog import devices, priced_gpus
+from reports.plan.candidates import _measured, candidates_of
 from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
 from reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
 from reports.plan.plan_options import MOST_ROWS, Candidate, Plan, make_plan
@@ -145,3 +147,18 @@ def test_a_wrong_file_is_one_sentence_with_key_and_value(
     with pytest.raises(BadPlan) as caught:
         question({"model": "1b", "forecast": {"peak_rate": 1.0}, **change})
     assert said in str(caught.value)
+
+
+def test_a_gpu_without_a_list_price_is_considered_at_yours() -> None:
+    priced = {one.name for one in priced_gpus()}
+    unpriced = next(one.name for one in devices() if one.kind == "gpu" and one.name not in priced)
+    asked = question({"model": "1b", "forecast": {"peak_rate": 1.0}, "prices": {unpriced: 0.01}})
+    found = {one.device: one.dollars_per_hour for one in candidates_of(asked)}
+    assert found[unpriced] and priced <= found.keys()
+
+
+def test_the_ends_of_a_run_s_interval_are_made_one_sided() -> None:
+    found = Capacity(state="no_rate_confirmed", limit=1.0, low=0.8, high=1.25)
+    told = _measured("mine", found, None)
+    assert told.low == pytest.approx(0.8 ** (1.2816 / 1.6449))
+    assert told.high == pytest.approx(1.25 ** (1.2816 / 1.6449))
