@@ -21,7 +21,7 @@ from tests.serving.fakes import ask, complete, wait_until
 def test_a_server_whose_log_nobody_takes_stays_true(tmp_path: Path, kind: str) -> None:
     ready_file = tmp_path / "folder" / "ready.json"
     ready_file.parent.mkdir()
-    serve = f"exec {sys.executable} -m serving fake --port 0"
+    serve = f"exec {sys.executable} -m crossover serve fake --port 0"
     command = f"{serve} --ready-file {ready_file} {'>&- 2>&-' if kind == 'closed' else ''}"
     end, out = os.pipe()
     os.close(end)
