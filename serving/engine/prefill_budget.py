@@ -9,7 +9,7 @@ decoding rows (prefill_tokens).
 from __future__ import annotations
 
 PREFILL_MULTIPLE = 16  # prompts are cut at multiples: matrix kernels take so many tokens at a time
-MIN_PREFILL_TOKENS = PREFILL_MULTIPLE + 1  # of every step; 17 are not cut: one token is left in no piece
+MIN_PREFILL_TOKENS = PREFILL_MULTIPLE + 1  # of every step: no piece leaves one token of 17
 PREFILL_SHARE = 3.75  # prefill may always take this many times the decode time of the step
 PREFILL_WORTH = 120.0  # and this many times what a row costs more among few rows than among many
 LEARNING_RATE = 0.3
