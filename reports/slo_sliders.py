@@ -28,7 +28,7 @@ from reports.tables import alone_words
 TTFT = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
 TPOT = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 TARGET = (0.8, 0.9, 0.95, 0.99)
-RATES = 12  # from far below to above what saturates the server
+RATES = 10  # from far below to above what saturates the server
 OVERLOAD = 1.1  # times what saturates the server: what holds there has no limit
 REQUESTS = 1_200
 GPUS = 2  # the cheapest that a model fits on, whose low ends are told too

@@ -211,15 +211,14 @@ class _Engine:
 
     def prefill_step(self) -> None:
         """One step: a token of each decoding request, then prompt tokens within the budget."""
-        pieces = self._pieces(self._budget())
-        decodes = not self.policy.whole_prompts
-        while self.held + len(self.ends) + sum(piece for _, piece in pieces) > self.pool:
+        pieces, taken = self._pieces(self._budget())
+        while self.held + len(self.ends) + taken > self.pool:
             youngest = self.preempt_youngest()
             if youngest is None:
                 break
             pieces = [one for one in pieces if one[0] != youngest]
-        rows = len(self.ends) if decodes else 0
-        taken = sum(piece for _, piece in pieces)
+            taken = sum(piece for _, piece in pieces)
+        rows = 0 if self.policy.whole_prompts else len(self.ends)
         passes = len(pieces) + (rows > 0)
         self.now += self.law.seconds(rows, taken, self.context if rows else 0, passes)
         if rows:
@@ -259,8 +258,8 @@ class _Engine:
         tokens = int(min(left / self.token_seconds, piece))
         return max(1, min(most, max(MIN_PREFILL_TOKENS, tokens)))
 
-    def _pieces(self, budget: int) -> list[tuple[int, int]]:
-        """(request, prompt tokens) of the next step, from the oldest prompts on."""
+    def _pieces(self, budget: int) -> tuple[list[tuple[int, int]], int]:
+        """(request, prompt tokens) of the next step, from the oldest prompts on; their tokens."""
         pieces: list[tuple[int, int]] = []
         taken = 0
         for request in self.filling:
@@ -274,7 +273,9 @@ class _Engine:
                 break
             pieces.append((request, piece))
             taken += piece
-        return pieces
+            if taken >= budget:
+                break
+        return pieces, taken
 
     def preempt_youngest(self) -> int | None:
         """The youngest of several that run goes back to the queue; None: one alone stays."""
