@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from loadtests.analysis.slo import Slo
+from models import formatting
 from reports.devices.device_capacity import Answer, DeviceCapacity, Grade
 from reports.devices.device_step_times import NOT_CALIBRATED
 from reports.plan.load_forecast import Forecast
@@ -197,16 +198,18 @@ def _options(
 
 def _as_it_is(asked: Question, machine: Candidate, forecast: Forecast) -> Option:
     kwh = machine.kwh([(one.rate, one.hours) for one in forecast.loads], machine.owned)
+    count = max(0, machine.owned - asked.keys.spares)
+    surely = f"holds {formatting.rate(machine.low * count)}" if machine.low else ""
     return Option(
         kind="as it is",
         machine=machine.name,
-        suffices=machine.answer(forecast.peak_rate, max(0, machine.owned - asked.keys.spares)),
+        suffices=machine.answer(forecast.peak_rate, count),
         machines=machine.owned,
         dollars=(kwh or 0.0) * asked.keys.dollars_per_kwh,
         kwh=kwh,
         energy_unknown=kwh is None,
         known_by=machine.kind,
-        note=machine.reason,
+        note=machine.reason or surely,
     )
 
 
@@ -308,7 +311,8 @@ def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterat
         if chosen is None or one.name in (chosen.machine, chosen.above):
             if one.kind == "predicted" and not one.is_unknown:
                 yield f"{one.name} is predicted, not measured"
-            if one.owned and one.watts is None:
-                yield f"the watts of {one.name} are not known, so its energy costs are left out"
+            missing = {"watts": one.watts, "dollars_per_hour": one.dollars_per_hour}
+            if one.owned and (names := [name for name in missing if missing[name] is None]):
+                yield f"{' and '.join(names)} of {one.name}, which its [[machines]] may give"
     if unmeasured := [one.machine for one in found if one.note == NOT_CALIBRATED]:
         yield f"{unmeasured[0]} may suffice: `crossover calibrate` on it would tell"

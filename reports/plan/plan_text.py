@@ -122,7 +122,7 @@ def _fine_print(plan: Plan) -> Iterator[str]:
     )
     yield (
         "Machines: in the busiest hour. $: for as many as surely suffice, rented in the hours that "
-        "need them; at best: if each that is rented holds its high end."
+        "need them; at best: if each that is rented holds its high end. kWh: without idling."
     )
     if plan.price_date:
         yield f"List prices of {plan.price_date} or later."
