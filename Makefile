@@ -71,7 +71,6 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m tests.house
 	$(BIN)/bandit -q -c pyproject.toml -r models serving loadtests reports crossover.py
-	$(BIN)/python -m tests.audit
 
 images:
 	@for tool in buildah podman runc $(if $(findstring localhost/,$(IMAGE_BASE)),mmdebstrap); do \
