@@ -50,7 +50,7 @@ def headline(answers: Sequence[Answer], data: ReportData) -> str:
     if not told:
         return "Nothing was measured to its end in this run."
     machine = machine_words(data)
-    verb = "serve" if machine[:1].isdigit() else "serves"  # 2 cores serve
+    verb = "serve" if re.match(r"\d+ cores ", machine) else "serves"
     if not data.facts.get("url"):
         machine = f"{machine[:1].upper()}{machine[1:]}"
     last = max((place for place, one in enumerate(told) if one.is_served), default=-1)
@@ -103,7 +103,8 @@ def machine_words(data: ReportData) -> str:
     allowed = facts.get("allowed_cores")
     cores = len(allowed) if isinstance(allowed, list | tuple) else allowed
     cores = cores or facts.get("logical_cores")
-    return f"{f'{cores} cores of ' if cores else ''}{name}"
+    counted = "1 core of " if cores == 1 else f"{cores} cores of " if cores else ""
+    return f"{counted}{name}"
 
 
 def slo_words(slo: Slo) -> str:

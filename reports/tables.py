@@ -63,9 +63,11 @@ def _alone(cell: CellData) -> Cell:
     """`83 ms, then 12 ms: met`."""
     if cell.alone is None:
         return Cell(text=alone_words(cell))
+    said = {True: "met", False: "missed", None: "unclear"}[cell.alone.is_good]
+    few = ", too few to tell whether the share is met" if cell.alone.is_good is None else ""
     return Cell(
-        text=alone_words(cell) + {True: ": met", False: ": missed", None: ""}[cell.alone.is_good],
-        detail=f"measured, medians; requests one at a time: {cell.alone.requests}",
+        text=f"{alone_words(cell)}: {said}",
+        detail=f"measured, medians; requests one at a time: {cell.alone.requests}{few}",
     )
 
 
