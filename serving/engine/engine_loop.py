@@ -119,8 +119,7 @@ class Worker:
         table, ends = tokenizer.token_bytes(), tokenizer.eos_ids
         table += [b""] * max(0, info.vocabulary - len(table))  # models pad their vocabulary
         self._grammars = Grammars(table, ends)
-        if not info.capabilities.isdisjoint(("grammar", "json_schema")):
-            self._grammars.prepare()
+        self._grammars.prepare()
         self.scheduler = Scheduler(self.backend, table, ends, self.config)
         seconds = time.perf_counter() - started
         self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))

@@ -68,8 +68,7 @@ class Scheduler:
         self.preemptions = 0
         self._table = token_bytes
         self._eos = eos_ids
-        reuses = config.prefix_reuse and "prefix_reuse" in info.capabilities
-        self._slots = SlotAllocator(backend, reuses)
+        self._slots = SlotAllocator(backend, config.prefix_reuse and info.rewinds)
         self._step_clock = StepClock()
         self._most_prefill = config.prefill_tokens
         self._step_target = config.step_seconds_target

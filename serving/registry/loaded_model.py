@@ -73,7 +73,6 @@ class Facts(msgspec.Struct, frozen=True):
     backend: str
     context_tokens: int
     vocabulary: int
-    capabilities: frozenset[str]
 
 
 def read_vocabulary(tokenizer_path: str) -> Vocabulary:
@@ -130,10 +129,10 @@ class ServedModel:
         if ready is not None:
             info = ready.info
             context = min(info.context_tokens, info.kv_tokens)
-            return Facts(info.name, context, info.vocabulary, info.capabilities)
+            return Facts(info.name, context, info.vocabulary)
         config = self.supervisor.config
         context = min(config.context_tokens, config.kv_tokens or config.context_tokens)
-        return Facts(config.backend, context, self.tokenizer.vocabulary, frozenset())
+        return Facts(config.backend, context, self.tokenizer.vocabulary)
 
     async def tokens(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +16,6 @@ import numpy as np
 from models.errors import BrokenWeights
 from models.manifest import Progress, checked_manifest
 from serving.backends.backend_interface import (
-    CAPABILITIES,
     BackendInfo,
     EngineConfig,
     check_sizes,
@@ -35,7 +34,6 @@ class OnnxOptions(msgspec.Struct, frozen=True):
     """`--option key=value` of the onnx backend."""
 
     spinning: bool = True  # idle threads spin between operators; off where cores are shared
-    prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] = 512  # prompt tokens of a call
 
 
 class OnnxBackend:
@@ -68,7 +66,6 @@ class OnnxBackend:
         else:
             self._graph = GrowingGraph(self._session, facts, slots, context)
             kind = "growing past_key_values, copied every step"
-        self._chunk = options.prefill_chunk
         self.last_decode_seconds: float | None = None
         stored = manifest.weight_format if manifest is not None else file.stem
         self.info = BackendInfo(
@@ -81,7 +78,6 @@ class OnnxBackend:
             vocabulary=facts.vocabulary,
             weight_format=config.weight_format or stored,
             step_tokens=max(512, 2 * slots),
-            capabilities=frozenset(CAPABILITIES),
             details={
                 "onnxruntime": version,
                 "graph": kind,
@@ -100,10 +96,9 @@ class OnnxBackend:
         try:
             if decoding:
                 before = time.perf_counter()
-                parts.append(graph.decode(decoding))
+                parts.append(graph.run(decoding))
                 self.last_decode_seconds = time.perf_counter() - before
-            longer = [row for row in rows if len(row.tokens) > 1]
-            parts += graph.prefill(longer, self._chunk)
+            parts += [graph.run([row]) for row in rows if len(row.tokens) > 1]
         except (MemoryError, RuntimeError) as problem:  # onnxruntime's derive from RuntimeError
             what = f"a step of {sum(len(row.tokens) for row in rows)} tokens"
             if isinstance(problem, MemoryError) or _is_memory(str(problem)):
