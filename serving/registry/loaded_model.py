@@ -70,7 +70,6 @@ TEXT_WORK = TextWork()
 class Facts(msgspec.Struct, frozen=True):
     """What validation needs to know of an engine."""
 
-    backend: str
     context_tokens: int
     vocabulary: int
 
@@ -129,10 +128,10 @@ class ServedModel:
         if ready is not None:
             info = ready.info
             context = min(info.context_tokens, info.kv_tokens)
-            return Facts(info.name, context, info.vocabulary)
+            return Facts(context, info.vocabulary)
         config = self.supervisor.config
         context = min(config.context_tokens, config.kv_tokens or config.context_tokens)
-        return Facts(config.backend, context, self.tokenizer.vocabulary)
+        return Facts(context, self.tokenizer.vocabulary)
 
     async def tokens(
         self,

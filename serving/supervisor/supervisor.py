@@ -180,7 +180,7 @@ class Supervisor:
         """Say why no engine lives: unloaded, or failed. Only while none does."""
         idle = (EngineState.loading, EngineState.unloaded, EngineState.failed)
         if not self._living and self.state in idle:
-            if state == EngineState.failed and reason != self.reason:
+            if state == EngineState.failed:
                 self._tell("failed", reason)
             self._become(state, reason)
 

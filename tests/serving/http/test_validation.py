@@ -13,7 +13,7 @@ from serving.http.request_validation import prompts_of, token_limit, validate
 from serving.registry.loaded_model import Facts
 from serving.sampling.step_rows import Sampling
 
-FACTS = Facts("fake", 256, 300)
+FACTS = Facts(256, 300)
 
 
 def completion(**fields: Any) -> CompletionRequest:
