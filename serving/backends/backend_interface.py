@@ -39,7 +39,9 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -
     known = kind.__struct_fields__
     for key in given:
         if key not in known:
-            text = f"the {backend} backend has no option {key!r}; it has {', '.join(known)}"
+            text = (
+                f"the {backend} backend has no option {key!r}; it has {', '.join(known) or 'none'}"
+            )
             raise Unsupported(text, key)
     try:
         return msgspec.convert(dict(given), kind, strict=False)

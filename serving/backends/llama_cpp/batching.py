@@ -1,5 +1,5 @@
 """A step of the llama_cpp backend as the llama_decode calls that compute it in the least time, and
-numpy views on the arrays of llama.cpp's batch and logits.
+numpy views on the arrays of llama.cpp's batch.
 
 On a CPU with a KV part per slot, llama.cpp takes in one pass only neighbouring slots with equally
 many tokens each, attends to the KV cache in blocks of 256, and multiplies 4-bit matrices with 16
@@ -15,9 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row, Tokens
 
 NEVER = 1 << 30  # more tokens than any run has
@@ -122,8 +120,6 @@ class Batch:
         """Write the tokens of these rows."""
         counts = [len(row.tokens) for row in rows]
         count = sum(counts)
-        if count > len(self._token):
-            raise ValueError(f"a step of {count} tokens; at most {len(self._token)} fit")
         np.concatenate([row.tokens for row in rows], out=self._token[:count])
         if count == len(rows):
             self._position[:count] = [row.start for row in rows]
@@ -144,27 +140,3 @@ class Batch:
         for index, pointer in enumerate(self._theirs):
             self._ours[index] = pointer
         self._llama.llama_batch_free(self.batch)
-
-
-class LogitsView:
-    """llama.cpp's logits without a copy, valid until the next step; rebuilt when they move."""
-
-    def __init__(self, llama: Any, context: Any, rows: int, vocabulary: int) -> None:
-        self._context = context
-        self._shape = (rows, vocabulary)
-        self._address = -1
-        self._view: npt.NDArray[np.float32] = np.empty((0, vocabulary), np.float32)
-        # By index: a function object of our own, whose types may be set.
-        self._get = llama.llama_cpp._lib["llama_get_logits"]
-        self._get.argtypes = [ctypes.c_void_p]
-        self._get.restype = ctypes.c_void_p
-
-    def __call__(self, rows: int) -> npt.NDArray[np.float32]:
-        address = self._get(self._context)
-        if not address:
-            raise EngineFailed("llama.cpp gave no logits")
-        if address != self._address:
-            pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
-            self._view = np.ctypeslib.as_array(pointer, self._shape)
-            self._address = address
-        return self._view[:rows]

@@ -40,8 +40,7 @@ POOL = {"kv_tokens": 5 * 256 - 1}  # less than a part for each of the five slots
         ("Q4_0", {}),
         ("F16", {"options": {"flash_attention": "on"}}),
         ("F16", {"kv_tokens": 1024}),
-        ("F16", {"options": {"step_tokens": 48}}),
-        ("F16", {"threads": 2, "options": {"mmap": True}}),
+        ("F16", {"threads": 2}),
         ("F16", {"slots": 1}),
     ],
 )

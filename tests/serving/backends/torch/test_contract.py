@@ -23,7 +23,6 @@ from tests.serving.backends.backend_steps import (
     greedy_alone,
     near_tie,
     prompt_of,
-    row,
 )
 from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
 from tests.shapes import TINY
@@ -48,17 +47,10 @@ def test_bfloat16_gives_the_same_tokens_alone_and_batched_up_to_ties(make: Make)
     assert token == expected or close(prompt, token, expected)
 
 
-def test_long_prompts_cross_the_chunk_and_the_rope_scaling(make: Make) -> None:
-    backend = make(
-        hf_folder("tiny-llama3"), context_tokens=700, slots=3, options={"prefill_chunk": 100}
-    )
-    reference = generated(hf_folder("tiny-llama3"))
-    prompt, other = prompt_of(backend, 640, 4), prompt_of(backend, 20, 5)
-    first = backend.step([row(2, other, 0)])[0].token
-    results = backend.step(
-        [row(0, prompt, 0), row(2, [first], 20)]
-    )  # seven passes, the last with the decode row
-    assert [result.token for result in results] == [reference(prompt, 1)[0], reference(other, 2)[1]]
+def test_long_prompts_cross_the_rope_scaling(make: Make) -> None:
+    backend = make(hf_folder("tiny-llama3"), context_tokens=700, slots=3)
+    prompt = prompt_of(backend, 640, 4)
+    assert generate(backend, prompt, 3) == generated(hf_folder("tiny-llama3"))(prompt, 3)
 
 
 def test_a_full_row_between_others_costs_them_nothing(make: Make) -> None:

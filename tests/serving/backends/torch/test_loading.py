@@ -100,7 +100,7 @@ def test_weights_that_do_not_fit_into_the_container_are_refused(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("models.machine.cgroup_memory_left", lambda root: 1 << 10)
-    with pytest.raises(OutOfMemory, match="do not fit: 1 KiB are available"):
+    with pytest.raises(OutOfMemory, match="the weights of m need .* 1 KiB are available"):
         make(hf_folder("tiny-llama"))
     make(hf_folder("tiny-llama"), check_memory=False)
 
@@ -113,9 +113,7 @@ def test_settings_that_it_cannot_do_are_refused(make: Make) -> None:
         ({"context_tokens": 4096}, "4096"),
         ({"kv_dtype": "q8_0"}, "q8_0"),
         ({"weight_format": "fp32", "kv_dtype": "fp16"}, "kv_dtype fp16 cannot be had; .* fp32"),
-        ({"device": "tpu"}, "'tpu'"),
-        ({"options": {"graph": "true"}}, "no option 'graph'"),
-        ({"options": {"prefill_chunk": 0}}, "prefill_chunk .* got 0"),
+        ({"options": {"graph": "true"}}, "no option 'graph'; it has none"),
     ):
         with pytest.raises(Unsupported, match=words):
             make(folder, **settings)

@@ -81,7 +81,7 @@ def test_so_they_are_in_graphs(make: Make, monkeypatch: pytest.MonkeyPatch) -> N
     was = torch.backends.cuda.cudnn_sdp_enabled()
     cuda = FakeCuda().install(monkeypatch)
     install_flash(monkeypatch)
-    settings = {"device": "gpu", "weight_format": "fp32", "options": {"prefill_chunk": 16}}
+    settings = {"device": "gpu", "weight_format": "fp32"}
     one, other = (make(hf_folder("tiny-qwen3"), **settings) for _ in range(2))
     (mine, ahead), (theirs, none) = answers(one, 7), answers(on_device(other, False), 7)
     torch.backends.cuda.enable_cudnn_sdp(was)
