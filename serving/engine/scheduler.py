@@ -145,7 +145,9 @@ class Scheduler:
             budget = min(budget, prefill_tokens(self._step_clock, len(rows), most, target))
         left = budget
         for sequence in sorted(filling, key=lambda s: s.id):
-            count = min(sequence.pending, left)
+            count = sequence.pending
+            if count > left:  # no last piece of one token: ONNX's int8 rounds that otherwise
+                count = min(left, max(1, count - 2))
             if count < min(sequence.pending, PREFILL_MULTIPLE) and left < budget:
                 break  # too little is left for a piece of another prompt
             if PREFILL_MULTIPLE < count < sequence.pending:
@@ -168,9 +170,8 @@ class Scheduler:
                 while not self._has_room(rows) and self._drop_or_preempt():
                     pass
                 rows = [row for row in rows if row.slot in self.running]  # some were preempted
-            waits = self._must_wait or any(
-                row.wants_token and self.running[row.slot].is_drawn_by_step for row in rows
-            )
+            drawing = (self.running[row.slot] for row in rows if row.wants_token)
+            waits = self._must_wait or any(one.length < one.waited_until for one in drawing)
             launched, sampled, began = None, list[Sampled](), self.clock()
             try:
                 if self._launch is not None and not waits:

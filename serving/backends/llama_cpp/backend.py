@@ -44,7 +44,6 @@ class LlamaCppBackend:
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         self._model: Any = None
         self._context: Any = None
-        self._batch: Any = None
         self._loader = loader = Loader(config)
         self._llama = llama = loader.llama
         self._threads, self._unified = loader.threads, loader.is_unified
@@ -144,13 +143,11 @@ class LlamaCppBackend:
             self._lengths[slot] = tokens
 
     def close(self) -> None:
-        if self._batch is not None:
-            self._batch.free()
         if self._context is not None:
             self._llama.llama_free(self._context)
         if self._model is not None:
             self._llama.llama_model_free(self._model)
-        self._batch = self._context = self._model = None
+        self._context = self._model = None
 
     def _tokens_worth_a_cut(self, config: EngineConfig) -> int | None:
         """From how many tokens on a run is cut where its KV block ends; None: steps stay whole.

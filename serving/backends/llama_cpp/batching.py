@@ -99,22 +99,22 @@ def _cost(slots: Collection[int]) -> float:
 
 
 class Batch:
-    """llama.cpp's batch. `seq_id[i]` points into one int32 array, so a step only writes numbers."""
+    """llama.cpp's batch over numpy arrays, so that a step only writes numbers."""
 
     def __init__(self, llama: Any, tokens: int) -> None:
-        self._llama = llama
-        self.batch = llama.llama_batch_init(tokens, 0, 1)
-        view = np.ctypeslib.as_array
-        self._token = view(self.batch.token, (tokens,))
-        self._position = view(self.batch.pos, (tokens,))
-        self._wanted = view(self.batch.logits, (tokens,))
-        view(self.batch.n_seq_id, (tokens,))[:] = 1
-        self._slot = np.zeros(tokens, np.int32)
-        self._ours = ctypes.cast(self.batch.seq_id, ctypes.POINTER(ctypes.c_void_p))
-        self._theirs = [self._ours[index] for index in range(tokens)]
-        address = self._slot.ctypes.data
-        for index in range(tokens):
-            self._ours[index] = address + 4 * index
+        self._token, self._position, self._slot = np.zeros((3, tokens), np.int32)
+        self._wanted, self._ones = np.zeros(tokens, np.int8), np.ones(tokens, np.int32)
+        self._slot_of = self._slot.ctypes.data + 4 * np.arange(tokens, dtype=np.uintp)  # pointers
+        self.batch = llama.llama_batch()
+        kinds = dict(llama.llama_batch._fields_)
+        for name, array in (
+            ("token", self._token),
+            ("pos", self._position),
+            ("n_seq_id", self._ones),
+            ("seq_id", self._slot_of),
+            ("logits", self._wanted),
+        ):
+            setattr(self.batch, name, ctypes.cast(array.ctypes.data, kinds[name]))
 
     def fill(self, rows: list[Row]) -> None:
         """Write the tokens of these rows."""
@@ -134,9 +134,3 @@ class Batch:
                 self._slot[begin:end] = row.slot
                 self._wanted[end - 1] = row.wants_token
         self.batch.n_tokens = count
-
-    def free(self) -> None:
-        """llama_batch_free frees the pointers that it allocated: put them back first."""
-        for index, pointer in enumerate(self._theirs):
-            self._ours[index] = pointer
-        self._llama.llama_batch_free(self.batch)

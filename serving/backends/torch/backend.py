@@ -221,7 +221,7 @@ class TorchBackend:
         return [one for one in found if one is not None]
 
     def _make_graphs(self, model: SlotModel, logits: Tensor, progress: Progress) -> str:
-        """ "true"; "false" and why where the decode step cannot be captured: eager steps are slower,
+        """What is told of them. Where the decode step cannot be captured, eager steps are slower,
         not wrong."""
         try:
             self._graphs = DecodeGraphs(model, len(logits), logits, True, progress)
