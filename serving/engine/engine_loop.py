@@ -30,7 +30,6 @@ from serving.engine.scheduler import Scheduler, failed_delta
 from serving.errors import BackendUnavailable, Cause, OutOfMemory, ServingError, Unsupported
 from serving.hardware.machine_facts import lower_priority, peak_resident_bytes, resident_bytes
 from serving.sampling.grammar import Grammars, Matcher
-from serving.sampling.seeded_draw import uniforms
 
 # Turns of threads: at the usual 5 ms a step beside a grammar's converter waited up to 50 ms.
 SWITCH_SECONDS = 0.0002
@@ -121,7 +120,6 @@ class Worker:
         self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
         self.ready = True
         # Done while the parent tells that this engine is ready.
-        uniforms.prepare()
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)

@@ -33,6 +33,7 @@ from serving.engine.slot_allocator import SlotAllocator
 from serving.errors import EngineFailed, KvFull, ServingError, Unsupported
 from serving.sampling.step_rows import NO_TOKEN, Row, Sampled
 
+PATIENCE = 16  # tokens until a sequence's steps are launched again, where one was no good
 MOST_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
 
 
@@ -215,8 +216,9 @@ class Scheduler:
             one = next(drawn)
             if self.running.get(row.slot) is not sequence or sequence.computed < row.position:
                 continue  # stale
-            if one is None:
-                sequence.missed(row.position - 1)
+            if one is None:  # nor could the next one what follows: three steps for one token
+                sequence.waited_until = sequence.length + PATIENCE
+                sequence.computed = row.position - 1
                 self._must_wait = True
                 continue
             if one.token == NO_TOKEN:
@@ -250,7 +252,7 @@ class Scheduler:
                 return  # it would only be preempted again
             self.waiting.popleft()
             computed = {slot: s.held for slot, s in self.running.items()}
-            known = sequence.tokens[: sequence.length - 1]  # the last one's logits are needed
+            known = sequence.tokens[: max(0, sequence.length - 2)]  # no piece of one token
             sequence.slot, sequence.computed = self._slots.take(known, computed)
             if sequence.scheduled is None:
                 sequence.scheduled = now

@@ -56,12 +56,6 @@ class Sequence:
         """Whether the token that is being drawn is the last one, whatever it is."""
         return self.computed == self.length == self.limit - 1
 
-    def missed(self, computed: int) -> None:
-        """A launched step could not draw its token, nor the next one what follows: three steps for
-        one token. The next tokens are waited for."""
-        self.waited_until = self.length + PATIENCE
-        self.computed = computed
-
     @property
     def held(self) -> Tokens:
         """The known tokens in the KV."""

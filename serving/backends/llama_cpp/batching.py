@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -62,23 +63,14 @@ def calls_of(rows: list[Row], least: int, alone: int) -> list[list[Row]]:
 
 def dummies(decoding: Collection[int], free: Collection[int]) -> list[int]:
     """Slots of `free` that compute a dummy token, to close a gap or to fill up a block."""
-    chosen: list[int] = []
-
-    def pays(gap: range) -> bool:
-        now = [*decoding, *chosen]
-        if not all(slot in free for slot in gap):
-            return False
-        return _cost([*now, *gap]) + _DUMMY * len(gap) < _cost(now)
-
-    ordered = sorted(decoding)
-    for below, above in zip(ordered, ordered[1:], strict=False):
-        if above > below + 1 and pays(range(below + 1, above)):
-            chosen += range(below + 1, above)
-    last = max(decoding, default=-1)
-    for more in range(1, FEW_TOKENS):
-        gap = range(last + 1, last + 1 + more)
-        if pays(gap):
-            return [*chosen, *gap]
+    ordered, chosen = sorted(decoding), list[int]()
+    gaps = [range(below + 1, above) for below, above in pairwise(ordered) if above > below + 1]
+    gaps += [range(ordered[-1] + 1, ordered[-1] + 1 + more) for more in range(1, FEW_TOKENS)]
+    for gap in gaps:
+        fresh, now = [slot for slot in gap if slot not in chosen], [*decoding, *chosen]
+        if all(slot in free for slot in fresh):
+            if _cost([*now, *fresh]) + _DUMMY * len(fresh) < _cost(now):
+                chosen += fresh
     return chosen
 
 

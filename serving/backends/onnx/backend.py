@@ -45,13 +45,15 @@ class OnnxBackend:
             raise BackendUnavailable(
                 f"the onnx backend runs on the CPU; device={config.device!r} was asked for"
             )
+        import onnxruntime
+
         file = graph_file(config.model_path)
         manifest = checked_manifest(file.parent)
         if config.check_memory:
             refuse_shortage(weight_bytes(file), f"the weights of {file.name}")
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         progress(f"loading {file.name}", None)
-        self._session, version = _session(file, options.spinning, threads)
+        self._session: Any = _session(onnxruntime, file, options.spinning, threads)
         facts = read_facts(self._session, file)
         check_sizes(config, facts.context_tokens, "fp32")
         slots, context = config.slots, config.context_tokens
@@ -79,7 +81,7 @@ class OnnxBackend:
             weight_format=config.weight_format or stored,
             step_tokens=max(512, 2 * slots),
             details={
-                "onnxruntime": version,
+                "onnxruntime": str(onnxruntime.__version__),
                 "graph": kind,
                 "kv_dtype": "fp32",
                 "threads": str(threads),
@@ -124,18 +126,14 @@ class OnnxBackend:
         self._session = None
 
 
-def _session(file: Path, spinning: bool, threads: int) -> tuple[Any, str]:
-    """The session, and onnxruntime's version."""
-    import onnxruntime
-
+def _session(onnxruntime: Any, file: Path, spinning: bool, threads: int) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
     settings.log_severity_level = 3
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
     try:
-        made = onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
-        return made, str(onnxruntime.__version__)
+        return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     except Exception as problem:  # onnxruntime has a class for every kind of broken file
         text = str(problem).replace(str(file.parent), "").strip()
         if isinstance(problem, MemoryError) or _is_memory(text):

@@ -31,17 +31,11 @@ def pass_bytes(spec: ModelSpec, tokens: int, logit_rows: int, element: int) -> i
     return throughout + max(attention, feed_forward, head)
 
 
-def working_bytes(spec: ModelSpec, slots: int, tokens: int, element: int) -> int:
-    """The largest step beside weights and KV cache: its pass or its draws, the buffer of float32
-    logits, graphs and workspaces."""
-    drawing = DRAW_BYTES * slots * spec.vocabulary
-    largest = max(pass_bytes(spec, tokens, slots, element), drawing)
-    graphs = pass_bytes(spec, slots, slots, element)
-    return largest + 4 * slots * spec.vocabulary + graphs + WORKSPACE_BYTES
-
-
 def overhead_bytes(spec: ModelSpec, weight_format: str, slots: int) -> int:
-    """What placement adds to weights and KV cache."""
+    """What placement adds to weights and KV cache: the largest step, which is its pass or its
+    draws, the buffer of float32 logits, graphs, workspaces and CUDA itself."""
     element = 4 if weight_format == "fp32" else 2
     tokens = max(GPU_STEP_TOKENS, 2 * slots)
-    return CONTEXT_BYTES + working_bytes(spec, slots, tokens, element)
+    largest = max(pass_bytes(spec, tokens, slots, element), DRAW_BYTES * slots * spec.vocabulary)
+    graphs = pass_bytes(spec, slots, slots, element) + 4 * slots * spec.vocabulary
+    return CONTEXT_BYTES + WORKSPACE_BYTES + largest + graphs
