@@ -8,7 +8,6 @@ from serving.engine.detokenizer import StreamText
 from serving.engine.ipc_messages import Delta, FinishReason, Submit
 from serving.sampling.step_rows import DRAWN, Row, Sampled, Tokens
 
-PATIENCE = 16  # tokens until a sequence's steps are launched again, where one was no good
 _DRAWN: Tokens = np.array([DRAWN], np.int32)
 
 

@@ -107,8 +107,8 @@ def run_pass(
     step: Step
     if model.is_flash:
         starts = np.append(0, ends), np.append(firsts, 0), held
-        whole = [to_device(array.astype(np.int32), model.device) for array in starts]
-        step = FlashStep(at, *whole, int(counts.max()), int(held.max()))
+        q, k, keys = (to_device(array.astype(np.int32), model.device) for array in starts)
+        step = FlashStep(at, q, k, keys, int(counts.max()), int(held.max()))
     else:
         step = PlainStep(at, _blocks(model, rows, there), model.width)
     last = None if wanted.sum() == ends[-1] else to_device(ends[wanted] - 1, model.device)
@@ -122,7 +122,7 @@ def _blocks(model: SlotModel, rows: list[Row], positions: Tensor) -> list[tuple[
     end = 0
     for row in rows:
         count, last = len(row.tokens), blocks[-1] if blocks else None
-        if last is not None and (last.count, last.hi) == (count, row.slot):
+        if last is not None and (last.piece, last.hi) == (count, row.slot):
             seen = max(last.seen, row.position)
             blocks[-1] = last._replace(hi=row.slot + 1, seen=seen)
         else:
@@ -131,8 +131,8 @@ def _blocks(model: SlotModel, rows: list[Row], positions: Tensor) -> list[tuple[
     found = []
     for block in blocks:
         size = block.hi - block.lo
-        asked = positions[block.first : block.first + size * block.count]
-        allowed = model.columns[: block.seen] <= asked.view(size, 1, block.count, 1)
+        asked = positions[block.first : block.first + size * block.piece]
+        allowed = model.columns[: block.seen] <= asked.view(size, 1, block.piece, 1)
         mask = torch.zeros(allowed.shape, dtype=model.dtype, device=model.device)
         mask = mask.masked_fill_(~allowed, float("-inf"))
         found.append((block, mask.repeat(1, 1, model.spec.heads // model.spec.kv_heads, 1)))

@@ -56,10 +56,10 @@ class FlashStep:
 
 
 class Block(NamedTuple):
-    """`count` tokens each of the neighbouring rows lo..hi, from token `first` of the pass on."""
+    """`piece` tokens each of the neighbouring rows lo..hi, from token `first` of the pass on."""
 
     first: int
-    count: int
+    piece: int
     lo: int
     hi: int
     seen: int  # keys of the longest row
@@ -67,7 +67,7 @@ class Block(NamedTuple):
 
 @dataclass(slots=True)
 class PlainStep:
-    """The blocks of a pass, each with an additive mask [rows, 1, shared heads * count, seen]."""
+    """The blocks of a pass, each with an additive mask [rows, 1, shared heads * piece, seen]."""
 
     at: Tensor  # see FlashStep
     blocks: list[tuple[Block, Tensor]]
@@ -78,16 +78,16 @@ class PlainStep:
         keys, values = cache[:-1].view(-1, self.width, *cache.shape[1:]).unbind(2)
         kv_heads, size = keys.shape[2:]
         outs = []
-        for (first, count, lo, hi, seen), mask in self.blocks:
-            asked = queries[first : first + (hi - lo) * count]
-            asked = asked.view(hi - lo, count, kv_heads, -1, size).permute(0, 2, 3, 1, 4)
+        for (first, piece, lo, hi, seen), mask in self.blocks:
+            asked = queries[first : first + (hi - lo) * piece]
+            asked = asked.view(hi - lo, piece, kv_heads, -1, size).permute(0, 2, 3, 1, 4)
             out = scaled_dot_product_attention(
                 asked.reshape(hi - lo, kv_heads, -1, size),
                 keys[lo:hi, :seen].transpose(1, 2),
                 values[lo:hi, :seen].transpose(1, 2),
                 attn_mask=mask,
             )
-            outs.append(out.view(asked.shape).permute(0, 3, 1, 2, 4).reshape((hi - lo) * count, -1))
+            outs.append(out.view(asked.shape).permute(0, 3, 1, 2, 4).reshape((hi - lo) * piece, -1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
