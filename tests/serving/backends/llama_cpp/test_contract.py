@@ -12,12 +12,10 @@ import pytest
 
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
-from serving.backends.llama_cpp.backend import LlamaCppBackend
 from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
-from serving.errors import EngineFailed
 from serving.sampling.grammar import Grammars
-from serving.sampling.step_rows import Row, Sampled, Sampling
+from serving.sampling.step_rows import Sampling
 from tests.gguf_files import gguf_of
 from tests.serving.backends.backend_contract import (
     check_churn,
@@ -63,29 +61,6 @@ def test_contract_with_quantised_kv_up_to_near_ties(make: Make, unified: bool) -
     check_contract(backend, reference, tie=tie)
 
 
-class _NeverTruncates(LlamaCppBackend):
-    def truncate(self, slot: int, tokens: int) -> None:
-        self._llama.llama_memory_seq_rm(self._memory, slot, tokens + 1 if tokens else 0, -1)
-        self._lengths[slot] = tokens
-
-
-class _MixesSlotsUp(LlamaCppBackend):
-    def step(self, rows: list[Row]) -> list[Sampled]:
-        return super().step(rows)[::-1]
-
-
-class _CopiesNothing(LlamaCppBackend):
-    def copy(self, source: int, target: int, tokens: int) -> None:
-        super().copy(source, target, tokens)
-        self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
-
-
-@pytest.mark.parametrize("broken", [_NeverTruncates, _MixesSlotsUp, _CopiesNothing])
-def test_the_contract_can_fail(make: Make, broken: type[LlamaCppBackend]) -> None:
-    with pytest.raises((AssertionError, EngineFailed)):
-        check_contract(make(kind=broken), greedy_alone(make()))
-
-
 # --- against transformers
 
 
@@ -111,13 +86,12 @@ def test_float32_gives_the_tokens_of_transformers(
 ) -> None:
     backend = make(converted(shape), kv_dtype="fp32", **(POOL if unified else {}))
     check_contract(backend, generated(hf_folder(shape)))
-    check_churn(backend, generated(hf_folder(shape)), seed=1, requests=32, steps=2000)
 
 
 # llama.cpp rounds what it multiplies 16-bit weights with to 16 bits as well: a token may differ
 # where transformers in float32 finds the two nearly as likely, up to so many nats.
 @pytest.mark.parametrize(("kind", "nats"), [("F16", 0.01), ("BF16", 0.1)])
-@pytest.mark.parametrize("shape", TINY)
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3"])
 def test_sixteen_bits_give_the_tokens_of_transformers_up_to_ties(
     make: Make, converted: Callable[..., Path], shape: str, kind: str, nats: float
 ) -> None:

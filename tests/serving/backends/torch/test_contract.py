@@ -9,10 +9,8 @@ import torch
 
 from serving.errors import BackendUnavailable
 from tests.serving.backends.backend_contract import (
-    check_churn,
     check_contract,
     check_contradictions,
-    check_full_row,
     check_logprobs,
     check_scheduled,
     check_seeded,
@@ -32,7 +30,6 @@ from tests.shapes import TINY
 def test_float32_gives_the_tokens_of_transformers(make: Make, shape: str) -> None:
     backend = make(hf_folder(shape))
     check_contract(backend, generated(hf_folder(shape)))
-    check_churn(backend, generated(hf_folder(shape)), seed=1, requests=32, steps=2000)
 
 
 def test_bfloat16_gives_the_same_tokens_alone_and_batched_up_to_ties(make: Make) -> None:
@@ -51,10 +48,6 @@ def test_long_prompts_cross_the_rope_scaling(make: Make) -> None:
     backend = make(hf_folder("tiny-llama3"), context_tokens=700, slots=3)
     prompt = prompt_of(backend, 640, 4)
     assert generate(backend, prompt, 3) == generated(hf_folder("tiny-llama3"))(prompt, 3)
-
-
-def test_a_full_row_between_others_costs_them_nothing(make: Make) -> None:
-    check_full_row(make, hf_folder("tiny-llama"), generated(hf_folder("tiny-llama")))
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -96,7 +89,6 @@ def test_gpu_gives_the_tokens_of_transformers(make: Make, shape: str) -> None:
     backend = make(hf_folder(shape), device="gpu", weight_format="fp32")
     assert backend.info.details["graphs"] == "true"
     check_contract(backend, generated(hf_folder(shape)))
-    check_churn(backend, generated(hf_folder(shape)), seed=5, requests=32, steps=2000)
 
 
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:

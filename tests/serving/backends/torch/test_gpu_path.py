@@ -14,7 +14,7 @@ from serving.backends.torch import gpu_memory as need
 from serving.backends.torch.backend import TorchBackend, memory_errors
 from serving.backends.torch.cuda_graphs import batch_buckets
 from serving.errors import EngineFailed, OutOfMemory
-from tests.serving.backends.backend_contract import check_contract, check_seeded
+from tests.serving.backends.backend_contract import check_contract, check_scheduled, check_seeded
 from tests.serving.backends.backend_steps import Make, generate, prompt_of
 from tests.serving.backends.hf_folders import generated, hf_folder
 from tests.shapes import TINY, TINY_LLAMA
@@ -42,6 +42,7 @@ def test_packed_attention_in_graphs_gives_the_tokens_of_transformers(
     backend = on_gpu(make, shape)
     assert backend.info.details["attention"] == "flash"
     check_contract(backend, generated(hf_folder(shape)))
+    check_scheduled(backend, generated(hf_folder(shape)))
     assert sum(graph.replays for graph in cuda.graphs) > 100
 
 
