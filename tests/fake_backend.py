@@ -17,12 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.backends.backend_interface import (
-    CAPABILITIES,
-    BackendInfo,
-    EngineConfig,
-    parse_options,
-)
+from serving.backends.backend_interface import BackendInfo, EngineConfig, parse_options
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import NO_TOKEN, Row, Sampled
@@ -37,7 +32,6 @@ _LOAD_FAILURES: dict[str, type[Exception]] = {
     "backend_missing": BackendUnavailable,
     "unsupported": Unsupported,
 }
-CAN = frozenset(CAPABILITIES) - {"grammar", "json_schema"}
 
 
 def _extend(state: int, token: int) -> int:
@@ -125,7 +119,6 @@ class FakeBackend:
             vocabulary=options.vocabulary,
             weight_format="none",
             step_tokens=max(512, 2 * config.slots),
-            capabilities=CAN,
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:

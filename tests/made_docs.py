@@ -1,7 +1,6 @@
 """The parts of docs/ that are made from the code: `python -m tests.made_docs` writes them.
 
-The map is the first line of each file; the table of engines is what the backends say they can do;
-the plans are what `crossover plan` says.
+The map is the first line of each file; the plans are what `crossover plan` says.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from reports.plan.candidates import asked_of, candidates_of
 from reports.plan.plan_file import BadPlan
 from reports.plan.plan_options import make_plan
 from reports.plan.plan_text import as_text
-from serving.backends.backend_interface import CAPABILITIES
 from tests.campaign_template import campaign_template
 from tests.docs_of_structs import campaign_keys, plan_keys
 from tests.house import PACKAGES
@@ -57,11 +55,6 @@ def tree() -> list[str]:
     return [*out, "```"]
 
 
-def engines() -> list[str]:
-    """What a request may ask of an engine; ours can do all of it."""
-    return [f"- {what}" for what in CAPABILITIES.values()]
-
-
 def quantities() -> list[str]:
     """What a condition of `report --check` may ask for."""
     rows = [f"| `{name}` | {about} |" for name, (about, _) in QUANTITIES.items()]
@@ -84,7 +77,6 @@ def in_a_block(name: str) -> list[str]:
 # file -> (name of the marks, what stands between them), ...
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/map.md": {"map": tree},
-    "docs/serve.md": {"engines": engines},
     "docs/campaign.md": {"keys": campaign_keys},
     "docs/plan.md": {"mlperf": partial(in_a_block, "mlperf-8b"), "keys": plan_keys},
     "docs/report.md": {"quantities": quantities},

@@ -263,8 +263,8 @@ class _Engine:
         pieces: list[tuple[int, int]] = []
         taken = 0
         for request in self.filling:
-            left = self.left[request]
-            piece = min(left, budget - taken)
+            left, room = self.left[request], budget - taken
+            piece = left if left <= room else min(room, max(1, left - 2))
             if piece < min(left, PREFILL_MULTIPLE) and taken:
                 break
             if PREFILL_MULTIPLE < piece < left:

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from serving.bounds import Count, Positive, check, explained
-from serving.errors import Unsupported
+from serving.errors import EngineFailed, Unsupported
 from serving.sampling.step_rows import Row, Sampled
 from serving.server_options import AUTO as AUTO
 
@@ -39,7 +39,9 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -
     known = kind.__struct_fields__
     for key in given:
         if key not in known:
-            text = f"the {backend} backend has no option {key!r}; it has {', '.join(known)}"
+            text = (
+                f"the {backend} backend has no option {key!r}; it has {', '.join(known) or 'none'}"
+            )
             raise Unsupported(text, key)
     try:
         return msgspec.convert(dict(given), kind, strict=False)
@@ -62,24 +64,8 @@ class BackendInfo(msgspec.Struct, frozen=True):
     vocabulary: int
     weight_format: str
     step_tokens: int  # most tokens of one step
-    capabilities: frozenset[str] = frozenset()  # of CAPABILITIES below
+    rewinds: bool = True  # a slot can be cut back; not the state of recurrent models
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
-
-
-# What a request may ask for beyond greedy decoding; a backend lists what it can.
-CAPABILITIES: dict[str, str] = {
-    "temperature": "`temperature` above 0",
-    "top_p": "`top_p`",
-    "top_k": "`top_k`",
-    "min_p": "`min_p`",
-    "seed": "`seed`: the same tokens whatever the batch mates",
-    "penalties": "`presence_penalty`, `frequency_penalty`, `repetition_penalty`",
-    "logit_bias": "`logit_bias`",
-    "logprobs": "`logprobs`, `top_logprobs`",
-    "grammar": "`grammar` (GBNF)",
-    "json_schema": "`response_format`: `json_object`, `json_schema`",
-    "prefix_reuse": "reuse of a prefix: a conversation's history is read once",
-}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +108,16 @@ def check_sizes(config: EngineConfig, context_tokens: int | None, kv_dtype: str)
         raise Unsupported(
             f"kv_dtype {config.kv_dtype} cannot be had; the KV cache of this model is {kv_dtype}",
             "kv_dtype",
+        )
+
+
+def check_row(row: Row, held: int, most: int) -> None:
+    """Raises EngineFailed where a row does not go on from what its slot holds, or ends beyond the
+    most that this can hold; both in tokens."""
+    if row.start > held or row.position > most:
+        raise EngineFailed(
+            f"slot {row.slot} holds {held} of {most} tokens; "
+            f"a row of {len(row.tokens)} tokens cannot start at {row.start}"
         )
 
 

@@ -30,7 +30,6 @@ from serving.engine.scheduler import Scheduler, failed_delta
 from serving.errors import BackendUnavailable, Cause, OutOfMemory, ServingError, Unsupported
 from serving.hardware.machine_facts import lower_priority, peak_resident_bytes, resident_bytes
 from serving.sampling.grammar import Grammars, Matcher
-from serving.sampling.seeded_draw import uniforms
 
 # Turns of threads: at the usual 5 ms a step beside a grammar's converter waited up to 50 ms.
 SWITCH_SECONDS = 0.0002
@@ -46,11 +45,10 @@ def main() -> int:
     faulthandler.enable()
     sys.setswitchinterval(SWITCH_SECONDS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    if sys.platform == "linux":  # SIGKILL when the parent ends
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            return 1
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the parent ends
+    if os.getppid() != parent:
+        return 1
     try:  # when memory runs out, the kernel shall kill the engine and not its parent
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("800")
@@ -94,10 +92,8 @@ class Worker:
         self._frames = ipc.Frames()
         self._stopping = self._drains = False
         self._stepped_at: float | None = None  # the last step's end, where another follows
-        self._compiling: dict[int, tuple[ipc.Submit, Future[Matcher | None]]] = {}
-        # nice is the thread's own on Linux, elsewhere the whole process's
-        lower = (os.nice, (COMPILER_NICE,)) if sys.platform == "linux" else (None, ())
-        self._compiler = ThreadPoolExecutor(1, "grammars", *lower)
+        self._compiling: dict[int, tuple[ipc.Submit, Future[Matcher]]] = {}
+        self._compiler = ThreadPoolExecutor(1, "grammars", os.nice, (COMPILER_NICE,))
 
     def send(self, message: ipc.FromEngine) -> None:
         """Raises ParentGone."""
@@ -119,14 +115,11 @@ class Worker:
         table, ends = tokenizer.token_bytes(), tokenizer.eos_ids
         table += [b""] * max(0, info.vocabulary - len(table))  # models pad their vocabulary
         self._grammars = Grammars(table, ends)
-        if not info.capabilities.isdisjoint(("grammar", "json_schema")):
-            self._grammars.prepare()
         self.scheduler = Scheduler(self.backend, table, ends, self.config)
         seconds = time.perf_counter() - started
         self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
         self.ready = True
         # Done while the parent tells that this engine is ready.
-        uniforms.prepare()
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
@@ -187,7 +180,7 @@ class Worker:
         self._stepped_at = time.perf_counter() if self.scheduler.busy else None
         self.send(ipc.Step(deltas, stats))
 
-    def _take_compiled(self, submit: ipc.Submit, found: Future[Matcher | None]) -> None:
+    def _take_compiled(self, submit: ipc.Submit, found: Future[Matcher]) -> None:
         problem = found.exception()
         if problem is None:
             self._add(submit, found.result())

@@ -33,6 +33,7 @@ from serving.engine.slot_allocator import SlotAllocator
 from serving.errors import EngineFailed, KvFull, ServingError, Unsupported
 from serving.sampling.step_rows import NO_TOKEN, Row, Sampled
 
+PATIENCE = 16  # tokens until a sequence's steps are launched again, where one was no good
 MOST_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
 
 
@@ -68,8 +69,7 @@ class Scheduler:
         self.preemptions = 0
         self._table = token_bytes
         self._eos = eos_ids
-        reuses = config.prefix_reuse and "prefix_reuse" in info.capabilities
-        self._slots = SlotAllocator(backend, reuses)
+        self._slots = SlotAllocator(backend, config.prefix_reuse and info.rewinds)
         self._step_clock = StepClock()
         self._most_prefill = config.prefill_tokens
         self._step_target = config.step_seconds_target
@@ -146,7 +146,9 @@ class Scheduler:
             budget = min(budget, prefill_tokens(self._step_clock, len(rows), most, target))
         left = budget
         for sequence in sorted(filling, key=lambda s: s.id):
-            count = min(sequence.pending, left)
+            count = sequence.pending
+            if count > left:  # no last piece of one token: ONNX's int8 rounds that otherwise
+                count = min(left, max(1, count - 2))
             if count < min(sequence.pending, PREFILL_MULTIPLE) and left < budget:
                 break  # too little is left for a piece of another prompt
             if PREFILL_MULTIPLE < count < sequence.pending:
@@ -169,9 +171,8 @@ class Scheduler:
                 while not self._has_room(rows) and self._drop_or_preempt():
                     pass
                 rows = [row for row in rows if row.slot in self.running]  # some were preempted
-            waits = self._must_wait or any(
-                row.wants_token and self.running[row.slot].is_drawn_by_step for row in rows
-            )
+            drawing = (self.running[row.slot] for row in rows if row.wants_token)
+            waits = self._must_wait or any(one.length < one.waited_until for one in drawing)
             launched, sampled, began = None, list[Sampled](), self.clock()
             try:
                 if self._launch is not None and not waits:
@@ -215,8 +216,9 @@ class Scheduler:
             one = next(drawn)
             if self.running.get(row.slot) is not sequence or sequence.computed < row.position:
                 continue  # stale
-            if one is None:
-                sequence.missed(row.position - 1)
+            if one is None:  # nor could the next one what follows: three steps for one token
+                sequence.waited_until = sequence.length + PATIENCE
+                sequence.computed = row.position - 1
                 self._must_wait = True
                 continue
             if one.token == NO_TOKEN:
@@ -250,7 +252,7 @@ class Scheduler:
                 return  # it would only be preempted again
             self.waiting.popleft()
             computed = {slot: s.held for slot, s in self.running.items()}
-            known = sequence.tokens[: sequence.length - 1]  # the last one's logits are needed
+            known = sequence.tokens[: max(0, sequence.length - 2)]  # no piece of one token
             sequence.slot, sequence.computed = self._slots.take(known, computed)
             if sequence.scheduled is None:
                 sequence.scheduled = now

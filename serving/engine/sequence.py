@@ -8,8 +8,6 @@ from serving.engine.detokenizer import StreamText
 from serving.engine.ipc_messages import Delta, FinishReason, Submit
 from serving.sampling.step_rows import DRAWN, Row, Sampled, Tokens
 
-MOST_PATIENCE = 64  # tokens until a sequence's steps are launched again, where they were no good
-
 _DRAWN: Tokens = np.array([DRAWN], np.int32)
 
 
@@ -44,8 +42,7 @@ class Sequence:
         self.slot = -1
         self.computed = 0  # tokens in the KV, or to be there after the steps that were launched
         self.cached = 0  # of these, from another sequence
-        self.missed_at = -MOST_PATIENCE  # its length when a launched step could not draw its token
-        self.patience = 0  # tokens from there that a step draws which is waited for
+        self.waited_until = 0  # the length up to which its tokens are drawn by steps waited for
         self.state = state  # of its grammar
 
     @property
@@ -57,18 +54,6 @@ class Sequence:
     def draws_last(self) -> bool:
         """Whether the token that is being drawn is the last one, whatever it is."""
         return self.computed == self.length == self.limit - 1
-
-    def missed(self, computed: int) -> None:
-        """A launched step could not draw its token, nor the next one what follows: three steps for
-        one token. Where that is so again and again, they are waited for."""
-        is_again = self.length - self.missed_at <= MOST_PATIENCE
-        self.patience = min(2 * self.patience, MOST_PATIENCE) if is_again else 1
-        self.missed_at = self.length
-        self.computed = computed
-
-    @property
-    def is_drawn_by_step(self) -> bool:
-        return self.length < self.missed_at + self.patience
 
     @property
     def held(self) -> Tokens:

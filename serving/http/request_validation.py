@@ -45,23 +45,6 @@ def validate(
     except Unsupported as problem:
         param = problem.parameter if calls_schema is None else "tools"
         raise invalid(str(problem), param, "unsupported_parameter") from None
-    drawn = sampling.temperature > 0  # greedy decoding is the same whatever the first five say
-    asked = {
-        "temperature": drawn,
-        "top_p": drawn and sampling.top_p < 1,
-        "top_k": drawn and sampling.top_k > 0,
-        "min_p": drawn and sampling.min_p > 0,
-        "seed": drawn and body.seed is not None,
-        "penalties": sampling.has_penalties,
-        "logit_bias": bool(sampling.logit_bias),
-        "grammar": sampling.grammar is not None,
-        "json_schema": sampling.json_schema is not None,
-        "logprobs": sampling.logprobs is not None,
-    }
-    for name, is_asked in asked.items():
-        if is_asked and name not in facts.capabilities:
-            text = f"{name} is not supported by the {facts.backend} backend"
-            raise invalid(text, name, "unsupported_parameter")
     return GenerationRequest(
         prompt=[],
         max_tokens=0,
@@ -76,10 +59,8 @@ def validate(
 
 
 def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> Sampling:
-    """How tokens are drawn. `temperature` left out: 1.0, or 0 where the backend is greedy only."""
-    temperature = body.temperature
-    if temperature is None:
-        temperature = 1.0 if "temperature" in facts.capabilities else 0.0
+    """How tokens are drawn."""
+    temperature = 1.0 if body.temperature is None else body.temperature
     logprobs: int | None = None
     if isinstance(body, CompletionRequest):
         logprobs = body.logprobs

@@ -115,7 +115,6 @@ async def placement(request: Request) -> None:
         info = loaded.info
         engine |= {key: getattr(info, key) for key in _OF_ENGINE}
         engine["kv_dtype"] = info.details.get("kv_dtype", engine["kv_dtype"])
-        engine["capabilities"] = sorted(info.capabilities)
         memory = {"predicted": _predicted(model)}
         memory |= {"rss_bytes": loaded.rss_bytes, "peak_rss_bytes": loaded.peak_rss_bytes}
     found: dict[str, Any] = {

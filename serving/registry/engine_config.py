@@ -318,6 +318,8 @@ def options_by_backend(
     }
     for key in given:
         if not any(key in options for options in found.values()):
-            told = "; ".join(f"{one} has {', '.join(names or ())}" for one, names in known.items())
+            told = "; ".join(
+                f"{one} has {', '.join(names or ('none',))}" for one, names in known.items()
+            )
             raise Unsupported(f"no engine here has the option {key!r}: {told}", key)
     return found

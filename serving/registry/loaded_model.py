@@ -70,10 +70,8 @@ TEXT_WORK = TextWork()
 class Facts(msgspec.Struct, frozen=True):
     """What validation needs to know of an engine."""
 
-    backend: str
     context_tokens: int
     vocabulary: int
-    capabilities: frozenset[str]
 
 
 def read_vocabulary(tokenizer_path: str) -> Vocabulary:
@@ -130,10 +128,10 @@ class ServedModel:
         if ready is not None:
             info = ready.info
             context = min(info.context_tokens, info.kv_tokens)
-            return Facts(info.name, context, info.vocabulary, info.capabilities)
+            return Facts(context, info.vocabulary)
         config = self.supervisor.config
         context = min(config.context_tokens, config.kv_tokens or config.context_tokens)
-        return Facts(config.backend, context, self.tokenizer.vocabulary, frozenset())
+        return Facts(context, self.tokenizer.vocabulary)
 
     async def tokens(
         self,

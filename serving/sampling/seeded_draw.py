@@ -36,16 +36,13 @@ _WORD = 0xFFFF_FFFF_FFFF_FFFF
 class Uniforms:
     """Uniform numbers in [0, 1) as a function of (seed, position, lane). Not thread-safe."""
 
-    def prepare(self) -> None:
-        """The first use imports numpy.random, which takes some 10 ms."""
+    def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
         self._random = np.random.Generator(self._bits).random
         self._state = self._bits.state
 
     def __call__(self, seed: int, position: int, count: int, lane: int = 0) -> Doubles:
         """The first `count` numbers; lanes are independent sequences."""
-        if not hasattr(self, "_bits"):
-            self.prepare()
         self._state["state"]["key"][:] = (seed & _WORD, position)
         self._state["state"]["counter"][:] = (0, 0, 0, lane)
         self._bits.state = self._state

@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig
+from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Step, Submit, frame
 from serving.engine.scheduler import Scheduler
 from serving.sampling.sampler import sample
@@ -37,7 +37,6 @@ class ReadyLogits:
             vocabulary=vocabulary,
             weight_format="none",
             step_tokens=2048,
-            capabilities=frozenset(CAPABILITIES),
         )
         self._logits = (
             np.random.default_rng(1).standard_normal((slots, vocabulary)).astype(np.float32)

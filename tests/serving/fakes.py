@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from models.chat_template import CHATML, ChatTemplate
 from models.errors import BadChat
-from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig
+from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.engine.ipc_messages import (
     Delta,
     FinishReason,
@@ -54,7 +54,6 @@ INFO = BackendInfo(
     vocabulary=300,
     weight_format="none",
     step_tokens=64,
-    capabilities=frozenset(CAPABILITIES) - {"grammar"},
     details={"library": "/opt/secret/libfake.so"},
 )
 

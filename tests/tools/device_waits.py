@@ -72,16 +72,16 @@ def waits_of_a_launch(name: str, *, prompts: bool = False) -> list[str]:
     """
     spec = msgspec.structs.replace(rung(name).spec, layers=1)
     backend = TorchBackend.__new__(TorchBackend)  # as it is after a load
-    cache = KvCache(spec, 8, 512, torch.bfloat16, META, is_flash=True)
+    cache = KvCache(spec, 8, 512, torch.bfloat16, META)
     weights = made_weights(
         spec, lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device=META)
     )
-    model = SlotModel(spec, weights, cache)
+    model = SlotModel(spec, weights, cache, is_flash=True)
     logits = torch.empty(8, spec.vocabulary, device=META)
     backend._model, backend._logits, backend._device = model, logits, META
     backend._lengths = [20] * 8
     backend._graphs = DecodeGraphs(model, 8, logits, False, lambda *said: None)
-    backend._chunk, backend._is_gpu, backend._device_sampling = 256, False, True
+    backend._is_gpu, backend._device_sampling = False, True
     one, drawn = np.ones(1, np.int32), np.array([DRAWN], np.int32)
     kinds = [kind for _, kind in zip(range(7), itertools.cycle(KINDS_OF_DRAWS), strict=False)]
     rows = [Row(slot, one, 20, True, kind) for slot, kind in enumerate(kinds)]

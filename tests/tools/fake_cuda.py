@@ -1,4 +1,4 @@
-"""A stand-in for torch.cuda's graph API and memory counters, on the CPU. Not a GPU.
+"""A stand-in for torch.cuda's graph API, on the CPU. Not a GPU.
 
     with FakeCuda().installed(monkeypatch): ...
 
@@ -104,10 +104,9 @@ class FakeStream:
 
 
 class FakeCuda:
-    """One made-up device. `memory`: (free, total) as mem_get_info says."""
+    """One made-up device."""
 
-    def __init__(self, free_bytes: int = 8 << 30, total_bytes: int = 10 << 30) -> None:
-        self.memory = (free_bytes, total_bytes)
+    def __init__(self) -> None:
         self.streams: list[FakeStream] = []
         self.graphs: list[FakeGraph] = []
         self.capture_streams: list[Any] = []
@@ -163,7 +162,6 @@ class FakeCuda:
             "graph": self.graph,
             "synchronize": self.synchronize,
             "empty_cache": self.empty_cache,
-            "mem_get_info": lambda device=None: self.memory,
             "get_device_name": lambda device=None: "a stand-in",
         }.items():
             patch.setattr(torch.cuda, name, stand_in)

@@ -21,19 +21,12 @@ import time
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from models.machine import cpu_name
 from models.manifest import Progress
-from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig
-from serving.backends.llama_cpp.batching import (
-    KV_BLOCK,
-    NEVER,
-    NO_TOKEN,
-    Batch,
-    LogitsView,
-    calls_of,
-    dummies,
-)
+from serving.backends.backend_interface import BackendInfo, EngineConfig, check_row
+from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, Batch, calls_of, dummies
 from serving.backends.llama_cpp.library import LOG, build_details, is_memory
 from serving.backends.llama_cpp.loading import Loader
 from serving.errors import EngineFailed, KvFull, OutOfMemory
@@ -51,7 +44,6 @@ class LlamaCppBackend:
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         self._model: Any = None
         self._context: Any = None
-        self._batch: Batch | None = None
         self._loader = loader = Loader(config)
         self._llama = llama = loader.llama
         self._threads, self._unified = loader.threads, loader.is_unified
@@ -67,7 +59,6 @@ class LlamaCppBackend:
                 or llama.llama_model_is_hybrid(self._model)
             )
             self._least_cut = self._tokens_worth_a_cut(config)
-            self._logits = LogitsView(llama, self._context, config.slots, vocabulary)
             self.info = self._describe(config, vocabulary)
             progress("first step", None)  # which takes the page faults
             self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
@@ -77,9 +68,11 @@ class LlamaCppBackend:
             raise
 
     def step(self, rows: list[Row]) -> list[Sampled]:
+        if self._context is None:
+            raise EngineFailed("the backend is closed")
         for row in rows:
-            if row.start != self._lengths[row.slot]:
-                self.truncate(row.slot, row.start)
+            check_row(row, self._lengths[row.slot], self.info.context_tokens)
+            self.truncate(row.slot, row.start)
         by_slot = {row.slot: row for row in rows}
         drawn: dict[int, Sampled] = {}
         self.last_decode_seconds = None
@@ -98,17 +91,22 @@ class LlamaCppBackend:
         return [drawn[row.slot] for row in rows if row.wants_token]
 
     def _decode(self, rows: list[Row]) -> None:
-        batch = self._batch
-        assert batch is not None, "step() after close()"
-        batch.fill(rows)
-        code = self._llama.llama_decode(self._context, batch.batch)
+        self._batch.fill(rows)
+        code = self._llama.llama_decode(self._context, self._batch.batch)
         if code != _OK:
-            self._failed(code, batch.batch.n_tokens)
+            raise self._failure(code, f"a step of {self._batch.batch.n_tokens} tokens")
         for row in rows:
             if row.tokens is NO_TOKEN:
                 self._llama.llama_memory_seq_rm(self._memory, row.slot, row.start, -1)
             else:
                 self._lengths[row.slot] = row.start + len(row.tokens)
+
+    def _logits(self, rows: int) -> npt.NDArray[np.float32]:
+        """Those of the last call, a view that is valid until the next one."""
+        pointer = self._llama.llama_get_logits(self._context)
+        if not pointer:
+            raise EngineFailed("llama.cpp gave no logits")
+        return np.ctypeslib.as_array(pointer, (rows, self.info.vocabulary))
 
     def _filled_up(self, call: list[Row]) -> list[Row]:
         """A call of single tokens with dummy rows, whose KV entries are dropped again: each gap
@@ -124,11 +122,7 @@ class LlamaCppBackend:
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Prefix reuse. The unified pool shares the cells, and nothing is moved."""
-        if source == target or tokens > self._lengths[source]:
-            raise ValueError(
-                f"copy of {tokens} tokens from slot {source} (holding {self._lengths[source]}) "
-                f"to slot {target}"
-            )
+        assert source != target and tokens <= self._lengths[source]
         llama, memory = self._llama, self._memory
         llama.llama_memory_seq_rm(memory, target, -1, -1)
         if self._unified:
@@ -140,8 +134,6 @@ class LlamaCppBackend:
 
     def truncate(self, slot: int, tokens: int) -> None:
         held = self._lengths[slot]
-        if tokens > held:
-            raise ValueError(f"slot {slot} holds {held} tokens, and a row starts at {tokens}")
         if tokens < held:
             if not self._llama.llama_memory_seq_rm(self._memory, slot, tokens, -1):
                 raise EngineFailed(
@@ -151,13 +143,11 @@ class LlamaCppBackend:
             self._lengths[slot] = tokens
 
     def close(self) -> None:
-        if self._batch is not None:
-            self._batch.free()
         if self._context is not None:
             self._llama.llama_free(self._context)
         if self._model is not None:
             self._llama.llama_model_free(self._model)
-        self._batch = self._context = self._model = None
+        self._context = self._model = None
 
     def _tokens_worth_a_cut(self, config: EngineConfig) -> int | None:
         """From how many tokens on a run is cut where its KV block ends; None: steps stay whole.
@@ -191,7 +181,7 @@ class LlamaCppBackend:
             vocabulary=vocabulary,
             weight_format=config.weight_format or ftype.split(" - ")[0],
             step_tokens=llama.llama_n_batch(self._context),
-            capabilities=frozenset(CAPABILITIES),
+            rewinds=self._can_rewind,
             details={
                 **build_details(llama),
                 "threads": str(self._threads),
@@ -201,11 +191,10 @@ class LlamaCppBackend:
             },
         )
 
-    def _failed(self, code: int, tokens: int) -> None:
+    def _failure(self, code: int, what: str) -> Exception:
         if code == _KV_FULL:
-            room = self.info.kv_tokens
-            raise KvFull(f"a step of {tokens} tokens found no room among {room} KV tokens")
+            return KvFull(f"{what} found no room among {self.info.kv_tokens} KV tokens")
         reason = LOG.reason()
         if is_memory(reason):
-            raise OutOfMemory(f"llama.cpp ran out of memory in a step of {tokens} tokens: {reason}")
-        raise EngineFailed(f"llama_decode returned {code} for a step of {tokens} tokens: {reason}")
+            return OutOfMemory(f"llama.cpp ran out of memory in {what}: {reason}")
+        return EngineFailed(f"llama_decode returned {code} for {what}: {reason}")

@@ -1,5 +1,5 @@
 """A step of the llama_cpp backend as the llama_decode calls that compute it in the least time, and
-numpy views on the arrays of llama.cpp's batch and logits.
+numpy views on the arrays of llama.cpp's batch.
 
 On a CPU with a KV part per slot, llama.cpp takes in one pass only neighbouring slots with equally
 many tokens each, attends to the KV cache in blocks of 256, and multiplies 4-bit matrices with 16
@@ -12,12 +12,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row, Tokens
 
 NEVER = 1 << 30  # more tokens than any run has
@@ -64,23 +63,14 @@ def calls_of(rows: list[Row], least: int, alone: int) -> list[list[Row]]:
 
 def dummies(decoding: Collection[int], free: Collection[int]) -> list[int]:
     """Slots of `free` that compute a dummy token, to close a gap or to fill up a block."""
-    chosen: list[int] = []
-
-    def pays(gap: range) -> bool:
-        now = [*decoding, *chosen]
-        if not all(slot in free for slot in gap):
-            return False
-        return _cost([*now, *gap]) + _DUMMY * len(gap) < _cost(now)
-
-    ordered = sorted(decoding)
-    for below, above in zip(ordered, ordered[1:], strict=False):
-        if above > below + 1 and pays(range(below + 1, above)):
-            chosen += range(below + 1, above)
-    last = max(decoding, default=-1)
-    for more in range(1, FEW_TOKENS):
-        gap = range(last + 1, last + 1 + more)
-        if pays(gap):
-            return [*chosen, *gap]
+    ordered, chosen = sorted(decoding), list[int]()
+    gaps = [range(below + 1, above) for below, above in pairwise(ordered) if above > below + 1]
+    gaps += [range(ordered[-1] + 1, ordered[-1] + 1 + more) for more in range(1, FEW_TOKENS)]
+    for gap in gaps:
+        fresh, now = [slot for slot in gap if slot not in chosen], [*decoding, *chosen]
+        if all(slot in free for slot in fresh):
+            if _cost([*now, *fresh]) + _DUMMY * len(fresh) < _cost(now):
+                chosen += fresh
     return chosen
 
 
@@ -101,29 +91,27 @@ def _cost(slots: Collection[int]) -> float:
 
 
 class Batch:
-    """llama.cpp's batch. `seq_id[i]` points into one int32 array, so a step only writes numbers."""
+    """llama.cpp's batch over numpy arrays, so that a step only writes numbers."""
 
     def __init__(self, llama: Any, tokens: int) -> None:
-        self._llama = llama
-        self.batch = llama.llama_batch_init(tokens, 0, 1)
-        view = np.ctypeslib.as_array
-        self._token = view(self.batch.token, (tokens,))
-        self._position = view(self.batch.pos, (tokens,))
-        self._wanted = view(self.batch.logits, (tokens,))
-        view(self.batch.n_seq_id, (tokens,))[:] = 1
-        self._slot = np.zeros(tokens, np.int32)
-        self._ours = ctypes.cast(self.batch.seq_id, ctypes.POINTER(ctypes.c_void_p))
-        self._theirs = [self._ours[index] for index in range(tokens)]
-        address = self._slot.ctypes.data
-        for index in range(tokens):
-            self._ours[index] = address + 4 * index
+        self._token, self._position, self._slot = np.zeros((3, tokens), np.int32)
+        self._wanted, self._ones = np.zeros(tokens, np.int8), np.ones(tokens, np.int32)
+        self._slot_of = self._slot.ctypes.data + 4 * np.arange(tokens, dtype=np.uintp)  # pointers
+        self.batch = llama.llama_batch()
+        kinds = dict(llama.llama_batch._fields_)
+        for name, array in (
+            ("token", self._token),
+            ("pos", self._position),
+            ("n_seq_id", self._ones),
+            ("seq_id", self._slot_of),
+            ("logits", self._wanted),
+        ):
+            setattr(self.batch, name, ctypes.cast(array.ctypes.data, kinds[name]))
 
     def fill(self, rows: list[Row]) -> None:
         """Write the tokens of these rows."""
         counts = [len(row.tokens) for row in rows]
         count = sum(counts)
-        if count > len(self._token):
-            raise ValueError(f"a step of {count} tokens; at most {len(self._token)} fit")
         np.concatenate([row.tokens for row in rows], out=self._token[:count])
         if count == len(rows):
             self._position[:count] = [row.start for row in rows]
@@ -138,33 +126,3 @@ class Batch:
                 self._slot[begin:end] = row.slot
                 self._wanted[end - 1] = row.wants_token
         self.batch.n_tokens = count
-
-    def free(self) -> None:
-        """llama_batch_free frees the pointers that it allocated: put them back first."""
-        for index, pointer in enumerate(self._theirs):
-            self._ours[index] = pointer
-        self._llama.llama_batch_free(self.batch)
-
-
-class LogitsView:
-    """llama.cpp's logits without a copy, valid until the next step; rebuilt when they move."""
-
-    def __init__(self, llama: Any, context: Any, rows: int, vocabulary: int) -> None:
-        self._context = context
-        self._shape = (rows, vocabulary)
-        self._address = -1
-        self._view: npt.NDArray[np.float32] = np.empty((0, vocabulary), np.float32)
-        # By index: a function object of our own, whose types may be set.
-        self._get = llama.llama_cpp._lib["llama_get_logits"]
-        self._get.argtypes = [ctypes.c_void_p]
-        self._get.restype = ctypes.c_void_p
-
-    def __call__(self, rows: int) -> npt.NDArray[np.float32]:
-        address = self._get(self._context)
-        if not address:
-            raise EngineFailed("llama.cpp gave no logits")
-        if address != self._address:
-            pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
-            self._view = np.ctypeslib.as_array(pointer, self._shape)
-            self._address = address
-        return self._view[:rows]

@@ -20,15 +20,10 @@ from serving.hardware.gpus import VULKAN
 
 PACKAGE = "llama-cpp-python"
 
-# ggml's numbers for KV types (enum ggml_type), llama.cpp's for flash attention.
-KV_TYPES: dict[str, int] = {"fp32": 0, "fp16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
-FLASH_ATTENTION: dict[str, int] = {"auto": -1, "off": 0, "on": 1}
-_LOG_DEBUG, _LOG_WARN, _LOG_ERROR, _LOG_CONTINUED = 1, 3, 4, 5
+_LOG_WARN, _LOG_ERROR, _LOG_CONTINUED = 3, 4, 5
 
 # GGML's name of a backend for GPUs -> the vendor whose GPUs it drives.
 VENDORS: dict[str, str] = {"CUDA": "nvidia", "ROCm": "amd", "Vulkan": VULKAN}
-
-
 _DEVICE = re.compile(
     r"using device \S+ \((.*?)\)(?: \((?:[0-9a-fA-F:.]+|unknown id)\))? - \d+ MiB free"
 )
@@ -40,7 +35,7 @@ class LogTail:
     def __init__(self) -> None:
         self.errors: collections.deque[str] = collections.deque(maxlen=8)
         self.gpu: str | None = None  # its name, without what differs at every load
-        self._level = _LOG_DEBUG
+        self._level = 0
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
             self._take
         )
@@ -56,11 +51,7 @@ class LogTail:
         return _without_folders("; ".join(self.errors) or "no reason given")
 
     def _take(self, level: int, text: bytes, _: Any) -> None:
-        if level == _LOG_CONTINUED:
-            level = self._level
-        self._level = level
-        if level == _LOG_DEBUG:
-            return
+        self._level = level = self._level if level == _LOG_CONTINUED else level
         line = text.decode("utf-8", "replace").strip()
         if level in (_LOG_WARN, _LOG_ERROR) and line:
             self.errors.append(line)

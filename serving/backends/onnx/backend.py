@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +16,6 @@ import numpy as np
 from models.errors import BrokenWeights
 from models.manifest import Progress, checked_manifest
 from serving.backends.backend_interface import (
-    CAPABILITIES,
     BackendInfo,
     EngineConfig,
     check_sizes,
@@ -35,7 +34,6 @@ class OnnxOptions(msgspec.Struct, frozen=True):
     """`--option key=value` of the onnx backend."""
 
     spinning: bool = True  # idle threads spin between operators; off where cores are shared
-    prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] = 512  # prompt tokens of a call
 
 
 class OnnxBackend:
@@ -47,13 +45,15 @@ class OnnxBackend:
             raise BackendUnavailable(
                 f"the onnx backend runs on the CPU; device={config.device!r} was asked for"
             )
+        import onnxruntime
+
         file = graph_file(config.model_path)
         manifest = checked_manifest(file.parent)
         if config.check_memory:
             refuse_shortage(weight_bytes(file), f"the weights of {file.name}")
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         progress(f"loading {file.name}", None)
-        self._session, version = _session(file, options.spinning, threads)
+        self._session: Any = _session(onnxruntime, file, options.spinning, threads)
         facts = read_facts(self._session, file)
         check_sizes(config, facts.context_tokens, "fp32")
         slots, context = config.slots, config.context_tokens
@@ -68,7 +68,6 @@ class OnnxBackend:
         else:
             self._graph = GrowingGraph(self._session, facts, slots, context)
             kind = "growing past_key_values, copied every step"
-        self._chunk = options.prefill_chunk
         self.last_decode_seconds: float | None = None
         stored = manifest.weight_format if manifest is not None else file.stem
         self.info = BackendInfo(
@@ -81,9 +80,8 @@ class OnnxBackend:
             vocabulary=facts.vocabulary,
             weight_format=config.weight_format or stored,
             step_tokens=max(512, 2 * slots),
-            capabilities=frozenset(CAPABILITIES),
             details={
-                "onnxruntime": version,
+                "onnxruntime": str(onnxruntime.__version__),
                 "graph": kind,
                 "kv_dtype": "fp32",
                 "threads": str(threads),
@@ -100,10 +98,9 @@ class OnnxBackend:
         try:
             if decoding:
                 before = time.perf_counter()
-                parts.append(graph.decode(decoding))
+                parts.append(graph.run(decoding))
                 self.last_decode_seconds = time.perf_counter() - before
-            longer = [row for row in rows if len(row.tokens) > 1]
-            parts += graph.prefill(longer, self._chunk)
+            parts += [graph.run([row]) for row in rows if len(row.tokens) > 1]
         except (MemoryError, RuntimeError) as problem:  # onnxruntime's derive from RuntimeError
             what = f"a step of {sum(len(row.tokens) for row in rows)} tokens"
             if isinstance(problem, MemoryError) or _is_memory(str(problem)):
@@ -129,18 +126,14 @@ class OnnxBackend:
         self._session = None
 
 
-def _session(file: Path, spinning: bool, threads: int) -> tuple[Any, str]:
-    """The session, and onnxruntime's version."""
-    import onnxruntime
-
+def _session(onnxruntime: Any, file: Path, spinning: bool, threads: int) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
     settings.log_severity_level = 3
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
     try:
-        made = onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
-        return made, str(onnxruntime.__version__)
+        return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     except Exception as problem:  # onnxruntime has a class for every kind of broken file
         text = str(problem).replace(str(file.parent), "").strip()
         if isinstance(problem, MemoryError) or _is_memory(text):

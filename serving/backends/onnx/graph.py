@@ -12,8 +12,8 @@ torch nor the onnx package is imported: that saves about 250 MB.
 from __future__ import annotations
 
 import json
-import mmap
 import re
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -103,40 +103,28 @@ def read_facts(session: Any, file: Path) -> GraphFacts:
             f"{file.name} has a KV cache of {past.type} and logits of {logits.type}; float32 is "
             "served"
         )
-    grouped = _mentions(file, "GroupQueryAttention")
+    with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as view:
+        grouped = view.find(b"GroupQueryAttention") >= 0
     if grouped and (logits.shape[1] != 1 or "position_ids" in inputs):
         raise UnsupportedModel(
             f"{file.name} has GroupQueryAttention and was not written by crossover; serve the "
             "model's safetensors, which are converted"
         )
-    config = _config_beside(file)
-    heads = config.get("num_attention_heads") or config.get("n_head") or 1
-    hidden = config.get("hidden_size") or config.get("n_embd") or 0
-
-    def size(name: str, in_graph: Any, *beside: Any) -> int:
-        for value in (in_graph, *beside):
-            if isinstance(value, int) and value > 0:
-                return value
+    sizes = past.shape[1], past.shape[3], logits.shape[2]
+    if not all(isinstance(one, int) for one in sizes):
         raise UnsupportedModel(
-            f"nothing beside {file.name} says its {name}; config.json must be there"
+            f"{file.name} does not say its key-value heads, head size and vocabulary, but {sizes}"
         )
-
+    config = _config_beside(file)
     return GraphFacts(
         grouped=grouped,
         layers=layers,
-        kv_heads=size("key-value heads", past.shape[1], config.get("num_key_value_heads"), heads),
-        head_dim=size("head size", past.shape[3], config.get("head_dim"), hidden // heads),
-        vocabulary=size("vocabulary", logits.shape[2], config.get("vocab_size")),
+        kv_heads=sizes[0],
+        head_dim=sizes[1],
+        vocabulary=sizes[2],
         position_ids="position_ids" in inputs,
         context_tokens=config.get("max_position_embeddings") or config.get("n_positions"),
     )
-
-
-def _mentions(file: Path, operator: str) -> bool:
-    """Whether an operator is named in the file."""
-    with file.open("rb") as stream:
-        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            return view.find(operator.encode()) >= 0
 
 
 def _config_beside(file: Path) -> dict[str, Any]:

@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from models.spec import ModelSpec
-from serving.backends.torch.device_transfer import send
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
-from serving.backends.torch.varlen_attention import FlashStep, KvCache, PlainStep, PromptSpan, Step
-from serving.sampling.step_rows import Row, Tokens
-
-GRAIN = 64  # what plain attention of decode rows looks at is a multiple of this
-Piece = tuple[Row, Tokens, int]  # tokens of a row, and the position from which on they go
+from serving.backends.torch.varlen_attention import Block, FlashStep, KvCache, PlainStep, Step
+from serving.sampling.step_rows import Row
 
 
 class SlotModel:
     """Weights, RoPE table and KV cache on one device, the cache's."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, cache: KvCache) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, cache: KvCache, is_flash: bool) -> None:
         self.spec = spec
         self.weights = weights
         self.cache = cache
-        self.width, self.is_flash = cache.width, cache.is_flash
+        self.width, self.is_flash = cache.width, is_flash
         self.dtype, self.device = cache.layers[0].dtype, cache.layers[0].device
         self.columns = torch.arange(self.width, device=self.device)
         cos, sin = (table.to(self.dtype) for table in rope_tables(spec, self.width))
@@ -76,7 +74,7 @@ class SlotModel:
             source = functional.rms_norm(turned, turned.shape[2:], None, spec.norm_epsilon) * scales
         _turn_into(turned, source, turns)
         queries, pairs = torch.split(heads, [spec.heads, 2 * spec.kv_heads], 1)
-        step.write(cache, pairs.view(len(x), 2, spec.kv_heads, -1))
+        cache.index_copy_(0, step.at, pairs.view(len(x), 2, spec.kv_heads, -1))
         _add_product(x, layer.out, step.attend(queries, cache))
 
     def _feed_forward(self, index: int, x: Tensor) -> None:
@@ -91,68 +89,61 @@ class SlotModel:
 
 def run_pass(
     model: SlotModel,
-    pieces: Sequence[Piece],
+    rows: Sequence[Row],
     out: Tensor | None = None,
     drawn: Tensor | None = None,
 ) -> tuple[Tensor, list[Row]]:
     """Logits float32 [n, vocabulary] of the rows that want a token, and these rows in the logits'
     order. `out`: where the logits go. `drawn`: see `known`."""
-    pieces = sorted(pieces, key=lambda piece: len(piece[1]) > 1)  # single tokens first
-    counts = np.array([len(tokens) for _, tokens, _ in pieces])
-    ends = counts.cumsum()
-    pairs = [(row, end - 1) for (row, *_), end in zip(pieces, ends, strict=True) if row.wants_token]
-    wanted, at = [row for row, _ in pairs], np.array([place for _, place in pairs], np.int64)
-    slots = np.array([row.slot for row, *_ in pieces])
-    held = counts + [start for *_, start in pieces]
+    rows = sorted(rows, key=lambda row: len(row.tokens) > 1)  # single tokens first
+    counts = np.array([len(row.tokens) for row in rows])
+    ends, held = counts.cumsum(), np.array([row.position for row in rows])
+    wanted = np.array([row.wants_token for row in rows])
+    firsts = np.array([row.slot for row in rows]) * model.width
     positions = np.repeat(held - ends, counts) + np.arange(ends[-1])
-    ids = np.concatenate([tokens for _, tokens, _ in pieces]).astype(np.int64)
-    arrays = [ids, positions, at, np.repeat(slots, counts)]
+    ids = to_device(np.concatenate([row.tokens for row in rows]).astype(np.int64), model.device)
+    at = to_device(positions + np.repeat(firsts, counts), model.device)
+    there = to_device(positions, model.device)
     step: Step
     if model.is_flash:
-        whole = np.append(0, ends), np.append(slots * model.width, 0), held
-        arrays += [array.astype(np.int32) for array in whole]
-        tokens_there, positions_there, at_there, rows, *rest = send(arrays, model.device)
-        to = torch.add(positions_there, rows, alpha=model.width)
-        step = FlashStep(to, rest[0], rest[1], rest[2], int(counts.max()), int(held.max()))
+        starts = np.append(0, ends), np.append(firsts, 0), held
+        q, k, keys = (to_device(array.astype(np.int32), model.device) for array in starts)
+        step = FlashStep(at, q, k, keys, int(counts.max()), int(held.max()))
     else:
-        tokens_there, positions_there, at_there, rows = send(arrays, model.device)
-        spans = list(zip(slots.tolist(), counts.tolist(), held.tolist(), strict=True))
-        step = _plain_step(model, rows, positions_there, spans)
-    found = None if len(at) == len(positions) else at_there
-    return model.forward(known(tokens_there, drawn), positions_there, step, found, out), wanted
+        step = PlainStep(at, _blocks(model, rows, there), model.width)
+    last = None if wanted.sum() == ends[-1] else to_device(ends[wanted] - 1, model.device)
+    logits = model.forward(known(ids, drawn), there, step, last, out)
+    return logits, [row for row in rows if row.wants_token]
 
 
-def _plain_step(
-    model: SlotModel, rows: Tensor, positions: Tensor, spans: list[tuple[int, int, int]]
-) -> PlainStep:
-    """`spans`: KV row, tokens and keys of each piece, single tokens first."""
-    mask, prompts = None, []
-    runs: list[tuple[int, int, int]] = []
-    decoding = [held for _, count, held in spans if count == 1]
-    if decoding:
-        seen = min(model.width, -(-max(decoding) // GRAIN) * GRAIN)
-        allowed = model.columns[None, :seen] <= positions[: len(decoding), None]
-        mask = additive_mask(allowed, model.dtype)[:, None, None]
-    first = 0
-    for row, count, held in spans:
-        if count == 1:
-            begun, lo, hi = runs.pop() if runs and runs[-1][2] == row else (first, row, row)
-            runs.append((begun, lo, hi + 1))
+def _blocks(model: SlotModel, rows: list[Row], positions: Tensor) -> list[tuple[Block, Tensor]]:
+    """Neighbouring rows with equally many tokens, and the mask of each such block."""
+    blocks: list[Block] = []
+    end = 0
+    for row in rows:
+        count, last = len(row.tokens), blocks[-1] if blocks else None
+        if last is not None and (last.piece, last.hi) == (count, row.slot):
+            seen = max(last.seen, row.position)
+            blocks[-1] = last._replace(hi=row.slot + 1, seen=seen)
         else:
-            start, causal = held - count, None
-            if start or model.device.type != "cpu":
-                allowed = model.columns[None, :held] <= model.columns[start:held, None]
-                causal = additive_mask(allowed, model.dtype)
-            prompts.append(PromptSpan(first, count, row, start, causal))
-        first += count
-    return PlainStep(rows, positions, runs, mask, prompts)
+            blocks.append(Block(end, count, row.slot, row.slot + 1, row.position))
+        end += count
+    found = []
+    for block in blocks:
+        size = block.hi - block.lo
+        asked = positions[block.first : block.first + size * block.piece]
+        allowed = model.columns[: block.seen] <= asked.view(size, 1, block.piece, 1)
+        mask = torch.zeros(allowed.shape, dtype=model.dtype, device=model.device)
+        mask = mask.masked_fill_(~allowed, float("-inf"))
+        found.append((block, mask.repeat(1, 1, model.spec.heads // model.spec.kv_heads, 1)))
+    return found
 
 
-def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed, -inf elsewhere."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, float("-inf")
-    )
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array there, by a copy that the host does not wait for: one from pageable memory, as
+    `torch.tensor(values, device=...)` makes it, waits for all that the device was asked before."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def known(ids: Tensor, drawn: Tensor | None) -> Tensor:

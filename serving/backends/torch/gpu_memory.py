@@ -1,7 +1,6 @@
 """Memory of the torch engine on a GPU beside weights and KV cache, predicted without torch.
 
-Placement and the engine ask the same functions, so that what is planned is what is loaded. All
-sizes in bytes, from shapes alone: the allocator's rounding is in `WORKSPACE_BYTES`.
+All sizes in bytes, from shapes alone: the allocator's rounding is in `WORKSPACE_BYTES`.
 """
 
 from __future__ import annotations
@@ -9,19 +8,12 @@ from __future__ import annotations
 from models.spec import ModelSpec
 
 MIB = 1 << 20
-GPU_MARGIN = 0.05  # of a GPU's free memory, kept free: placement and the engine agree on it
 CONTEXT_BYTES = 600 * MIB  # the CUDA context and the modules of kernels; 0.5 to 1 GB are told
 # cuBLAS keeps 32 MiB for each stream on Hopper (there are two), the allocator whole blocks.
 WORKSPACE_BYTES = 160 * MIB
-STEP_TOKENS = 512  # the least that a step may hold
-GPU_PREFILL_CHUNK = 2048  # prompt tokens of a pass
+GPU_STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # most of a step, where 2 x slots are not more
 # Of each logit where tokens are drawn with top-p: a double, its mask, the candidates' sort.
 DRAW_BYTES = 12
-
-
-def step_tokens(slots: int, prefill_chunk: int) -> int:
-    """Most tokens of a step."""
-    return max(STEP_TOKENS, 2 * slots, prefill_chunk)
 
 
 def pass_bytes(spec: ModelSpec, tokens: int, logit_rows: int, element: int) -> int:
@@ -39,17 +31,11 @@ def pass_bytes(spec: ModelSpec, tokens: int, logit_rows: int, element: int) -> i
     return throughout + max(attention, feed_forward, head)
 
 
-def working_bytes(spec: ModelSpec, slots: int, tokens: int, element: int) -> int:
-    """The largest step beside weights and KV cache: its pass or its draws, the buffer of float32
-    logits, graphs and workspaces."""
-    drawing = DRAW_BYTES * slots * spec.vocabulary
-    largest = max(pass_bytes(spec, tokens, slots, element), drawing)
-    graphs = pass_bytes(spec, slots, slots, element)
-    return largest + 4 * slots * spec.vocabulary + graphs + WORKSPACE_BYTES
-
-
 def overhead_bytes(spec: ModelSpec, weight_format: str, slots: int) -> int:
-    """What placement adds to weights and KV cache."""
+    """What placement adds to weights and KV cache: the largest step, which is its pass or its
+    draws, the buffer of float32 logits, graphs, workspaces and CUDA itself."""
     element = 4 if weight_format == "fp32" else 2
-    tokens = step_tokens(slots, GPU_PREFILL_CHUNK)
-    return CONTEXT_BYTES + working_bytes(spec, slots, tokens, element)
+    tokens = max(GPU_STEP_TOKENS, 2 * slots)
+    largest = max(pass_bytes(spec, tokens, slots, element), DRAW_BYTES * slots * spec.vocabulary)
+    graphs = pass_bytes(spec, slots, slots, element) + 4 * slots * spec.vocabulary
+    return CONTEXT_BYTES + WORKSPACE_BYTES + largest + graphs

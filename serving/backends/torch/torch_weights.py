@@ -39,17 +39,13 @@ class Dense:
         return functional.linear(x, self.weight, self.bias)
 
 
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 quickly (oneDNN's test: AVX-512, Arm with bf16)."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def compute_dtype(weight_format: str, device: torch.device) -> torch.dtype:
     """Type of weights, activations and KV cache: the stored one, but float32 on a CPU that is slow
-    with bf16."""
+    with bf16 (oneDNN's test: AVX-512, Arm with bf16)."""
     if weight_format in ("fp32", "fp16"):
         return DTYPES[weight_format]
-    return torch.bfloat16 if device.type != "cpu" or cpu_has_bf16() else torch.float32
+    is_quick = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if is_quick else torch.float32
 
 
 @dataclass(slots=True)

@@ -39,16 +39,6 @@ def cut(data: bytearray, draw: random.Random, header: int) -> None:
     del data[draw.randrange(header) :]
 
 
-def flipped(data: bytearray, draw: random.Random, header: int) -> None:
-    for _ in range(8):
-        data[draw.randrange(header)] ^= 1 << draw.randrange(8)
-
-
-def blown_up(data: bytearray, draw: random.Random, header: int) -> None:
-    place = draw.randrange(8, min(header, 2000))  # where counts and lengths are
-    data[place : place + 8] = b"\xff" * 7 + b"\x7f"
-
-
 def scrambled(data: bytearray, draw: random.Random, header: int) -> None:
     place = draw.randrange(header)
     data[place : place + 400] = draw.randbytes(400)
@@ -88,7 +78,7 @@ def check_server(backend: str, path: Path) -> str:
         return state
 
 
-@pytest.mark.parametrize("damage", [cut, flipped, blown_up, scrambled], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("damage", [cut, scrambled], ids=lambda it: it.__name__)
 @pytest.mark.parametrize("backend", ["llama_cpp", "onnx", "torch"])
 def test_a_damaged_file_kills_at_most_the_engine(
     gguf: Path, tmp_path: Path, backend: str, damage: Damage

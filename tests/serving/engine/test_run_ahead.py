@@ -18,7 +18,6 @@ from serving.engine.ipc_messages import Delta, Submit
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed
 from serving.sampling.step_rows import DRAWN, NO_TOKEN, Row, Sampled, Sampling
-from tests.fake_backend import continuation
 from tests.serving.engine.schedules import (
     TABLE,
     VOCABULARY,
@@ -191,19 +190,6 @@ def test_a_step_is_launched_before_the_one_before_is_read() -> None:
     assert text_of(found) == expected_text(prompt, 6) and found[-1].finish == "length"
     assert backend.launched == 6, "the limit is known beforehand: nothing is computed for nobody"
     assert not scheduler.busy
-
-
-def test_an_end_token_drops_what_was_computed_behind_it() -> None:
-    prompt = [3, 4, 5]
-    truth = continuation(prompt, 20, VOCABULARY)
-    scheduler, backend = launching(slots=1)
-    scheduler.add(request(1, prompt, 20, stop_token_ids=[truth[4]]))
-    scheduler.add(request(2, [*prompt, *truth[:5], 9] * 3, 4))
-    out = run(scheduler)
-    assert text_of(out[1]) == expected_text(prompt, 4) and out[1][-1].finish == "stop"
-    assert sum(delta.tokens for delta in out[1]) == 5
-    assert text_of(out[2]) == expected_text([*prompt, *truth[:5], 9] * 3, 4)
-    assert backend.steps[5] == [(0, 7, 1)], "a row for the token after the end"
 
 
 @pytest.mark.parametrize("by", ["cancel", "deadline"])

@@ -12,13 +12,13 @@ def test_decoders_run_in_every_step_while_a_long_prompt_is_filled_in_pieces() ->
     scheduler, backend = make(prefill_tokens=32)
     scheduler.add(request(1, [5] * 10, 40))
     scheduler.step()
-    scheduler.add(request(2, [7] * 200, 4))
+    scheduler.add(request(2, [7] * 193, 4))  # six times 32 would leave a piece of one token
     backend.steps.clear()
     for _ in range(7):
         scheduler.step()
     assert all(any(slot == 0 and count == 1 for slot, _, count in step) for step in backend.steps)
     pieces = [count for step in backend.steps for slot, _, count in step if slot == 1 and count > 1]
-    assert sum(pieces) == 200
+    assert sum(pieces) == 193
     assert max(pieces) <= 32
 
 

@@ -11,12 +11,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
-from serving.backends.backend_interface import CAPABILITIES
 from serving.http.http_request import Limits
-from tests.serving.fakes import INFO, Answer, FakeSupervisor, app_on, ask, scraped, served
+from tests.serving.fakes import Answer, FakeSupervisor, app_on, ask, scraped, served
 from tests.serving.http.test_app_streams import connected, read_all
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -117,7 +115,7 @@ HEADERS: list[tuple[dict[str, str], int, str]] = [
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    supervisor = FakeSupervisor(info=msgspec.structs.replace(INFO, capabilities=CAPABILITIES))
+    supervisor = FakeSupervisor()
     with served(app_on(supervisor, limits=Limits(body_bytes=1 << 20))) as port:
         ask(port, "GET", "/metrics")
         yield port

@@ -1,4 +1,4 @@
-"""From a request to what the engine is asked: defaults, refusals by capability, and limits."""
+"""From a request to what the engine is asked: defaults, refusals and limits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.backends.backend_interface import CAPABILITIES
 from serving.http.api_errors import ApiError
 from serving.http.api_schemas import ChatRequest, CompletionRequest
 from serving.http.request_validation import prompts_of, token_limit, validate
 from serving.registry.loaded_model import Facts
 from serving.sampling.step_rows import Sampling
 
-ALL = Facts("fake", 256, 300, frozenset(CAPABILITIES))
-NONE = Facts("plain", 256, 300, frozenset())
+FACTS = Facts(256, 300)
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -26,8 +24,8 @@ def chat(**fields: Any) -> ChatRequest:
     return msgspec.convert({"messages": [{"role": "user", "content": "x"}], **fields}, ChatRequest)
 
 
-def sampling(facts: Facts = ALL, **fields: Any) -> Sampling:
-    return validate(completion(**fields), facts).sampling
+def sampling(**fields: Any) -> Sampling:
+    return validate(completion(**fields), FACTS).sampling
 
 
 def test_defaults_are_openais() -> None:
@@ -40,39 +38,6 @@ def test_temperature_zero_is_greedy_and_so_is_one_next_to_it() -> None:
     assert sampling(temperature=0).is_plain_greedy
     assert sampling(temperature=1e-300).is_plain_greedy
     assert sampling(top_p=0).top_p > 0  # a nucleus of one token, not of none
-
-
-def test_a_backend_that_only_knows_greedy_is_asked_for_greedy() -> None:
-    assert sampling(NONE).is_plain_greedy
-    # none of these matters then
-    assert sampling(NONE, temperature=0, top_p=0.5, top_k=5, min_p=0.1, seed=3).is_plain_greedy
-
-
-@pytest.mark.parametrize(
-    ("fields", "needs"),
-    [
-        ({"temperature": 0.5}, "temperature"),
-        ({"top_p": 0.5}, "top_p"),
-        ({"top_k": 1}, "top_k"),
-        ({"min_p": 0.5}, "min_p"),
-        ({"seed": 1}, "seed"),
-        ({"presence_penalty": 0.5}, "penalties"),
-        ({"frequency_penalty": 0.5}, "penalties"),
-        ({"repetition_penalty": 1.1}, "penalties"),
-        ({"logit_bias": {3: 1.0}}, "logit_bias"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"grammar": 'root ::= "a"'}, "grammar"),
-        ({"response_format": {"type": "json_object"}}, "json_schema"),
-    ],
-)
-def test_what_the_backend_cannot_do_is_refused_by_name(fields: dict[str, Any], needs: str) -> None:
-    facts = Facts("partial", 256, 300, frozenset(CAPABILITIES) - {needs})
-    with pytest.raises(ApiError, match="partial") as caught:
-        sampling(facts, **fields)
-    error = caught.value.body.error
-    assert (caught.value.status, error.code) == (400, "unsupported_parameter")
-    assert error.param == needs
-    sampling(ALL, **fields)
 
 
 def test_json_formats_become_a_schema() -> None:
@@ -97,7 +62,7 @@ def test_json_formats_become_a_schema() -> None:
 def test_max_tokens_is_what_is_asked_for_and_what_the_context_leaves(
     body: Any, prompt_tokens: int, most: int
 ) -> None:
-    assert token_limit(body, prompt_tokens, ALL) == most
+    assert token_limit(body, prompt_tokens, FACTS) == most
 
 
 @pytest.mark.parametrize(
@@ -105,7 +70,7 @@ def test_max_tokens_is_what_is_asked_for_and_what_the_context_leaves(
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])],
 )
 def test_prompts_have_four_shapes(prompt: Any, found: list[Any]) -> None:
-    assert prompts_of(completion(prompt=prompt), ALL, 128) == found
+    assert prompts_of(completion(prompt=prompt), FACTS, 128) == found
 
 
 @pytest.mark.parametrize(
@@ -114,5 +79,5 @@ def test_prompts_have_four_shapes(prompt: Any, found: list[Any]) -> None:
 )
 def test_prompts_that_cannot_be_are_refused(prompt: Any) -> None:
     with pytest.raises(ApiError) as caught:
-        prompts_of(completion(prompt=prompt), ALL, 128)
+        prompts_of(completion(prompt=prompt), FACTS, 128)
     assert (caught.value.status, caught.value.body.error.param) == (400, "prompt")

@@ -13,6 +13,7 @@ import pytest
 
 from models.errors import BrokenWeights
 from serving.errors import BackendUnavailable, KvFull, OutOfMemory, Unsupported
+from tests.serving.backends.backend_contract import check_contradictions
 from tests.serving.backends.backend_steps import Make, generate, greedy_alone, prompt_of, row
 
 
@@ -29,21 +30,14 @@ def test_kv_full_leaves_the_kv_as_it_was(make: Make) -> None:
     assert generate(backend, other, 4, slot=1) == alone(other, 4)
 
 
-def test_steps_that_contradict_the_engine_are_errors(make: Make) -> None:
-    backend = make(options={"step_tokens": 128})
-    with pytest.raises(ValueError, match="a step of 129 tokens; at most 128"):
-        backend.step([row(0, [5] * 129, 0)])
-    with pytest.raises(ValueError, match="slot 2 holds 0 tokens, and a row starts at 4"):
-        backend.step([row(2, [7], 4)])
-    backend.close()
-    backend.close()
+def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
+    check_contradictions(make())
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
         ({"options": {"flash_atention": "on"}}, Unsupported, "no option 'flash_atention'"),
-        ({"options": {"step_tokens": 0}}, Unsupported, "step_tokens .* must be at least 1, got 0"),
         (
             {"options": {"flash_attention": "off"}, "kv_dtype": "q8_0"},
             Unsupported,

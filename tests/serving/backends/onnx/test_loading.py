@@ -40,8 +40,6 @@ def test_settings_that_the_graph_cannot_do_are_refused(make: Make) -> None:
     make(folder, kv_dtype="fp32")
     with pytest.raises(Unsupported, match="no option 'spining'"):
         make(folder, options={"spining": "true"})
-    with pytest.raises(Unsupported, match="prefill_chunk .* got 0"):
-        make(folder, options={"prefill_chunk": 0})
     with pytest.raises(BackendUnavailable, match="gpu"):
         make(folder, device="gpu")
     with pytest.raises(OutOfMemory, match="KV cache"):

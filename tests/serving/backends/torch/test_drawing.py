@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from serving.backends.torch.gpu_sampler import draw, drawable
 from serving.sampling.sampler import sample
-from serving.sampling.step_rows import NO_TOKEN, Sampling
+from serving.sampling.step_rows import Sampling
 from tests.serving.backends.backend_steps import Make, prompt_of, row
 from tests.serving.backends.hf_folders import hf_folder
 
@@ -73,15 +70,3 @@ def test_rows_that_the_device_cannot_draw_go_to_the_host(make: Make) -> None:
     mixed, host = backend.step(rows), other.step(rows)
     assert [result.token for result in mixed] == [result.token for result in host]
     assert mixed[1].logprobs is not None and mixed[2].token == 7
-
-
-def test_nan_logits_draw_nothing(make: Make, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(hf_folder("tiny-llama"), tmp_path / "nan"))
-    (folder / "crossover.json").unlink()
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"][:] = float("nan")
-    save_file(tensors, folder / "model.safetensors")
-    backend = make(folder)
-    for on_device in (False, True):
-        backend._device_sampling = on_device
-        assert [found.token for found in backend.step([row(0, [5], 0)])] == [NO_TOKEN]
