@@ -100,7 +100,8 @@ class OnnxBackend:
                 before = time.perf_counter()
                 parts.append(graph.run(decoding))
                 self.last_decode_seconds = time.perf_counter() - before
-            parts += [graph.run([row]) for row in rows if len(row.tokens) > 1]
+            prompts = [row for row in rows if len(row.tokens) > 1]
+            parts += [graph.run(group) for group in graph.sharing(prompts)]
         except (MemoryError, RuntimeError) as problem:  # onnxruntime's derive from RuntimeError
             what = f"a step of {sum(len(row.tokens) for row in rows)} tokens"
             if isinstance(problem, MemoryError) or _is_memory(str(problem)):

@@ -3,7 +3,8 @@
 Each layer's keys and values are one numpy buffer [rows, kv_heads, context, head_dim]. The graph's
 past_* and present_* are bound to the same view of rows lo..hi, so the operator appends in place;
 how long each row is enters by the sums of `attention_mask`. A ragged decode step is one call with
-no padding, and a prompt is prefilled straight into its row.
+no padding, and a prompt is prefilled straight into its row. Short prompts share a call, padded
+right: all weights are read once for them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row
 
 _KEPT_BINDINGS = 256  # a binding holds two references a layer and no memory of its own
+# A call of prompts saves time where it is short: 1.5 x at 4 of 16 tokens, 1.2 x at 4 of 64, nothing
+# at 4 of 128 (1B, int8, two threads).
+_SHARED_TOKENS = 256
+_SHARED_PADDING = 1.25  # tokens with padding / tokens, at most
 _MASK_GRAIN = 64  # mask widths are multiples of this, so that onnxruntime sees few different shapes
 
 
@@ -59,19 +64,41 @@ class SlotGraph:
         row = self._row_of[slot]
         self._length[row] = min(tokens, self._length[row])
 
+    def sharing(self, prompts: list[Row]) -> list[list[Row]]:
+        """The prompts in groups that share a call: short ones from their first token, of about the
+        same length, in rows side by side."""
+        groups: list[list[Row]] = []
+        for row in sorted(prompts, key=lambda row: self._row_of[row.slot]):
+            joined = [*groups[-1], row] if groups else [row]
+            lengths = [len(one.tokens) for one in joined]
+            most = min(_SHARED_TOKENS, _SHARED_PADDING * sum(lengths))
+            first, last = (self._row_of[joined[at].slot] for at in (0, -1))
+            is_short = max(lengths) * len(joined) <= most and not any(one.start for one in joined)
+            if groups and is_short and last - first == len(joined) - 1:
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+        return groups
+
     def run(self, rows: list[Row]) -> Part:
-        """Rows of equally many tokens, in one call; the logits stay until their slots' next."""
+        """Rows of one token each, one longer row, or a group of `sharing`, in one call; the logits
+        stay until their slots' next."""
         for row in rows:
             check_row(row, self._length[self._row_of[row.slot]], self._context)
         lo = self._side_by_side([row.slot for row in rows])
         rows = sorted(rows, key=lambda row: self._row_of[row.slot])
         hi, ends = lo + len(rows), [row.position for row in rows]
         self._length[lo:hi] = ends
-        width = min(self._context, -(-max(ends) // _MASK_GRAIN) * _MASK_GRAIN)
+        ids = np.zeros((len(rows), max(len(row.tokens) for row in rows)), np.int64)
+        for at, row in enumerate(rows):
+            ids[at, : len(row.tokens)] = row.tokens
+        width = max(ends)
+        if 1 in ids.shape:  # wider, GroupQueryAttention takes a call of several prompts for a past
+            width = min(self._context, -(-width // _MASK_GRAIN) * _MASK_GRAIN)
         mask = (self._columns[:width] < np.array(ends)[:, None]).astype(np.int64)
         binding, out = self._binding(lo, hi), self._out[lo:hi]
         binding.bind_cpu_input("attention_mask", mask)
-        binding.bind_cpu_input("input_ids", np.array([row.tokens for row in rows], np.int64))
+        binding.bind_cpu_input("input_ids", ids)
         binding.bind_ortvalue_output("logits", self._ort.OrtValue.ortvalue_from_numpy(out))
         self._session.run_with_iobinding(binding)
         asked = [at for at, row in enumerate(rows) if row.wants_token]

@@ -40,6 +40,10 @@ class GrowingGraph:
         """Keep only the first `tokens` entries of a slot."""
         self._caches[slot] = [part[:, :tokens] for part in self._caches[slot]]
 
+    def sharing(self, prompts: list[Row]) -> list[list[Row]]:
+        """Each alone."""
+        return [[row] for row in prompts]
+
     def run(self, rows: list[Row]) -> Part:
         """Rows of equally many tokens; in one call where the graph is told their positions."""
         for row in rows:

@@ -16,7 +16,7 @@ from tests.serving.backends.backend_contract import (
     check_scheduled,
     check_seeded,
 )
-from tests.serving.backends.backend_steps import Make, generate, greedy_alone, prompt_of
+from tests.serving.backends.backend_steps import Make, generate, greedy_alone, prompt_of, row
 from tests.serving.backends.hf_folders import generated, logprobs_of, onnx_folder, onnx_source
 
 
@@ -79,3 +79,15 @@ def test_a_seeded_request_does_not_depend_on_its_batch_mates(make: Make, name: s
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
     for name in ("llama-fp32", "qwen3-growing"):
         check_contradictions(make(onnx_folder(name)))
+
+
+def test_short_prompts_of_unlike_lengths_in_one_pass_are_as_each_alone(make: Make) -> None:
+    backend, alone = make(onnx_folder("llama-int8")), make(onnx_folder("llama-int8"), slots=1)
+    prompts = [prompt_of(backend, tokens, slot) for slot, tokens in enumerate((9, 12, 11, 10))]
+    rows = [row(slot, prompt, 0) for slot, prompt in enumerate(prompts)]
+    assert len(backend._graph.sharing(rows)) == 1
+    first = [result.token for result in backend.step(rows)]
+    after = [row(slot, [token], len(prompts[slot])) for slot, token in enumerate(first)]
+    second = [result.token for result in backend.step(after)]
+    expected = [generate(alone, prompt, 2) for prompt in prompts]
+    assert [list(pair) for pair in zip(first, second, strict=True)] == expected
