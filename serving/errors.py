@@ -69,11 +69,9 @@ class KvFull(ServingError):
 
 
 class UnknownModel(ServingError):
-    """No model of this name is served."""
+    """No model of this name is served, or several are and the request names none."""
 
-
-class ModelNotNamed(ServingError):
-    """Several models are served, and the request names none."""
+    parameter = "model"
 
 
 class ContextOverflow(ServingError):

@@ -179,13 +179,15 @@ class Ingress:
     async def _start(self) -> None:
         """Returns when the engine serves. Raises ServingError, ModelError."""
         global _registry
-        from serving.cli.launch import limits_of, make_registry
+        from serving.cli.launch import make_registry
+        from serving.http.http_request import Limits
         from serving.http.routes import App
         from serving.logs import Narrator
 
         narrator = Narrator(sys.stderr)  # the replica's log, which Ray keeps
         _registry = await asyncio.to_thread(make_registry, self._options, narrator)
-        self._app = App(_registry, limits_of(self._options), self._api_key)
+        limits = Limits(deadline_seconds=self._options.deadline_seconds)
+        self._app = App(_registry, limits, self._api_key)
         await _registry.start()
         (model,) = _registry.models.values()
         await model.supervisor.wait_ready()

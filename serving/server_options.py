@@ -1,7 +1,7 @@
 """Options of a server and of a model: the only place that names, bounds and explains them.
 
-Made from these structs: the command line, the models file (`serve --models-file`), the body of
-/admin/load, and the flags of a campaign's [server] table.
+Made from these structs: the command line, the models file (`serve --models-file`), and the flags of
+a campaign's [server] table.
 
     [[model]]
     source = "135m"               # a rung, a GGUF file, a folder, a hub name
@@ -109,7 +109,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model: a MODEL of the command line, a [[model]] of a models file, an admin request."""
+    """One model: a MODEL of the command line, or a [[model]] of a models file."""
 
     source: str
     name: str | None = None  # in requests; None: the model's own
@@ -216,7 +216,7 @@ def arguments(values: Mapping[str, Any]) -> list[str]:
 
 def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
     """The models of a server: the command line's, then the models file's. Raises ServingError."""
-    shared = shared_of(options)
+    shared = {name: getattr(options, name) for name in SharedOptions.__struct_fields__}
     found = [model_options({"source": source}, shared, "MODEL") for source in options.models]
     if options.models_file is not None:
         where = f"--models-file {options.models_file}"
@@ -251,11 +251,6 @@ def _entries(file: str, where: str) -> list[dict[str, Any]]:
 
 class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
     model: Annotated[list[dict[str, Any]], Meta(min_length=1)]
-
-
-def shared_of(options: ServeOptions) -> dict[str, Any]:
-    """The command line's value of each option that a model may override."""
-    return {name: getattr(options, name) for name in SharedOptions.__struct_fields__}
 
 
 def model_options(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:

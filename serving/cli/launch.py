@@ -30,7 +30,7 @@ from serving.metrics import ServerMetrics, watch_loop
 from serving.placement.placement_policy import explain
 from serving.registry.engine_config import Machine, Prepared, prepare
 from serving.registry.model_registry import Registry, RegistryLimits
-from serving.server_options import ServeOptions, models_of, shared_of
+from serving.server_options import ServeOptions, models_of
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
@@ -60,7 +60,8 @@ def launch(options: ServeOptions) -> int:
                 "machine, since it has no key; --api-key-env gives it one"
             )
         registry = make_registry(options, narrator)
-        app = App(registry, limits_of(options), api_key, admin_key, is_local and api_key is None)
+        limits = Limits(deadline_seconds=options.deadline_seconds)
+        app = App(registry, limits, api_key, admin_key, is_local and api_key is None)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(options, registry, app, listener, narrator))
 
@@ -98,15 +99,10 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
         )
 
     limits = RegistryLimits(memory_limit, drain_seconds=options.drain_seconds)
-    registry = Registry(ServerMetrics(), machine, supervisor_of, limits, shared_of(options))
+    registry = Registry(ServerMetrics(), machine, supervisor_of, limits)
     for one in prepared:
         registry.serve(one)
     return registry
-
-
-def limits_of(options: ServeOptions) -> Limits:
-    """The limits of requests."""
-    return Limits(waiting_for_load=options.max_waiting, deadline_seconds=options.deadline_seconds)
 
 
 async def _run(

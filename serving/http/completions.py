@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from serving.engine.ipc_messages import TokenDetail
 from serving.http.api_schemas import COMPLETION, TextChoice
 from serving.http.http_request import Request
 from serving.http.request_validation import prompts_of, token_limit, validate
@@ -13,22 +14,21 @@ from serving.http.sse_stream import LOWEST_LOGPROB, Answer, Choice
 from serving.http.tool_calls import Part
 
 
-async def completions(request: Request) -> None:
+async def completions(request: Request) -> Answer:
     body = await request.read(COMPLETION)
     model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
-    generation = validate(body, facts)
+    generation = validate(body, facts, body.logprobs)
     model.supervisor.check_room()  # before a long prompt is tokenised
     bos, most = body.add_special_tokens is not False, facts.context_tokens
     prompts: list[tuple[list[int], int]] = []
-    for given in prompts_of(body, facts, request.endpoint.limits.sequences):
-        ids = given
+    for ids in prompts_of(body, facts, request.limits.sequences):
         if prompts:
             await asyncio.sleep(0)  # short texts are tokenised on the loop, one a turn
         if isinstance(ids, str):
             ids = await model.tokens(ids, "prompt", most=most, bos=bos)
         prompts.append((ids, token_limit(body, len(ids), facts)))
-    await TextAnswer(request, body, generation).send(prompts)
+    return TextAnswer(request, body, generation, prompts)
 
 
 class TextAnswer(Answer):
@@ -36,17 +36,14 @@ class TextAnswer(Answer):
 
     def shown(self, choice: Choice, part: Part) -> TextChoice:
         is_end = part.kind == "end"
-        logprobs = None if is_end and not choice.details else self._logprobs(choice)
+        logprobs = None if is_end and not choice.details else self.logprobs(choice)
         return TextChoice(choice.index, part.text, logprobs, choice.finish if is_end else None)
 
     def whole(self, choice: Choice, parts: Sequence[Part]) -> TextChoice:
-        return TextChoice(choice.index, choice.text, self._logprobs(choice), choice.finish)
+        return TextChoice(choice.index, choice.text, self.logprobs(choice), choice.finish)
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+    def told(self, details: Sequence[TokenDetail]) -> dict[str, Any]:
         """In OpenAI's older shape, without offsets in the text."""
-        if self.generation.sampling.logprobs is None:
-            return None
-        details, choice.details = choice.details, []
         tops = []
         for detail in details:
             pairs = zip(detail.top_ids, detail.top_values, strict=True)

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import cast
 
 from serving.engine.ipc_messages import GenerationRequest
-from serving.errors import ContextOverflow, Unsupported
+from serving.errors import ContextOverflow
 from serving.http.api_errors import invalid
 from serving.http.api_schemas import ChatRequest, CompletionRequest, Generation, encode
 from serving.registry.loaded_model import Facts
-from serving.sampling.grammar import check_size
+from serving.sampling.grammar import MAX_CHARACTERS
 from serving.sampling.step_rows import GREEDY_BELOW, Sampling
 
 ALL_TOKENS = -1  # as max_tokens: all that the context leaves
@@ -27,10 +27,11 @@ _SEED_MASK = (1 << 63) - 1
 
 
 def validate(
-    body: Generation, facts: Facts, calls_schema: bytes | None = None
+    body: Generation, facts: Facts, logprobs: int | None = None, calls_schema: bytes | None = None
 ) -> GenerationRequest:
     """The request's sampling and stops, without prompt, length and deadline. Raises ApiError 400.
 
+    `temperature` left out: 1.0, or 0 where the backend is greedy only. `logprobs`: alternatives.
     `calls_schema`: of the calls that the answer must consist of.
     """
     if body.stream_options is not None and not body.stream:
@@ -39,12 +40,27 @@ def validate(
         check_ids(body.stop_token_ids, facts, "stop_token_ids")
     if body.logit_bias:
         check_ids(list(body.logit_bias), facts, "logit_bias")
-    sampling = _sampling_of(body, facts, calls_schema)
-    try:  # here, too: each sequence of the request would carry it to the engine
-        check_size(sampling)
-    except Unsupported as problem:
-        param = problem.parameter if calls_schema is None else "tools"
-        raise invalid(str(problem), param, "unsupported_parameter") from None
+    schema = calls_schema if body.response_format is None else _schema_of(body, calls_schema)
+    if body.grammar is not None and schema is not None:
+        text = "grammar: not together with response_format or calls of tools that must come"
+        raise invalid(text, "grammar")
+    temperature = body.temperature
+    if temperature is None:
+        temperature = 1.0 if "temperature" in facts.capabilities else 0.0
+    sampling = Sampling(
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P),
+        top_k=min(max(body.top_k or 0, 0), facts.vocabulary),
+        min_p=body.min_p or 0.0,
+        seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logit_bias=body.logit_bias or {},
+        logprobs=None if logprobs is None else min(logprobs, facts.vocabulary),
+        grammar=body.grammar,
+        json_schema=None if schema is None else schema.decode(),
+    )
     drawn = sampling.temperature > 0  # greedy decoding is the same whatever the first five say
     asked = {
         "temperature": drawn,
@@ -54,9 +70,9 @@ def validate(
         "seed": drawn and body.seed is not None,
         "penalties": sampling.has_penalties,
         "logit_bias": bool(sampling.logit_bias),
-        "grammar": sampling.grammar is not None,
-        "json_schema": sampling.json_schema is not None,
-        "logprobs": sampling.logprobs is not None,
+        "grammar": body.grammar is not None,
+        "json_schema": schema is not None,
+        "logprobs": logprobs is not None,
     }
     for name, is_asked in asked.items():
         if is_asked and name not in facts.capabilities:
@@ -75,45 +91,19 @@ def validate(
     )
 
 
-def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> Sampling:
-    """How tokens are drawn. `temperature` left out: 1.0, or 0 where the backend is greedy only."""
-    temperature = body.temperature
-    if temperature is None:
-        temperature = 1.0 if "temperature" in facts.capabilities else 0.0
-    logprobs: int | None = None
-    if isinstance(body, CompletionRequest):
-        logprobs = body.logprobs
-    elif isinstance(body, ChatRequest):
-        if body.top_logprobs and not body.logprobs:
-            raise invalid("top_logprobs: needs logprobs: true", "top_logprobs")
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    schema, form = calls_schema, body.response_format
-    if form is not None and form.type != "text":
-        if form.type == "json_schema" and form.json_schema is None:
-            key = "response_format.json_schema"
-            raise invalid(f"{key}: needed with this type", key)
-        if calls_schema is not None:
-            text = "response_format: not together with calls of tools that must come"
-            raise invalid(text, "response_format")
-        found = {"type": "object"} if form.json_schema is None else form.json_schema.schema
-        schema = encode(found)
-    if body.grammar is not None and schema is not None:
-        text = "grammar: not together with response_format or calls of tools that must come"
-        raise invalid(text, "grammar")
-    return Sampling(
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P),
-        top_k=min(max(body.top_k or 0, 0), facts.vocabulary),
-        min_p=body.min_p or 0.0,
-        seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        logit_bias=body.logit_bias or {},
-        logprobs=None if logprobs is None else min(logprobs, facts.vocabulary),
-        grammar=body.grammar,
-        json_schema=None if schema is None else schema.decode(),
-    )
+def _schema_of(body: Generation, calls_schema: bytes | None) -> bytes | None:
+    """The JSON schema that the answer is held to. Raises ApiError 400."""
+    form, key = body.response_format, "response_format"
+    if form is None or form.type == "text":
+        return calls_schema
+    if calls_schema is not None:
+        raise invalid(f"{key}: not together with calls of tools that must come", key)
+    if form.type == "json_schema" and form.json_schema is None:
+        raise invalid(f"{key}.json_schema: needed with this type", f"{key}.json_schema")
+    schema = encode({"type": "object"} if form.json_schema is None else form.json_schema.schema)
+    if len(schema) > MAX_CHARACTERS:  # each sequence of the request carries it to the engine
+        raise invalid(f"{key}: {len(schema)} bytes; {MAX_CHARACTERS} are allowed", key)
+    return schema
 
 
 def prompts_of(body: CompletionRequest, facts: Facts, most: int) -> list[str | list[int]]:
@@ -122,9 +112,6 @@ def prompts_of(body: CompletionRequest, facts: Facts, most: int) -> list[str | l
     Raises ApiError 400.
     """
     prompt = body.prompt
-    if not isinstance(prompt, str) and len(prompt) > facts.context_tokens + most:
-        # before a walk through a million ids
-        raise ContextOverflow(len(prompt), None, facts.context_tokens, "prompt")
     if isinstance(prompt, str) or {type(item) for item in prompt} == {int}:
         prompt = [cast("str | list[int]", prompt)]
     if {type(item) for item in prompt} not in ({str}, {list}):
@@ -158,16 +145,14 @@ def token_limit(body: Generation, prompt_tokens: int, facts: Facts) -> int:
 
     Raises ApiError 400 for an empty prompt, ContextOverflow.
     """
-    param, wanted = "messages", ALL_TOKENS
-    if not isinstance(body, ChatRequest):
-        param, wanted = "prompt", COMPLETION_TOKENS
-    key, asked = "max_completion_tokens", body.max_completion_tokens
-    if asked is None:
-        key, asked = "max_tokens", body.max_tokens
-    elif body.max_tokens not in (None, asked):
-        raise invalid("max_tokens and max_completion_tokens differ; send one of them", key)
+    is_chat = isinstance(body, ChatRequest)
+    param, wanted = ("messages", ALL_TOKENS) if is_chat else ("prompt", COMPLETION_TOKENS)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.max_tokens not in (None, asked):
+        text = "max_tokens and max_completion_tokens differ; send one of them"
+        raise invalid(text, "max_completion_tokens")
     if asked == 0:
-        raise invalid(f"{key}: at least 1 is needed, got 0", key)
+        raise invalid("max_tokens: at least 1 is needed, got 0", "max_tokens")
     if prompt_tokens < 1:
         raise invalid(f"{param}: no tokens in it; at least one is needed", param)
     room = facts.context_tokens - prompt_tokens
@@ -176,6 +161,6 @@ def token_limit(body: Generation, prompt_tokens: int, facts: Facts) -> int:
     wanted = wanted if asked is None else asked
     limit = room if wanted == ALL_TOKENS else min(wanted, room)
     if (body.min_tokens or 0) > limit:
-        text = f"min_tokens: {body.min_tokens} is more than the {limit} that {key} allows"
+        text = f"min_tokens: {body.min_tokens} is more than the {limit} that max_tokens allows"
         raise invalid(text, "min_tokens")
     return limit

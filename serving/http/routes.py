@@ -14,11 +14,12 @@ import ipaddress
 import logging
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from serving.http import admin_routes, status_routes
-from serving.http.admin_routes import UnloadRequest
+from serving.http.admin_routes import LoadRequest, UnloadRequest
 from serving.http.api_errors import ApiError, as_answer
 from serving.http.api_schemas import (
     ChatChoice,
@@ -31,25 +32,26 @@ from serving.http.api_schemas import (
 )
 from serving.http.chat_completions import chat_completions
 from serving.http.completions import completions
-from serving.http.http_request import Endpoint, Limits, Request
+from serving.http.http_request import Limits, Request
 from serving.http.openapi import Route, document
+from serving.http.sse_stream import Answer, sse_event
 from serving.registry.loaded_model import ModelRouter
-from serving.server_options import ModelOptions
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in metrics
 
 
-async def openapi(request: Request) -> None:
-    names = ", ".join(request.endpoint.router.models)
-    await request.answer(document(request.scope["app"].routes, names))
+async def openapi(request: Request) -> dict[str, Any]:
+    return document(request.scope["app"].routes, ", ".join(request.router.models))
 
 
 _CHAT = ("POST", "/v1/chat/completions", chat_completions, "Answer a chat")
-_TEXT = ("POST", "/v1/completions", completions, "Continue a text")
 ROUTES = (
-    Route(*_CHAT, ChatRequest, Completion[ChatChoice], streams=True),
-    Route(*_TEXT, CompletionRequest, Completion[TextChoice], streams=True),
+    Route(*_CHAT, ChatRequest, Completion[ChatChoice]),
+    Route(
+        *("POST", "/v1/completions", completions, "Continue a text"),
+        *(CompletionRequest, Completion[TextChoice]),
+    ),
     Route("GET", "/health", status_routes.health, "The process lives"),
     Route("GET", "/ready", status_routes.ready, "The engine serves"),
     Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", answer=str),
@@ -62,8 +64,7 @@ ROUTES = (
 )
 ADMIN_ROUTES = (
     Route("GET", "/admin/models", admin_routes.list_models, "State of every model"),
-    # the options where it adds a model, else its name alone
-    Route("POST", "/admin/load", admin_routes.load_model, "Load or add a model", ModelOptions),
+    Route("POST", "/admin/load", admin_routes.load_model, "Load a model", LoadRequest),
     Route("POST", "/admin/unload", admin_routes.unload_model, "Unload it", UnloadRequest),
 )
 
@@ -83,7 +84,8 @@ class App:
         admin_key: str | None = None,
         local_names: bool = False,
     ) -> None:
-        self.endpoint = Endpoint(router, limits)
+        self.router = router
+        self.limits = limits
         self.routes = ROUTES if admin_key is None else (*ROUTES, *ADMIN_ROUTES)
         self._api_key = api_key
         self._admin_key = admin_key
@@ -95,11 +97,15 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
-        request = Request(self.endpoint, scope, receive, send)
-        metrics = self.endpoint.router.metrics
+        request = Request(self.router, self.limits, scope, receive, send)
+        metrics = self.router.metrics
         metrics.open_requests.inc()
         try:
-            await self._route(request).handler(request)
+            answer = await self._route(request).handler(request)
+            if isinstance(answer, Answer):
+                await answer.send()
+            elif answer is not None:
+                await request.answer(answer)
         except asyncio.CancelledError:
             if not request.gone:
                 raise
@@ -116,40 +122,40 @@ class App:
         headers, method, path = request.headers, request.scope["method"], request.scope["path"]
         if self._local_names:
             check_host(headers)
-        routes = self._table.get(path)
-        if routes is None:
-            folder, _, name = path.partition("/models/")
-            if name and folder in ("", "/v1"):
-                request.parameter = name
-                routes = self._table["/v1/models/{name}"]
         if path.startswith("/admin/") and self._admin_key is not None:
             check_key(headers, self._admin_key)
         elif self._api_key is not None and path not in ("/health", "/ready"):
             check_key(headers, self._api_key)
+        routes = self._table.get(path)
         if routes is None:
-            text = f"there is no {path[:200]} here; /openapi.json lists what there is"
-            raise ApiError(404, text, "not_found")
+            folder, _, request.parameter = path.partition("/models/")
+            if not request.parameter or folder not in ("", "/v1"):
+                text = f"there is no {path[:200]} here; /openapi.json lists what there is"
+                raise ApiError(404, text, "not_found")
+            routes = self._table["/v1/models/{name}"]
         if method not in routes:
             allowed = ", ".join(sorted(routes))
             text = f"{method} is not allowed on {path[:200]}; {allowed} is"
             raise ApiError(405, text, "method_not_allowed", headers={"Allow": allowed})
-        route = routes[method]
-        request.route = route.path
-        return route
+        request.route = routes[method].path
+        return routes[method]
 
     async def _fail(self, request: Request, problem: Exception) -> None:
-        """The answer to whatever a handler has raised; what nobody foresaw is logged."""
+        """The answer to whatever a handler has raised, inside a stream its last event, without a
+        [DONE]; what nobody foresaw is logged."""
         answer = as_answer(problem)
         if answer is None:
-            number = request.id.decode()
-            logger.error("request %s failed", number, exc_info=problem)
+            logger.error("request %s failed", request.id.decode(), exc_info=problem)
             text = "the server failed on this request; its log says why"
             answer = ApiError(500, text, "internal_error")
-        router = self.endpoint.router
-        model = request.model or (router.first if len(router.models) == 1 else None)
-        name = "" if model is None else model.served_name
+        router = self.router
+        name = router.first.served_name if len(router.models) == 1 else ""
+        name = name if request.model is None else request.model.served_name
         router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
-        await request.fail(answer)
+        if request.status is None:
+            await request.answer(answer.body, answer.status, answer.headers)
+        elif not request.ended:
+            await request.write(sse_event(answer.body), last=True)
 
 
 def check_key(headers: Mapping[bytes, bytes], key: str) -> None:

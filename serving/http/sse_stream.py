@@ -1,6 +1,6 @@
 """From a valid request to its answer: sequences submitted, deltas written and counted.
 
-    await TextAnswer(request, body, generation).send([(ids, most_tokens)])
+    return TextAnswer(request, body, generation, [(ids, most_tokens)])     # in a handler
 
 The head of a streamed answer leaves with the first delta: until then an error is an answer with its
 own status, and the sequence can move to another engine. A request that ends early cancels its
@@ -30,8 +30,8 @@ from serving.http.api_schemas import (
     Usage,
     encode,
 )
-from serving.http.http_request import Request, sse_event
-from serving.http.tool_calls import Format, Part, Reasoning, Splitter
+from serving.http.http_request import Request
+from serving.http.tool_calls import Form, Part, Splitter
 from serving.registry.loaded_model import TEXT_WORK
 from serving.supervisor.inflight_requests import Stream
 
@@ -44,6 +44,11 @@ _FINISHES: dict[FinishReason, Finish] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
 }
+
+
+def sse_event(value: Any) -> bytes:
+    """One server-sent event with `value` as JSON."""
+    return b"data: " + encode(value) + b"\n\n"
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +64,7 @@ class Choice:
     last: float = 0.0  # when its last tokens came
     tokens: int = 0
     cached: int | None = None
-    ended_as: FinishReason | None = None
+    is_over: bool = False
     finish: Finish | None = None  # None: it runs, or ended badly
     text: str = ""  # of an answer that is not streamed
     opened: bool = False
@@ -76,15 +81,22 @@ class Answer(ABC):
     chunk_kind: str
     opening: tuple[Part, ...] = ()  # what precedes a choice's first content
     schema_key = "response_format"  # that an engine's refusal of the schema is about
-    # What splitters look for in the text; None: all of it is content.
-    form: tuple[Reasoning | None, Format | None, frozenset[str]] | None = None
+    form: Form | None = None  # what splitters look for in the text; None: all of it is content
 
-    def __init__(self, request: Request, body: Generation, generation: GenerationRequest) -> None:
-        """`generation`: without a prompt; its seed is that of the first answer to each prompt."""
+    def __init__(
+        self,
+        request: Request,
+        body: Generation,
+        generation: GenerationRequest,
+        prompts: Sequence[tuple[list[int], int]],
+    ) -> None:
+        """`generation`: without a prompt; its seed is that of the first answer to each prompt.
+        `prompts`: token ids, and the most output tokens."""
         assert request.model is not None
         self.request = request
         self.model = request.model
         self.generation = generation
+        self.prompts = prompts
         self.id = f"{self.prefix}-{request.serial}"
         self.created = int(time.time())
         self.n = body.n or 1
@@ -96,31 +108,21 @@ class Answer(ABC):
 
     @abstractmethod
     def shown(self, choice: Choice, part: Part) -> Any:
-        """A chunk's choice: a part, or END. Takes the choice's details."""
+        """A chunk's choice: a part, or END. Takes the choice's log-probabilities."""
 
     @abstractmethod
     def whole(self, choice: Choice, parts: Sequence[Part]) -> Any:
         """The choice of an answer that is not streamed."""
 
-    async def send(self, prompts: Sequence[tuple[list[int], int]]) -> None:
-        """Submit every sequence of the request, or none, and write its answer.
+    @abstractmethod
+    def told(self, details: Sequence[TokenDetail]) -> dict[str, Any]:
+        """Log-probabilities as they are written."""
 
-        `prompts`: token ids, and the most output tokens. Raises ApiError, Unavailable, Overloaded.
-        """
-        count, most_sequences = self.n * len(prompts), self.model.supervisor.most_sequences
-        if most_sequences is not None and count > most_sequences:
-            key = "n" if self.n > 1 else "prompt"
-            text = f"{len(prompts)} prompts times {self.n} answers (n); this server's slots"
-            raise invalid(f"{key}: {text} and queue hold {most_sequences} sequences", key)
-        alternatives = self.generation.sampling.logprobs
-        if alternatives is not None and not self.streamed:
-            size = self.n * sum(most for _, most in prompts) * (1 + alternatives)
-            allowed = self.request.endpoint.limits.answer_logprobs
-            if size > allowed:
-                text = f"up to {size} of them; {allowed} are allowed without stream"
-                raise invalid(f"logprobs: {text}", "logprobs")
+    async def send(self) -> None:
+        """Submit every sequence of the request, or none, and write its answer. Raises ApiError,
+        Unavailable, Overloaded."""
         try:
-            for ids, most in prompts:
+            for ids, most in self.prompts:
                 for number in range(self.n):
                     self._submit(ids, most, number)
             if len(self.choices) == 1:
@@ -134,15 +136,15 @@ class Answer(ABC):
                     raise problems.exceptions[0] from None
             if self.streamed:
                 last = self._event([], self.usage()) if self.options.include_usage else b""
-                await self.request.close_stream(last + b"data: [DONE]\n\n")
-            elif alternatives is not None:  # up to seconds of work
-                await self.request.answer(await TEXT_WORK.run(0, self._body))
-            else:
+                await self.request.write(last + b"data: [DONE]\n\n", last=True)
+            elif self.is_plain:
                 await self.request.answer(self._body())
+            else:  # log-probabilities are up to seconds of work
+                await self.request.answer(await TEXT_WORK.run(0, self._body))
         finally:
             for choice in self.choices:
                 choice.stream.cancel()  # unless it has ended
-                if choice.ended_as is None:
+                if not choice.is_over:
                     self._ended(choice, FinishReason.CANCELLED)
 
     def _submit(self, ids: list[int], most_tokens: int, number: int) -> None:
@@ -158,35 +160,39 @@ class Answer(ABC):
             deadline_seconds=self.request.seconds_left(),
         )
         stream = self.model.supervisor.submit(sequence)
-        splitter = None if self.form is None else Splitter(*self.form)
+        splitter = None if self.form is None else Splitter(self.form)
         now, index = time.perf_counter(), len(self.choices)
         self.choices.append(Choice(index, len(ids), stream, now, splitter))
 
     async def _follow(self, choice: Choice) -> None:
-        """Take the deltas of one sequence, and write them where the answer is streamed."""
-        async for delta in choice.stream:
-            self._take(choice, delta)
-            if self.streamed:
-                await self.request.write(self._events(choice, delta.text))
-            else:
-                choice.text += delta.text
+        """Count the deltas of one sequence, and write them where the answer is streamed. Raises
+        where the sequence did not end as it should.
 
-    def _take(self, choice: Choice, delta: Delta) -> None:
-        """Count one delta. Raises where the sequence did not end as it should."""
-        choice.details += delta.details
-        if delta.tokens:
-            now, metrics = time.perf_counter(), self.model.metrics
-            metrics.generation_tokens.inc(delta.tokens)
-            if choice.tokens:
-                metrics.inter_token.observe(now - choice.last)
+        Only the text differs between the events of plain content: the rest is encoded once.
+        """
+        metrics = self.model.metrics
+        async for delta in choice.stream:
+            choice.details += delta.details
+            if delta.tokens:
+                now = time.perf_counter()
+                if choice.tokens:
+                    metrics.inter_token.observe(now - choice.last)
+                else:
+                    self._began(choice, delta, now)
+                metrics.generation_tokens.inc(delta.tokens)
+                choice.tokens += delta.tokens
+                choice.last = now
+            if delta.finish is not None:
+                self._ended(choice, FinishReason(delta.finish))
+                if choice.finish is None:
+                    raise self._failure(delta)
+            if not self.streamed:
+                choice.text += delta.text
+            elif delta.text and choice.frame is not None and choice.finish is None:
+                head, tail = choice.frame
+                await self.request.write(head + encode(delta.text) + tail)
             else:
-                self._began(choice, delta, now)
-            choice.tokens += delta.tokens
-            choice.last = now
-        if delta.finish is not None:
-            self._ended(choice, FinishReason(delta.finish))
-            if choice.finish is None:
-                raise self._failure(delta)
+                await self.request.write(self._events(choice, delta.text))
 
     def _began(self, choice: Choice, delta: Delta, now: float) -> None:
         """The first tokens are here."""
@@ -204,7 +210,7 @@ class Answer(ABC):
         metrics.cache_hits.inc(choice.cached or 0)
 
     def _ended(self, choice: Choice, finish: FinishReason) -> None:
-        choice.ended_as, choice.finish = finish, _FINISHES.get(finish)
+        choice.is_over, choice.finish = True, _FINISHES.get(finish)
         metrics = self.model.metrics
         metrics.finished[finish].inc()
         if choice.finish is not None:
@@ -213,21 +219,15 @@ class Answer(ABC):
                 metrics.per_token.observe((choice.last - choice.first) / (choice.tokens - 1))
 
     def _events(self, choice: Choice, text: str) -> bytes:
-        """The events that a delta's text becomes; none where it is still held back.
-
-        Only the text differs between the events of plain content: the rest is encoded once.
-        """
-        if text and choice.frame is not None and choice.finish is None:
-            return choice.frame[0] + encode(text) + choice.frame[1]
+        """The events that a delta's text becomes; none where it is still held back."""
         parts = self._parts(choice, text)
         if not choice.opened:
             choice.opened = True
             parts[:0] = self.opening
         if choice.finish is not None:
             parts.append(END)
-        data = b""
+        data, usage = b"", None if self.options.include_usage else UNSET
         for part in parts:
-            usage: Usage | None | UnsetType = None if self.options.include_usage else UNSET
             if self.options.continuous_usage_stats:
                 tokens = 0 if part is ROLE else choice.tokens
                 usage = usage_of(choice.prompt_tokens, tokens, choice.cached)
@@ -254,6 +254,13 @@ class Answer(ABC):
         name, usage = self.model.served_name, self.usage()
         return encode(Completion(self.id, self.kind, self.created, name, choices, usage))
 
+    def logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        """Those not written yet; None: nobody asked for any."""
+        if self.generation.sampling.logprobs is None:
+            return None
+        details, choice.details = choice.details, []
+        return self.told(details)
+
     def usage(self) -> Usage:
         """Usage of the request: each prompt counts once, however many answers it has."""
         firsts = self.choices[:: self.n]
@@ -266,7 +273,7 @@ class Answer(ABC):
         """What a sequence that ended badly becomes."""
         supervisor, key = self.model.supervisor, delta.parameter
         if delta.finish == FinishReason.DEADLINE:
-            return too_late(self.request.deadline_seconds or 0.0)
+            return too_late(self.request.deadline_seconds)
         text = delta.error or "the request was cancelled by the server"
         if delta.finish == FinishReason.REFUSED:
             key = self.schema_key if key == "response_format" else key

@@ -4,7 +4,7 @@ Calls that must come (`required`, a named function) are a JSON list, held to by 
 decoding. Calls that may come (`auto`) are what the model was trained to write, where its chat
 template shows the Hermes format: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 
-    splitter = Splitter("maybe", "hermes", frozenset({"add"}))
+    splitter = Splitter(Form("maybe", "hermes", frozenset({"add"})))
     splitter.push("<think>2+2</think>Four", True)
     # [Part("reasoning", "2+2"), Part("content", "Four")]
 
@@ -20,27 +20,27 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from serving.http.api_errors import invalid
-from serving.http.api_schemas import (
-    CalledFunction,
-    ChatRequest,
-    TokenizeRequest,
-    Tool,
-    ToolCall,
-    encode,
-)
+from serving.http.api_schemas import CalledFunction, ChatRequest, Tool, ToolCall, encode
 from serving.sampling.grammar import MAX_CHARACTERS
 
 THINK, THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 
 Format = Literal["hermes", "list"]
-Reasoning = Literal["maybe", "open"]
 
 
-def offered(body: ChatRequest | TokenizeRequest) -> list[Tool]:
+class Form(NamedTuple):
+    """What there may be in a text. `reasoning`: "maybe" (the text may open it), "open" (the prompt
+    has opened it). `calls`: their format; None: none are looked for."""
+
+    reasoning: Literal["maybe", "open"] | None
+    calls: Format | None
+    names: frozenset[str]  # of functions
+
+
+def offered(body: ChatRequest) -> Sequence[Tool]:
     """The tools that the model is told of."""
-    is_none = isinstance(body, ChatRequest) and body.tool_choice == "none"
-    return [] if is_none else list(body.tools or [])
+    return () if body.tool_choice == "none" else body.tools or ()
 
 
 def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | None]:
@@ -49,14 +49,12 @@ def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | 
     choice, tools = body.tool_choice, offered(body)
     if isinstance(choice, Tool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not tools:
-            text = f"tool_choice: tools has no function {choice.function.name!r}"
-            raise invalid(text, "tool_choice")
-    elif choice == "required" and not tools:
-        raise invalid("tool_choice: required, and tools names no function", "tool_choice")
-    elif not tools:
+    if not tools and (choice == "required" or isinstance(choice, Tool)):
+        name = "" if isinstance(choice, str) else f" {choice.function.name!r}"
+        raise invalid(f"tool_choice: tools has no function{name}", "tool_choice")
+    if not tools:
         return None, None
-    elif choice != "required":
+    if choice in (None, "auto"):
         plain = template.replace('\\"', '"')
         if _CALL in plain and '"arguments"' in plain and "<function=" not in plain:
             return "hermes", None
@@ -133,26 +131,20 @@ class Part(NamedTuple):
 
 
 class Splitter:
-    """Finds the parts of one sequence's text. It holds back no more than the beginning of a mark,
-    white space before a part, and calls.
+    """Finds the parts of one sequence's text, of this Form. It holds back no more than the
+    beginning of a mark, white space before a part, and calls."""
 
-    `reasoning`: "maybe" (the text may open it), "open" (the prompt has opened it). `calls`: their
-    format; None: none are looked for.
-    """
-
-    def __init__(
-        self, reasoning: Reasoning | None, calls: Format | None, names: frozenset[str]
-    ) -> None:
-        self._names = names
+    def __init__(self, form: Form) -> None:
+        self._names = form.names
         self._held = ""
         self._fresh = True  # nothing of this part has come yet
-        said = "list" if calls == "list" else "content"
-        self._kind = {"maybe": "start", "open": "reasoning", None: said}[reasoning]
+        said = "list" if form.calls == "list" else "content"
+        self._kind = {"maybe": "start", "open": "reasoning", None: said}[form.reasoning]
         # kind -> the mark that ends it, and the kind of what follows
         self._ends = {
             "start": ("", said),
             "reasoning": (THOUGHT, said),
-            "content": (_CALL if calls == "hermes" else "", "call"),
+            "content": (_CALL if form.calls == "hermes" else "", "call"),
             "call": (_CALLED, "content"),
             "list": ("", ""),
         }

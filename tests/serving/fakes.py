@@ -125,7 +125,6 @@ class FakeSupervisor:
         self.streams: dict[int, Stream] = {}
         self.cancelled: list[int] = []
         self.refuse_after: int | None = None
-        self.most_sequences: int | None = None
         self.refusal: Unavailable | Overloaded = Overloaded(
             "the queue is full", 2.4, "queue_requests"
         )
@@ -378,5 +377,5 @@ def scraped(data: bytes) -> dict[tuple[str, ...], float]:
     for family in text_string_to_metric_families(data.decode()):
         for sample in family.samples:
             labels = [value for key, value in sorted(sample.labels.items()) if key != "model_name"]
-            found[sample.name.removeprefix(PREFIX), *labels] = sample.value
+            found[sample.name.removeprefix(f"{PREFIX}_"), *labels] = sample.value
     return found

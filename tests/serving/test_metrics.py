@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import Any
 
@@ -21,7 +20,7 @@ def model_of(server: ServerMetrics, name: str, supervisor: Any) -> Metrics:
 
 
 def exposition(server: ServerMetrics) -> bytes:
-    return asyncio.run(server.exposition())
+    return server.exposition()
 
 
 def test_buckets_hold_their_bound_and_every_step_is_counted(supervisor: FakeSupervisor) -> None:

@@ -11,7 +11,7 @@ from serving.errors import Cause
 from serving.http.openapi import document
 from serving.http.routes import ROUTES
 from serving.supervisor.supervisor import Event
-from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, served
+from tests.serving.fakes import FakeSupervisor, app_on, ask, served
 
 
 def test_models_lists_the_one_that_is_served(port: int) -> None:
@@ -43,11 +43,6 @@ def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
     found = ask(port, "POST", "/tokenize", {"prompt": "hé"}).json
     assert found == {"tokens": [*"hé".encode()], "count": 3, "max_model_len": 256}
     assert ask(port, "POST", "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "hé"}
-    marked = {"tokens": [257, 104, 256], "skip_special_tokens": False}
-    assert ask(port, "POST", "/detokenize", marked).json == {"prompt": "<|im_start|>h<|end|>"}
-    messages = [{"role": "user", "content": "hi"}]
-    counted = ask(port, "POST", "/tokenize", {"messages": messages}).json["count"]
-    assert counted == chat(port).json["usage"]["prompt_tokens"]
 
 
 def test_many_tokens_are_told_as_few_are(port: int) -> None:
@@ -77,7 +72,7 @@ def test_the_only_model_unloaded_by_an_administrator_is_not_ready(
     app = app_on(supervisor)
     with served(app) as port:
         assert ask(port, "GET", "/ready").status == 200  # a request loads it
-        app.endpoint.router.first.on_demand = False
+        app.router.first.on_demand = False
         answer = ask(port, "GET", "/ready")
     assert (answer.status, answer.json["error"]["code"]) == (503, "unloaded")
 

@@ -27,7 +27,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def sampling(facts: Facts = ALL, **fields: Any) -> Sampling:
-    return validate(completion(**fields), facts).sampling
+    return validate(completion(**fields), facts, fields.get("logprobs")).sampling
 
 
 def test_defaults_are_openais() -> None:
