@@ -12,8 +12,6 @@ choices counts as n sequences. Unknown values are omitted, not reported as 0.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -39,7 +37,6 @@ from serving.supervisor.supervisor import Supervisor
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-HOLD_PERIOD_SECONDS = 0.05  # between two looks; what is shorter may be missed
 PREFIX = "crossover"
 SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -151,8 +148,6 @@ class ServerMetrics(Collector):
         self.rejected = Counter("request_rejected", text, labels, **into)
         text, labels = "Answers by route and status", ["route", "status"]
         self.responses = Counter("http_responses", text, labels, **into)
-        text = "Time that the HTTP side did nothing else"
-        self.loop_holds = Histogram("event_loop_hold_seconds", text, buckets=SECONDS, **into)
         self.open_requests = Gauge("http_requests_open", "Requests being answered", **into)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)  # CPU, memory and file descriptors of this process
@@ -195,16 +190,3 @@ def _family(
         if value is not None:
             family.add_metric(labels, float(value))
     return family
-
-
-async def watch_loop(holds: Histogram) -> None:
-    """Observe, again and again, for how long the event loop ran something else than this.
-
-    At most the CPU time that the process used meanwhile: a busy machine is no hold.
-    """
-    while True:
-        period = HOLD_PERIOD_SECONDS
-        began, used = time.perf_counter(), time.process_time()
-        await asyncio.sleep(period)
-        late = time.perf_counter() - began - period
-        holds.observe(max(0.0, min(late, time.process_time() - used)))

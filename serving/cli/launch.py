@@ -18,23 +18,24 @@ import sys
 from pathlib import Path
 
 import uvloop
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp
 
 from models.manifest import write_atomically
 from serving.bounds import parse_bytes
 from serving.errors import EngineState, ServingError
-from serving.http.http_request import Limits
 from serving.http.http_server import is_loopback, listen, serving, url_of
 from serving.http.routes import App
 from serving.logs import Narrator
-from serving.metrics import ServerMetrics, watch_loop
+from serving.metrics import ServerMetrics
 from serving.placement.placement_policy import explain
 from serving.registry.engine_config import Machine, Prepared, prepare
 from serving.registry.model_registry import Registry, RegistryLimits
 from serving.server_options import ServeOptions, models_of
 from serving.supervisor.admission import QueueBounds
-from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 
+LOCAL_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 LOOK_SECONDS = 0.05  # between two looks at how far a load is
 
 
@@ -45,11 +46,6 @@ def launch(options: ServeOptions) -> int:
     narrator.take_logging()
     if options.replicas > 1:
         raise ServingError(f"--replicas {options.replicas} needs --on ray")
-    if options.ready_file is not None:
-        file = Path(options.ready_file).absolute()
-        if file.is_dir() or not os.access(file.parent, os.W_OK):
-            text = "it is a folder, or stands in one that is not there or cannot be written to"
-            raise ServingError(f"--ready-file {options.ready_file}: {text}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
     api_key, admin_key = keys_of(options)
     with listen(options.host, options.port) as listener:
@@ -60,8 +56,9 @@ def launch(options: ServeOptions) -> int:
                 "machine, since it has no key; --api-key-env gives it one"
             )
         registry = make_registry(options, narrator)
-        limits = Limits(deadline_seconds=options.deadline_seconds)
-        app = App(registry, limits, api_key, admin_key, is_local and api_key is None)
+        app: ASGIApp = App(registry, api_key, admin_key)
+        if is_local and api_key is None:  # else a web page reaches it under its own name
+            app = TrustedHostMiddleware(app, allowed_hosts=LOCAL_NAMES)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(options, registry, app, listener, narrator))
 
@@ -92,7 +89,6 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
                 wait_seconds=options.max_wait_seconds,
                 ttft_seconds=options.ttft_slo_seconds,
             ),
-            limits=RecoveryLimits(health_timeout_seconds=options.health_timeout_seconds),
             standby=one.model.standby == "warm",
             on_event=narrator.event,
             on_output=narrator.say,
@@ -106,7 +102,11 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
 
 
 async def _run(
-    options: ServeOptions, registry: Registry, app: App, listener: socket.socket, narrator: Narrator
+    options: ServeOptions,
+    registry: Registry,
+    app: ASGIApp,
+    listener: socket.socket,
+    narrator: Narrator,
 ) -> int:
     """Serve until a signal comes, or until there can be nothing to serve. The exit status."""
     asked = asyncio.Event()
@@ -125,7 +125,6 @@ async def _run(
     narrator.say(f"listening on {url}, loading {'the model' if count == 1 else f'{count} models'}")
     announcing = asyncio.create_task(_announce(registry, url, options.ready_file, narrator))
     asking = asyncio.create_task(asked.wait())
-    watching = asyncio.create_task(watch_loop(registry.metrics.loop_holds))
     async with serving(app, listener, signalled) as ended:
         await asyncio.wait((announcing, asking, ended), return_when=asyncio.FIRST_COMPLETED)
         failed = not asked.is_set()
@@ -133,7 +132,7 @@ async def _run(
             why = announcing.result() if announcing.done() else "the HTTP server ended by itself"
             narrator.say(f"giving up: {why}")
         cut_off = await registry.stop(not failed, options.drain_seconds)
-        for task in (announcing, asking, watching):
+        for task in (announcing, asking):
             task.cancel()
     if options.ready_file:
         with contextlib.suppress(OSError):
@@ -179,13 +178,7 @@ async def _announce(
 def keys_of(options: ServeOptions) -> tuple[str | None, str | None]:
     """The API key and the admin key; None where none is asked for. Raises ServingError."""
     api = _read_key(options.api_key_env, "--api-key-env")
-    admin = _read_key(options.admin_key_env, "--admin-key-env")
-    if admin is not None and admin == api:
-        raise ServingError(
-            "--admin-key-env is the same key as --api-key-env; "
-            "whoever may ask a model may not load and unload them"
-        )
-    return api, admin
+    return api, _read_key(options.admin_key_env, "--admin-key-env")
 
 
 def _read_key(variable: str | None, option: str) -> str | None:

@@ -55,14 +55,11 @@ def _state(model: ServedModel) -> dict[str, Any]:
     predicted = sum(attempt.need_bytes for attempt in model.attempts())
     return {
         "name": model.served_name,
-        "source": model.prepared.model.source,
-        "policy": model.prepared.model.policy,
         "state": model.state,
         "reason": model.doing or supervisor.reason,
         "problem": model.problem,
         "engine": supervisor.label,
         "engine_pid": supervisor.engine_pid,
-        "weight_format": placement.weight_format,
         "on_demand": model.on_demand,
         "memory": {
             "device": placement.device,

@@ -67,9 +67,9 @@ class ApiError(ServingError):
         self.body = ErrorBody(ErrorDetail(message, kind, param, code))
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A 400: the request itself is wrong."""
-    return ApiError(400, message, code, param)
+def refused(key: str, why: str, code: str | None = None) -> ApiError:
+    """A 400: this key of the request is wrong."""
+    return ApiError(400, f"{key}: {why}", code, key)
 
 
 def try_again(status: int, message: str, code: str, retry_after_seconds: float) -> ApiError:
@@ -100,6 +100,6 @@ def as_answer(problem: Exception) -> ApiError | None:
         case NoRoom():
             return try_again(503, text, "no_room", 5.0)
         case RecursionError():  # of a schema, of tools, of a template
-            return invalid("the body is nested too deeply", code="nested_too_deeply")
+            return ApiError(400, "the body is nested too deeply", "nested_too_deeply")
     status, code = _ANSWERS.get(type(problem), (0, ""))
     return ApiError(status, text, code, getattr(problem, "parameter", None)) if status else None

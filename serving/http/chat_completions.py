@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from models.errors import BadChat
 from serving.engine.ipc_messages import TokenDetail
-from serving.http.api_errors import invalid
+from serving.http.api_errors import refused
 from serving.http.api_schemas import (
     CHAT,
     ChatChoice,
@@ -32,9 +32,10 @@ async def chat_completions(request: Request) -> Answer:
     model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
     template = model.tokenizer.chat_template or ""
-    calls, calls_schema = format_of(body, template)
+    wants_calls = body.tools or body.tool_choice
+    calls, calls_schema = format_of(body, template) if wants_calls else (None, None)
     if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs: needs logprobs: true", "top_logprobs")
+        raise refused("top_logprobs", "needs logprobs: true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     generation = validate(body, facts, logprobs, calls_schema)
     model.supervisor.check_room()  # before a long prompt is tokenised
@@ -63,8 +64,7 @@ async def prompt_of(
     """A chat as token ids, at most `most`, and whether the answer begins inside of the model's
     reasoning. `variables`: of the template. Raises ApiError 400, ContextOverflow."""
     for name in sorted(_OURS & variables.keys()):
-        key = f"chat_template_kwargs.{name}"
-        raise invalid(f"{key}: the request has a key of its own for it", key)
+        raise refused(f"chat_template_kwargs.{name}", "the request has a key of its own for it")
     size = request.body_bytes
     try:  # a template is a program, and not ours
         if size <= INLINE_CHARACTERS:
@@ -72,7 +72,7 @@ async def prompt_of(
         else:
             text = await TEXT_WORK.run(size, rendered, model, body, variables)
     except BadChat as problem:
-        raise invalid(str(problem), "messages") from None
+        raise refused("messages", str(problem)) from None
     ids = await model.tokens(text, "messages", most=most, parse_special=True)
     return ids, text.rstrip().endswith(THINK)
 
@@ -85,8 +85,7 @@ def rendered(model: ServedModel, body: ChatRequest, variables: dict[str, Any]) -
     for index, message in enumerate(body.messages):
         content = message.content
         if content is None and message.role != "assistant":
-            key = f"messages[{index}].content"
-            raise invalid(f"{key}: null; a text is needed", key)
+            raise refused(f"messages[{index}].content", "null; a text is needed")
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         role = "system" if message.role == "developer" else message.role
@@ -101,8 +100,10 @@ def rendered(model: ServedModel, body: ChatRequest, variables: dict[str, Any]) -
         if message.tool_call_id is not None:
             turn["tool_call_id"] = message.tool_call_id
         turns.append(turn)
-    template = model.tokenizer.chat_template or ""
-    turns, variables["tools"] = told_of_tools(turns, offered(body), template)
+    variables["tools"] = None
+    if body.tools or called:
+        template = model.tokenizer.chat_template or ""
+        turns, variables["tools"] = told_of_tools(turns, offered(body), template)
     head = body.add_generation_prompt is not False
     return model.tokenizer.render_chat(turns, head, variables=variables)
 
@@ -115,7 +116,7 @@ def _calls_of(message: Message, index: int) -> list[dict[str, Any]]:
             arguments = msgspec.json.decode(made.function.arguments or "{}", type=dict)
         except msgspec.DecodeError as problem:
             key = f"messages[{index}].tool_calls[{place}].function.arguments"
-            raise invalid(f"{key}: no JSON object: {problem}", key) from None
+            raise refused(key, f"no JSON object: {problem}") from None
         function = {"name": made.function.name, "arguments": arguments}
         calls.append({"id": made.id, "type": "function", "function": function})
     return calls

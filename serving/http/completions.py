@@ -22,7 +22,7 @@ async def completions(request: Request) -> Answer:
     model.supervisor.check_room()  # before a long prompt is tokenised
     bos, most = body.add_special_tokens is not False, facts.context_tokens
     prompts: list[tuple[list[int], int]] = []
-    for ids in prompts_of(body, facts, request.limits.sequences):
+    for ids in prompts_of(body, facts):
         if prompts:
             await asyncio.sleep(0)  # short texts are tokenised on the loop, one a turn
         if isinstance(ids, str):

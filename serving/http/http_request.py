@@ -30,26 +30,15 @@ _JSON_TYPE = re.compile(rb"\s*application/(?:[\w.+-]+\+)?json\s*(?:;.*)?", re.IG
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _EVENTS = "text/event-stream; charset=utf-8"
 _AT_ONCE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one request. What breaks one is a 4xx that names it. A proxy bounds connections, heads,
-    and the pace of what comes."""
-
-    body_bytes: int = 4 << 20
-    sequences: int = 128  # prompts * n of one request
-    deadline_seconds: float | None = None  # of every request; one may ask for a shorter deadline
+MOST_BODY_BYTES = 4 << 20  # a proxy bounds connections, heads, and the pace of what comes
 
 
 class Request:
     """`status` is known once the head of the answer has left: an error is an event then."""
 
-    def __init__(
-        self, router: ModelRouter, limits: Limits, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    def __init__(self, router: ModelRouter, scope: Scope, receive: Receive, send: Send) -> None:
         self.began = time.perf_counter()
         self.router = router
-        self.limits = limits
         self.scope = scope
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
@@ -58,7 +47,6 @@ class Request:
         given = self.headers.get(b"x-request-id", b"")
         self.id = given if _REQUEST_ID.fullmatch(given) else b"req-" + self.serial.encode()
         self.route = "other"  # as a label: never what a stranger typed
-        self.parameter = ""  # of the path
         self.body_bytes = 0
         self.deadline_seconds: float | None = None  # from its arrival
         self.status: int | None = None
@@ -69,7 +57,7 @@ class Request:
 
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
         """The body as its type. Raises ApiError (400, 413, 415)."""
-        headers, most = self.headers, self.limits.body_bytes
+        headers, most = self.headers, MOST_BODY_BYTES
         kind = headers.get(b"content-type", b"")
         if not _JSON_TYPE.fullmatch(kind) or b"content-encoding" in headers:
             text = f"Content-Type {kind[:80].decode('latin-1')!r}; send plain application/json"
@@ -95,8 +83,7 @@ class Request:
         Raises UnknownModel, Unavailable; ApiError 504 at the deadline.
         """
         self.model = model = self.router.named(name)
-        deadlines = (deadline_seconds, self.limits.deadline_seconds)
-        self.deadline_seconds = min(filter(None, deadlines), default=None)
+        self.deadline_seconds = deadline_seconds
         self._watcher = asyncio.create_task(self._watch(asyncio.current_task()))
         try:
             async with asyncio.timeout(self.seconds_left()):

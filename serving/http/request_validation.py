@@ -9,18 +9,18 @@ Pure functions. What a backend cannot do is a 400 that names the parameter.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import cast
 
 from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import ContextOverflow
-from serving.http.api_errors import invalid
+from serving.http.api_errors import refused
 from serving.http.api_schemas import ChatRequest, CompletionRequest, Generation, encode
 from serving.registry.loaded_model import Facts
 from serving.sampling.grammar import MAX_CHARACTERS
 from serving.sampling.step_rows import GREEDY_BELOW, Sampling
 
-ALL_TOKENS = -1  # as max_tokens: all that the context leaves
+MOST_SEQUENCES = 128  # prompts * n of one request
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 _SMALLEST_TOP_P = 1e-6  # top_p 0 means "the best token only", and a nucleus must hold one
 _SEED_MASK = (1 << 63) - 1
@@ -35,15 +35,12 @@ def validate(
     `calls_schema`: of the calls that the answer must consist of.
     """
     if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options: only allowed together with stream: true", "stream_options")
-    if body.stop_token_ids:
-        check_ids(body.stop_token_ids, facts, "stop_token_ids")
-    if body.logit_bias:
-        check_ids(list(body.logit_bias), facts, "logit_bias")
+        raise refused("stream_options", "only allowed together with stream: true")
+    check_ids(body.stop_token_ids or (), facts, "stop_token_ids")
+    check_ids(body.logit_bias or (), facts, "logit_bias")
     schema = calls_schema if body.response_format is None else _schema_of(body, calls_schema)
     if body.grammar is not None and schema is not None:
-        text = "grammar: not together with response_format or calls of tools that must come"
-        raise invalid(text, "grammar")
+        raise refused("grammar", "not together with response_format or calls that must come")
     temperature = body.temperature
     if temperature is None:
         temperature = 1.0 if "temperature" in facts.capabilities else 0.0
@@ -76,8 +73,8 @@ def validate(
     }
     for name, is_asked in asked.items():
         if is_asked and name not in facts.capabilities:
-            text = f"{name} is not supported by the {facts.backend} backend"
-            raise invalid(text, name, "unsupported_parameter")
+            why = f"not supported by the {facts.backend} backend"
+            raise refused(name, why, "unsupported_parameter")
     return GenerationRequest(
         prompt=[],
         max_tokens=0,
@@ -97,47 +94,39 @@ def _schema_of(body: Generation, calls_schema: bytes | None) -> bytes | None:
     if form is None or form.type == "text":
         return calls_schema
     if calls_schema is not None:
-        raise invalid(f"{key}: not together with calls of tools that must come", key)
+        raise refused(key, "not together with calls of tools that must come")
     if form.type == "json_schema" and form.json_schema is None:
-        raise invalid(f"{key}.json_schema: needed with this type", f"{key}.json_schema")
+        raise refused(f"{key}.json_schema", "needed with this type")
     schema = encode({"type": "object"} if form.json_schema is None else form.json_schema.schema)
     if len(schema) > MAX_CHARACTERS:  # each sequence of the request carries it to the engine
-        raise invalid(f"{key}: {len(schema)} bytes; {MAX_CHARACTERS} are allowed", key)
+        raise refused(key, f"{len(schema)} bytes; {MAX_CHARACTERS} are allowed")
     return schema
 
 
-def prompts_of(body: CompletionRequest, facts: Facts, most: int) -> list[str | list[int]]:
-    """The completion's prompts, each a text or token ids. `most`: sequences of one request.
-
-    Raises ApiError 400.
-    """
+def prompts_of(body: CompletionRequest, facts: Facts) -> list[str | list[int]]:
+    """The completion's prompts, each a text or token ids. Raises ApiError 400."""
     prompt = body.prompt
     if isinstance(prompt, str) or {type(item) for item in prompt} == {int}:
         prompt = [cast("str | list[int]", prompt)]
     if {type(item) for item in prompt} not in ({str}, {list}):
-        text = "prompt: texts, token ids or lists of token ids are needed, all of one kind"
-        raise invalid(text, "prompt")
+        why = "texts, token ids or lists of token ids are needed, all of one kind"
+        raise refused("prompt", why)
     found, choices = cast("list[str | list[int]]", prompt), body.n or 1
-    if len(found) * choices > most:
-        param = "n" if choices > 1 else "prompt"
-        asked = f"{len(found)} prompts times {choices} answers"
-        raise invalid(f"{param}: {asked}; {most} sequences a request are allowed", param)
+    if len(found) * choices > MOST_SEQUENCES:
+        why = f"{len(found)} prompts times {choices} answers; {MOST_SEQUENCES} are allowed"
+        raise refused("n" if choices > 1 else "prompt", why)
     for ids in found:
         if isinstance(ids, list):
             check_ids(ids, facts, "prompt")
-        elif not ids:
-            raise invalid("prompt: an empty text; at least one token is needed", "prompt")
     return found
 
 
-def check_ids(ids: Sequence[int], facts: Facts, param: str) -> None:
-    """Raises ApiError 400 for no ids, or one that the model does not have."""
-    if not ids:
-        raise invalid(f"{param}: an empty list of token ids; at least one is needed", param)
-    for token in (max(ids), min(ids)):
+def check_ids(ids: Collection[int], facts: Facts, param: str) -> None:
+    """Raises ApiError 400 for an id that the model does not have."""
+    for token in (max(ids, default=0), min(ids, default=0)):
         if not 0 <= token < facts.vocabulary:
-            range_ = f"the model has {facts.vocabulary} tokens"
-            raise invalid(f"{param}: token id {token} is out of range; {range_}", param)
+            why = f"token id {token} is out of range; the model has {facts.vocabulary} tokens"
+            raise refused(param, why)
 
 
 def token_limit(body: Generation, prompt_tokens: int, facts: Facts) -> int:
@@ -146,21 +135,16 @@ def token_limit(body: Generation, prompt_tokens: int, facts: Facts) -> int:
     Raises ApiError 400 for an empty prompt, ContextOverflow.
     """
     is_chat = isinstance(body, ChatRequest)
-    param, wanted = ("messages", ALL_TOKENS) if is_chat else ("prompt", COMPLETION_TOKENS)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens not in (None, asked):
-        text = "max_tokens and max_completion_tokens differ; send one of them"
-        raise invalid(text, "max_completion_tokens")
-    if asked == 0:
-        raise invalid("max_tokens: at least 1 is needed, got 0", "max_tokens")
+        raise refused("max_completion_tokens", "it and max_tokens differ; send one of them")
+    param = "messages" if is_chat else "prompt"
     if prompt_tokens < 1:
-        raise invalid(f"{param}: no tokens in it; at least one is needed", param)
+        raise refused(param, "no tokens in it; at least one is needed")
     room = facts.context_tokens - prompt_tokens
     if room < 1:
         raise ContextOverflow(prompt_tokens, asked, facts.context_tokens, param)
-    wanted = wanted if asked is None else asked
-    limit = room if wanted == ALL_TOKENS else min(wanted, room)
+    limit = min(room, asked or (room if is_chat else COMPLETION_TOKENS))
     if (body.min_tokens or 0) > limit:
-        text = f"min_tokens: {body.min_tokens} is more than the {limit} that max_tokens allows"
-        raise invalid(text, "min_tokens")
+        raise refused("min_tokens", f"{body.min_tokens} is more than the {limit} that may come")
     return limit

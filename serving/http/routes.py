@@ -1,4 +1,4 @@
-"""The route table, and the ASGI application around it.
+"""The route table, the ASGI application around it, and its /openapi.json.
 
     app = App(router, limits, api_key="...")
     uvicorn.run(app, **server_options())    # serving.http.http_server
@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import logging
-import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from serving.http import admin_routes, status_routes
 from serving.http.admin_routes import LoadRequest, UnloadRequest
-from serving.http.api_errors import ApiError, as_answer
+from serving.http.api_errors import ApiError, ErrorBody, as_answer
 from serving.http.api_schemas import (
     ChatChoice,
     ChatRequest,
@@ -32,13 +31,26 @@ from serving.http.api_schemas import (
 )
 from serving.http.chat_completions import chat_completions
 from serving.http.completions import completions
-from serving.http.http_request import Limits, Request
-from serving.http.openapi import Route, document
+from serving.http.http_request import Request
 from serving.http.sse_stream import Answer, sse_event
 from serving.registry.loaded_model import ModelRouter
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in metrics
+
+
+class Route(NamedTuple):
+    """A handler, and what the document says of it. `body` and `answer` are types.
+
+    A handler returns what the answer says, or an Answer that writes itself; None: it has answered.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Any]]
+    summary: str
+    body: Any = None
+    answer: Any = dict[str, Any]
 
 
 async def openapi(request: Request) -> dict[str, Any]:
@@ -56,7 +68,6 @@ ROUTES = (
     Route("GET", "/ready", status_routes.ready, "The engine serves"),
     Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", answer=str),
     Route("GET", "/v1/models", status_routes.models, "What is served"),
-    Route("GET", "/v1/models/{name}", status_routes.model_card, "One model"),
     Route("POST", "/tokenize", status_routes.tokenize, "To token ids", TokenizeRequest),
     Route("POST", "/detokenize", status_routes.detokenize, "Ids to text", DetokenizeRequest),
     Route("GET", "/v1/placement", status_routes.placement, "What runs where, and why"),
@@ -70,34 +81,28 @@ ADMIN_ROUTES = (
 
 
 class App:
-    """Host, key and route before the handler; errors and counts after it.
-
-    `local_names`: a Host that is a name of the DNS is refused. Without `admin_key` there are no
-    admin routes.
-    """
+    """Key and route before the handler; errors and counts after it. Without `admin_key` there are
+    no admin routes."""
 
     def __init__(
         self,
         router: ModelRouter,
-        limits: Limits,
         api_key: str | None = None,
         admin_key: str | None = None,
-        local_names: bool = False,
     ) -> None:
         self.router = router
-        self.limits = limits
         self.routes = ROUTES if admin_key is None else (*ROUTES, *ADMIN_ROUTES)
         self._api_key = api_key
         self._admin_key = admin_key
-        self._local_names = local_names
-        self._table: dict[str, dict[str, Route]] = {}
-        for route in self.routes:
-            for path in {route.path, route.path.removeprefix("/v1")}:
-                self._table.setdefault(path, {})[route.method] = route
+        self._table = {
+            (route.method, path): route
+            for route in self.routes
+            for path in (route.path, route.path.removeprefix("/v1"))
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
-        request = Request(self.router, self.limits, scope, receive, send)
+        request = Request(self.router, scope, receive, send)
         metrics = self.router.metrics
         metrics.open_requests.inc()
         try:
@@ -118,27 +123,18 @@ class App:
             metrics.responses.labels(request.route, str(code)).inc()
 
     def _route(self, request: Request) -> Route:
-        """Raises ApiError 403 for a foreign name of this server, 401 without the key, 404, 405."""
+        """Raises ApiError 401 without the key, 404."""
         headers, method, path = request.headers, request.scope["method"], request.scope["path"]
-        if self._local_names:
-            check_host(headers)
         if path.startswith("/admin/") and self._admin_key is not None:
             check_key(headers, self._admin_key)
         elif self._api_key is not None and path not in ("/health", "/ready"):
             check_key(headers, self._api_key)
-        routes = self._table.get(path)
-        if routes is None:
-            folder, _, request.parameter = path.partition("/models/")
-            if not request.parameter or folder not in ("", "/v1"):
-                text = f"there is no {path[:200]} here; /openapi.json lists what there is"
-                raise ApiError(404, text, "not_found")
-            routes = self._table["/v1/models/{name}"]
-        if method not in routes:
-            allowed = ", ".join(sorted(routes))
-            text = f"{method} is not allowed on {path[:200]}; {allowed} is"
-            raise ApiError(405, text, "method_not_allowed", headers={"Allow": allowed})
-        request.route = routes[method].path
-        return routes[method]
+        route = self._table.get((method, path))
+        if route is None:
+            text = f"there is no {method} {path[:200]} here; /openapi.json lists what there is"
+            raise ApiError(404, text, "not_found")
+        request.route = route.path
+        return route
 
     async def _fail(self, request: Request, problem: Exception) -> None:
         """The answer to whatever a handler has raised, inside a stream its last event, without a
@@ -168,17 +164,31 @@ def check_key(headers: Mapping[bytes, bytes], key: str) -> None:
         raise ApiError(401, text, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def check_host(headers: Mapping[bytes, bytes]) -> None:
-    """Raises ApiError 403 where the Host is a name of the DNS other than localhost.
-
-    A web page reaches a server on loopback under its own name where it has the DNS answer
-    127.0.0.1 (DNS rebinding). Addresses and names without a dot are nobody's.
-    """
-    host = headers.get(b"host", b"").decode("latin-1").strip().lower()
-    name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".")
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        if "." in name and not name.endswith(".localhost"):
-            text = f"Host {name[:80]!r}: without a key, local names only are served"
-            raise ApiError(403, text, "wrong_host") from None
+def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of a server with these routes: a fold over them and their types."""
+    types = {ErrorBody, *(route.answer for route in routes), *(route.body for route in routes)}
+    template = "#/components/schemas/{name}"
+    found, components = msgspec.json.schema_components(types, ref_template=template)
+    as_json = {
+        kind: {"application/json": {"schema": schema}}
+        for kind, schema in zip(types, found, strict=True)
+    }
+    paths: dict[str, Any] = {}
+    for route in routes:
+        answers = {
+            "200": {"description": route.summary, "content": as_json[route.answer]},
+            "default": {"description": "An error", "content": as_json[ErrorBody]},
+        }
+        operation: dict[str, Any] = {"summary": route.summary, "responses": answers}
+        if route.body is not None:
+            operation["requestBody"] = {"required": True, "content": as_json[route.body]}
+        paths.setdefault(route.path, {})[route.method.lower()] = operation
+    about = f"OpenAI-compatible inference endpoint; serves {models}; answers have X-Request-Id."
+    security = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Crossover", "version": "1", "description": about},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": security},
+        "security": [{"key": []}, {}],
+    }

@@ -20,8 +20,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
-from serving.errors import EngineState
-from serving.http.api_errors import ApiError, invalid, too_late, try_again
+from serving.http.api_errors import ApiError, too_late, try_again
 from serving.http.api_schemas import (
     Completion,
     Finish,
@@ -277,10 +276,8 @@ class Answer(ABC):
         text = delta.error or "the request was cancelled by the server"
         if delta.finish == FinishReason.REFUSED:
             key = self.schema_key if key == "response_format" else key
-            return invalid(text, key, "unsupported_parameter")
-        if supervisor.state != EngineState.ready:
-            return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
-        return ApiError(500, text, "engine_failed")
+            return ApiError(400, text, "unsupported_parameter", key)
+        return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:

@@ -9,7 +9,6 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from serving.errors import ContextOverflow, EngineState
-from serving.http.api_errors import as_answer
 from serving.http.api_schemas import DETOKENIZE, TOKENIZE
 from serving.http.http_request import Request
 from serving.http.request_validation import check_ids
@@ -24,28 +23,19 @@ async def health(request: Request) -> dict[str, str]:
     return {"status": "ok"}
 
 
-async def ready(request: Request) -> None:
-    """200 where a request can be answered: an engine serves, or is loaded for the request; else a
-    503 with the reason."""
+async def ready(request: Request) -> dict[str, Any]:
+    """Whether a request can be answered: an engine serves, or is loaded for the request. Raises
+    Unavailable with the reason."""
     router = request.router
     states, models = router.states(), list(router.models.values())
-    serve = [one for one in models if states[one.served_name] == EngineState.ready]
-    can = [one for one in models if states[one.served_name] == EngineState.unloaded]
-    able = serve or [one for one in can if one.on_demand]
-    model = (able or models)[0]
-    about: dict[str, Any] = {
-        "state": model.supervisor.state,
-        "model": model.served_name,
-        "backend": model.supervisor.label,
-        "models": states,
-    }
-    if able:
-        await request.answer(about)
-        return
-    problem = as_answer(model.supervisor.unavailable())
-    assert problem is not None, "Unavailable is a 503"
-    about |= {"reason": model.supervisor.reason, "error": problem.body.error}
-    await request.answer(about, problem.status, problem.headers)
+    able = [one for one in models if states[one.served_name] == EngineState.ready]
+    if not able:
+        can = [one for one in models if states[one.served_name] == EngineState.unloaded]
+        able = [one for one in can if one.on_demand]
+    if not able:
+        raise models[0].supervisor.unavailable()
+    name, served = able[0].served_name, able[0].supervisor
+    return {"state": served.state, "model": name, "backend": served.label, "models": states}
 
 
 async def metrics(request: Request) -> None:
@@ -54,10 +44,6 @@ async def metrics(request: Request) -> None:
 
 async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_card(one) for one in request.router.models.values()]}
-
-
-async def model_card(request: Request) -> dict[str, Any]:
-    return _card(request.router.named(request.parameter))
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
@@ -85,8 +71,7 @@ async def detokenize(request: Request) -> dict[str, str]:
     facts = model.known_facts()
     if len(body.tokens) > facts.context_tokens:
         raise ContextOverflow(len(body.tokens), None, facts.context_tokens, "tokens")
-    if body.tokens:
-        check_ids(body.tokens, facts, "tokens")
+    check_ids(body.tokens, facts, "tokens")
     return {"prompt": await model.text_of(body.tokens)}
 
 

@@ -19,7 +19,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from serving.http.api_errors import invalid
+import msgspec
+
+from serving.http.api_errors import refused
 from serving.http.api_schemas import CalledFunction, ChatRequest, Tool, ToolCall, encode
 from serving.sampling.grammar import MAX_CHARACTERS
 
@@ -51,7 +53,7 @@ def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | 
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     if not tools and (choice == "required" or isinstance(choice, Tool)):
         name = "" if isinstance(choice, str) else f" {choice.function.name!r}"
-        raise invalid(f"tool_choice: tools has no function{name}", "tool_choice")
+        raise refused("tool_choice", f"tools has no function{name}")
     if not tools:
         return None, None
     if choice in (None, "auto"):
@@ -59,18 +61,21 @@ def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | 
         if _CALL in plain and '"arguments"' in plain and "<function=" not in plain:
             return "hermes", None
         text = (
-            "tools: this model's chat template has not the Hermes and Qwen format of calls "
+            "this model's chat template has not the Hermes and Qwen format of calls "
             "(<tool_call>): tool_choice auto cannot be read; required, a named function, none can"
         )
-        raise invalid(text, "tools", "unsupported_parameter")
-    if (size := len(encode(tools))) > MAX_CHARACTERS:  # before its parts are moved, one by one
-        text = f"tools: calls that must come, of {size} bytes; {MAX_CHARACTERS} are allowed"
-        raise invalid(text, "tools")
-    definitions: dict[str, Any] = {}
+        raise refused("tools", text, "unsupported_parameter")
+    if (size := len(encode(tools))) > MAX_CHARACTERS:
+        why = f"calls that must come, of {size} bytes; {MAX_CHARACTERS} are allowed"
+        raise refused("tools", why)
+    definitions: dict[str, msgspec.Raw] = {}
     calls: list[Any] = []
     for number, tool in enumerate(tools):
         place = f"#/$defs/f{number}"
-        definitions[f"f{number}"] = _moved(tool.function.parameters or {"type": "object"}, place)
+        # Its references to itself hold where it now stands.
+        arguments = encode(tool.function.parameters or {"type": "object"})
+        moved = arguments.replace(b'"$ref":"#', b'"$ref":"' + place.encode())
+        definitions[f"f{number}"] = msgspec.Raw(moved)
         call = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
         needed = {"required": [*call], "additionalProperties": False}
         calls.append({"type": "object", "properties": call, **needed})
@@ -78,19 +83,6 @@ def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | 
     if isinstance(choice, Tool) or body.parallel_tool_calls is False:
         schema["maxItems"] = 1
     return "list", encode(schema | {"$defs": definitions})
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself hold where it stands at `place` in another one."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(item, place) for key, item in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
 
 
 def told_of_tools(

@@ -35,7 +35,6 @@ from serving.engine.ipc_messages import (
     TokenDetail,
 )
 from serving.errors import EngineState, Overloaded, Unavailable
-from serving.http.http_request import Limits
 from serving.http.http_server import server_options
 from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
@@ -286,7 +285,6 @@ def app_on(
     supervisor: Any,
     *,
     tokenizer: Any = None,
-    limits: Limits | None = None,
     api_key: str | None = None,
     placement: Any = None,
     name: str = "m",
@@ -299,7 +297,7 @@ def app_on(
     model = ServedModel(supervisor, vocabulary, metrics)
     model.about = lambda: placement  # type: ignore[method-assign]
     router.add(model)
-    return App(router, limits or Limits(), api_key)
+    return App(router, api_key)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:

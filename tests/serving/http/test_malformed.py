@@ -13,7 +13,6 @@ import pytest
 
 from serving.backends.backend_interface import CAPABILITIES
 from serving.http.api_schemas import COMPLETION, decode
-from serving.http.http_request import Limits
 from tests.serving.fakes import INFO, Answer, FakeSupervisor, app_on, ask, scraped, served
 from tests.serving.http.test_app_streams import connected, read_all
 
@@ -23,7 +22,7 @@ DEEP = b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema
 LARGE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "x" * 65_537}}}
 CALL = {"function": {"name": "f", "arguments": "{}"}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL] * 18_000}
-MANY = b'{"n": 2, "prompt": [' + b"[]," * 349_000 + b"[]]}"
+MANY = b'{"n": 2, "prompt": [' + b"[1]," * 349_000 + b"[1]]}"
 WIDE = {"type": "function", "function": {"name": "f", "parameters": {"enum": [[]] * 250_000}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
 
@@ -49,7 +48,7 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     ((TEXT, b"[" * 500_000), 400, "the body"),
     ((TEXT, DEEP), 400, "response_format"),
     ((TEXT, b'{"x": ' + b"[" * 99_999), 400, "x"),
-    ((TEXT, b'{"prompt": "' + b"x" * (1 << 20) + b'"}'), 413, "body_too_large"),
+    ((TEXT, b'{"prompt": "' + b"x" * (4 << 20) + b'"}'), 413, "body_too_large"),
     # keys and values
     (text(temprature=1), 400, "temprature"),
     ((TEXT, {}), 400, "prompt"),
@@ -68,6 +67,7 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     (text(prompt=["x"] * 65, n=2), 400, "n"),
     (text(max_tokens=0), 400, "max_tokens"),
     (text(max_tokens=5, max_completion_tokens=6), 400, "max_completion_tokens"),
+    (text(max_tokens=-1), 400, "max_tokens"),
     (text(min_tokens=99), 400, "min_tokens"),
     (text(logprobs=21), 400, "logprobs"),
     (text(stop=["x"] * 17), 400, "stop"),
@@ -84,6 +84,9 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     (text(model="other"), 404, "model"),
     # prompts
     (text(prompt=[]), 400, "prompt"),
+    (text(prompt=""), 400, "prompt"),
+    (text(prompt=["a", ""]), 400, "prompt"),
+    (text(prompt=[[1], []]), 400, "prompt"),
     (text(prompt=["a", 1]), 400, "prompt"),
     (text(prompt=[300]), 400, "prompt"),
     (text(prompt="x" * 1000), 400, "prompt"),
@@ -118,7 +121,7 @@ HEADERS: list[tuple[dict[str, str], int, str]] = [
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     supervisor = FakeSupervisor(info=msgspec.structs.replace(INFO, capabilities=CAPABILITIES))
-    with served(app_on(supervisor, limits=Limits(body_bytes=1 << 20))) as port:
+    with served(app_on(supervisor)) as port:
         ask(port, "GET", "/metrics")
         yield port
 

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from serving.errors import Cause
-from serving.http.openapi import document
-from serving.http.routes import ROUTES
+from serving.http.routes import ROUTES, document
 from serving.supervisor.supervisor import Event
 from tests.serving.fakes import FakeSupervisor, app_on, ask, served
 
@@ -19,8 +18,6 @@ def test_models_lists_the_one_that_is_served(port: int) -> None:
     assert listed["object"] == "list" and len(listed["data"]) == 1
     card = listed["data"][0]
     assert (card["id"], card["object"], card["max_model_len"]) == ("m", "model", 256)
-    assert ask(port, "GET", "/v1/models/m").json == card
-    assert ask(port, "GET", "/v1/models/other/one").error["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -59,9 +56,9 @@ def test_health_and_ready(port: int, supervisor: FakeSupervisor) -> None:
     supervisor.state = "restarting"
     supervisor.reason = "engine_died: killed"
     answer = ask(port, "GET", "/ready")
-    assert answer.status == 503 and answer.json["state"] == "restarting"
-    assert answer.json["reason"] == "engine_died: killed"
-    assert answer.json["error"]["code"] == "restarting" and answer.headers["retry-after"] == "3"
+    assert (answer.status, answer.error["code"]) == (503, "restarting")
+    assert "engine_died: killed" in answer.error["message"]
+    assert answer.headers["retry-after"] == "3"
     assert ask(port, "GET", "/health").status == 200
 
 
@@ -109,8 +106,8 @@ def test_the_document_describes_every_route_and_resolves(port: int) -> None:
     for path, operations in found["paths"].items():
         for method in ("get", "post"):
             body = {} if method == "post" else None
-            status = ask(port, method.upper(), path.replace("{name}", "m"), body).status
-            assert (status != 405) == (method in operations), (method, path)
+            status = ask(port, method.upper(), path, body).status
+            assert (status != 404) == (method in operations), (method, path)
     references = set(re.findall(rb'"\$ref":"#/components/schemas/(\w+)"', answer.body))
     assert {name.decode() for name in references} <= set(found["components"]["schemas"])
     assert found["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
