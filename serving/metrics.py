@@ -2,7 +2,6 @@
 
     server = ServerMetrics()                                 # of the process
     metrics = Metrics(server, "smollm2-135m", supervisor)    # of one model, label `model_name`
-    server.add(metrics)
     metrics.ttft.observe(0.12)
     text = server.exposition()
 
@@ -96,6 +95,7 @@ class Metrics:
     def __init__(self, server: ServerMetrics, model: str, served: Supervisor) -> None:
         self.model = model
         self.served = served
+        server.models[model] = self
         own = {name: family.labels(model) for name, family in server.families.items()}
         self.ttft = own["time_to_first_token_seconds"]
         self.inter_token = own["inter_token_latency_seconds"]
@@ -151,10 +151,6 @@ class ServerMetrics(Collector):
         self.open_requests = Gauge("http_requests_open", "Requests being answered", **into)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)  # CPU, memory and file descriptors of this process
-
-    def add(self, metrics: Metrics) -> None:
-        """One more model."""
-        self.models[metrics.model] = metrics
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -46,10 +46,11 @@ def launch_on_ray(options: ServeOptions) -> int:
     (source,) = options.models
     if os.path.exists(source) and not is_rung(source):  # a replica stands in another folder
         options = msgspec.structs.replace(options, models=(os.path.abspath(source),))
-    from serving.cli.launch import keys_of
+    from serving.cli.launch import key_of
     from serving.http.http_server import listen, url_of
 
-    api_key, _ = keys_of(options)  # before Ray's processes inherit the environment
+    # Before Ray's processes inherit the environment.
+    api_key = key_of(options.api_key_env, "--api-key-env")
     with listen(options.host, options.port) as listener:  # Ray's proxy takes the port
         url, port = url_of(listener), listener.getsockname()[1]
     nodes = connect()

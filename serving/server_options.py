@@ -31,8 +31,6 @@ ENGINE, QUEUE, HTTP = "Engine", "Queue and faults", "HTTP"
 MACHINE, SEVERAL = "Machine", "Several models"
 
 AUTO = "auto"  # of --kv-dtype: the type that the backend holds by itself
-Standby = Literal["cold", "warm"]
-On = Literal["ray"]
 
 
 class Policy(StrEnum):
@@ -98,7 +96,8 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bool, option(MACHINE, "Refuse what is predicted not to fit.", "memory-check")
     ] = True
     standby: Annotated[
-        Standby, option(MACHINE, "warm: keep the fallback engine loaded (costs its memory).")
+        Literal["cold", "warm"],
+        option(MACHINE, "warm: keep the fallback engine loaded (costs its memory)."),
     ] = "cold"
     idle_unload_seconds: Annotated[
         Positive | None,
@@ -127,7 +126,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         option(SEVERAL, "TOML with a [[model]] for each model and its options.", "", "FILE"),
     ] = None
     on: Annotated[
-        On | None,
+        Literal["ray"] | None,
         option(SEVERAL, "ray: replicas on the cluster of $RAY_ADDRESS, or on one of this machine."),
     ] = None
     replicas: Annotated[

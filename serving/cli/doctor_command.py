@@ -1,14 +1,10 @@
-"""What this machine is, which backends work on it, why the others do not, and what to do about it.
-
-crossover doctor --json
-"""
+"""What this machine is, which backends work on it, why the others do not, what to do about it."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated
 
 import msgspec
 import typer
@@ -44,15 +40,9 @@ class Diagnosis(msgspec.Struct, frozen=True):
     warnings: dict[str, str]
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
-) -> None:
+def doctor() -> None:
     """What this machine is, which backends work on it, and why the others do not."""
-    report = examine()
-    if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        typer.echo("\n".join(page(report)))
+    typer.echo("\n".join(page(examine())))
 
 
 def examine() -> Diagnosis:
@@ -108,9 +98,6 @@ def warnings_of(
     if quota is not None and quota < cores:
         text = f"the control group allows {quota:g} cores' time on {cores}: threads get throttled"
         yield "cpu_quota", f"{text}; pin cores (a cpuset), or set --threads to the quota"
-    if facts.governor not in (None, "performance", "schedutil"):
-        text = f"the CPU's frequency governor is {facts.governor}: times depend on what ran before"
-        yield "governor", f"{text}; cpupower frequency-set -g performance"
     if facts.architecture == "x86_64" and "avx2" not in facts.isa:
         text = "the CPU shows no AVX2: the engines' kernels fall back to much slower ones"
         yield "no_avx2", f"{text}; in a virtual machine, pass the host's CPU through"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import sys
@@ -42,12 +43,14 @@ LOOK_SECONDS = 0.05  # between two looks at how far a load is
 def launch(options: ServeOptions) -> int:
     """Serve until a signal comes. Exit status: 0 after a drain, 1 when nothing could be served or
     requests were cut off."""
-    narrator = Narrator(sys.stderr or open(os.devnull, "w"))
-    narrator.take_logging()
+    out = sys.stderr or open(os.devnull, "w")
+    narrator = Narrator(out)
+    logging.basicConfig(stream=out, format="%(message)s", level=logging.WARNING, force=True)
     if options.replicas > 1:
         raise ServingError(f"--replicas {options.replicas} needs --on ray")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
-    api_key, admin_key = keys_of(options)
+    api_key = key_of(options.api_key_env, "--api-key-env")
+    admin_key = key_of(options.admin_key_env, "--admin-key-env")
     with listen(options.host, options.port) as listener:
         is_local = is_loopback(listener)
         if not is_local and api_key is None:
@@ -175,14 +178,9 @@ async def _announce(
         await asyncio.sleep(LOOK_SECONDS)
 
 
-def keys_of(options: ServeOptions) -> tuple[str | None, str | None]:
-    """The API key and the admin key; None where none is asked for. Raises ServingError."""
-    api = _read_key(options.api_key_env, "--api-key-env")
-    return api, _read_key(options.admin_key_env, "--admin-key-env")
-
-
-def _read_key(variable: str | None, option: str) -> str | None:
-    """The key in a variable, which is taken out of the environment: no engine inherits it."""
+def key_of(variable: str | None, option: str) -> str | None:
+    """The key in a variable, which is taken out of the environment: no engine inherits it. Raises
+    ServingError."""
     if variable is None:
         return None
     key = os.environ.pop(variable, "").strip()

@@ -226,8 +226,6 @@ def _explained(message: str) -> ApiError:
     if field := _FIELD.search(what):
         path = f"{path}.{field[2]}" if path else field[2]
         what = f"{field[1].split()[0]} field"
-    if path.endswith(".type") and ".content[" in path:
-        what = f"only parts of type 'text' are supported; {what}"
     return ApiError(400, f"{path or 'the body'}: {what}", param=path or None)
 
 

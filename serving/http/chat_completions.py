@@ -18,9 +18,9 @@ from serving.http.api_schemas import (
     ChatRequest,
     Message,
 )
+from serving.http.completions import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.http_request import Request
 from serving.http.request_validation import token_limit, validate
-from serving.http.sse_stream import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.tool_calls import THINK, THOUGHT, Form, Part, format_of, offered, told_of_tools
 from serving.registry.loaded_model import INLINE_CHARACTERS, TEXT_WORK, ServedModel
 

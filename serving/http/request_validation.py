@@ -71,10 +71,9 @@ def validate(
         "json_schema": schema is not None,
         "logprobs": logprobs is not None,
     }
-    for name, is_asked in asked.items():
-        if is_asked and name not in facts.capabilities:
-            why = f"not supported by the {facts.backend} backend"
-            raise refused(name, why, "unsupported_parameter")
+    for name in {one for one, is_asked in asked.items() if is_asked} - facts.capabilities:
+        why = f"not supported by the {facts.backend} backend"
+        raise refused(name, why, "unsupported_parameter")
     return GenerationRequest(
         prompt=[],
         max_tokens=0,
@@ -143,7 +142,7 @@ def token_limit(body: Generation, prompt_tokens: int, facts: Facts) -> int:
         raise refused(param, "no tokens in it; at least one is needed")
     room = facts.context_tokens - prompt_tokens
     if room < 1:
-        raise ContextOverflow(prompt_tokens, asked, facts.context_tokens, param)
+        raise ContextOverflow(prompt_tokens, facts.context_tokens, param)
     limit = min(room, asked or (room if is_chat else COMPLETION_TOKENS))
     if (body.min_tokens or 0) > limit:
         raise refused("min_tokens", f"{body.min_tokens} is more than the {limit} that may come")

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from serving.http import admin_routes, status_routes
-from serving.http.admin_routes import LoadRequest, UnloadRequest
+from serving.http import status_routes
 from serving.http.api_errors import ApiError, ErrorBody, as_answer
 from serving.http.api_schemas import (
     ChatChoice,
@@ -30,9 +29,9 @@ from serving.http.api_schemas import (
     TokenizeRequest,
 )
 from serving.http.chat_completions import chat_completions
-from serving.http.completions import completions
+from serving.http.completions import Answer, completions, sse_event
 from serving.http.http_request import Request
-from serving.http.sse_stream import Answer, sse_event
+from serving.http.status_routes import LoadRequest, UnloadRequest
 from serving.registry.loaded_model import ModelRouter
 
 logger = logging.getLogger("crossover.http")
@@ -58,12 +57,10 @@ async def openapi(request: Request) -> dict[str, Any]:
 
 
 _CHAT = ("POST", "/v1/chat/completions", chat_completions, "Answer a chat")
+_TEXT = ("POST", "/v1/completions", completions, "Continue a text")
 ROUTES = (
     Route(*_CHAT, ChatRequest, Completion[ChatChoice]),
-    Route(
-        *("POST", "/v1/completions", completions, "Continue a text"),
-        *(CompletionRequest, Completion[TextChoice]),
-    ),
+    Route(*_TEXT, CompletionRequest, Completion[TextChoice]),
     Route("GET", "/health", status_routes.health, "The process lives"),
     Route("GET", "/ready", status_routes.ready, "The engine serves"),
     Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", answer=str),
@@ -74,9 +71,9 @@ ROUTES = (
     Route("GET", "/openapi.json", openapi, "This document"),
 )
 ADMIN_ROUTES = (
-    Route("GET", "/admin/models", admin_routes.list_models, "State of every model"),
-    Route("POST", "/admin/load", admin_routes.load_model, "Load a model", LoadRequest),
-    Route("POST", "/admin/unload", admin_routes.unload_model, "Unload it", UnloadRequest),
+    Route("GET", "/admin/models", status_routes.list_models, "State of every model"),
+    Route("POST", "/admin/load", status_routes.load_model, "Load a model", LoadRequest),
+    Route("POST", "/admin/unload", status_routes.unload_model, "Unload it", UnloadRequest),
 )
 
 
@@ -144,10 +141,8 @@ class App:
             logger.error("request %s failed", request.id.decode(), exc_info=problem)
             text = "the server failed on this request; its log says why"
             answer = ApiError(500, text, "internal_error")
-        router = self.router
-        name = router.first.served_name if len(router.models) == 1 else ""
-        name = name if request.model is None else request.model.served_name
-        router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
+        name = "" if request.model is None else request.model.served_name
+        self.router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
         if request.status is None:
             await request.answer(answer.body, answer.status, answer.headers)
         elif not request.ended:

@@ -149,7 +149,7 @@ class ServedModel:
         if len(text) > INLINE_CHARACTERS:
             fewest = len(text) // self._longest
             if most is not None and fewest > most:
-                raise ContextOverflow(fewest, None, most, parameter, at_least=True)
+                raise ContextOverflow(fewest, most, parameter)
             longest = max(LONGEST_TEXT, CONTEXT_BYTES * self.known_facts().context_tokens)
             size = len(text) if text.isascii() else len(text.encode(errors="replace"))
             if size > longest:
@@ -237,7 +237,6 @@ class ModelRouter:
     def add(self, model: ServedModel) -> None:
         """One more model."""
         self.models[model.served_name] = model
-        self.metrics.add(model.metrics)
 
     @property
     def first(self) -> ServedModel:

@@ -216,7 +216,7 @@ def test_a_prompt_beyond_the_context_says_how_long_both_are(served: Served) -> N
     body = refused.value.body
     assert isinstance(body, dict)
     assert body["code"] == "context_length_exceeded"
-    assert f"is {CONTEXT} tokens" in body["message"] and "600 in the prompt" in body["message"]
+    assert f"is {CONTEXT} tokens" in body["message"] and "least 600 in the prompt" in body["message"]
 
 
 def test_the_memory_is_told_and_no_quality_of_random_weights(served: Served) -> None:
