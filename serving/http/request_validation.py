@@ -71,7 +71,7 @@ def validate(
         "json_schema": schema is not None,
         "logprobs": logprobs is not None,
     }
-    for name in {one for one, is_asked in asked.items() if is_asked} - facts.capabilities:
+    for name in sorted({one for one in asked if asked[one]} - facts.capabilities):
         why = f"not supported by the {facts.backend} backend"
         raise refused(name, why, "unsupported_parameter")
     return GenerationRequest(

@@ -120,7 +120,8 @@ HEADERS: list[tuple[dict[str, str], int, str]] = [
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    supervisor = FakeSupervisor(info=msgspec.structs.replace(INFO, capabilities=CAPABILITIES))
+    info = msgspec.structs.replace(INFO, capabilities=frozenset(CAPABILITIES))
+    supervisor = FakeSupervisor(info=info)
     with served(app_on(supervisor)) as port:
         ask(port, "GET", "/metrics")
         yield port
