@@ -36,8 +36,9 @@ def validate(
     """
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "only allowed together with stream: true")
-    check_ids(body.stop_token_ids or (), facts, "stop_token_ids")
-    check_ids(body.logit_bias or (), facts, "logit_bias")
+    for key in ("stop_token_ids", "logit_bias"):
+        if ids := getattr(body, key):
+            check_ids(ids, facts, key)
     schema = calls_schema if body.response_format is None else _schema_of(body, calls_schema)
     if body.grammar is not None and schema is not None:
         raise refused("grammar", "not together with response_format or calls that must come")
@@ -71,9 +72,10 @@ def validate(
         "json_schema": schema is not None,
         "logprobs": logprobs is not None,
     }
-    for name in sorted({one for one in asked if asked[one]} - facts.capabilities):
-        why = f"not supported by the {facts.backend} backend"
-        raise refused(name, why, "unsupported_parameter")
+    for name, is_asked in asked.items():
+        if is_asked and name not in facts.capabilities:
+            why = f"not supported by the {facts.backend} backend"
+            raise refused(name, why, "unsupported_parameter")
     return GenerationRequest(
         prompt=[],
         max_tokens=0,
