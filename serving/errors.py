@@ -69,30 +69,18 @@ class KvFull(ServingError):
 
 
 class UnknownModel(ServingError):
-    """No model of this name is served."""
+    """No model of this name is served, or several are and the request names none."""
 
-
-class ModelNotNamed(ServingError):
-    """Several models are served, and the request names none."""
+    parameter = "model"
 
 
 class ContextOverflow(ServingError):
     """The context does not hold a prompt and its answer. `parameter`: messages or prompt."""
 
-    def __init__(
-        self,
-        prompt_tokens: int,
-        max_tokens: int | None,
-        context_tokens: int,
-        parameter: str,
-        at_least: bool = False,
-    ) -> None:
-        parts = f"{'at least ' if at_least else ''}{prompt_tokens} in the {parameter}"
-        parts += f", {max_tokens} in the completion" if max_tokens else ""
-        super().__init__(  # the words that clients look for
-            f"This model's maximum context length is {context_tokens} tokens. However, you "
-            f"requested {prompt_tokens + (max_tokens or 0)} tokens ({parts}). Please reduce the "
-            f"length of the {parameter}{' or completion' if max_tokens else ''}."
+    def __init__(self, prompt_tokens: int, context_tokens: int, parameter: str) -> None:
+        super().__init__(  # the first five words are those that clients look for
+            f"This model's maximum context length is {context_tokens} tokens. However, there are "
+            f"at least {prompt_tokens} in the {parameter}. Please reduce its length."
         )
         self.parameter = parameter
 

@@ -1,13 +1,12 @@
 """Tells a person, or a log collector, what the server is doing: lines, progress, engines' events.
 
 narrator = Narrator(sys.stderr)
-narrator.take_logging()        # Python's logging goes the same way
+narrator.say("listening")
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from datetime import datetime
 from typing import TextIO
@@ -26,12 +25,6 @@ class Narrator:
         self._out = out
         self._last = ("", "", 0.0)  # what was said last, in which words, when
         self.name_models = False
-
-    def take_logging(self) -> None:
-        """Let Python's logging write here."""
-        logging.basicConfig(
-            stream=self._out, format="%(message)s", level=logging.WARNING, force=True
-        )
 
     def say(self, *lines: str) -> None:
         # Where nobody reads it, or the disk is full, the server lives on.

@@ -2,9 +2,8 @@
 
     server = ServerMetrics()                                 # of the process
     metrics = Metrics(server, "smollm2-135m", supervisor)    # of one model, label `model_name`
-    server.add(metrics)
     metrics.ttft.observe(0.12)
-    text = await server.exposition()
+    text = server.exposition()
 
 Times are in seconds, of the API process; the engine measures queue and prefill. An answer of n
 choices counts as n sequences. Unknown values are omitted, not reported as 0.
@@ -12,8 +11,6 @@ choices counts as n sequences. Unknown values are omitted, not reported as 0.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -33,16 +30,13 @@ from prometheus_client.registry import Collector
 
 from serving.engine.ipc_messages import FinishReason, StepStats
 from serving.errors import EngineState
-from serving.hardware.gpus import GpuFacts, find_gpus
 from serving.hardware.machine_facts import resident_bytes
 from serving.supervisor.supervisor import Supervisor
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-HOLD_PERIOD_SECONDS = 0.05  # between two looks; what is shorter may be missed
-PREFIX = "crossover_"
-PATIENCE_SECONDS = 2.0  # with the GPU's driver, at a scrape
+PREFIX = "crossover"
 SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
 
 # Buckets: vLLM's together, with finer ones below for small models and coarser ones above for CPUs.
@@ -101,6 +95,7 @@ class Metrics:
     def __init__(self, server: ServerMetrics, model: str, served: Supervisor) -> None:
         self.model = model
         self.served = served
+        server.models[model] = self
         own = {name: family.labels(model) for name, family in server.families.items()}
         self.ttft = own["time_to_first_token_seconds"]
         self.inter_token = own["inter_token_latency_seconds"]
@@ -136,50 +131,29 @@ class ServerMetrics(Collector):
 
     def __init__(self) -> None:
         self.models: dict[str, Metrics] = {}
-        self._gpus: tuple[GpuFacts, ...] = ()
         self.registry = CollectorRegistry(auto_describe=False)
-        into: dict[str, Any] = {"registry": self.registry}
+        into: dict[str, Any] = {"registry": self.registry, "namespace": PREFIX}
         self.families: dict[str, Any] = {  # with the label of a model
-            name: Histogram(PREFIX + name, text, ["model_name"], buckets=SECONDS, **into)
+            name: Histogram(name, text, ["model_name"], buckets=SECONDS, **into)
             for name, text in HISTOGRAMS.items()
         }
         for name, text in COUNTERS.items():
-            self.families[name] = Counter(PREFIX + name, text, ["model_name"], **into)
+            self.families[name] = Counter(name, text, ["model_name"], **into)
         text, labels = "Sequences by how they ended", ["model_name", "finished_reason"]
         self.finished = {
-            good: Counter(f"{PREFIX}request_{name}", text, labels, **into)
+            good: Counter(f"request_{name}", text, labels, **into)
             for good, name in ((True, "success"), (False, "failure"))
         }
         text, labels = "Requests answered with an error, by its code", ["model_name", "reason"]
-        self.rejected = Counter(PREFIX + "request_rejected", text, labels, **into)
+        self.rejected = Counter("request_rejected", text, labels, **into)
         text, labels = "Answers by route and status", ["route", "status"]
-        self.responses = Counter(PREFIX + "http_responses", text, labels, **into)
-        text = "Time that the HTTP side did nothing else"
-        name = PREFIX + "event_loop_hold_seconds"
-        self.loop_holds = Histogram(name, text, buckets=SECONDS, **into)
-        text = "Requests that are being answered"
-        self.open_requests = Gauge(PREFIX + "http_requests_open", text, **into)
-        text = "Tasks of the HTTP side's event loop"
-        self._tasks = Gauge(PREFIX + "event_loop_tasks", text, **into)
+        self.responses = Counter("http_responses", text, labels, **into)
+        self.open_requests = Gauge("http_requests_open", "Requests being answered", **into)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)  # CPU, memory and file descriptors of this process
 
-    def add(self, metrics: Metrics) -> None:
-        """One more model."""
-        self.models[metrics.model] = metrics
-
-    def remove(self, model: str) -> None:
-        """A model less."""
-        del self.models[model]
-        for family in self.families.values():
-            family.remove(model)
-        for reason in FinishReason:
-            self.finished[reason in SUCCESSES].remove(model, reason)
-
-    async def exposition(self) -> bytes:
+    def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
-        self._gpus = (await asyncio.to_thread(find_gpus, timeout_seconds=PATIENCE_SECONDS)).gpus
-        self._tasks.set(len(asyncio.all_tasks()))
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
@@ -200,13 +174,6 @@ class ServerMetrics(Collector):
         yield _family("model_unloads", "Times the model was unloaded", "reason", unloads, True)
         memory = {(name, str(pid)): resident_bytes(pid) for name, s in served for pid in s.pids}
         yield _family("engine_process_memory_bytes", "RSS of engine processes", "pid", memory)
-        name, text = PREFIX + "gpu_memory_bytes", "Memory of each GPU, as its driver says"
-        gpus = GaugeMetricFamily(name, text, labels=["gpu", "name", "kind"])
-        for gpu in self._gpus:
-            for kind, size in (("used", gpu.used_bytes), ("total", gpu.total_bytes)):
-                if size is not None:
-                    gpus.add_metric([str(gpu.index), gpu.name, kind], size)
-        yield gpus
 
 
 def _family(
@@ -214,21 +181,8 @@ def _family(
 ) -> Metric:
     """A family with a value for each model, and for each value of `label` where there is one."""
     kind = CounterMetricFamily if is_count else GaugeMetricFamily
-    family = kind(PREFIX + name, text, labels=["model_name", *filter(None, [label])])
+    family = kind(f"{PREFIX}_{name}", text, labels=["model_name", *filter(None, [label])])
     for labels, value in values.items():
         if value is not None:
             family.add_metric(labels, float(value))
     return family
-
-
-async def watch_loop(holds: Histogram) -> None:
-    """Observe, again and again, for how long the event loop ran something else than this.
-
-    At most the CPU time that the process used meanwhile: a busy machine is no hold.
-    """
-    while True:
-        period = HOLD_PERIOD_SECONDS
-        began, used = time.perf_counter(), time.process_time()
-        await asyncio.sleep(period)
-        late = time.perf_counter() - began - period
-        holds.observe(max(0.0, min(late, time.process_time() - used)))

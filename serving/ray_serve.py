@@ -46,10 +46,11 @@ def launch_on_ray(options: ServeOptions) -> int:
     (source,) = options.models
     if os.path.exists(source) and not is_rung(source):  # a replica stands in another folder
         options = msgspec.structs.replace(options, models=(os.path.abspath(source),))
-    from serving.cli.launch import keys_of
+    from serving.cli.launch import key_of
     from serving.http.http_server import listen, url_of
 
-    api_key, _ = keys_of(options)  # before Ray's processes inherit the environment
+    # Before Ray's processes inherit the environment.
+    api_key = key_of(options.api_key_env, "--api-key-env")
     with listen(options.host, options.port) as listener:  # Ray's proxy takes the port
         url, port = url_of(listener), listener.getsockname()[1]
     nodes = connect()
@@ -71,8 +72,8 @@ def launch_on_ray(options: ServeOptions) -> int:
         try:
             serve.run(replica.bind(), name=APPLICATION, route_prefix="/")
         except RuntimeError as problem:  # the last line of the traceback that Ray quotes
-            why = str(problem).strip().splitlines() or ["Ray does not say why"]
-            raise ServingError(f"no replica could be started: {why[-1].strip()}") from None
+            why = str(problem).strip().rpartition("\n")[2].strip()
+            raise ServingError(f"no replica could be started: {why}") from None
         print(f"ready: {url} ({options.replicas} replicas, {cpus} cores each)", flush=True)
         if options.ready_file:
             about = json.dumps({"url": url, "pid": os.getpid()})
@@ -106,47 +107,37 @@ def connect() -> list[dict[str, Any]]:
     """Join the cluster of RAY_ADDRESS, or start one here that asks for a token which only its own
     processes have. Its living nodes, as Ray describes them. Raises ServingError."""
     address = os.environ.get("RAY_ADDRESS")
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"address": address}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray reads these when it is imported
     if address is None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # 127.0.0.1 where it is named
         os.environ.update(python_variables())  # no code of the folder one stands in
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        settings = {"num_cpus": len(allowed_cores()), "_node_ip_address": "127.0.0.1"}
-        settings["include_dashboard"] = False
+        settings = {"address": "local", "_node_ip_address": "127.0.0.1"}
+        settings |= {"num_cpus": len(allowed_cores()), "include_dashboard": False}
     import ray
 
     try:
         with contextlib.chdir("/"):  # Ray's workers import from the folder that we stand in
             ray.init(
-                address=address or "local",
-                namespace=APPLICATION,
-                log_to_driver=False,
-                configure_logging=False,
-                **settings,
+                namespace=APPLICATION, log_to_driver=False, configure_logging=False, **settings
             )
     except (ConnectionError, RuntimeError, ValueError) as problem:
-        where = f"the Ray cluster of RAY_ADDRESS={address}" if address else "a Ray cluster here"
+        where = f"the Ray cluster {address or 'of this machine'}"
         raise ServingError(f"{where} cannot be used: {problem}") from problem
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def share_of(nodes: list[dict[str, Any]], options: ServeOptions) -> tuple[int, int]:
     """(cores, GPUs) of each replica; without --threads the cores are divided evenly."""
-    cores, gpus = (
-        [int(node["Resources"].get(kind, 0)) for node in nodes] for kind in ("CPU", "GPU")
-    )
-    count = options.replicas
-    wanted = range(max(cores, default=0), 0, -1) if options.threads is None else (options.threads,)
-    cpus = next((n for n in wanted if sum(have // n for have in cores) >= count), None)
-    if cpus is None:
-        each = f"--threads {options.threads or 1}"
-        raise ServingError(f"--replicas {count}, {each} each, do not fit: nodes have {cores} cores")
-    takes_gpu = options.policy is not Policy.cpu_only and sum(gpus) >= count
-    if options.policy is Policy.gpu_only and not takes_gpu:
-        raise ServingError(f"gpu-only: {count} replicas need {count} GPUs, not {sum(gpus)}")
-    return cpus, int(takes_gpu)
+    cores = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+    gpus = sum(int(node["Resources"].get("GPU", 0)) for node in nodes)
+    each = options.threads or max(1, sum(cores) // options.replicas)
+    if sum(have // each for have in cores) < options.replicas:
+        asked = f"--replicas {options.replicas}, --threads {each} each"
+        raise ServingError(f"{asked}, do not fit: nodes have {cores} cores")
+    return each, int(options.policy is not Policy.cpu_only and gpus >= options.replicas)
 
 
 _registry: Any = None  # of this process: one replica
@@ -179,13 +170,13 @@ class Ingress:
     async def _start(self) -> None:
         """Returns when the engine serves. Raises ServingError, ModelError."""
         global _registry
-        from serving.cli.launch import limits_of, make_registry
+        from serving.cli.launch import make_registry
         from serving.http.routes import App
         from serving.logs import Narrator
 
         narrator = Narrator(sys.stderr)  # the replica's log, which Ray keeps
         _registry = await asyncio.to_thread(make_registry, self._options, narrator)
-        self._app = App(_registry, limits_of(self._options), self._api_key)
+        self._app = App(_registry, self._api_key)
         await _registry.start()
         (model,) = _registry.models.values()
         await model.supervisor.wait_ready()

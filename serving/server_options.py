@@ -1,7 +1,7 @@
 """Options of a server and of a model: the only place that names, bounds and explains them.
 
-Made from these structs: the command line, the models file (`serve --models-file`), the body of
-/admin/load, and the flags of a campaign's [server] table.
+Made from these structs: the command line, the models file (`serve --models-file`), and the flags of
+a campaign's [server] table.
 
     [[model]]
     source = "135m"               # a rung, a GGUF file, a folder, a hub name
@@ -15,7 +15,6 @@ A key that an entry leaves out has the command line's value.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -32,8 +31,6 @@ ENGINE, QUEUE, HTTP = "Engine", "Queue and faults", "HTTP"
 MACHINE, SEVERAL = "Machine", "Several models"
 
 AUTO = "auto"  # of --kv-dtype: the type that the backend holds by itself
-Standby = Literal["cold", "warm"]
-On = Literal["ray"]
 
 
 class Policy(StrEnum):
@@ -70,8 +67,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Count | None,
         option(
             ENGINE,
-            "Most tokens of one sequence, prompt and output. Default: the model's own, as far as "
-            "the KV cache of all slots takes a quarter of the free memory.",
+            "Most tokens of one sequence. Default: the model's, as memory has room.",
             "context",
         ),
     ] = None
@@ -100,7 +96,8 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bool, option(MACHINE, "Refuse what is predicted not to fit.", "memory-check")
     ] = True
     standby: Annotated[
-        Standby, option(MACHINE, "warm: keep the fallback engine loaded (costs its memory).")
+        Literal["cold", "warm"],
+        option(MACHINE, "warm: keep the fallback engine loaded (costs its memory)."),
     ] = "cold"
     idle_unload_seconds: Annotated[
         Positive | None,
@@ -109,22 +106,12 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model: a MODEL of the command line, a [[model]] of a models file, an admin request."""
+    """One model: a MODEL of the command line, or a [[model]] of a models file."""
 
-    source: str
-    name: str | None = None  # in requests; None: the model's own
+    source: Annotated[str, Meta(min_length=1)]
+    # In requests; None: the model's own.
+    name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     load: Literal["start", "demand"] = "start"
-
-    def __post_init__(self) -> None:
-        if not self.source or "\0" in self.source:
-            raise ValueError("source must name a model")
-        if self.name is not None and not re.fullmatch(
-            r"[^\s\x00-\x1f/][^\x00-\x1f]{0,199}", self.name
-        ):
-            raise ValueError(
-                f"name {self.name[:50]!r} is no name: 1 to 200 characters, no control characters, "
-                "no slash or blank first"
-            )
 
 
 class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,7 +126,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         option(SEVERAL, "TOML with a [[model]] for each model and its options.", "", "FILE"),
     ] = None
     on: Annotated[
-        On | None,
+        Literal["ray"] | None,
         option(SEVERAL, "ray: replicas on the cluster of $RAY_ADDRESS, or on one of this machine."),
     ] = None
     replicas: Annotated[
@@ -181,14 +168,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         Positive | None,
         option(QUEUE, "TTFT limit in seconds: who is predicted to miss it gets 429.", "ttft-slo"),
     ] = None
-    health_timeout_seconds: Annotated[
-        Annotated[float, Meta(ge=1)],
-        option(QUEUE, "Seconds without step or CPU time until it hangs.", "health-timeout"),
-    ] = 30.0
-    deadline_seconds: Annotated[
-        Positive | None,
-        option(QUEUE, "Most seconds of a request; it may ask for less.", "deadline"),
-    ] = None
     drain_seconds: Annotated[
         Seconds,
         option(QUEUE, "Seconds that requests get to end in after SIGTERM.", "drain-timeout"),
@@ -201,22 +180,19 @@ def arguments(values: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in values.items():
         flag = flags[name]
-        match value:
-            case None:
-                continue
-            case bool():
-                words.append(flag if value else flag.replace("--", "--no-", 1))
-            case dict():
-                for key, item in value.items():
-                    words += [flag, f"{key}={json.dumps(item)}"]
-            case _:
-                words += [flag, str(value)]
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                words += [flag, f"{key}={json.dumps(item)}"]
+        elif value is not None:
+            words += [flag, str(value)]
     return words
 
 
 def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
     """The models of a server: the command line's, then the models file's. Raises ServingError."""
-    shared = shared_of(options)
+    shared = {name: getattr(options, name) for name in SharedOptions.__struct_fields__}
     found = [model_options({"source": source}, shared, "MODEL") for source in options.models]
     if options.models_file is not None:
         where = f"--models-file {options.models_file}"
@@ -232,10 +208,8 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
                 f"--served-name names one model, and {len(found)} are served; "
                 "give each its name in a --models-file"
             )
-        try:
-            found = [msgspec.structs.replace(found[0], name=options.served_name)]
-        except ValueError as problem:
-            raise ServingError(f"--served-name: {problem}") from problem
+        given = msgspec.structs.asdict(found[0])
+        found = [model_options({"name": options.served_name}, given, "--served-name")]
     return tuple(found)
 
 
@@ -251,11 +225,6 @@ def _entries(file: str, where: str) -> list[dict[str, Any]]:
 
 class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
     model: Annotated[list[dict[str, Any]], Meta(min_length=1)]
-
-
-def shared_of(options: ServeOptions) -> dict[str, Any]:
-    """The command line's value of each option that a model may override."""
-    return {name: getattr(options, name) for name in SharedOptions.__struct_fields__}
 
 
 def model_options(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:

@@ -1,14 +1,10 @@
-"""What this machine is, which backends work on it, why the others do not, and what to do about it.
-
-crossover doctor --json
-"""
+"""What this machine is, which backends work on it, why the others do not, what to do about it."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated
 
 import msgspec
 import typer
@@ -32,57 +28,49 @@ LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
 
 
-class BackendReport(msgspec.Struct, frozen=True):
-    """One backend: what its probe said, and how to get it where it does not work."""
-
-    probe: BackendProbe
-    advice: str | None = None
-
-
 class Diagnosis(msgspec.Struct, frozen=True):
-    """Everything `crossover doctor` found. Sizes in bytes. `warnings`: name -> what, and what to
-    do."""
+    """Everything `crossover doctor` found. Sizes in bytes. `advice`: backend -> how to get what it
+    lacks. `warnings`: name -> what, and what to do."""
 
     facts: HardwareFacts
-    backends: tuple[BackendReport, ...]
+    backends: tuple[BackendProbe, ...]
+    advice: dict[str, str]
     cache: str
     cache_free_bytes: int
     warnings: dict[str, str]
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
-) -> None:
+def doctor() -> None:
     """What this machine is, which backends work on it, and why the others do not."""
-    report = examine()
-    if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        typer.echo("\n".join(page(report)))
+    typer.echo("\n".join(page(examine())))
 
 
 def examine() -> Diagnosis:
     """Look at everything. Backends are imported in subprocesses: a broken one breaks nothing."""
     facts, missing = hardware_facts(), missing_backends()
 
-    def ask(name: str) -> BackendReport:
-        probe = BackendProbe(name, False, problem=missing.get(name))
-        return _with_advice(probe if name in missing else probe_backend(name), facts)
+    def ask(name: str) -> BackendProbe:
+        if name in missing:
+            return BackendProbe(name, False, problem=missing[name])
+        return probe_backend(name)
 
     with ThreadPoolExecutor(max_workers=max(1, min(3, int(facts.usable_cores)))) as pool:
         names = [name for name, spec in BACKENDS.items() if spec.probe is not None]
         backends = tuple(pool.map(ask, names))
-    folder = cache_dir()
-    free_bytes = disk_free_bytes(folder)
-    works = any(one.probe.works for one in backends)
-    warnings = dict(warnings_of(facts, works, free_bytes))
-    return Diagnosis(facts, backends, str(folder), free_bytes, warnings)
-
-
-def _with_advice(probe: BackendProbe, facts: HardwareFacts) -> BackendReport:
     has_gpu = bool(facts.gpus or render_nodes())
     has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
-    return BackendReport(probe, advice(probe, has_compiler, has_gpu))
+    said = {one.backend: advice(one, has_compiler, has_gpu) for one in backends}
+    folder = cache_dir()
+    free_bytes = disk_free_bytes(folder)
+    works = any(one.works for one in backends)
+    return Diagnosis(
+        facts,
+        backends,
+        {name: text for name, text in said.items() if text},
+        str(folder),
+        free_bytes,
+        dict(warnings_of(facts, works, free_bytes)),
+    )
 
 
 def advice(probe: BackendProbe, has_compiler: bool, has_gpu: bool) -> str | None:
@@ -110,18 +98,9 @@ def warnings_of(
     if quota is not None and quota < cores:
         text = f"the control group allows {quota:g} cores' time on {cores}: threads get throttled"
         yield "cpu_quota", f"{text}; pin cores (a cpuset), or set --threads to the quota"
-    if facts.governor not in (None, "performance", "schedutil"):
-        text = f"the CPU's frequency governor is {facts.governor}: times depend on what ran before"
-        yield "governor", f"{text}; cpupower frequency-set -g performance"
-    if (facts.numa_nodes or 1) > 1:
-        text = f"{facts.numa_nodes} NUMA nodes: an engine that spans them reads remote memory"
-        yield "numa", f"{text}; give --cores of one node"
     if facts.architecture == "x86_64" and "avx2" not in facts.isa:
         text = "the CPU shows no AVX2: the engines' kernels fall back to much slower ones"
         yield "no_avx2", f"{text}; in a virtual machine, pass the host's CPU through"
-    if facts.swap_used_bytes > 64 << 20:
-        text = f"{size(facts.swap_used_bytes)} of swap are in use: steps may take seconds"
-        yield "swap_used", f"{text}; stop what fills the memory, or swapoff -a"
     if free < LOW_MEMORY_BYTES:
         text = f"only {size(free)} of memory are free, here or in this control group"
         yield "little_memory", f"{text}; stop other programs, or raise the container's limit"
@@ -134,26 +113,27 @@ def warnings_of(
 
 def page(diagnosis: Diagnosis) -> Iterator[str]:
     """The diagnosis for people, as lines."""
+    facts, size = diagnosis.facts, formatting.size
     yield "This machine"
-    for name, value in machine_rows(diagnosis):
+    for name, value in machine_rows(facts):
         yield f"  {name:16}{value}"
+    yield f"  {'cache':16}{diagnosis.cache} ({size(diagnosis.cache_free_bytes)} free)"
     yield "\nBackends"
-    for report in diagnosis.backends:
-        probe, works = report.probe, ("no", "yes")
-        version = f", {probe.version}" if probe.version else ""
+    for probe in diagnosis.backends:
+        works, version = ("no", "yes"), f", {probe.version}" if probe.version else ""
         yield f"  {probe.backend:16}CPU {works[probe.works]}, GPU {works[probe.gpu]}{version}"
         details = "; ".join(f"{key} {value}" for key, value in probe.details.items())
         yield from (f"{'':18}{line}" for line in (probe.problem, probe.gpu_note, details) if line)
-        if report.advice:
-            yield f"{'':18}-> {report.advice}"
+        if text := diagnosis.advice.get(probe.backend):
+            yield f"{'':18}-> {text}"
     yield "\nWarnings" if diagnosis.warnings else "\nNo warnings."
     for name, text in diagnosis.warnings.items():
         yield f"  {name:16}{text}"
 
 
-def machine_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
     """Name and value of each line about the machine; a pure function."""
-    facts, size = diagnosis.facts, formatting.size
+    size = formatting.size
     allowed, quota = facts.allowed_cores, facts.cgroup_cores
     limit = "" if quota is None else f", {quota:g} cores' time by quota"
     cores = f"{facts.physical_cores or '?'} physical, {facts.logical_cores} logical"
@@ -170,4 +150,3 @@ def machine_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     if not facts.gpus:
         yield "GPU", facts.gpu_note or "none"
     yield "system", f"{facts.system}, Linux {facts.kernel}, Python {facts.python}"
-    yield "cache", f"{diagnosis.cache} ({size(diagnosis.cache_free_bytes)} free)"

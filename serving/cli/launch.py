@@ -12,46 +12,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import sys
 from pathlib import Path
 
 import uvloop
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp
 
 from models.manifest import write_atomically
 from serving.bounds import parse_bytes
 from serving.errors import EngineState, ServingError
-from serving.http.http_request import Limits
 from serving.http.http_server import is_loopback, listen, serving, url_of
 from serving.http.routes import App
 from serving.logs import Narrator
-from serving.metrics import ServerMetrics, watch_loop
+from serving.metrics import ServerMetrics
 from serving.placement.placement_policy import explain
 from serving.registry.engine_config import Machine, Prepared, prepare
 from serving.registry.model_registry import Registry, RegistryLimits
-from serving.server_options import ServeOptions, models_of, shared_of
+from serving.server_options import ServeOptions, models_of
 from serving.supervisor.admission import QueueBounds
-from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 
+LOCAL_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 LOOK_SECONDS = 0.05  # between two looks at how far a load is
 
 
 def launch(options: ServeOptions) -> int:
     """Serve until a signal comes. Exit status: 0 after a drain, 1 when nothing could be served or
     requests were cut off."""
-    narrator = Narrator(sys.stderr or open(os.devnull, "w"))
-    narrator.take_logging()
+    out = sys.stderr or open(os.devnull, "w")
+    narrator = Narrator(out)
+    logging.basicConfig(stream=out, format="%(message)s", level=logging.WARNING, force=True)
     if options.replicas > 1:
         raise ServingError(f"--replicas {options.replicas} needs --on ray")
-    if options.ready_file is not None:
-        file = Path(options.ready_file).absolute()
-        if file.is_dir() or not os.access(file.parent, os.W_OK):
-            text = "it is a folder, or stands in one that is not there or cannot be written to"
-            raise ServingError(f"--ready-file {options.ready_file}: {text}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
-    api_key, admin_key = keys_of(options)
+    api_key = key_of(options.api_key_env, "--api-key-env")
+    admin_key = key_of(options.admin_key_env, "--admin-key-env")
     with listen(options.host, options.port) as listener:
         is_local = is_loopback(listener)
         if not is_local and api_key is None:
@@ -60,7 +59,9 @@ def launch(options: ServeOptions) -> int:
                 "machine, since it has no key; --api-key-env gives it one"
             )
         registry = make_registry(options, narrator)
-        app = App(registry, limits_of(options), api_key, admin_key, is_local and api_key is None)
+        app: ASGIApp = App(registry, api_key, admin_key)
+        if is_local and api_key is None:  # else a web page reaches it under its own name
+            app = TrustedHostMiddleware(app, allowed_hosts=LOCAL_NAMES)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(options, registry, app, listener, narrator))
 
@@ -91,26 +92,24 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
                 wait_seconds=options.max_wait_seconds,
                 ttft_seconds=options.ttft_slo_seconds,
             ),
-            limits=RecoveryLimits(health_timeout_seconds=options.health_timeout_seconds),
             standby=one.model.standby == "warm",
             on_event=narrator.event,
             on_output=narrator.say,
         )
 
     limits = RegistryLimits(memory_limit, drain_seconds=options.drain_seconds)
-    registry = Registry(ServerMetrics(), machine, supervisor_of, limits, shared_of(options))
+    registry = Registry(ServerMetrics(), machine, supervisor_of, limits)
     for one in prepared:
         registry.serve(one)
     return registry
 
 
-def limits_of(options: ServeOptions) -> Limits:
-    """The limits of requests."""
-    return Limits(waiting_for_load=options.max_waiting, deadline_seconds=options.deadline_seconds)
-
-
 async def _run(
-    options: ServeOptions, registry: Registry, app: App, listener: socket.socket, narrator: Narrator
+    options: ServeOptions,
+    registry: Registry,
+    app: ASGIApp,
+    listener: socket.socket,
+    narrator: Narrator,
 ) -> int:
     """Serve until a signal comes, or until there can be nothing to serve. The exit status."""
     asked = asyncio.Event()
@@ -129,7 +128,6 @@ async def _run(
     narrator.say(f"listening on {url}, loading {'the model' if count == 1 else f'{count} models'}")
     announcing = asyncio.create_task(_announce(registry, url, options.ready_file, narrator))
     asking = asyncio.create_task(asked.wait())
-    watching = asyncio.create_task(watch_loop(registry.metrics.loop_holds))
     async with serving(app, listener, signalled) as ended:
         await asyncio.wait((announcing, asking, ended), return_when=asyncio.FIRST_COMPLETED)
         failed = not asked.is_set()
@@ -137,7 +135,7 @@ async def _run(
             why = announcing.result() if announcing.done() else "the HTTP server ended by itself"
             narrator.say(f"giving up: {why}")
         cut_off = await registry.stop(not failed, options.drain_seconds)
-        for task in (announcing, asking, watching):
+        for task in (announcing, asking):
             task.cancel()
     if options.ready_file:
         with contextlib.suppress(OSError):
@@ -180,20 +178,9 @@ async def _announce(
         await asyncio.sleep(LOOK_SECONDS)
 
 
-def keys_of(options: ServeOptions) -> tuple[str | None, str | None]:
-    """The API key and the admin key; None where none is asked for. Raises ServingError."""
-    api = _read_key(options.api_key_env, "--api-key-env")
-    admin = _read_key(options.admin_key_env, "--admin-key-env")
-    if admin is not None and admin == api:
-        raise ServingError(
-            "--admin-key-env is the same key as --api-key-env; "
-            "whoever may ask a model may not load and unload them"
-        )
-    return api, admin
-
-
-def _read_key(variable: str | None, option: str) -> str | None:
-    """The key in a variable, which is taken out of the environment: no engine inherits it."""
+def key_of(variable: str | None, option: str) -> str | None:
+    """The key in a variable, which is taken out of the environment: no engine inherits it. Raises
+    ServingError."""
     if variable is None:
         return None
     key = os.environ.pop(variable, "").strip()

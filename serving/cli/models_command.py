@@ -11,11 +11,9 @@ Numbers and decision of `plan` are those of serving.placement, as `crossover ser
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -26,12 +24,11 @@ from models.errors import ModelError
 from models.formats import FORMATS, known_formats, weight_bytes
 from models.gguf_reader import read_header
 from models.hf_config import read_spec
-from models.ladder import LADDER, Rung, real_weights, real_weights_of, rung
+from models.ladder import LADDER, real_weights, real_weights_of, rung
 from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_table import missing_backends, weights_of
-from serving.bounds import Count, option, parse_bytes
-from serving.cli.parameters import command_of
+from serving.bounds import parse_bytes
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from serving.logs import Narrator
@@ -52,76 +49,50 @@ app = typer.Typer(
     add_completion=False,
     help="The ladder of models: list them, make weights, plan the memory that they take.",
 )
-
-CACHE = typer.Option(
-    None, "--cache", help="Where weights live (default: $CROSSOVER_CACHE or ~/.cache/crossover)."
-)
-_JSON = typer.Option(False, "--json", help="Print JSON: sizes in bytes.")
+Names = Annotated[list[str], typer.Argument(help="Sizes (135m, 1b), GGUF files, folders, hub ids.")]
+Cache = Annotated[
+    Path | None, typer.Option(help="Default: $CROSSOVER_CACHE or ~/.cache/crossover.")
+]
 
 
 @app.command("list")
-def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
+def list_models(cache: Cache = None) -> None:
     """List the ladder (published shapes, a rung each): parameters, file sizes, KV cache per 1,000
     tokens, what is cached, and by which name its published weights are served."""
     root, size = cache_dir(cache), formatting.size
-    rows = [_listed(one, root) for one in LADDER]
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
     typer.echo(f"The ladder (cache: {root})")
-    heads = ("rung", "parameters", *LISTED_FORMATS, "KV / 1k", "context", "real weights", "cached")
     layout = "{:16}{:>16}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:44}{}"
+    heads = ("rung", "parameters", *LISTED_FORMATS, "KV / 1k", "context", "real weights", "cached")
     typer.echo(layout.format(*heads))
-    for row in rows:
-        sizes = [size(row["weight_bytes"][name]) for name in LISTED_FORMATS]
-        kv, context = size(row["kv_bytes_per_1000_tokens"]), f"{row['context']:,}"
-        real, cached = row["real_weights"], ",".join(row["cached"])
-        name = f"{real['name']} ({real['here']})" if real["here"] else real["name"]
-        told = (row["name"], f"{row['parameters']:,}", *sizes, kv, context, name, cached)
-        typer.echo(layout.format(*told))
-
-
-def _listed(one: Rung, root: Path) -> dict[str, Any]:
-    spec, real = one.spec, real_weights_of(one)
-    # Where the authors' name is the rung's own, the hub's id tells them apart.
-    name = real.name if real_weights(real.name) is not None else real.repository
-    return {
-        "name": spec.name,
-        "aliases": list(one.aliases),
-        "parameters": spec.parameters,
-        "family": spec.family,
-        "context": spec.context,
-        "weight_bytes": {name: weight_bytes(spec, name) for name in LISTED_FORMATS},
-        "kv_bytes_per_1000_tokens": 1000 * spec.kv_bytes_per_token(),
-        "cached": finished_formats(spec, root),
-        "real_weights": {"name": name, "here": real.place},
-        "source": one.source,
-    }
+    for one in LADDER:
+        spec, real = one.spec, real_weights_of(one)
+        # Where the authors' name is the rung's own, the hub's id tells them apart.
+        name = real.name if real_weights(real.name) is not None else real.repository
+        weights = [size(weight_bytes(spec, each)) for each in LISTED_FORMATS]
+        told = (spec.name, f"{spec.parameters:,}", *weights, size(1000 * spec.kv_bytes_per_token()))
+        here, cached = f" ({real.place})" * bool(real.place), finished_formats(spec, root)
+        typer.echo(layout.format(*told, f"{spec.context:,}", name + here, ",".join(cached)))
 
 
 @app.command("make")
 def make(
-    names: Annotated[list[str], typer.Argument(help="Sizes (135m, 1b), folders or hub ids.")],
-    weight_format: str | None = typer.Option(
-        None, "--format", help="Weight format, or gguf, hf, onnx (default: the backend's)."
-    ),
-    backend: str = typer.Option(
-        "llama_cpp", "--backend", help="Whose kind of weights: llama_cpp, torch, onnx."
-    ),
-    cache: Path | None = CACHE,
+    names: Names,
+    weight_format: Annotated[
+        str | None, typer.Option("--format", help="Or gguf, hf, onnx. Default: the backend's.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="Whose kind of weights: llama_cpp, torch, onnx.")
+    ] = "llama_cpp",
+    cache: Cache = None,
 ) -> None:
     """Make weights in the cache; damaged ones are made again."""
     kind, _ = weights_of(backend)
     if weight_format in FORMATS:
         kind, weight_format = weight_format, None
-    narrator = Narrator(sys.stderr)
+    progress = Narrator(sys.stderr).progress
     for name in names:
         found = resolve(
-            name,
-            kind=kind,
-            weight_format=weight_format,
-            cache=cache,
-            progress=narrator.progress,
+            name, kind=kind, weight_format=weight_format, cache=cache, progress=progress
         )
         parts = [f"{found.spec.parameters:,} parameters", found.weight_format or "no weights"]
         if found.quality_kl_nats is not None:
@@ -129,112 +100,75 @@ def make(
         typer.echo(f"{found.name}: {', '.join([*parts, found.path or '-'])}")
 
 
-class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line of `crossover models plan`."""
-
-    names: Annotated[
-        tuple[str, ...],
-        option("", "Sizes (1b), GGUF files, folders. Default: all.", "", "NAME...", True),
-    ] = ()
-    weight_formats: Annotated[
-        tuple[str, ...], option("", f"Repeatable. Default: {', '.join(PLANNED_FORMATS)}.", "format")
-    ] = ()
-    slots: Annotated[Count, option("", "Sequences at once.")] = 16
-    context_tokens: Annotated[Count, option("", "Most tokens of one sequence.", "context")] = 2048
-    memory: Annotated[str | None, option("", "RAM, such as 24GiB. Default: what is free here.")] = (
-        None
-    )
-    vram: Annotated[str | None, option("", "VRAM, such as 16GiB. Default: this machine's.")] = None
-    as_json: Annotated[bool, option("", "Print JSON: sizes in bytes.", "json")] = False
-
-
-def plan_models(options: PlanOptions) -> None:
+@app.command("plan")
+def plan_models(
+    names: Names,
+    formats: Annotated[list[str] | None, typer.Option("--format", help="Repeatable.")] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 16,
+    context: Annotated[int, typer.Option(min=1, help="Most tokens of one sequence.")] = 2048,
+    memory: Annotated[
+        str | None, typer.Option(help="RAM, such as 24GiB. Default: what is free here.")
+    ] = None,
+    vram: Annotated[
+        str | None, typer.Option(help="VRAM, such as 16GiB. Default: this machine's.")
+    ] = None,
+) -> None:
     """What a model takes in memory, per format and device, and what `crossover serve` would do."""
-    known = known_formats()
-    for name in options.weight_formats:
-        if name not in known:
-            raise ModelError(f"unknown format {name!r}; known: {', '.join(known)}")
-    memory = parse_bytes(options.memory, "--memory") if options.memory else None
-    vram = parse_bytes(options.vram, "--vram") if options.vram else None
-    facts = machine_of(memory, vram)
-    # What is installed here says nothing of another machine.
-    is_here = memory is None and vram is None
-    obstacles = Obstacles(missing_backends()) if is_here else Obstacles()
-    plans = []
-    for name in options.names or [one.spec.name for one in LADDER]:
-        plans.append(_planned(name, options, facts, obstacles))
-        if not options.as_json:
-            typer.echo("\n".join(_lines(plans[-1])))
-    if options.as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(plans), indent=2))
-
-
-app.command("plan")(command_of(PlanOptions, plan_models))
-
-
-def _planned(
-    name: str, options: PlanOptions, facts: HardwareFacts, obstacles: Obstacles
-) -> dict[str, Any]:
-    """A model in each format on each device, and what `crossover serve` would do, or why not."""
-    spec, file_bytes = _shape(name)
-    given = options.weight_formats if file_bytes is None else ()
-    request = PlacementRequest(
-        model=spec,
-        slots=options.slots,
-        context_tokens=options.context_tokens,
-        weight_bytes=file_bytes,
-        weight_format=given[0] if len(given) == 1 else None,
+    if unknown := set(formats or ()) - set(known := known_formats()):
+        raise ModelError(f"unknown format {min(unknown)!r}; known: {', '.join(known)}")
+    facts = machine_of(
+        parse_bytes(memory, "--memory") if memory else None,
+        parse_bytes(vram, "--vram") if vram else None,
     )
-    attempts: list[Attempt] = []
-    formats: tuple[str | None, ...] = given or PLANNED_FORMATS
-    for one in formats if file_bytes is None else (None,):
-        tried = msgspec.structs.replace(request, weight_format=one, check_memory=False)
-        with contextlib.suppress(NoPlacement):  # the decision says why
-            attempts += plan(tried, facts, obstacles).attempts
-    found: dict[str, Any] = {"model": spec.name, "parameters": spec.parameters, "refusal": None}
-    found["formats"] = [
-        {**msgspec.structs.asdict(one), "need_bytes": one.need_bytes, "fits": one.fits}
-        for one in attempts
-    ]
-    try:
-        decision = plan(request, facts, obstacles)
-        found |= {"decision": decision, "lines": explain(decision)}
-    except NoPlacement as problem:
-        found |= {"decision": None, "lines": [], "refusal": str(problem)}
-    return found
-
-
-def _lines(planned: dict[str, Any]) -> Iterator[str]:
-    """A line for each format and device, then the verdict."""
-    size, decision = formatting.size, planned["decision"]
-    yield f"{planned['model']}: {planned['parameters']:,} parameters"
-    for one in planned["formats"]:
-        free, verdict = one["free_bytes"], "fits" if one["fits"] else "does not fit"
-        room = "nobody knows what is free" if free is None else f"{size(free)} may be used"
-        yield (
-            f"  {one['device'].upper()} {one['backend']:9} {one['weight_format']:7} weights "
-            f"{size(one['weight_bytes'])} + KV {size(one['kv_bytes'])} + overhead "
-            f"{size(one['overhead_bytes'])} = {size(one['need_bytes'])}: {verdict}, {room}"
+    # What is installed here says nothing of another machine.
+    obstacles = Obstacles() if memory or vram else Obstacles(missing_backends())
+    for name in names:
+        spec, file_bytes = _shape(name)
+        given: list[str | None] = [] if file_bytes else [*(formats or ())]
+        request = PlacementRequest(
+            model=spec,
+            slots=slots,
+            context_tokens=context,
+            weight_bytes=file_bytes,
+            weight_format=given[0] if len(given) == 1 else None,
         )
-    if decision is None:
-        yield f"  crossover serve would refuse: {planned['refusal']}"
-        return
-    first, *rest = planned["lines"]
-    # Without --context as much as memory allows.
-    yield f"  crossover serve --context {decision.context_tokens} would run {first}"
-    yield from (f"  {line}" for line in rest if " + KV " not in line)
+        typer.echo(f"{spec.name}: {spec.parameters:,} parameters")
+        for each in given or ([None] if file_bytes else PLANNED_FORMATS):
+            tried = msgspec.structs.replace(request, weight_format=each, check_memory=False)
+            with contextlib.suppress(NoPlacement):  # the decision says why
+                for attempt in plan(tried, facts, obstacles).attempts:
+                    typer.echo(f"  {_told(attempt)}")
+        try:
+            decision = plan(request, facts, obstacles)
+        except NoPlacement as problem:
+            typer.echo(f"  crossover serve would refuse: {problem}")
+            continue
+        first, *rest = explain(decision)
+        # Without --context as much as memory allows.
+        typer.echo(f"  crossover serve --context {decision.context_tokens} would run {first}")
+        for line in rest:
+            if " + KV " not in line:
+                typer.echo(f"  {line}")
+
+
+def _told(one: Attempt) -> str:
+    """What a model takes in a format on a device."""
+    size, verdict = formatting.size, "fits" if one.fits else "does not fit"
+    free = one.free_bytes
+    room = "nobody knows what is free" if free is None else f"{size(free)} may be used"
+    return (
+        f"{one.device.upper()} {one.backend:9} {one.weight_format:7} weights "
+        f"{size(one.weight_bytes)} + KV {size(one.kv_bytes)} + overhead "
+        f"{size(one.overhead_bytes)} = {size(one.need_bytes)}: {verdict}, {room}"
+    )
 
 
 def machine_of(ram_bytes: int | None, vram_bytes: int | None) -> HardwareFacts:
     """This machine with other memory; every GPU backend can use a supposed GPU."""
     facts = hardware_facts()
     if ram_bytes is not None:
-        facts = msgspec.structs.replace(
-            facts,
-            memory_total_bytes=ram_bytes,
-            memory_available_bytes=ram_bytes,
-            cgroup_memory_bytes=None,
-        )
+        ram = dict.fromkeys(("memory_total_bytes", "memory_available_bytes"), ram_bytes)
+        facts = msgspec.structs.replace(facts, **ram, cgroup_memory_bytes=None)
     if vram_bytes is not None:
         name = f"a GPU with {formatting.size(vram_bytes)}"
         gpu = GpuFacts(name, "nvidia", vram_bytes, vram_bytes)

@@ -67,8 +67,6 @@ def parse_options(pairs: list[str] | tuple[str, ...], flag: str) -> dict[str, An
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise ServingError(f"{flag} {pair!r} is not of the form key=value")
-        if key in options:
-            raise ServingError(f"{flag} {key} is given twice")
         try:
             options[key] = json.loads(value)
         except ValueError:

@@ -17,18 +17,12 @@ crossover serve smollm2-135m  (a rung of the ladder, made with random weights if
 
 crossover serve ./model.gguf --slots 8  (a file of yours)
 
-crossover serve 1b --backend onnx --format int4  (another engine, another format)
-
 crossover serve 135m 360m --idle-unload 600  (two models)
-
-crossover serve 1b --replicas 2 --on ray  (two engines, on the nodes of a Ray cluster)
 
 Then:
 
 curl localhost:8000/v1/completions -H 'content-type: application/json'
--d '{"prompt": "Once", "max_tokens": 16}'
-
-curl localhost:8000/v1/placement  (what runs where, and why)"""
+-d '{"prompt": "Once", "max_tokens": 16}'"""
 
 serve = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -9,7 +9,6 @@ import msgspec
 from serving.errors import (
     ContextOverflow,
     LoadFailed,
-    ModelNotNamed,
     NoRoom,
     Overloaded,
     ServingError,
@@ -23,6 +22,14 @@ _TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+}
+# error of the rooms below -> status, code
+_ANSWERS: dict[type[Exception], tuple[int, str]] = {
+    NoPlacement: (507, "does_not_fit"),
+    LoadFailed: (500, "load_failed"),
+    UnknownModel: (404, "model_not_found"),
+    TextTooLong: (400, "text_too_long"),
+    ContextOverflow: (400, "context_length_exceeded"),
 }
 
 
@@ -60,9 +67,9 @@ class ApiError(ServingError):
         self.body = ErrorBody(ErrorDetail(message, kind, param, code))
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A 400: the request itself is wrong."""
-    return ApiError(400, message, code, param)
+def refused(key: str, why: str, code: str | None = None) -> ApiError:
+    """A 400: this key of the request is wrong."""
+    return ApiError(400, f"{key}: {why}", code, key)
 
 
 def try_again(status: int, message: str, code: str, retry_after_seconds: float) -> ApiError:
@@ -74,9 +81,9 @@ def try_again(status: int, message: str, code: str, retry_after_seconds: float) 
     return ApiError(status, message, code, headers=headers)
 
 
-def too_late(deadline_seconds: float) -> ApiError:
+def too_late(deadline_seconds: float | None) -> ApiError:
     """A 504: the request's deadline is past."""
-    text = f"the answer was not complete after {deadline_seconds:g} s"
+    text = f"the answer was not complete after {deadline_seconds or 0:g} s"
     return ApiError(504, text, "deadline_exceeded", headers={"X-Should-Retry": "false"})
 
 
@@ -86,24 +93,13 @@ def as_answer(problem: Exception) -> ApiError | None:
     match problem:
         case ApiError():
             return problem
-        case Unavailable(code=code, retry_after_seconds=seconds):
-            return try_again(503, text, code, seconds)
-        case Overloaded(kind=kind, retry_after_seconds=seconds):
-            return try_again(429, text, kind, seconds)
+        case Unavailable():
+            return try_again(503, text, problem.code, problem.retry_after_seconds)
+        case Overloaded():
+            return try_again(429, text, problem.kind, problem.retry_after_seconds)
         case NoRoom():
             return try_again(503, text, "no_room", 5.0)
-        case NoPlacement():
-            return ApiError(507, text, "does_not_fit")
-        case LoadFailed():
-            return ApiError(500, text, "load_failed")
-        case UnknownModel():
-            return ApiError(404, text, "model_not_found", "model")
-        case ModelNotNamed():
-            return invalid(text, "model", "model_required")
-        case TextTooLong(parameter=param):
-            return invalid(text, param, "text_too_long")
-        case ContextOverflow(parameter=param):
-            return invalid(text, param, "context_length_exceeded")
         case RecursionError():  # of a schema, of tools, of a template
-            return invalid("the body is nested too deeply", code="nested_too_deeply")
-    return None
+            return ApiError(400, "the body is nested too deeply", "nested_too_deeply")
+    status, code = _ANSWERS.get(type(problem), (0, ""))
+    return ApiError(status, text, code, getattr(problem, "parameter", None)) if status else None

@@ -8,13 +8,15 @@ where a key is left out.
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from serving.http.api_errors import ApiError, invalid
+from serving.http.api_errors import ApiError
+from serving.sampling.grammar import MAX_CHARACTERS
 
 T = TypeVar("T")
 _INT31 = 2**31 - 1
@@ -57,10 +59,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Alternatives = Annotated[int, Meta(ge=0, le=20)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
-MaxTokens = Annotated[int, _about("At most what the context leaves; -1: that.", ge=-1, le=_INT31)]
-SpecialTokens = Annotated[bool, _about("Begin a text with the model's BOS token; default true.")]
-AssistantHead = Annotated[bool, _about("End the prompt with the assistant's head; default true.")]
-TemplateVariables = Annotated[dict[str, Any], _about("Such as enable_thinking.")]
+Text = Annotated[str, Meta(min_length=1)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+MaxTokens = Annotated[int, _about("At most what the context leaves.", ge=1, le=_INT31)]
 
 
 class Generation(Wire, kw_only=True, frozen=True):
@@ -87,7 +88,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    grammar: Annotated[str, _about("GBNF, where the backend can.")] | None = None
+    grammar: Annotated[str, _about("GBNF.", max_length=MAX_CHARACTERS)] | None = None
     deadline_seconds: Annotated[float, Meta(ge=0.001, le=86400)] | None = None
     # Without effect: clients send them.
     user: str | None = None
@@ -101,10 +102,10 @@ class Generation(Wire, kw_only=True, frozen=True):
 class CompletionRequest(Generation, kw_only=True, frozen=True):
     """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
     echo: Literal[False] | None = None
     logprobs: Alternatives | None = None
-    add_special_tokens: SpecialTokens | None = None
+    add_special_tokens: bool | None = None  # begin with the model's BOS token; left out: do
     best_of: Literal[1] | None = None  # as clients send it: without effect
 
 
@@ -160,43 +161,33 @@ class Tool(Wire, kw_only=True, frozen=True):
     function: Function
 
 
-Tools = Annotated[list[Tool], Meta(max_length=128)]
-ToolChoice = Literal["none", "auto", "required"] | Tool  # whose name alone counts
-Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
-
-
 class ChatRequest(Generation, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
 
-    messages: Messages
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    add_generation_prompt: AssistantHead | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None  # its name counts
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
 
 class TokenizeRequest(Wire, kw_only=True, frozen=True):
-    """POST /tokenize: exactly one of `prompt` and `messages`."""
+    """POST /tokenize."""
 
     model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: SpecialTokens | None = None
-    add_generation_prompt: AssistantHead | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    tools: Tools | None = None
+    prompt: str
+    add_special_tokens: bool | None = None  # begin with the model's BOS token; left out: do
 
 
 class DetokenizeRequest(Wire, kw_only=True, frozen=True):
-    """POST /detokenize. `skip_special_tokens` false: control tokens as their text."""
+    """POST /detokenize. Control tokens have no text."""
 
     model: str | None = None
     tokens: list[TokenId]
-    skip_special_tokens: bool | None = None
 
 
 CHAT = msgspec.json.Decoder(ChatRequest)
@@ -213,12 +204,15 @@ _FIELD = re.compile(r"(unknown|missing required) field `(.*)`", re.DOTALL)
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """The body as its type. Raises ApiError 400 that names the key."""
+    gc.disable()  # else it walks through all there is for every 700 values; JSON has no cycles
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:
         raise _explained(str(problem)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise invalid(f"the body is not JSON: {problem}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not JSON: {problem}", "invalid_json") from None
+    finally:
+        gc.enable()
 
 
 def _explained(message: str) -> ApiError:
@@ -230,11 +224,9 @@ def _explained(message: str) -> ApiError:
     what = found["what"][:1].lower() + found["what"][1:]
     path = (found["path"] or "").removesuffix("[...]")
     if field := _FIELD.search(what):
-        param = f"{path}.{field[2]}" if path else field[2]
-        return invalid(f"{field[1].split()[0]} field {param!r}", param)
-    if path.endswith(".type") and ".content[" in path:
-        what = f"only parts of type 'text' are supported; {what}"
-    return invalid(f"{path or 'the body'}: {what}", path or None)
+        path = f"{path}.{field[2]}" if path else field[2]
+        what = f"{field[1].split()[0]} field"
+    return ApiError(400, f"{path or 'the body'}: {what}", param=path or None)
 
 
 # --- answers

@@ -10,125 +10,116 @@ from msgspec import UNSET
 
 from models.errors import BadChat
 from serving.engine.ipc_messages import TokenDetail
-from serving.http.api_errors import invalid
+from serving.http.api_errors import refused
 from serving.http.api_schemas import (
     CHAT,
     ChatChoice,
     ChatDelta,
     ChatRequest,
     Message,
-    TokenizeRequest,
 )
+from serving.http.completions import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.http_request import Request
 from serving.http.request_validation import token_limit, validate
-from serving.http.sse_stream import LOWEST_LOGPROB, ROLE, Answer, Choice
-from serving.http.tool_calls import (
-    THINK,
-    THOUGHT,
-    Part,
-    Reasoning,
-    format_of,
-    offered,
-    told_of_tools,
-)
+from serving.http.tool_calls import THINK, THOUGHT, Form, Part, format_of, offered, told_of_tools
 from serving.registry.loaded_model import INLINE_CHARACTERS, TEXT_WORK, ServedModel
 
 _OURS = frozenset({"messages", "add_generation_prompt", "tools"})
 
 
-async def chat_completions(request: Request) -> None:
+async def chat_completions(request: Request) -> Answer:
     body = await request.read(CHAT)
     model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
     template = model.tokenizer.chat_template or ""
-    calls, calls_schema = format_of(body, template)
-    generation = validate(body, facts, calls_schema)
+    wants_calls = body.tools or body.tool_choice
+    calls, calls_schema = format_of(body, template) if wants_calls else (None, None)
+    if body.top_logprobs and not body.logprobs:
+        raise refused("top_logprobs", "needs logprobs: true")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    generation = validate(body, facts, logprobs, calls_schema)
     model.supervisor.check_room()  # before a long prompt is tokenised
     is_free = not generation.sampling.is_constrained
-    ids, opens_reasoning = await chat_prompt(request, model, body, facts.context_tokens, is_free)
-    reasoning: Reasoning | None = None
-    if is_free and THOUGHT in template:
-        reasoning = "open" if opens_reasoning else "maybe"
-    answer = ChatAnswer(request, body, generation)
-    if reasoning or calls:
-        answer.form = (reasoning, calls, frozenset(tool.function.name for tool in offered(body)))
+    variables = dict(body.chat_template_kwargs or {})
+    if not is_free and "enable_thinking" in template:
+        variables.setdefault("enable_thinking", False)  # it could not think
+    ids, is_thinking = await prompt_of(request, model, body, variables, facts.context_tokens)
+    answer = ChatAnswer(request, body, generation, [(ids, token_limit(body, len(ids), facts))])
+    has_reasons = is_free and THOUGHT in template
+    if has_reasons or calls:
+        reasoning: Any = ("open" if is_thinking else "maybe") if has_reasons else None
+        names = frozenset(tool.function.name for tool in offered(body))
+        answer.form = Form(reasoning, calls, names)
     if calls_schema is not None:
         answer.schema_key = "tools"
-    await answer.send([(ids, token_limit(body, len(ids), facts))])
+    return answer
 
 
 # --- the prompt
 
 
-async def chat_prompt(
-    request: Request,
-    model: ServedModel,
-    body: ChatRequest | TokenizeRequest,
-    most: int,
-    is_free: bool = True,
+async def prompt_of(
+    request: Request, model: ServedModel, body: ChatRequest, variables: dict[str, Any], most: int
 ) -> tuple[list[int], bool]:
     """A chat as token ids, at most `most`, and whether the answer begins inside of the model's
-    reasoning. `is_free`: it is not held to a form from its first token on.
-
-    Raises ApiError 400, ContextOverflow.
-    """
-    template = model.tokenizer.chat_template or ""
-    variables = dict(body.chat_template_kwargs or {})
+    reasoning. `variables`: of the template. Raises ApiError 400, ContextOverflow."""
     for name in sorted(_OURS & variables.keys()):
-        key = f"chat_template_kwargs.{name}"
-        raise invalid(f"{key}: the request has a key of its own for it", key)
-    if not is_free and "enable_thinking" in template:
-        variables.setdefault("enable_thinking", False)  # it could not think
-
-    def rendered() -> str:
-        turns = turns_of(body.messages or [])
-        turns, variables["tools"] = told_of_tools(turns, offered(body), template)
-        head = body.add_generation_prompt is not False
-        return model.tokenizer.render_chat(turns, head, variables=variables)
-
+        raise refused(f"chat_template_kwargs.{name}", "the request has a key of its own for it")
     size = request.body_bytes
     try:  # a template is a program, and not ours
-        text = rendered() if size <= INLINE_CHARACTERS else await TEXT_WORK.run(size, rendered)
+        if size <= INLINE_CHARACTERS:
+            text = rendered(model, body, variables)
+        else:
+            text = await TEXT_WORK.run(size, rendered, model, body, variables)
     except BadChat as problem:
-        raise invalid(str(problem), "messages") from None
+        raise refused("messages", str(problem)) from None
     ids = await model.tokens(text, "messages", most=most, parse_special=True)
     return ids, text.rstrip().endswith(THINK)
 
 
-def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as a chat template wants them: parts joined, `developer` as `system`, the
-    arguments of calls as objects. Raises ApiError 400."""
-    found: list[dict[str, Any]] = []
+def rendered(model: ServedModel, body: ChatRequest, variables: dict[str, Any]) -> str:
+    """The chat in the model's template: parts joined, `developer` as `system`, the arguments of
+    calls as objects. Raises ApiError 400, BadChat."""
+    turns: list[dict[str, Any]] = []
     called: dict[str | None, str] = {}  # id of a call -> name of its function
-    for index, message in enumerate(messages):
+    for index, message in enumerate(body.messages):
         content = message.content
         if content is None and message.role != "assistant":
-            key = f"messages[{index}].content"
-            raise invalid(f"{key}: null; a text is needed", key)
+            raise refused(f"messages[{index}].content", "null; a text is needed")
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         role = "system" if message.role == "developer" else message.role
         turn: dict[str, Any] = {"role": role, "content": content or ""}
-        if message.name is not None:
-            turn["name"] = message.name
+        if (name := message.name or called.get(message.tool_call_id)) is not None:
+            turn["name"] = name
         if (reasoning := message.reasoning_content or message.reasoning) is not None:
             turn["reasoning_content"] = reasoning
-        for place, made in enumerate(message.tool_calls or ()):
-            key = f"messages[{index}].tool_calls[{place}].function.arguments"
-            try:
-                arguments = msgspec.json.decode(made.function.arguments or "{}", type=dict)
-            except msgspec.DecodeError as problem:
-                raise invalid(f"{key}: no JSON object: {problem}", key) from None
-            called[made.id] = made.function.name
-            function = {"name": made.function.name, "arguments": arguments}
-            call = {"id": made.id, "type": "function", "function": function}
-            turn.setdefault("tool_calls", []).append(call)
+        if message.tool_calls:
+            turn["tool_calls"] = _calls_of(message, index)
+            called |= {one["id"]: one["function"]["name"] for one in turn["tool_calls"]}
         if message.tool_call_id is not None:
             turn["tool_call_id"] = message.tool_call_id
-            if message.tool_call_id in called:
-                turn.setdefault("name", called[message.tool_call_id])
-        found.append(turn)
-    return found
+        turns.append(turn)
+    variables["tools"] = None
+    if body.tools or called:
+        template = model.tokenizer.chat_template or ""
+        turns, variables["tools"] = told_of_tools(turns, offered(body), template)
+    head = body.add_generation_prompt is not False
+    return model.tokenizer.render_chat(turns, head, variables=variables)
+
+
+def _calls_of(message: Message, index: int) -> list[dict[str, Any]]:
+    """The calls of an earlier turn, as templates take them. Raises ApiError 400."""
+    calls = []
+    for place, made in enumerate(message.tool_calls or ()):
+        try:
+            arguments = msgspec.json.decode(made.function.arguments or "{}", type=dict)
+        except msgspec.DecodeError as problem:
+            key = f"messages[{index}].tool_calls[{place}].function.arguments"
+            raise refused(key, f"no JSON object: {problem}") from None
+        function = {"name": made.function.name, "arguments": arguments}
+        calls.append({"id": made.id, "type": "function", "function": function})
+    return calls
 
 
 # --- the answer
@@ -151,7 +142,7 @@ class ChatAnswer(Answer):
             choice.calls += 1
         else:
             finish = "tool_calls" if choice.finish == "stop" and choice.calls else choice.finish
-        logprobs = self._logprobs(choice) if choice.details else None
+        logprobs = self.logprobs(choice) if choice.details else None
         return ChatChoice(choice.index, UNSET, delta, logprobs, finish)
 
     def whole(self, choice: Choice, parts: Sequence[Part]) -> ChatChoice:
@@ -166,18 +157,15 @@ class ChatAnswer(Answer):
             tool_calls=calls or UNSET,
         )
         finish = "tool_calls" if calls and choice.finish == "stop" else choice.finish
-        return ChatChoice(choice.index, message, UNSET, self._logprobs(choice), finish)
+        return ChatChoice(choice.index, message, UNSET, self.logprobs(choice), finish)
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        if self.generation.sampling.logprobs is None:
-            return None
-        details, choice.details = choice.details, []
-        return {"content": [self._detail(one) for one in details], "refusal": None}
-
-    def _detail(self, detail: TokenDetail) -> dict[str, Any]:
-        pairs = zip(detail.top_ids, detail.top_values, strict=True)
-        top = [self._said(token, value) for token, value in pairs]
-        return self._said(detail.token, detail.logprob) | {"top_logprobs": top}
+    def told(self, details: Sequence[TokenDetail]) -> dict[str, Any]:
+        content = []
+        for one in details:
+            pairs = zip(one.top_ids, one.top_values, strict=True)
+            top = [self._said(token, value) for token, value in pairs]
+            content.append(self._said(one.token, one.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
 
     def _said(self, token: int, logprob: float) -> dict[str, Any]:
         """A control token is shown by its id and has no bytes."""

@@ -1,52 +1,135 @@
-"""POST /v1/completions."""
+"""POST /v1/completions, and the answers to chats too: sequences submitted, deltas written, counted.
+
+The head of a streamed answer leaves with the first delta: until then an error is an answer with its
+own status, and the sequence can move to another engine. A request that ends early cancels its
+sequences.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from serving.http.api_schemas import COMPLETION, TextChoice
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
+from serving.http.api_errors import ApiError, too_late, try_again
+from serving.http.api_schemas import (
+    COMPLETION,
+    Completion,
+    Finish,
+    Generation,
+    StreamOptions,
+    TextChoice,
+    Usage,
+    encode,
+)
 from serving.http.http_request import Request
 from serving.http.request_validation import prompts_of, token_limit, validate
-from serving.http.sse_stream import LOWEST_LOGPROB, Answer, Choice
-from serving.http.tool_calls import Part
+from serving.http.tool_calls import Form, Part, Splitter
+from serving.registry.loaded_model import TEXT_WORK
+from serving.supervisor.inflight_requests import Stream
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
+ROLE, END = Part("role", ""), Part("end", "")
+MARK = "\u0001text\u0001"  # where a text goes
+_FINISHES: dict[FinishReason, Finish] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+}
 
 
-async def completions(request: Request) -> None:
+def sse_event(value: Any) -> bytes:
+    """One server-sent event with `value` as JSON."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sequence of a request, and what is known of it so far. Times are perf_counter's."""
+
+    index: int
+    prompt_tokens: int
+    stream: Stream
+    submitted: float
+    splitter: Splitter | None  # where there may be more in the text than content
+    first: float = 0.0  # when its first token was made
+    last: float = 0.0  # when its last tokens came
+    tokens: int = 0
+    cached: int | None = None
+    is_over: bool = False
+    finish: Finish | None = None  # None: it runs, or ended badly
+    text: str = ""  # of an answer that is not streamed
+    opened: bool = False
+    frame: tuple[bytes, bytes] | None = None  # of plain content: an event around its text
+    details: list[TokenDetail] = field(default_factory=list)  # log-probabilities not written yet
+    calls: int = 0  # of tools, written
+
+
+async def completions(request: Request) -> Answer:
     body = await request.read(COMPLETION)
     model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
-    generation = validate(body, facts)
+    generation = validate(body, facts, body.logprobs)
     model.supervisor.check_room()  # before a long prompt is tokenised
     bos, most = body.add_special_tokens is not False, facts.context_tokens
     prompts: list[tuple[list[int], int]] = []
-    for given in prompts_of(body, facts, request.endpoint.limits.sequences):
-        ids = given
+    for ids in prompts_of(body, facts):
         if prompts:
             await asyncio.sleep(0)  # short texts are tokenised on the loop, one a turn
         if isinstance(ids, str):
             ids = await model.tokens(ids, "prompt", most=most, bos=bos)
         prompts.append((ids, token_limit(body, len(ids), facts)))
-    await TextAnswer(request, body, generation).send(prompts)
+    return Answer(request, body, generation, prompts)
 
 
-class TextAnswer(Answer):
+class Answer:
+    """The answer to one request, in the shape of completions; that of chats is a subclass."""
+
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    opening: tuple[Part, ...] = ()  # what precedes a choice's first content
+    schema_key = "response_format"  # that an engine's refusal of the schema is about
+    form: Form | None = None  # what splitters look for in the text; None: all of it is content
 
-    def shown(self, choice: Choice, part: Part) -> TextChoice:
-        is_end = part.kind == "end"
-        logprobs = None if is_end and not choice.details else self._logprobs(choice)
+    def __init__(
+        self,
+        request: Request,
+        body: Generation,
+        generation: GenerationRequest,
+        prompts: Sequence[tuple[list[int], int]],
+    ) -> None:
+        """`generation`: without a prompt; its seed is that of the first answer to each prompt.
+        `prompts`: token ids, and the most output tokens."""
+        assert request.model is not None
+        self.request = request
+        self.model = request.model
+        self.generation = generation
+        self.prompts = prompts
+        self.id = f"{self.prefix}-{request.serial}"
+        self.created = int(time.time())
+        self.n = body.n or 1
+        self.streamed = bool(body.stream)
+        self.options = body.stream_options or StreamOptions()
+        has_counts = self.options.continuous_usage_stats
+        self.is_plain = generation.sampling.logprobs is None and not has_counts
+        self.choices: list[Choice] = []
+
+    def shown(self, choice: Choice, part: Part) -> Any:
+        """A chunk's choice: a part, or END. Takes the choice's log-probabilities."""
+        is_end = part is END
+        logprobs = None if is_end and not choice.details else self.logprobs(choice)
         return TextChoice(choice.index, part.text, logprobs, choice.finish if is_end else None)
 
-    def whole(self, choice: Choice, parts: Sequence[Part]) -> TextChoice:
-        return TextChoice(choice.index, choice.text, self._logprobs(choice), choice.finish)
+    def whole(self, choice: Choice, parts: Sequence[Part]) -> Any:
+        """The choice of an answer that is not streamed."""
+        return TextChoice(choice.index, choice.text, self.logprobs(choice), choice.finish)
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        """In OpenAI's older shape, without offsets in the text."""
-        if self.generation.sampling.logprobs is None:
-            return None
-        details, choice.details = choice.details, []
+    def told(self, details: Sequence[TokenDetail]) -> dict[str, Any]:
+        """Log-probabilities as they are written: in OpenAI's older shape, without offsets."""
         tops = []
         for detail in details:
             pairs = zip(detail.top_ids, detail.top_values, strict=True)
@@ -59,11 +142,175 @@ class TextAnswer(Answer):
         }
 
     def _name(self, token: int) -> str:
-        r"""A token as a key: its text, `bytes:\xe2\x82` where it is no whole text, or its id."""
+        r"""A token as a key: its text, with \xe2 for what is no whole character, or its id."""
         data = self.model.bytes_of(token)
-        if not data:
-            return f"token_id:{token}"
+        return data.decode("utf-8", "backslashreplace") if data else f"token_id:{token}"
+
+    async def send(self) -> None:
+        """Submit every sequence of the request, or none, and write its answer. Raises ApiError,
+        Unavailable, Overloaded."""
         try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            for ids, most in self.prompts:
+                for number in range(self.n):
+                    self._submit(ids, most, number)
+            if len(self.choices) == 1:
+                await self._follow(self.choices[0])
+            else:
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for choice in self.choices:
+                            group.create_task(self._follow(choice))
+                except BaseExceptionGroup as problems:
+                    raise problems.exceptions[0] from None
+            if self.streamed:
+                last = self._event([], self.usage()) if self.options.include_usage else b""
+                await self.request.write(last + b"data: [DONE]\n\n", last=True)
+            elif self.is_plain:
+                await self.request.answer(self._body())
+            else:  # log-probabilities are up to seconds of work
+                await self.request.answer(await TEXT_WORK.run(0, self._body))
+        finally:
+            for choice in self.choices:
+                choice.stream.cancel()  # unless it has ended
+                if not choice.is_over:
+                    self._ended(choice, FinishReason.CANCELLED)
+
+    def _submit(self, ids: list[int], most_tokens: int, number: int) -> None:
+        sampling = self.generation.sampling
+        if number:
+            seed = (sampling.seed + number) % (1 << 63)
+            sampling = msgspec.structs.replace(sampling, seed=seed)
+        sequence = msgspec.structs.replace(
+            self.generation,
+            prompt=ids,
+            max_tokens=most_tokens,
+            sampling=sampling,
+            deadline_seconds=self.request.seconds_left(),
+        )
+        stream = self.model.supervisor.submit(sequence)
+        splitter = None if self.form is None else Splitter(self.form)
+        now, index = time.perf_counter(), len(self.choices)
+        self.choices.append(Choice(index, len(ids), stream, now, splitter))
+
+    async def _follow(self, choice: Choice) -> None:
+        """Count the deltas of one sequence, and write them where the answer is streamed. Raises
+        where the sequence did not end as it should.
+
+        Only the text differs between the events of plain content: the rest is encoded once.
+        """
+        metrics = self.model.metrics
+        async for delta in choice.stream:
+            choice.details += delta.details
+            if delta.tokens:
+                now = time.perf_counter()
+                if choice.tokens:
+                    metrics.inter_token.observe(now - choice.last)
+                else:
+                    self._began(choice, delta, now)
+                metrics.generation_tokens.inc(delta.tokens)
+                choice.tokens += delta.tokens
+                choice.last = now
+            if delta.finish is not None:
+                self._ended(choice, FinishReason(delta.finish))
+                if choice.finish is None:
+                    raise self._failure(delta)
+            if not self.streamed:
+                choice.text += delta.text
+            elif delta.text and choice.frame is not None and choice.finish is None:
+                head, tail = choice.frame
+                await self.request.write(head + encode(delta.text) + tail)
+            else:
+                await self.request.write(self._events(choice, delta.text))
+
+    def _began(self, choice: Choice, delta: Delta, now: float) -> None:
+        """The first tokens are here."""
+        metrics, prompt_tokens = self.model.metrics, choice.prompt_tokens
+        choice.first, choice.cached = now, delta.cached_tokens
+        queue, prefill = delta.queue_seconds, delta.prefill_seconds
+        if queue is not None and prefill is not None:
+            metrics.queue.observe(queue)
+            metrics.prefill.observe(prefill)
+            if not self.streamed:  # all came at once: the engine says when the first was made
+                choice.first = choice.submitted + queue + prefill
+        metrics.ttft.observe(choice.first - self.request.began)
+        metrics.prompt_tokens.inc(prompt_tokens)
+        metrics.cache_queries.inc(prompt_tokens)
+        metrics.cache_hits.inc(choice.cached or 0)
+
+    def _ended(self, choice: Choice, finish: FinishReason) -> None:
+        choice.is_over, choice.finish = True, _FINISHES.get(finish)
+        metrics = self.model.metrics
+        metrics.finished[finish].inc()
+        if choice.finish is not None:
+            metrics.e2e.observe(choice.last - self.request.began)
+            if choice.tokens > 1:
+                metrics.per_token.observe((choice.last - choice.first) / (choice.tokens - 1))
+
+    def _events(self, choice: Choice, text: str) -> bytes:
+        """The events that a delta's text becomes; none where it is still held back."""
+        parts = self._parts(choice, text)
+        if not choice.opened:
+            choice.opened = True
+            parts[:0] = self.opening
+        if choice.finish is not None:
+            parts.append(END)
+        data = b""
+        usage: Usage | None | UnsetType = None if self.options.include_usage else UNSET
+        for part in parts:
+            if self.options.continuous_usage_stats:
+                tokens = 0 if part is ROLE else choice.tokens
+                usage = usage_of(choice.prompt_tokens, tokens, choice.cached)
+            data += self._event([self.shown(choice, part)], usage)
+        if text and self.is_plain and choice.splitter is None and choice.finish is None:
+            marked = self._event([self.shown(choice, Part("content", MARK))], usage)
+            head, _, tail = marked.partition(encode(MARK))
+            choice.frame = head, tail
+        return data
+
+    def _parts(self, choice: Choice, text: str) -> list[Part]:
+        if choice.splitter is not None:
+            return choice.splitter.push(text, choice.finish is not None)
+        return [Part("content", text)] if text else []
+
+    def _event(self, choices: list[Any], usage: Usage | None | UnsetType) -> bytes:
+        """One chunk of a streamed answer."""
+        name, kind = self.model.served_name, self.chunk_kind
+        return sse_event(Completion(self.id, kind, self.created, name, choices, usage))
+
+    def _body(self) -> bytes:
+        """The whole answer."""
+        choices = [self.whole(choice, self._parts(choice, choice.text)) for choice in self.choices]
+        name, usage = self.model.served_name, self.usage()
+        return encode(Completion(self.id, self.kind, self.created, name, choices, usage))
+
+    def logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        """Those not written yet; None: nobody asked for any."""
+        if self.generation.sampling.logprobs is None:
+            return None
+        details, choice.details = choice.details, []
+        return self.told(details)
+
+    def usage(self) -> Usage:
+        """Usage of the request: each prompt counts once, however many answers it has."""
+        firsts = self.choices[:: self.n]
+        cached = [choice.cached for choice in firsts if choice.cached is not None]
+        prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
+        tokens = sum(choice.tokens for choice in self.choices)
+        return usage_of(prompt_tokens, tokens, sum(cached) if cached else None)
+
+    def _failure(self, delta: Delta) -> ApiError:
+        """What a sequence that ended badly becomes."""
+        supervisor, key = self.model.supervisor, delta.parameter
+        if delta.finish == FinishReason.DEADLINE:
+            return too_late(self.request.deadline_seconds)
+        text = delta.error or "the request was cancelled by the server"
+        if delta.finish == FinishReason.REFUSED:
+            key = self.schema_key if key == "response_format" else key
+            return ApiError(400, text, "unsupported_parameter", key)
+        return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:
+    """The counts as OpenAI lays them out; unknown cached tokens leave their part out."""
+    details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)

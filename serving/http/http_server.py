@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.errors import ServingError
 
@@ -32,26 +31,10 @@ class CannotListen(ServingError):
     """The address is taken, or not this machine's."""
 
 
-class Protocol(HttpToolsProtocol):
-    """uvicorn's. Of requests sent in one go the first one hears, too, that its client has left."""
-
-    _running: Any = None
-
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.message_event.set()
-        super().connection_lost(exc)
-
-
 def server_options(connections: int = CONNECTIONS) -> dict[str, Any]:
     """Arguments of uvicorn.Config that belong to this app, whoever runs it."""
     return {
-        "http": Protocol,
+        "http": "httptools",
         "loop": "uvloop",
         "ws": "none",
         "lifespan": "off",
@@ -70,12 +53,9 @@ def server_options(connections: int = CONNECTIONS) -> dict[str, Any]:
 def room_for_connections() -> int:
     """Connections that this process may have; takes the descriptors for them that it may take."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = CONNECTIONS + OTHER_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return max(1, soft - OTHER_DESCRIPTORS)
-    return CONNECTIONS
+    wanted = max(soft, min(CONNECTIONS + OTHER_DESCRIPTORS, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(1, min(CONNECTIONS, wanted - OTHER_DESCRIPTORS))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -98,16 +78,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 def is_loopback(listener: socket.socket) -> bool:
     """Whether only this machine can reach the socket."""
-    host = str(listener.getsockname()[0]).partition("%")[0]
-    return ipaddress.ip_address(host).is_loopback
+    return _address_of(listener).is_loopback
 
 
 def url_of(listener: socket.socket) -> str:
     """The URL under which this machine reaches the socket; a wildcard address is its loopback."""
-    host, port = listener.getsockname()[:2]
-    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
-        host = "::1" if ":" in host else "127.0.0.1"
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    address, port = _address_of(listener), listener.getsockname()[1]
+    if address.is_unspecified:
+        return f"http://{'[::1]' if address.version == 6 else '127.0.0.1'}:{port}"
+    return f"http://{f'[{address}]' if address.version == 6 else address}:{port}"
+
+
+def _address_of(listener: socket.socket) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(str(listener.getsockname()[0]))
 
 
 @contextlib.asynccontextmanager

@@ -1,66 +1,60 @@
-"""Routes that need no engine: tokenising, and what this server is doing."""
+"""Routes that need no engine: tokenising, what this server is doing, and which models it holds.
+
+The admin routes have a key of their own: GET /admin/models, POST /admin/load {"name": "small"},
+POST /admin/unload {"name": "small", "drain": false}. A load or unload is answered when it is done,
+and goes on when the client goes away. Errors: 404 no model, 503 no room, 507 it can not fit, 500 it
+did not load.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
 from urllib.parse import parse_qsl
 
 import msgspec
 
+from models.machine import available_bytes
 from serving.errors import ContextOverflow, EngineState
-from serving.http.api_errors import as_answer, invalid
-from serving.http.api_schemas import DETOKENIZE, TOKENIZE
-from serving.http.chat_completions import chat_prompt
+from serving.http.api_errors import ApiError, try_again
+from serving.http.api_schemas import DETOKENIZE, TOKENIZE, Wire
 from serving.http.http_request import Request
 from serving.http.request_validation import check_ids
 from serving.metrics import CONTENT_TYPE
 from serving.registry.loaded_model import ServedModel
+from serving.registry.model_registry import Registry
 
 _OF_ENGINE = ("weight_format", "slots", "context_tokens", "kv_tokens")  # as the engine has them
+_OF_MEMORY = ("weight_bytes", "kv_bytes", "overhead_bytes")
 
 
-async def health(request: Request) -> None:
-    await request.answer({"status": "ok"})
+async def health(request: Request) -> dict[str, str]:
+    return {"status": "ok"}
 
 
-async def ready(request: Request) -> None:
-    """200 where a request can be answered: an engine serves, or is loaded for the request; else a
-    503 with the reason."""
-    router = request.endpoint.router
+async def ready(request: Request) -> dict[str, Any]:
+    """Whether a request can be answered: an engine serves, or is loaded for the request. Raises
+    Unavailable with the reason."""
+    router = request.router
     states, models = router.states(), list(router.models.values())
-    serve = [one for one in models if states[one.served_name] == EngineState.ready]
-    can = [one for one in models if states[one.served_name] == EngineState.unloaded]
-    able = serve or [one for one in can if one.on_demand]
-    model = (able or models)[0]
-    about: dict[str, Any] = {
-        "state": model.supervisor.state,
-        "model": model.served_name,
-        "backend": model.supervisor.label,
-    }
-    if len(states) > 1:
-        about["models"] = states
-    if able:
-        await request.answer(about)
-        return
-    problem = as_answer(model.supervisor.unavailable())
-    assert problem is not None, "Unavailable is a 503"
-    about |= {"reason": model.supervisor.reason, "error": problem.body.error}
-    await request.answer(about, problem.status, problem.headers)
+    able = [one for one in models if states[one.served_name] == EngineState.ready]
+    if not able:
+        can = [one for one in models if states[one.served_name] == EngineState.unloaded]
+        able = [one for one in can if one.on_demand]
+    if not able:
+        raise models[0].supervisor.unavailable()
+    name, served = able[0].served_name, able[0].supervisor
+    return {"state": served.state, "model": name, "backend": served.label, "models": states}
 
 
 async def metrics(request: Request) -> None:
-    text = await request.endpoint.router.metrics.exposition()
-    await request.answer(text, kind=CONTENT_TYPE)
+    await request.answer(request.router.metrics.exposition(), kind=CONTENT_TYPE)
 
 
-async def models(request: Request) -> None:
-    cards = [_card(model) for model in request.endpoint.router.models.values()]
-    await request.answer({"object": "list", "data": cards})
-
-
-async def model_card(request: Request) -> None:
-    await request.answer(_card(request.look_at(request.parameter)))
+async def models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(one) for one in request.router.models.values()]}
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
@@ -69,63 +63,57 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "crossover",
-        "root": model.served_name,
         "max_model_len": model.known_facts().context_tokens,  # vLLM's name of the context
         "state": model.supervisor.state,
     }
 
 
-async def tokenize(request: Request) -> None:
+async def tokenize(request: Request) -> dict[str, Any]:
     body = await request.read(TOKENIZE)
-    model = request.look_at(body.model)
+    model = request.model = request.router.named(body.model)
+    ids = await model.tokens(body.prompt, "prompt", bos=body.add_special_tokens is not False)
     most = model.known_facts().context_tokens
-    if (body.prompt is None) == (body.messages is None):
-        raise invalid("exactly one of prompt and messages is needed", "prompt")
-    if body.prompt is None:
-        ids, _ = await chat_prompt(request, model, body, most)
-    else:
-        ids = await model.tokens(body.prompt, "prompt", bos=body.add_special_tokens is not False)
-    await request.answer({"tokens": ids, "count": len(ids), "max_model_len": most})
+    return {"tokens": ids, "count": len(ids), "max_model_len": most}
 
 
-async def detokenize(request: Request) -> None:
+async def detokenize(request: Request) -> dict[str, str]:
     body = await request.read(DETOKENIZE)
-    model = request.look_at(body.model)
+    model = request.model = request.router.named(body.model)
     facts = model.known_facts()
     if len(body.tokens) > facts.context_tokens:
-        raise ContextOverflow(len(body.tokens), None, facts.context_tokens, "tokens")
-    if body.tokens:
-        check_ids(body.tokens, facts, "tokens")
-    skip = body.skip_special_tokens is not False
-    await request.answer({"prompt": await model.text_of(body.tokens, skip)})
+        raise ContextOverflow(len(body.tokens), facts.context_tokens, "tokens")
+    check_ids(body.tokens, facts, "tokens")
+    return {"prompt": await model.text_of(body.tokens)}
 
 
-async def placement(request: Request) -> None:
+async def placement(request: Request) -> dict[str, Any]:
     """The decision as it was made at the start (`explanation`), and what runs now, of `?model=` or
     the first. What is not known is null."""
-    router = request.endpoint.router
+    router, now = request.router, time.time()
     asked = dict(parse_qsl(request.scope["query_string"].decode("latin-1")))
-    model = request.look_at(asked.get("model", router.first.served_name))
-    served, now = model.supervisor, time.time()
+    model = request.model = router.named(asked.get("model", router.first.served_name))
+    served = model.supervisor
     engine, loaded = msgspec.structs.asdict(served.config), served.ready
     for key in ("model_path", "tokenizer_path"):
         del engine[key]
-    memory: dict[str, Any] | None = None
+    found: dict[str, Any] = dict.fromkeys(("memory", "device_name", "load_seconds", "details"))
     if loaded is not None:
         info = loaded.info
         engine |= {key: getattr(info, key) for key in _OF_ENGINE}
         engine["kv_dtype"] = info.details.get("kv_dtype", engine["kv_dtype"])
-        memory = {"predicted": _predicted(model)}
-        memory |= {"rss_bytes": loaded.rss_bytes, "peak_rss_bytes": loaded.peak_rss_bytes}
-    found: dict[str, Any] = {
+        found["memory"] = {
+            "predicted": _predicted(model),
+            "rss_bytes": loaded.rss_bytes,
+            "peak_rss_bytes": loaded.peak_rss_bytes,
+        }
+        found |= {"device_name": info.device_name, "details": info.details}
+        found["load_seconds"] = loaded.load_seconds
+    return found | {
         "model": model.served_name,
+        "models": router.states(),
         "state": served.state,
         "reason": served.reason or None,
         "engine": engine,
-        "device_name": None if loaded is None else loaded.info.device_name,
-        "load_seconds": None if loaded is None else loaded.load_seconds,
-        "memory": memory,
-        "details": {} if loaded is None else loaded.info.details,
         "restarts": served.restarts,
         "fallbacks": served.fallbacks,
         "returns": served.returns,
@@ -135,9 +123,6 @@ async def placement(request: Request) -> None:
         ],
         "explanation": model.about(),
     }
-    if len(router.models) > 1:
-        found["models"] = router.states()
-    await request.answer(found)
 
 
 def _predicted(model: ServedModel) -> dict[str, int] | None:
@@ -145,6 +130,85 @@ def _predicted(model: ServedModel) -> dict[str, int] | None:
     runs = model.supervisor.config
     for one in () if model.placement is None else model.placement.attempts:
         if (one.backend, one.device) == (runs.backend, runs.device):
-            parts = ("weight_bytes", "kv_bytes", "overhead_bytes")
-            return {part: getattr(one, part) for part in parts}
+            return {part: getattr(one, part) for part in _OF_MEMORY}
     return None
+
+
+# --- the admin routes
+
+
+class LoadRequest(Wire, kw_only=True, frozen=True):
+    name: str
+
+
+class UnloadRequest(LoadRequest, kw_only=True, frozen=True):
+    """`drain`: what is in flight may finish."""
+
+    drain: bool = True
+
+
+LOAD = msgspec.json.Decoder(LoadRequest)
+UNLOAD = msgspec.json.Decoder(UnloadRequest)
+
+
+async def list_models(request: Request) -> dict[str, Any]:
+    """All models, and the memory they share; `memory_limit_bytes` null: what the machine has."""
+    registry = _registry(request)
+    return {
+        "models": [_state(model) for model in registry.models.values()],
+        "available_bytes": available_bytes(),  # what a new process can take
+        "memory_limit_bytes": registry.limits.memory_bytes,
+    }
+
+
+def _state(model: ServedModel) -> dict[str, Any]:
+    """One model, and what its engines' processes take (RSS); what is not known is null."""
+    supervisor, placement = model.supervisor, model.placement
+    predicted = sum(attempt.need_bytes for attempt in model.attempts())
+    return {
+        "name": model.served_name,
+        "state": model.state,
+        "reason": model.doing or supervisor.reason,
+        "problem": model.problem,
+        "engine": supervisor.label,
+        "engine_pid": supervisor.engine_pid,
+        "on_demand": model.on_demand,
+        "memory": {
+            "device": placement.device,
+            "predicted_bytes": predicted or placement.need_bytes,
+            "measured_bytes": model.measured_bytes if supervisor.pids else None,
+        },
+        "in_flight": supervisor.in_flight,
+        "idle_seconds": round(time.monotonic() - model.used_at, 3),
+    }
+
+
+async def load_model(request: Request) -> dict[str, Any]:
+    name = (await request.read(LOAD)).name
+    return await _done(request, name, lambda registry: registry.load(name))
+
+
+async def unload_model(request: Request) -> dict[str, Any]:
+    body = await request.read(UNLOAD)
+    return await _done(request, body.name, lambda registry: registry.unload(body.name, body.drain))
+
+
+async def _done(
+    request: Request, name: str, work: Callable[[Registry], Awaitable[Any]]
+) -> dict[str, Any]:
+    """Do it to its end, also when the client goes away; the state then."""
+    registry = _registry(request)
+    if name not in registry.models:
+        text = f"there is no model {name[:200]!r}; /admin/models lists what there is"
+        raise ApiError(404, text, "model_not_found", "name")
+    try:
+        await work(registry)
+        await asyncio.sleep(0)  # a load that it has cancelled ends first
+    except asyncio.CancelledError:
+        text = f"the load of {name!r} was given up: it was unloaded, or the server ends"
+        raise try_again(503, text, "unloaded", 5.0) from None
+    return _state(registry.models[name])
+
+
+def _registry(request: Request) -> Registry:
+    return cast(Registry, request.router)  # App has admin routes over one only

@@ -4,7 +4,7 @@ Calls that must come (`required`, a named function) are a JSON list, held to by 
 decoding. Calls that may come (`auto`) are what the model was trained to write, where its chat
 template shows the Hermes format: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 
-    splitter = Splitter("maybe", "hermes", frozenset({"add"}))
+    splitter = Splitter(Form("maybe", "hermes", frozenset({"add"})))
     splitter.push("<think>2+2</think>Four", True)
     # [Part("reasoning", "2+2"), Part("content", "Four")]
 
@@ -19,28 +19,30 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from serving.http.api_errors import invalid
-from serving.http.api_schemas import (
-    CalledFunction,
-    ChatRequest,
-    TokenizeRequest,
-    Tool,
-    ToolCall,
-    encode,
-)
+import msgspec
+
+from serving.http.api_errors import refused
+from serving.http.api_schemas import CalledFunction, ChatRequest, Tool, ToolCall, encode
 from serving.sampling.grammar import MAX_CHARACTERS
 
 THINK, THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 
 Format = Literal["hermes", "list"]
-Reasoning = Literal["maybe", "open"]
 
 
-def offered(body: ChatRequest | TokenizeRequest) -> list[Tool]:
+class Form(NamedTuple):
+    """What there may be in a text. `reasoning`: "maybe" (the text may open it), "open" (the prompt
+    has opened it). `calls`: their format; None: none are looked for."""
+
+    reasoning: Literal["maybe", "open"] | None
+    calls: Format | None
+    names: frozenset[str]  # of functions
+
+
+def offered(body: ChatRequest) -> Sequence[Tool]:
     """The tools that the model is told of."""
-    is_none = isinstance(body, ChatRequest) and body.tool_choice == "none"
-    return [] if is_none else list(body.tools or [])
+    return () if body.tool_choice == "none" else body.tools or ()
 
 
 def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | None]:
@@ -49,30 +51,31 @@ def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | 
     choice, tools = body.tool_choice, offered(body)
     if isinstance(choice, Tool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not tools:
-            text = f"tool_choice: tools has no function {choice.function.name!r}"
-            raise invalid(text, "tool_choice")
-    elif choice == "required" and not tools:
-        raise invalid("tool_choice: required, and tools names no function", "tool_choice")
-    elif not tools:
+    if not tools and (choice == "required" or isinstance(choice, Tool)):
+        name = "" if isinstance(choice, str) else f" {choice.function.name!r}"
+        raise refused("tool_choice", f"tools has no function{name}")
+    if not tools:
         return None, None
-    elif choice != "required":
+    if choice in (None, "auto"):
         plain = template.replace('\\"', '"')
         if _CALL in plain and '"arguments"' in plain and "<function=" not in plain:
             return "hermes", None
         text = (
-            "tools: this model's chat template has not the Hermes and Qwen format of calls "
+            "this model's chat template has not the Hermes and Qwen format of calls "
             "(<tool_call>): tool_choice auto cannot be read; required, a named function, none can"
         )
-        raise invalid(text, "tools", "unsupported_parameter")
-    if (size := len(encode(tools))) > MAX_CHARACTERS:  # before its parts are moved, one by one
-        text = f"tools: calls that must come, of {size} bytes; {MAX_CHARACTERS} are allowed"
-        raise invalid(text, "tools")
-    definitions: dict[str, Any] = {}
+        raise refused("tools", text, "unsupported_parameter")
+    if (size := len(encode(tools))) > MAX_CHARACTERS:
+        why = f"calls that must come, of {size} bytes; {MAX_CHARACTERS} are allowed"
+        raise refused("tools", why)
+    definitions: dict[str, msgspec.Raw] = {}
     calls: list[Any] = []
     for number, tool in enumerate(tools):
         place = f"#/$defs/f{number}"
-        definitions[f"f{number}"] = _moved(tool.function.parameters or {"type": "object"}, place)
+        # Its references to itself hold where it now stands.
+        arguments = encode(tool.function.parameters or {"type": "object"})
+        moved = arguments.replace(b'"$ref":"#', b'"$ref":"' + place.encode())
+        definitions[f"f{number}"] = msgspec.Raw(moved)
         call = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
         needed = {"required": [*call], "additionalProperties": False}
         calls.append({"type": "object", "properties": call, **needed})
@@ -80,19 +83,6 @@ def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | 
     if isinstance(choice, Tool) or body.parallel_tool_calls is False:
         schema["maxItems"] = 1
     return "list", encode(schema | {"$defs": definitions})
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself hold where it stands at `place` in another one."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(item, place) for key, item in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
 
 
 def told_of_tools(
@@ -133,26 +123,20 @@ class Part(NamedTuple):
 
 
 class Splitter:
-    """Finds the parts of one sequence's text. It holds back no more than the beginning of a mark,
-    white space before a part, and calls.
+    """Finds the parts of one sequence's text, of this Form. It holds back no more than the
+    beginning of a mark, white space before a part, and calls."""
 
-    `reasoning`: "maybe" (the text may open it), "open" (the prompt has opened it). `calls`: their
-    format; None: none are looked for.
-    """
-
-    def __init__(
-        self, reasoning: Reasoning | None, calls: Format | None, names: frozenset[str]
-    ) -> None:
-        self._names = names
+    def __init__(self, form: Form) -> None:
+        self._names = form.names
         self._held = ""
         self._fresh = True  # nothing of this part has come yet
-        said = "list" if calls == "list" else "content"
-        self._kind = {"maybe": "start", "open": "reasoning", None: said}[reasoning]
+        said = "list" if form.calls == "list" else "content"
+        self._kind = {"maybe": "start", "open": "reasoning", None: said}[form.reasoning]
         # kind -> the mark that ends it, and the kind of what follows
         self._ends = {
             "start": ("", said),
             "reasoning": (THOUGHT, said),
-            "content": (_CALL if calls == "hermes" else "", "call"),
+            "content": (_CALL if form.calls == "hermes" else "", "call"),
             "call": (_CALLED, "content"),
             "list": ("", ""),
         }

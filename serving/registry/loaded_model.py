@@ -22,7 +22,6 @@ from models.tokenizer import Tokenizer, load_tokenizer
 from serving.errors import (
     ContextOverflow,
     EngineState,
-    ModelNotNamed,
     Overloaded,
     TextTooLong,
     UnknownModel,
@@ -148,7 +147,7 @@ class ServedModel:
         if len(text) > INLINE_CHARACTERS:
             fewest = len(text) // self._longest
             if most is not None and fewest > most:
-                raise ContextOverflow(fewest, None, most, parameter, at_least=True)
+                raise ContextOverflow(fewest, most, parameter)
             longest = max(LONGEST_TEXT, CONTEXT_BYTES * self.known_facts().context_tokens)
             size = len(text) if text.isascii() else len(text.encode(errors="replace"))
             if size > longest:
@@ -163,19 +162,10 @@ class ServedModel:
         """The bytes of a token; none of control tokens."""
         return self.table[token] if token < len(self.table) else b""
 
-    async def text_of(self, tokens: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids; a character that is cut is U+FFFD. `skip_special`: control tokens have
-        no text."""
-        special = () if skip_special else self.tokenizer.special_ids
-
-        def text() -> str:
-            parts = (
-                self.tokenizer.token_text(one).encode() if one in special else self.bytes_of(one)
-                for one in tokens
-            )
-            return b"".join(parts).decode("utf-8", "replace")
-
-        return await TEXT_WORK.run(len(tokens), text)
+    async def text_of(self, tokens: Sequence[int]) -> str:
+        """Text of token ids; a character that is cut is U+FFFD, control tokens have no text."""
+        data = b"".join(map(self.bytes_of, tokens))
+        return await TEXT_WORK.run(len(tokens), data.decode, "utf-8", "replace")
 
     def about(self) -> dict[str, Any] | None:
         """The decision where it runs, in numbers and in words, for /v1/placement."""
@@ -201,13 +191,6 @@ class ServedModel:
     def given_up(self) -> bool:
         """True when it is not served, and no request changes that."""
         return self.supervisor.state == EngineState.failed and self.load is None
-
-    def progress(self) -> tuple[str, float | None] | None:
-        """What a load is at, and its fraction 0..1 where it is known; None: nothing."""
-        loading = self.supervisor.loading
-        if self.supervisor.state == EngineState.loading and loading is not None:
-            return loading.what, loading.fraction
-        return None if self.doing is None else (self.doing, None)
 
     def hold(self) -> Callable[[], None]:
         """A request uses it from now on, until the returned function is called, once."""
@@ -252,7 +235,6 @@ class ModelRouter:
     def add(self, model: ServedModel) -> None:
         """One more model."""
         self.models[model.served_name] = model
-        self.metrics.add(model.metrics)
 
     @property
     def first(self) -> ServedModel:
@@ -260,7 +242,7 @@ class ModelRouter:
         return next(iter(self.models.values()))
 
     def named(self, name: str | None) -> ServedModel:
-        """The model of this name. Raises UnknownModel, ModelNotNamed."""
+        """The model of this name. Raises UnknownModel."""
         if name is None and len(self.models) == 1:
             return self.first
         if name in self.models:
@@ -268,7 +250,7 @@ class ModelRouter:
         names = [repr(one) for one in self.models]
         shown = ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
         if name is None:
-            raise ModelNotNamed(f"model is needed: {shown} are served")
+            raise UnknownModel(f"model is needed: {shown} are served")
         are = "is" if len(names) == 1 else "are"
         raise UnknownModel(f"the model {name[:200]!r} does not exist; {shown} {are} served")
 

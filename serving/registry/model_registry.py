@@ -1,6 +1,6 @@
 """Several models in one server: who is loaded, who makes room for whom, what a request waits for.
 
-    registry = Registry(metrics, machine, make_supervisor, RegistryLimits(), shared)
+    registry = Registry(metrics, machine, make_supervisor, RegistryLimits())
     registry.serve(prepared)                          # each of them
     await registry.start()                            # loads in order, returns at once
     release = await registry.hold("smollm2-135m")     # a request: load it, keep it loaded
@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,7 +34,6 @@ from serving.registry.loaded_model import (
     TEXT_WORK,
     ModelRouter,
     ServedModel,
-    Vocabulary,
     read_vocabulary,
 )
 from serving.supervisor.supervisor import Background, Supervisor
@@ -128,8 +127,7 @@ def bytes_free(
 
 
 class Registry(ModelRouter):
-    """See the module's docstring. `shared`: the command line's options that every model has
-    (serving.server_options.shared_of)."""
+    """See the module's docstring."""
 
     def __init__(
         self,
@@ -137,12 +135,10 @@ class Registry(ModelRouter):
         machine: Machine,
         make_supervisor: Callable[[Prepared], Supervisor],
         limits: RegistryLimits,
-        shared: Mapping[str, Any],
     ) -> None:
         super().__init__(metrics)
         self.limits = limits
         self.machine = machine
-        self.shared = shared
         self._make_supervisor = make_supervisor
         self._turn = asyncio.Lock()
         # What a load raises is for its waiters.
@@ -151,27 +147,18 @@ class Registry(ModelRouter):
 
     # Models come and go.
 
-    def serve(self, prepared: Prepared, vocabulary: Vocabulary | None = None) -> ServedModel:
-        """One more model, not loaded yet. Raises ServingError for a name that is taken.
-
-        `vocabulary`: read in a thread where requests are being answered; None: it is read here.
-        """
+    def serve(self, prepared: Prepared) -> ServedModel:
+        """One more model, not loaded yet. Raises ServingError for a name that is taken."""
         name = prepared.name
         if name in self.models:
             raise ServingError(f"two models are called {name!r}; give one of them another name")
         supervisor = self._make_supervisor(prepared)
         if prepared.model.load == "demand":
             supervisor.rest(EngineState.unloaded, "it is loaded when it is first asked for")
-        vocabulary = vocabulary or read_vocabulary(prepared.tokenizer_path)
         metrics = Metrics(self.metrics, name, supervisor)
+        vocabulary = read_vocabulary(prepared.tokenizer_path)
         self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
         return self.models[name]
-
-    async def forget(self, name: str) -> None:
-        """A model that did not load is served no more: its name is free."""
-        model = self.models.pop(name)
-        self.metrics.remove(name)
-        await model.supervisor.stop(drain=False)
 
     async def start(self) -> None:
         """Begin to load, in order, the models that load at the start; returns at once."""

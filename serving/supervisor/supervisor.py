@@ -125,11 +125,6 @@ class Supervisor:
         return len(self._requests)
 
     @property
-    def most_sequences(self) -> int | None:
-        """That can be in flight together; None: no bound holds."""
-        return self._requests.ledger.most_sequences
-
-    @property
     def pids(self) -> list[int]:
         """Every engine process that lives, in any role."""
         return sorted(one.pid for one in self._living if one.alive and one.pid is not None)

@@ -49,17 +49,8 @@ def program(place: str, name: str) -> str:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
-    with server(
-        folder,
-        "--served-name",
-        NAME,
-        "--context",
-        "1024",
-        "--slots",
-        "8",
-        "--option",
-        "step_seconds=0.002",
-    ) as one:
+    words = f"--served-name {NAME} --context 1024 --slots 8 --option step_seconds=0.002"
+    with server(folder, *words.split()) as one:
         yield one.wait_ready()["url"]
 
 
@@ -176,27 +167,16 @@ def test_llama_index_runs_unchanged(url: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_guidellm_drives_it(url: str, tokenizer: str, tmp_path: Path, path: str) -> None:
     before = counted(url)
-    ran(
-        program("guidellm-0.8.1", "guidellm"),
-        "run",
-        "--disable-console",
-        "--backend",
-        f"kind=openai_http,target={url},model={NAME},request_format={path}",
-        "--profile",
-        "kind=concurrent,streams=2",
-        "--constraint",
-        f"kind=max_requests,count={REQUESTS}",
-        "--tokenizer",
-        f"kind=huggingface_auto,model={tokenizer}",
-        "--output",
-        f"kind=json,path={tmp_path / 'report.json'}",
-        "--data",
-        f"kind=synthetic_text,prompt_tokens=16,output_tokens={TOKENS}",
-        folder=tmp_path,
-        HF_HUB_OFFLINE="1",
-        TRANSFORMERS_OFFLINE="1",
-        GUIDELLM__MAX_WORKER_PROCESSES="1",
+    words = (
+        f"run --disable-console --profile kind=concurrent,streams=2 --constraint "
+        f"kind=max_requests,count={REQUESTS} --tokenizer kind=huggingface_auto,model={tokenizer} "
+        f"--backend kind=openai_http,target={url},model={NAME},request_format={path} "
+        f"--output kind=json,path={tmp_path / 'report.json'} "
+        f"--data kind=synthetic_text,prompt_tokens=16,output_tokens={TOKENS}"
     )
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    guidellm = program("guidellm-0.8.1", "guidellm")
+    ran(guidellm, *words.split(), folder=tmp_path, GUIDELLM__MAX_WORKER_PROCESSES="1", **offline)
     metrics = json.loads((tmp_path / "report.json").read_text())["benchmarks"][0]["metrics"]
     totals = metrics["request_totals"]
     assert (totals["successful"], totals["errored"]) == (REQUESTS, 0)
@@ -207,41 +187,14 @@ def test_guidellm_drives_it(url: str, tokenizer: str, tmp_path: Path, path: str)
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 def test_aiperf_drives_it(url: str, tokenizer: str, tmp_path: Path, kind: str) -> None:
     before = counted(url)
-    ran(
-        program("aiperf-0.13", "aiperf"),
-        "profile",
-        "--model-names",
-        NAME,
-        "--tokenizer",
-        tokenizer,
-        "--url",
-        url,
-        "--endpoint-type",
-        kind,
-        "--streaming",
-        "--use-server-token-count",
-        "--concurrency",
-        "2",
-        "--request-count",
-        str(REQUESTS),
-        "--prompt-input-tokens-mean",
-        "16",
-        "--prompt-output-tokens-mean",
-        str(TOKENS),
-        "--extra-inputs",
-        "ignore_eos:true",
-        "--workers-max",
-        "1",
-        "--random-seed",
-        "1",
-        "--ui-type",
-        "none",
-        "--no-server-metrics",
-        "--no-gpu-telemetry",
-        "--output-artifact-dir",
-        str(tmp_path / "artifacts"),
-        folder=tmp_path,
+    words = (
+        f"profile --model-names {NAME} --tokenizer {tokenizer} --url {url} --endpoint-type {kind} "
+        f"--streaming --use-server-token-count --concurrency 2 --request-count {REQUESTS} "
+        f"--prompt-input-tokens-mean 16 --prompt-output-tokens-mean {TOKENS} "
+        f"--extra-inputs ignore_eos:true --workers-max 1 --random-seed 1 --ui-type none "
+        f"--no-server-metrics --no-gpu-telemetry --output-artifact-dir {tmp_path / 'artifacts'}"
     )
+    ran(program("aiperf-0.13", "aiperf"), *words.split(), folder=tmp_path)
     (file,) = tmp_path.glob("artifacts/**/profile_export_aiperf.json")
     report = json.loads(file.read_text())
     assert report["request_count"]["avg"] == REQUESTS and not report.get("error_summary")
@@ -256,39 +209,14 @@ def test_vllm_bench_serve_drives_it(
     url: str, tokenizer: str, tmp_path: Path, kind: str, path: str
 ) -> None:
     before = counted(url)
-    ran(
-        program("vllm-bench-0.33.0", "vllm"),
-        "bench",
-        "serve",
-        "--backend",
-        kind,
-        "--base-url",
-        url,
-        "--endpoint",
-        path,
-        "--model",
-        NAME,
-        "--tokenizer",
-        tokenizer,
-        "--dataset-name",
-        "random",
-        "--random-input-len",
-        "16",
-        "--random-output-len",
-        str(TOKENS),
-        "--num-prompts",
-        str(REQUESTS),
-        "--max-concurrency",
-        "2",
-        "--ignore-eos",
-        "--save-result",
-        "--result-filename",
-        "result.json",
-        "--result-dir",
-        str(tmp_path),
-        folder=tmp_path,
-        HF_HUB_OFFLINE="1",
+    words = (
+        f"bench serve --backend {kind} --base-url {url} --endpoint {path} --model {NAME} "
+        f"--tokenizer {tokenizer} --dataset-name random --random-input-len 16 "
+        f"--random-output-len {TOKENS} --num-prompts {REQUESTS} --max-concurrency 2 --ignore-eos "
+        f"--save-result --result-filename result.json --result-dir {tmp_path}"
     )
+    vllm = program("vllm-bench-0.33.0", "vllm")
+    ran(vllm, *words.split(), folder=tmp_path, HF_HUB_OFFLINE="1")
     report: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
     assert report["completed"] == REQUESTS and report.get("failed", 0) == 0
     assert report["total_output_tokens"] == REQUESTS * TOKENS

@@ -35,8 +35,7 @@ def test_cores_are_divided_and_gpus_are_taken_where_each_replica_has_one() -> No
     assert share_of(nodes(8, gpus=2), options(replicas=2, threads=1)) == (1, 1)
     with pytest.raises(ServingError, match="--threads 3 each, do not fit"):
         share_of(nodes(4), options(replicas=2, threads=3))
-    with pytest.raises(ServingError, match="need 1 GPUs, not 0"):
-        share_of(nodes(4), options(policy=Policy.gpu_only))
+    assert share_of(nodes(4, gpus=1), options(policy=Policy.cpu_only)) == (4, 0)
 
 
 def test_what_replicas_cannot_honour_is_refused_by_its_flag() -> None:

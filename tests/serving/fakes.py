@@ -35,7 +35,6 @@ from serving.engine.ipc_messages import (
     TokenDetail,
 )
 from serving.errors import EngineState, Overloaded, Unavailable
-from serving.http.http_request import Limits
 from serving.http.http_server import server_options
 from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
@@ -124,7 +123,6 @@ class FakeSupervisor:
         self.streams: dict[int, Stream] = {}
         self.cancelled: list[int] = []
         self.refuse_after: int | None = None
-        self.most_sequences: int | None = None
         self.refusal: Unavailable | Overloaded = Overloaded(
             "the queue is full", 2.4, "queue_requests"
         )
@@ -286,7 +284,6 @@ def app_on(
     supervisor: Any,
     *,
     tokenizer: Any = None,
-    limits: Limits | None = None,
     api_key: str | None = None,
     placement: Any = None,
     name: str = "m",
@@ -299,7 +296,7 @@ def app_on(
     model = ServedModel(supervisor, vocabulary, metrics)
     model.about = lambda: placement  # type: ignore[method-assign]
     router.add(model)
-    return App(router, limits or Limits(), api_key)
+    return App(router, api_key)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -377,5 +374,5 @@ def scraped(data: bytes) -> dict[tuple[str, ...], float]:
     for family in text_string_to_metric_families(data.decode()):
         for sample in family.samples:
             labels = [value for key, value in sorted(sample.labels.items()) if key != "model_name"]
-            found[sample.name.removeprefix(PREFIX), *labels] = sample.value
+            found[sample.name.removeprefix(f"{PREFIX}_"), *labels] = sample.value
     return found

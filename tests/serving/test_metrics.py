@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from typing import Any
 
 import pytest
 
@@ -14,25 +12,15 @@ from serving.metrics import Metrics, ServerMetrics
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, complete, scraped, served
 
 
-def model_of(server: ServerMetrics, name: str, supervisor: Any) -> Metrics:
-    metrics = Metrics(server, name, supervisor)
-    server.add(metrics)
-    return metrics
-
-
-def exposition(server: ServerMetrics) -> bytes:
-    return asyncio.run(server.exposition())
-
-
 def test_buckets_hold_their_bound_and_every_step_is_counted(supervisor: FakeSupervisor) -> None:
     server = ServerMetrics()
-    metrics = model_of(server, "m", supervisor)
+    metrics = Metrics(server, "m", supervisor)
     for value in (0.001, 0.0025, 0.003, 1e9):
         metrics.ttft.observe(value)
     for step in (0.01, 0.02):
         metrics.stepped(StepStats(1, 0, 10, step, step / 2, 3, 4, 0))
     metrics.stepped(StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0))  # a refusal outside of any step
-    found = scraped(exposition(server))
+    found = scraped(server.exposition())
     name, bounds = "time_to_first_token_seconds", ("0.001", "0.0025", "0.005", "+Inf")
     assert [found[f"{name}_bucket", bound] for bound in bounds] == [1, 2, 3, 4]
     assert found[f"{name}_sum",] == pytest.approx(1e9 + 0.0065)
@@ -136,11 +124,11 @@ def test_the_engines_state_is_shown_and_what_is_not_known_is_not(
 
 def test_several_models_share_families_and_are_told_apart_by_a_label() -> None:
     server = ServerMetrics()
-    one, two = (model_of(server, name, FakeSupervisor()) for name in ("one", "two"))
+    one, two = (Metrics(server, name, FakeSupervisor()) for name in ("one", "two"))
     one.ttft.observe(0.1)
     two.ttft.observe(0.2)
     two.unloads["evicted"] += 2
-    text = exposition(server).decode()
+    text = server.exposition().decode()
     ttft = "crossover_time_to_first_token_seconds"
     assert text.count(f"# TYPE {ttft} histogram") == 1  # one that comes twice is no exposition
     for name, seconds, evicted in (("one", 0.1, 0), ("two", 0.2, 2)):
@@ -160,6 +148,6 @@ def test_metrics_have_vllms_names_and_meanings() -> None:
         "request_prefill_time_seconds_count"
     )
     server = ServerMetrics()
-    model_of(server, "m", FakeSupervisor())
-    ours = {key[0] for key in scraped(exposition(server))}
+    Metrics(server, "m", FakeSupervisor())
+    ours = {key[0] for key in scraped(server.exposition())}
     assert set(of_vllm.split()) - ours == set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import subprocess
@@ -12,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from models.ladder import LADDER, rung
+from models.ladder import LADDER
 from serving.bounds import parse_bytes
-from serving.cli.models_command import machine_of
 from serving.errors import ServingError
-from serving.placement.placement_policy import PlacementRequest, plan
 
 Ran = subprocess.CompletedProcess[str]
 Ask = Callable[..., Ran]
@@ -37,35 +34,17 @@ def test_make_then_list_then_a_damaged_file(models: Ask, cache: Path) -> None:
     assert made.returncode == 0, made.stderr
     assert "smollm2-135m: 134,515,008 parameters, Q4_0" in made.stdout
     assert "writing smollm2-135m-Q4_0.gguf" in made.stderr
-    rows = {row["name"]: row for row in json.loads(models("list", "--json").stdout)}
+    rows = {row.split()[0]: row for row in models("list").stdout.splitlines()[2:]}
     assert list(rows) == [one.spec.name for one in LADDER]
-    assert (rows["smollm2-135m"]["cached"], rows["smollm2-360m"]["cached"]) == (["Q4_0"], [])
-    shown = models("list").stdout
-    assert all(one.spec.name in shown and f"{one.spec.parameters:,}" in shown for one in LADDER)
+    assert all(f"{one.spec.parameters:,}" in rows[one.spec.name] for one in LADDER)
+    cached = [name for name, row in rows.items() if row.endswith(" Q4_0")]
+    assert cached == ["smollm2-135m"]
 
     (file,) = cache.glob("synthetic/smollm2-135m/*.gguf")
     os.truncate(file, 5000)
     done = models("make", "135m")
     assert done.returncode == 0
     assert file.stat().st_size > 80_000_000
-
-
-def test_a_plan_adds_up_and_agrees_with_what_serve_decides(models: Ask) -> None:
-    words = "plan 1b --format Q8_0 --slots 4 --context 1024 --memory 3GiB --vram 1GB --json"
-    (found,) = json.loads(models(*words.split()).stdout)
-    by_device = {one["device"]: one for one in found["formats"]}
-    for one in by_device.values():
-        assert one["kv_bytes"] == 4 * 1024 * 32_768
-        assert one["need_bytes"] == one["weight_bytes"] + one["kv_bytes"] + one["overhead_bytes"]
-        assert one["fits"] == (one["need_bytes"] <= one["free_bytes"])
-    assert (by_device["cpu"]["fits"], by_device["gpu"]["fits"]) == (True, False)
-    placement = plan(
-        PlacementRequest(model=rung("1b").spec, weight_format="Q8_0", slots=4, context_tokens=1024),
-        machine_of(3 << 30, 10**9),
-    )
-    assert found["decision"]["device"] == placement.device and found["refusal"] is None
-    assert by_device["cpu"]["need_bytes"] == placement.need_bytes
-    assert found["decision"]["reasons"][0]["cause"] == "insufficient_vram"
 
 
 def test_a_plan_says_the_sum_and_the_decision_in_words(models: Ask) -> None:
@@ -80,16 +59,11 @@ def test_a_plan_says_the_sum_and_the_decision_in_words(models: Ask) -> None:
     assert "crossover serve would refuse: llama-3.3-70b can run nowhere" in refused
 
 
-def test_without_a_name_a_plan_goes_up_the_whole_ladder(models: Ask) -> None:
-    found = json.loads(models("plan", "--memory", "16GiB", "--format", "Q4_0", "--json").stdout)
-    fits = [one["refusal"] is None for one in found]
-    assert len(found) > 8 and fits[0] and not fits[-1] and fits == sorted(fits, reverse=True)
-
-
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         ("make", "Missing argument"),
+        ("plan", "Missing argument"),
         ("make 9b", "'9b' is no rung"),
         ("make 1b --format Q9", "'gguf' has no weight format 'Q9'"),
         ("make 1b --backend tpu", "unknown backend 'tpu'"),

@@ -168,7 +168,7 @@ def test_it_answers_503_with_the_reason_while_it_loads_and_ends_at_once_when_ask
     with server(tmp_path, "--option", "load_seconds=20") as one:
         url = one.listening()
         ready = get(url, "/ready")
-        assert ready.status == 503 and ready.json["state"] == "loading" and ready.json["reason"]
+        assert ready.status == 503 and "(loading): " in ready.error["message"]
         assert int(ready.headers["retry-after"]) >= 1
         assert completion(url).status == 503 and get(url, "/health").status == 200
         started = time.monotonic()
@@ -273,12 +273,10 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["fake", "--option", "step_seconds"], "not of the form key=value"),
         (["fake", "--cores", "4096"], "--cores names core 4096"),
         (["fake", "--cores", "x"], "--cores 'x' is no list of cores"),
-        (["fake", "--deadline", "-1"], "--deadline must be above 0, got -1.0"),
+        (["fake", "--drain-timeout", "-1"], "--drain-timeout must be at least 0, got -1.0"),
         (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is no size"),
         (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
-        (["fake", "--ready-file", "/no/such/folder/ready.json"], "--ready-file"),
-        (["fake", "--ready-file", "/tmp"], "--ready-file /tmp: it is a folder"),
-        (["fake", "--served-name", ""], "--served-name: name '' is no name"),
+        (["fake", "--served-name", ""], "--served-name: "),
         (["135m", "--cache", __file__], "Not a directory; choose another with --cache"),
         (["fake", "--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
     ],
@@ -307,18 +305,18 @@ def test_help_is_quick_since_nothing_heavy_is_imported() -> None:
 
 def test_doctor_looks_at_this_machine_and_makes_no_folder(tmp_path: Path) -> None:
     cache = str(tmp_path / "not-there-yet")
-    done = run("crossover.py", "doctor", "--json", CROSSOVER_CACHE=cache)
+    done = run("crossover.py", "doctor", CROSSOVER_CACHE=cache)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["facts"]["logical_cores"] == os.cpu_count()
-    assert {one["probe"]["backend"] for one in report["backends"]} == {"llama_cpp", "onnx", "torch"}
-    assert report["cache_free_bytes"] > 0 and not (tmp_path / "not-there-yet").exists()
+    assert f"{os.cpu_count()} logical" in done.stdout and f" {cache} (" in done.stdout
+    backends = re.findall(r"^  (\w+) +CPU (?:yes|no), GPU", done.stdout, re.MULTILINE)
+    assert backends == ["llama_cpp", "onnx", "torch"]
+    assert not (tmp_path / "not-there-yet").exists()
 
 
 def test_pages_of_other_origins_are_shut_out(tmp_path: Path) -> None:
     with server(tmp_path) as one:
         port = port_of(one.wait_ready()["url"])
-        for host, status in (("evil.example:80", 403), ("127.0.0.1", 200), ("[::1]:1", 200)):
+        for host, status in (("evil.example:80", 400), ("127.0.0.1", 200), ("[::1]:1", 200)):
             assert ask(port, "GET", "/v1/models", headers={"Host": host}).status == status
         asked = {"Origin": "https://evil.example", "Host": "localhost"}
         answer = ask(port, "OPTIONS", "/v1/completions", headers=asked)

@@ -36,10 +36,9 @@ SECRET = "s3cret-key"
     [
         ("GET", "/", 404, "not_found"),
         ("GET", "/v1/nothing", 404, "not_found"),
-        ("GET", "/v1/models/../../etc/passwd", 404, "model_not_found"),
-        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
-        ("DELETE", "/v1/models", 405, "method_not_allowed"),
-        ("OPTIONS", "/v1/completions", 405, "method_not_allowed"),
+        ("GET", "/v1/models/../../etc/passwd", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 404, "not_found"),
+        ("OPTIONS", "/v1/completions", 404, "not_found"),
     ],
 )
 def test_wrong_addresses_have_openais_error_body_too(
@@ -51,8 +50,6 @@ def test_wrong_addresses_have_openais_error_body_too(
         code,
         "invalid_request_error",
     )
-    if status == 405:
-        assert answer.headers["allow"]
 
 
 @pytest.mark.parametrize(
@@ -87,16 +84,6 @@ def test_a_request_is_admitted_whole_or_not_at_all(port: int, supervisor: FakeSu
     supervisor.by_hand, supervisor.refuse_after = True, 2
     assert complete(port, n=4).status == 429
     assert supervisor.cancelled == [1, 2]
-
-
-def test_more_sequences_than_slots_and_queue_hold_are_a_400(
-    port: int, supervisor: FakeSupervisor
-) -> None:
-    supervisor.most_sequences = 4
-    assert complete(port, n=4).status == 200
-    answer = complete(port, prompt=["x"] * 3, n=2)
-    assert (answer.status, answer.error["param"]) == (400, "n")
-    assert len(supervisor.submitted) == 4
 
 
 @pytest.mark.parametrize("state", ["loading", "restarting", "failed", "draining", "stopped"])

@@ -12,10 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from serving.http.http_request import Limits
-from tests.serving.fakes import FakeSupervisor, app_on, ask, scraped, served, wait_until
-
-LIMITS = Limits(body_seconds=0.4)
+from tests.serving.fakes import FakeSupervisor, app_on, ask, served, wait_until
 
 
 @pytest.fixture
@@ -25,7 +22,7 @@ def supervisor() -> FakeSupervisor:
 
 @pytest.fixture
 def port(supervisor: FakeSupervisor) -> Iterator[int]:
-    with served(app_on(supervisor, limits=LIMITS)) as port:
+    with served(app_on(supervisor)) as port:
         yield port
 
 
@@ -43,7 +40,7 @@ def connected(port: int, *data: bytes, buffer_bytes: int | None = None) -> Itera
 
 def post(path: str = "/v1/completions", *, length: int | None = None, **fields: object) -> bytes:
     body = json.dumps({"prompt": "hi", "max_tokens": 200, "ignore_eos": True, **fields}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {length or len(body)}\r\n\r\n"
     return head.encode() + body
 
@@ -106,17 +103,14 @@ def test_a_backend_that_changes_before_the_first_delta_is_the_one_in_the_head(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(("state", "status"), [("restarting", 503), ("ready", 500)])
 def test_a_failure_before_the_first_byte_is_an_answer_with_a_status(
-    port: int, supervisor: FakeSupervisor, streamed: bool, state: str, status: int
+    port: int, supervisor: FakeSupervisor, streamed: bool
 ) -> None:
     with connected(port, post(stream=streamed)) as client:
         wait_until(lambda: bool(supervisor.submitted))
-        supervisor.state = state
         supervisor.push_soon(1, "", "error", 0, error="the engine died")
         head, _, body = read_until(client, b"}}").partition(b"\r\n\r\n")
-    assert head.startswith(f"HTTP/1.1 {status} ".encode())
-    assert (b"retry-after" in head) == (status == 503)
+    assert head.startswith(b"HTTP/1.1 503 ") and b"retry-after" in head
     assert json.loads(body)["error"]["code"] == "engine_failed"
     assert json.loads(body)["error"]["message"] == "the engine died"
 
@@ -209,26 +203,9 @@ def test_a_slow_reader_holds_up_nobody_and_gets_everything(
     assert len(events) < len(words)  # what piled up came as one event
 
 
-def test_a_slow_body_is_a_408(port: int) -> None:
-    with connected(port, post(length=1000)) as client:
-        found = read_all(client)
-    assert found.startswith(b"HTTP/1.1 408 ") and b"body_too_slow" in found
-
-
 def test_a_body_beyond_the_limit_is_refused_before_it_is_read(port: int) -> None:
     with connected(port, post(length=10**9)) as client:
         assert read_until(client, b"}}").startswith(b"HTTP/1.1 413 ")
-
-
-def test_of_requests_sent_in_one_go_the_first_ends_when_the_client_leaves(
-    port: int, supervisor: FakeSupervisor, caplog: pytest.LogCaptureFixture
-) -> None:
-    with connected(port, post(stream=True) * 3) as client:
-        supervisor.push_soon(1, "one")
-        read_until(client, b"one")
-    wait_until(lambda: supervisor.cancelled == [1])
-    wait_until(lambda: scraped(ask(port, "GET", "/metrics").body)["http_requests_open",] == 1)
-    assert len(supervisor.submitted) == 1 and not caplog.records
 
 
 def test_pipelined_requests_are_answered_in_order(port: int, supervisor: FakeSupervisor) -> None:

@@ -4,16 +4,13 @@ nothing behind.
 
 from __future__ import annotations
 
-import http.client
-import json
-import select
-import time
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from serving.http.http_request import Limits
+from serving.http.api_schemas import COMPLETION, decode
 from tests.serving.fakes import Answer, FakeSupervisor, app_on, ask, scraped, served
 from tests.serving.http.test_app_streams import connected, read_all
 
@@ -23,6 +20,7 @@ DEEP = b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema
 LARGE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "x" * 65_537}}}
 CALL = {"function": {"name": "f", "arguments": "{}"}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL] * 18_000}
+MANY = b'{"n": 2, "prompt": [' + b"[1]," * 349_000 + b"[1]]}"
 WIDE = {"type": "function", "function": {"name": "f", "parameters": {"enum": [[]] * 250_000}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
 
@@ -48,12 +46,14 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     ((TEXT, b"[" * 500_000), 400, "the body"),
     ((TEXT, DEEP), 400, "response_format"),
     ((TEXT, b'{"x": ' + b"[" * 99_999), 400, "x"),
-    ((TEXT, b'{"prompt": "' + b"x" * (1 << 20) + b'"}'), 413, "body_too_large"),
+    ((TEXT, b'{"prompt": "' + b"x" * (4 << 20) + b'"}'), 413, "body_too_large"),
     # keys and values
     (text(temprature=1), 400, "temprature"),
     ((TEXT, {}), 400, "prompt"),
     (chat(messages=[]), 400, "messages"),
-    (chat(messages=[TURN] * 4097), 400, "messages"),
+    (chat(messages=[TURN] * 20_000), 400, "messages"),
+    (chat(messages=[CALLS, TURN]), 400, "messages"),
+    (chat(tools=[WIDE], tool_choice="required"), 400, "tools"),
     (chat(messages=[{**TURN, "colour": "red"}]), 400, "messages[0].colour"),
     (chat(messages=[{"role": "critic", "content": "x"}]), 400, "messages[0].role"),
     (chat(messages=[{"role": "user"}]), 400, "messages[0].content"),
@@ -65,6 +65,7 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     (text(prompt=["x"] * 65, n=2), 400, "n"),
     (text(max_tokens=0), 400, "max_tokens"),
     (text(max_tokens=5, max_completion_tokens=6), 400, "max_completion_tokens"),
+    (text(max_tokens=-1), 400, "max_tokens"),
     (text(min_tokens=99), 400, "min_tokens"),
     (text(logprobs=21), 400, "logprobs"),
     (text(stop=["x"] * 17), 400, "stop"),
@@ -81,6 +82,9 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     (text(model="other"), 404, "model"),
     # prompts
     (text(prompt=[]), 400, "prompt"),
+    (text(prompt=""), 400, "prompt"),
+    (text(prompt=["a", ""]), 400, "prompt"),
+    (text(prompt=[[1], []]), 400, "prompt"),
     (text(prompt=["a", 1]), 400, "prompt"),
     (text(prompt=[300]), 400, "prompt"),
     (text(prompt="x" * 1000), 400, "prompt"),
@@ -90,10 +94,9 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
     (("/detokenize", {"tokens": [1] * 1000}), 400, "tokens"),
     (("/detokenize", {"tokens": [300]}), 400, "tokens"),
     (("/tokenize", {}), 400, "prompt"),
-    (("/tokenize", {"prompt": "a", "messages": [TURN]}), 400, "prompt"),
+    (("/tokenize", {"prompt": "a", "messages": [TURN]}), 400, "messages"),
     # schemas, grammars, tools, templates
     (text(grammar="x" * 65_537), 400, "grammar"),
-    (text(grammar="root ::= x\n" * 501), 400, "grammar"),
     (text(response_format=LARGE), 400, "response_format"),
     (text(grammar="x", response_format={"type": "json_object"}), 400, "grammar"),
     (text(response_format={"type": "xml"}), 400, "response_format.type"),
@@ -109,14 +112,14 @@ REQUESTS: list[tuple[tuple[str, Any], int, str]] = [
 HEADERS: list[tuple[dict[str, str], int, str]] = [
     ({"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
     ({"Content-Type": ""}, 415, "unsupported_media_type"),
-    ({"Content-Encoding": "gzip"}, 415, "unsupported_content_encoding"),
+    ({"Content-Encoding": "gzip"}, 415, "unsupported_media_type"),
 ]
 
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     supervisor = FakeSupervisor()
-    with served(app_on(supervisor, limits=Limits(body_bytes=1 << 20))) as port:
+    with served(app_on(supervisor)) as port:
         ask(port, "GET", "/metrics")
         yield port
 
@@ -127,12 +130,9 @@ def is_refused(port: int, answer: Answer, status: int, names: str) -> None:
     assert answer.status == status, error
     assert names in (error["param"], error["code"]) or error["message"].startswith(names), error
     assert len(error["message"]) < 1000
-    began = time.perf_counter()
-    assert ask(port, "GET", "/health").status == 200
-    assert time.perf_counter() - began < 0.1
     found = scraped(ask(port, "GET", "/metrics").body)
     assert found["http_requests_open",] == 1  # the scrape itself
-    assert found["num_requests_running",] == 1 and found["event_loop_tasks",] < 20
+    assert found["num_requests_running",] == 1
 
 
 @pytest.mark.parametrize(("request_", "status", "names"), REQUESTS, ids=lambda v: str(v)[:60])
@@ -162,20 +162,15 @@ def test_what_is_not_http_is_a_400(port: int, data: bytes) -> None:
     assert ask(port, "GET", "/health").status == 200
 
 
-def test_a_body_of_many_small_values_holds_up_nobody(port: int) -> None:
-    """A MiB of the JSON that takes longest to decode, with another client beside it."""
-    bodies = [
-        b'{"prompt": [' + b"[]," * 349_000 + b"[]]}",
-        json.dumps({"messages": [{"role": "user", "content": ""}] * 30_000}).encode(),
-        json.dumps({"messages": [CALLS, TURN]}).encode(),
-        json.dumps({"messages": [TURN], "tools": [WIDE], "tool_choice": "required"}).encode(),
-    ]
-    for path, body in zip((TEXT, CHAT, CHAT, CHAT), bodies, strict=True):
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        client.request("POST", path, body, {"Content-Type": "application/json"})
-        while not select.select([client.sock], [], [], 0)[0]:
-            began = time.perf_counter()
-            assert ask(port, "GET", "/health").status == 200
-            assert time.perf_counter() - began < 0.5
-        assert client.getresponse().status == 400
-        client.close()
+def test_a_body_of_many_small_values_is_read_without_a_walk_through_all_there_is(
+    port: int,
+) -> None:
+    """A MiB of the JSON that takes longest to decode: the garbage collector rests meanwhile."""
+    runs: list[str] = []
+    gc.callbacks.append(lambda phase, _: runs.append(phase))
+    try:
+        decode(COMPLETION, MANY)
+        assert not runs
+    finally:
+        gc.callbacks.pop()
+    is_refused(port, ask(port, "POST", TEXT, MANY), 400, "n")

@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from serving.errors import Cause
-from serving.http.openapi import document
-from serving.http.routes import ROUTES
+from serving.http.routes import ROUTES, document
 from serving.supervisor.supervisor import Event
-from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, served
+from tests.serving.fakes import FakeSupervisor, app_on, ask, served
 
 
 def test_models_lists_the_one_that_is_served(port: int) -> None:
@@ -19,8 +18,6 @@ def test_models_lists_the_one_that_is_served(port: int) -> None:
     assert listed["object"] == "list" and len(listed["data"]) == 1
     card = listed["data"][0]
     assert (card["id"], card["object"], card["max_model_len"]) == ("m", "model", 256)
-    assert ask(port, "GET", "/v1/models/m").json == card
-    assert ask(port, "GET", "/v1/models/other/one").error["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -43,11 +40,6 @@ def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
     found = ask(port, "POST", "/tokenize", {"prompt": "hé"}).json
     assert found == {"tokens": [*"hé".encode()], "count": 3, "max_model_len": 256}
     assert ask(port, "POST", "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "hé"}
-    marked = {"tokens": [257, 104, 256], "skip_special_tokens": False}
-    assert ask(port, "POST", "/detokenize", marked).json == {"prompt": "<|im_start|>h<|end|>"}
-    messages = [{"role": "user", "content": "hi"}]
-    counted = ask(port, "POST", "/tokenize", {"messages": messages}).json["count"]
-    assert counted == chat(port).json["usage"]["prompt_tokens"]
 
 
 def test_many_tokens_are_told_as_few_are(port: int) -> None:
@@ -64,9 +56,9 @@ def test_health_and_ready(port: int, supervisor: FakeSupervisor) -> None:
     supervisor.state = "restarting"
     supervisor.reason = "engine_died: killed"
     answer = ask(port, "GET", "/ready")
-    assert answer.status == 503 and answer.json["state"] == "restarting"
-    assert answer.json["reason"] == "engine_died: killed"
-    assert answer.json["error"]["code"] == "restarting" and answer.headers["retry-after"] == "3"
+    assert (answer.status, answer.error["code"]) == (503, "restarting")
+    assert "engine_died: killed" in answer.error["message"]
+    assert answer.headers["retry-after"] == "3"
     assert ask(port, "GET", "/health").status == 200
 
 
@@ -77,7 +69,7 @@ def test_the_only_model_unloaded_by_an_administrator_is_not_ready(
     app = app_on(supervisor)
     with served(app) as port:
         assert ask(port, "GET", "/ready").status == 200  # a request loads it
-        app.endpoint.router.first.on_demand = False
+        app.router.first.on_demand = False
         answer = ask(port, "GET", "/ready")
     assert (answer.status, answer.json["error"]["code"]) == (503, "unloaded")
 
@@ -113,8 +105,8 @@ def test_the_document_describes_every_route_and_resolves(port: int) -> None:
     for path, operations in found["paths"].items():
         for method in ("get", "post"):
             body = {} if method == "post" else None
-            status = ask(port, method.upper(), path.replace("{name}", "m"), body).status
-            assert (status != 405) == (method in operations), (method, path)
+            status = ask(port, method.upper(), path, body).status
+            assert (status != 404) == (method in operations), (method, path)
     references = set(re.findall(rb'"\$ref":"#/components/schemas/(\w+)"', answer.body))
     assert {name.decode() for name in references} <= set(found["components"]["schemas"])
     assert found["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
