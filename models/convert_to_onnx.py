@@ -7,8 +7,7 @@ Of Llama, Mistral, Qwen2 and Qwen3 the graph is written here: attention by Group
 a KV cache updated in place and logits of each row's last token. No more of the weights is in memory
 than one matrix. Other architectures: models.export_with_optimum.
 
-    int8  a scale a weight row and a scale a token; products of whole numbers (but for 64 channels
-          of an MLP)
+    int8  a scale a weight row and a scale a token; products of whole numbers
     int4  MatMulNBits: a scale for 32 weights, activations in blocks of 8 bits; the head is int8
     fp32  as they are
 
@@ -21,31 +20,32 @@ saturate 16 bits: there int8 weights have 7 bits (`int8_bits`; the manifest's ge
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from models.conversion import copy_texts, finish, open_source, quality_of
 from models.errors import BrokenWeights, UnsupportedModel
-from models.float_forward import BLOCK, Ids
+from models.float_forward import BLOCK, Ids, rotations
 from models.formats import ONNX_FORMATS
 from models.hf_config import FAMILIES, read_config
 from models.machine import int8_bits
 from models.manifest import Manifest, Progress, atomic_folder, converter, write_manifest
-from models.random_weights import GENERATOR, Weights, as_bytes, rope_factors, write_texts
+from models.random_weights import GENERATOR, Weights, as_bytes, write_texts
 from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
 from models.spec import ModelSpec
-from models.turned_weights import Turned, calibration_text, far_channels
+from models.turned_weights import Turned, calibration_text
 
 GRAPH, DATA = "model.onnx", "model.onnx.data"
 GROUP = 32  # weights of an int4 row that share a scale
 THREADS = 2
-TYPES = {"f4": 1, "u1": 2, "i1": 3, "i8": 7}  # numpy's names -> onnx's TensorProto.DataType
+# Of some rows: what is stored, and its scales.
+Rounded = tuple[npt.NDArray[Any], Floats]
 
 
 def make_onnx(
@@ -161,30 +161,31 @@ class GraphWriter:
                     f"{spec.name} has {name} with rows of {shape[1]}, no multiple of {GROUP}, "
                     "which int4 needs; int8 has no such limit"
                 )
-        self.total_bytes = 2 * spec.weight_bytes(weight_format)
 
     # --- constants
 
-    def begin(self, name: str, dtype: str, dims: tuple[int, ...]) -> str:
-        """A constant whose bytes are written to the file next."""
-        self.file.write(b"\0" * (-self.file.tell() % 4096))
-        tensor = TensorProto(
-            name=name, dims=dims, data_type=TYPES[dtype], data_location=TensorProto.EXTERNAL
-        )
-        length = math.prod(dims) * np.dtype(dtype).itemsize
-        for key, value in (("location", DATA), ("offset", self.file.tell()), ("length", length)):
-            tensor.external_data.add(key=key, value=str(value))
-        self.constants.append(tensor)
+    def constant(self, name: str, values: npt.NDArray[Any]) -> str:
+        if values.nbytes >= 1024:
+            return self.streamed(name, values.dtype.str, values.shape, [values])
+        self.constants.append(numpy_helper.from_array(values, name))
         return name
 
-    def constant(self, name: str, values: npt.NDArray[Any]) -> str:
-        dtype = values.dtype.str[1:]
-        if values.nbytes < 1024:
-            raw = values.tobytes()
-            self.constants.append(helper.make_tensor(name, TYPES[dtype], values.shape, raw, True))
-            return name
-        self.begin(name, dtype, values.shape)
-        self.file.write(as_bytes(values))
+    def streamed(
+        self, name: str, dtype: str, dims: tuple[int, ...], parts: Iterable[npt.NDArray[Any]]
+    ) -> str:
+        """A constant whose parts are written to the file as they come."""
+        self.file.write(b"\0" * (-self.file.tell() % 4096))
+        offset = self.file.tell()
+        for part in parts:
+            self.file.write(as_bytes(part))
+        kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        tensor = TensorProto(
+            name=name, dims=dims, data_type=kind, data_location=TensorProto.EXTERNAL
+        )
+        length = self.file.tell() - offset
+        for key, value in (("location", DATA), ("offset", offset), ("length", length)):
+            tensor.external_data.add(key=key, value=str(value))
+        self.constants.append(tensor)
         return name
 
     def vector(self, *sources: str) -> str:
@@ -192,54 +193,76 @@ class GraphWriter:
         return self.constant(sources[0], np.concatenate(parts))
 
     def blocks(
-        self, source: str, work: Callable[[Floats], tuple[npt.NDArray[Any], Floats]]
-    ) -> Iterator[tuple[npt.NDArray[Any], Floats]]:
-        """`work` of each block of a matrix's rows, in order."""
-        count, width = self.shapes[source]
-        step = max(1, BLOCK // width)
+        self, sources: tuple[str, ...], work: Callable[[Floats], Rounded]
+    ) -> Iterator[Rounded]:
+        """`work` of each block of the matrices' rows, in order."""
+        for source in sources:
+            count, width = self.shapes[source]
+            step = max(1, BLOCK // width)
 
-        def one(first: int) -> tuple[npt.NDArray[Any], Floats]:
-            values = self.rows(source, first, min(count, first + step))
-            if not math.isfinite(float(values.sum())):
-                raise BrokenWeights(f"{source} of {self.spec.name} holds NaN or infinity")
-            return work(values)
+            def one(
+                first: int, source: str = source, last: int = count, step: int = step
+            ) -> Rounded:
+                values = self.rows(source, first, min(last, first + step))
+                if not math.isfinite(float(values.sum())):
+                    raise BrokenWeights(f"{source} of {self.spec.name} holds NaN or infinity")
+                return work(values)
 
-        for first in range(0, count, THREADS * step):
-            yield from self.pool.map(one, range(first, min(count, first + THREADS * step), step))
+            firsts = range(0, count, step)
+            for at in range(0, len(firsts), THREADS):
+                yield from self.pool.map(one, firsts[at : at + THREADS])
+
+    def matrices(
+        self,
+        sources: tuple[str, ...],
+        dtype: str,
+        dims: tuple[int, ...],
+        work: Callable[[Floats], Rounded],
+    ) -> tuple[str, Floats]:
+        """A constant of the matrices' rows one below the other, and their scales."""
+        scales = []
+
+        def parts() -> Iterator[npt.NDArray[Any]]:
+            for packed, scale in self.blocks(sources, work):
+                scales.append(scale.reshape(-1))
+                yield packed
+
+        return self.streamed(sources[0], dtype, dims, parts()), np.concatenate(scales)
 
     # --- products
 
     def product(self, x: str, y: str, *sources: str) -> str:
         """y = x times the transposed matrices side by side."""
-        self.say(f"writing {sources[0]}", self.file.tell() / self.total_bytes)
-        is_whole = self.format == "int8" or (self.format == "int4" and sources == (HEAD,))
-        make = self._int8 if is_whole else self._int4 if self.format == "int4" else self._fp32
-        return make(x, y, sources)
-
-    def _int8(self, x: str, y: str, sources: tuple[str, ...], skipped: int = 0) -> str:
-        """`skipped`: columns of the matrices that x has not."""
-        outs, width = [self.shapes[one][0] for one in sources], self.shapes[sources[0]][1] - skipped
-        whole, steps = np.empty((width, sum(outs)), np.int8), np.empty(sum(outs), np.float32)
-        at = 0
-        for source in sources:
-            for packed, each in self.blocks(
-                source, lambda rows: self._rounded_rows(rows[:, skipped:])
-            ):
-                whole[:, at : at + len(each)] = packed.T
-                steps[at : at + len(each)] = each
-                at += len(each)
+        outs, width = sum(self.shapes[one][0] for one in sources), self.shapes[sources[0]][1]
+        if self.format == "fp32":
+            weight = EMBEDDING
+            if sources != (HEAD,) or not self.spec.tied:
+                weight, _ = self.matrices(sources, "f4", (outs, width), _as_they_are)
+            return self.node("FusedMatMul", [x, weight], y, domain="com.microsoft", transB=1)
+        if self.format == "int4" and sources != (HEAD,):
+            dims = (outs, width // GROUP, GROUP // 2)
+            weight, steps = self.matrices(sources, "u1", dims, _nibbles)
+            scale = self.constant(f"{sources[0]}_scale", steps)
+            settings = {"K": width, "N": outs, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
+            inputs = [x, weight, scale]
+            return self.node("MatMulNBits", inputs, y, domain="com.microsoft", **settings)
+        whole, steps, at = np.empty((width, outs), np.int8), np.empty(outs, np.float32), 0
+        for packed, each in self.blocks(sources, self._rounded_rows):
+            whole[:, at : at + len(each)] = packed.T
+            steps[at : at + len(each)] = each
+            at += len(each)
         weight = self.constant(sources[0], whole)
         del whole
         # The quantised token is whole numbers from -127 to 127, times largest / 127.
         scale = self.constant(f"{sources[0]}_scale", steps / np.float32(127))
-        zero = self.constant(f"{sources[0]}_zero", np.zeros(sum(outs), np.int8))
+        zero = self.constant(f"{sources[0]}_zero", np.zeros(outs, np.int8))
         rounded, largest = self._rounded_tokens(x)
         z = self.node("MatMulInteger", [rounded, weight, "token_zero", zero], f"{y}/whole")
         z = self.node("Cast", [z], f"{y}/float", to=TensorProto.FLOAT)
         z = self.node("Mul", [z, scale], f"{y}/unscaled")
         return self.node("Mul", [z, largest], y)
 
-    def _rounded_rows(self, values: Floats) -> tuple[npt.NDArray[Any], Floats]:
+    def _rounded_rows(self, values: Floats) -> Rounded:
         """int8 rows and their scales."""
         scale = np.maximum(values.max(-1), -values.min(-1)) / np.float32(self.steps)
         scale[scale < np.finfo(np.float32).tiny] = 1
@@ -257,32 +280,6 @@ class GraphWriter:
             self.node("QuantizeLinear", [z, "token_step", "token_zero"], rounded)
         return rounded, largest
 
-    def _int4(self, x: str, y: str, sources: tuple[str, ...]) -> str:
-        outs, width = sum(self.shapes[one][0] for one in sources), self.shapes[sources[0]][1]
-        weight = self.begin(sources[0], "u1", (outs, width // GROUP, GROUP // 2))
-        scales = []
-        for source in sources:
-            for packed, each in self.blocks(source, _nibbles):
-                self.file.write(as_bytes(packed))
-                scales.append(each.reshape(-1))
-        scale = self.constant(f"{sources[0]}_scale", np.concatenate(scales))
-        settings = {"K": width, "N": outs, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
-        return self.node("MatMulNBits", [x, weight, scale], y, domain="com.microsoft", **settings)
-
-    def _fp32(self, x: str, y: str, sources: tuple[str, ...]) -> str:
-        weight = EMBEDDING
-        if sources != (HEAD,) or not self.spec.tied:
-            outs = sum(self.shapes[one][0] for one in sources)
-            weight = self._float_rows(sources, (outs, self.shapes[sources[0]][1]))
-        return self.node("FusedMatMul", [x, weight], y, domain="com.microsoft", transB=1)
-
-    def _float_rows(self, sources: tuple[str, ...], dims: tuple[int, ...]) -> str:
-        self.begin(sources[0], "f4", dims)
-        for source in sources:
-            for values, _ in self.blocks(source, lambda rows: (rows, rows)):
-                self.file.write(as_bytes(values))
-        return sources[0]
-
     # --- the graph
 
     def node(self, kind: str, inputs: list[str], *outputs: str, **more: Any) -> str:
@@ -291,15 +288,12 @@ class GraphWriter:
         return outputs[0]
 
     def embed(self) -> str:
-        if self.format == "fp32":
-            weight = self._float_rows((EMBEDDING,), self.shapes[EMBEDDING])
+        shape, is_float = self.shapes[EMBEDDING], self.format == "fp32"
+        dtype, work = ("f4", _as_they_are) if is_float else ("i1", self._rounded_rows)
+        weight, steps = self.matrices((EMBEDDING,), dtype, shape, work)
+        if is_float:
             return self.node("Gather", [weight, "input_ids"], "embedding")
-        weight = self.begin(EMBEDDING, "i1", self.shapes[EMBEDDING])
-        scales = []
-        for packed, each in self.blocks(EMBEDDING, self._rounded_rows):
-            self.file.write(as_bytes(packed))
-            scales.append(each)
-        scale = self.constant(f"{EMBEDDING}_scale", np.concatenate(scales)[:, None])
+        scale = self.constant(f"{EMBEDDING}_scale", steps[:, None])
         z = self.node("Gather", [weight, "input_ids"], "embedding/rows")
         z = self.node("Cast", [z], "embedding/float", to=TensorProto.FLOAT)
         scale = self.node("Gather", [scale, "input_ids"], "embedding/scale")
@@ -352,16 +346,7 @@ class GraphWriter:
         z = self.node("Sigmoid", [gate], f"{path}.gate/share")
         z = self.node("Mul", [gate, z], f"{path}.gate/silu")
         z = self.node("Mul", [z, up], f"{path}.both")
-        if self.format != "int8":
-            return self.product(z, f"{path}.out", f"{path}.down_proj.weight")
-        # Its first channels reach furthest (models.turned_weights): they keep their precision.
-        source, far = f"{path}.down_proj.weight", far_channels(self.spec)
-        self.node("Split", [z, "mlp_sizes"], f"{path}.far", f"{path}.near", axis=-1)
-        columns = [rows.T for rows, _ in self.blocks(source, lambda rows: (rows[:, :far], rows))]
-        weight = self.constant(f"{source}/far", np.concatenate(columns, 1))
-        z = self.node("MatMul", [f"{path}.far", weight], f"{path}.far/out")
-        y = self._int8(f"{path}.near", f"{path}.near/out", (source,), far)
-        return self.node("Add", [y, z], f"{path}.out")
+        return self.product(z, f"{path}.out", f"{path}.down_proj.weight")
 
     def graph(self) -> ModelProto:
         """The whole model; all weights are in the file when it returns."""
@@ -369,6 +354,7 @@ class GraphWriter:
         x, added = self.embed(), ""
         for layer in range(self.spec.layers):
             path = f"model.layers.{layer}"
+            self.say(f"writing layer {layer + 1} of {self.spec.layers}", layer / self.spec.layers)
             y, x = self.norm(x, f"{path}.in", f"{path}.input_layernorm.weight", added)
             added = self.attention(y, layer)
             source = f"{path}.post_attention_layernorm.weight"
@@ -388,16 +374,11 @@ class GraphWriter:
     def _settings(self) -> None:
         """Small constants, rotary caches, and each row's length from the mask."""
         spec = self.spec
-        exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / spec.head_dim
-        frequencies = 1.0 / spec.rope_theta**exponents
-        if spec.rope_scaling is not None:
-            frequencies /= rope_factors(spec, spec.rope_scaling)
-        angles = np.outer(np.arange(spec.context, dtype=np.float32), frequencies)
-        far = far_channels(spec)
+        cos, sin = rotations(spec, spec.context)
         sizes = np.array([spec.heads, spec.kv_heads, spec.kv_heads], np.int64) * spec.head_dim
         for name, values in {
-            "cos_cache": np.cos(angles).astype(np.float32),
-            "sin_cache": np.sin(angles).astype(np.float32),
+            "cos_cache": cos,
+            "sin_cache": sin,
             "one": np.array([1], np.int64),
             "first": np.array(1, np.int64),
             "token_axis": np.array([-1], np.int64),
@@ -405,7 +386,6 @@ class GraphWriter:
             "token_zero": np.array(128, np.uint8),
             "token_least": np.array(1e-12, np.float32),
             "qkv_sizes": sizes,
-            "mlp_sizes": np.array([far, spec.intermediate - far], np.int64),
             "heads_shape": np.array([0, 0, -1, spec.head_dim], np.int64),
             "flat_shape": np.array([0, 0, -1], np.int64),
         }.items():
@@ -438,7 +418,11 @@ class GraphWriter:
         return helper.make_model(graph, ir_version=10, opset_imports=operators)
 
 
-def _nibbles(values: Floats) -> tuple[npt.NDArray[Any], Floats]:
+def _as_they_are(values: Floats) -> Rounded:
+    return values, values[:, 0]
+
+
+def _nibbles(values: Floats) -> Rounded:
     """uint8 [rows, groups, GROUP / 2] of two weights + 8 each, and scales [rows, groups].
 
     The largest weight of a group is -8 times its scale: 16 levels where largest / 7 uses 15.
