@@ -1,12 +1,12 @@
-"""Chat templates: the model's Jinja text in a sandbox with limits.
+"""Chat templates: the model's Jinja text in a sandbox with a clock.
 
     >>> template = ChatTemplate(CHATML)
     >>> template.render([{"role": "user", "content": "Hi"}])
     '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
 
-A template is a program that came with a download. It runs in Jinja's immutable sandbox with two
-limits that the sandbox lacks: each loop round, call and filter looks at the clock (`CPU_SECONDS`),
-and what builds a long text out of short ones is bounded (`MOST_CHARACTERS`) or not there.
+A template is a program that came with a download. It runs in Jinja's immutable sandbox, set up as
+transformers does, where each round of a loop and each call looks at the clock (`CPU_SECONDS`). The
+memory that it takes is not bounded: whoever serves a model trusts its authors so far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,10 +27,7 @@ from jinja2 import nodes
 
 from models.errors import BadChat
 
-MAX_TEMPLATE = 1 << 20  # characters; the largest published templates have about 20,000
-MOST_CHARACTERS = 1 << 22  # of any text that is made while rendering
 CPU_SECONDS = 2.0  # of the rendering thread
-MOST_BITS = 4096  # of two numbers that are multiplied
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -38,12 +35,6 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Filters and methods that make long strings, lists, bytes or numbers out of short ones; no
-# published chat template uses them.
-_REFUSED = {"center", "expandtabs", "format", "format_map", "indent", "ljust", "pprint", "rjust"}
-_REFUSED |= {"batch", "encode", "round", "slice", "translate", "urlize", "wordwrap", "xmlattr"}
-_REFUSED |= {"zfill", "to_bytes"}
-_SEQUENCES = (str, bytes, list, tuple)
 _until = threading.local()  # the rendering thread's time at which its template is stopped
 
 
@@ -52,10 +43,6 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """`special_tokens`: what templates may refer to, such as {"bos_token": "<s>"}."""
-        if len(source) > MAX_TEMPLATE:
-            raise BadChat(
-                f"the chat template has {len(source)} characters, more than {MAX_TEMPLATE}"
-            )
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = _Leashed().from_string(source)
@@ -134,63 +121,18 @@ def _tick() -> str:
 
 
 class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, set up as transformers does, with a clock and bounded texts."""
+    """The sandbox, set up as transformers does, with a clock."""
 
-    intercepted_binops = frozenset(("+", "*", "%", "**"))
     tick = staticmethod(_tick)
 
     def __init__(self) -> None:
         extensions: list[Any] = ["jinja2.ext.loopcontrols", _Generation]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        known = self.filters | {"tojson": _tojson, "join": _join, "replace": _replace}
-        self.filters = {name: _timed(one) for name, one in known.items() if name not in _REFUSED}
-        self.globals = {
-            **{name: self.globals[name] for name in ("range", "namespace")},
-            "dict": dict,
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-        }
-
-    @staticmethod
-    def concat(parts: Iterable[str]) -> str:
-        """The pieces of a template, or of a block of it, as they come."""
-        kept, length = [], 0
-        for part in parts:
-            length += len(part)
-            _check_length(length)
-            kept.append(part)
-        return "".join(kept)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        is_refused = isinstance(obj, bytes) or (isinstance(obj, str | int) and attr in _REFUSED)
-        return not is_refused and super().is_safe_attribute(obj, attr, value)
-
-    def wrap_str_format(self, value: Any) -> Any:
-        # The sandbox hands out its own str.format before it asks is_safe_attribute.
-        if super().wrap_str_format(value) is not None:
-            raise BadChat("it calls str.format, which is refused")
-        return None
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        texts = isinstance(left, _SEQUENCES), isinstance(right, _SEQUENCES)
-        if operator == "**" or (operator == "%" and texts[0]):
-            raise BadChat(f"it uses {operator}, which is refused")
-        if operator == "*" and any(texts):
-            sequence, times = (left, right) if texts[0] else (right, left)
-            _check_length(len(sequence) * max(0, int(times)))
-        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() + right.bit_length()
-            if bits > MOST_BITS:
-                raise BadChat(f"it multiplies to a number of {bits} bits, more than {MOST_BITS}")
-        if operator == "+" and all(texts):
-            _check_length(len(left) + len(right))
-        return super().call_binop(context, operator, left, right)
+        self.filters["tojson"] = _tojson
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902
         _tick()
-        method, owner = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
-        if isinstance(owner, str) and method in ("join", "replace"):
-            return _join(args[0], owner) if method == "join" else _replace(owner, *args)
         return super().call(__context, __obj, *args, **kwargs)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -199,11 +141,7 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Counted(jinja2.visitor.NodeTransformer):
-    """Puts a look at the clock into every loop, and our `join` in place of `~`."""
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes), "join", [], [], None, None, lineno=node.lineno)
+    """Puts a look at the clock into every loop."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -212,39 +150,10 @@ class _Counted(jinja2.visitor.NodeTransformer):
         return node
 
 
-def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)  # also how Jinja passes its context on
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        _tick()
-        return function(*args, **kwargs)
-
-    return timed
-
-
-def _check_length(length: int) -> None:
-    if length > MOST_CHARACTERS:
-        raise BadChat(f"it makes a text of {length} characters, more than {MOST_CHARACTERS}")
-
-
-def _join(value: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
-    parts = [str(item if attribute is None else item[attribute]) for item in value]
-    _check_length(sum(map(len, parts)) + len(str(d)) * len(parts))
-    return str(d).join(parts)
-
-
-def _replace(value: Any, old: Any, new: Any, count: int = -1) -> str:
-    text = str(value)
-    times = text.count(str(old)) if old else len(text) + 1
-    _check_length(len(text) + times * len(str(new)))
-    return text.replace(str(old), str(new), -1 if count is None else count)
-
-
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
     """As transformers: plain JSON, without the HTML escapes of Jinja's own filter."""
-    if indent is not None and not 0 <= indent <= 16:
-        raise BadChat(f"tojson with an indent of {indent}, more than 16")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -15,7 +15,6 @@ to 258 are bytes, 259 + i is what merge i makes, so the table can be cut after a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import signal
@@ -35,6 +34,7 @@ from models.isolated import run_aside
 DATA = Path(__file__).parent / "data"
 SHIPPED = DATA / "tokenizer.json"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SHIPPED_MARK = "8a2f6821d3c6"  # its blake2b: weights of another one are made again
 BYTES = 256
 SMALLEST_VOCABULARY = 512
 REHEARSAL_SECONDS = 60  # of a process that does nothing else; the largest vocabularies take two
@@ -42,11 +42,6 @@ REHEARSAL_SECONDS = 60  # of a process that does nothing else; the largest vocab
 # token for what is unknown, llama.cpp ends the process.
 _EVERY_BYTE = "".join(
     map(chr, [*range(1, 2048), *range(2048, 0xD800, 61), *range(1 << 16, 1 << 20, 4093)])
-)
-# Where no configuration names one.
-END_TOKENS = (
-    *("<|endoftext|>", "<|im_end|>", "</s>", "<|eot_id|>", "<|end_of_text|>", "<|end|>"),
-    *("<end_of_turn>", "<eos>"),
 )
 
 
@@ -83,14 +78,11 @@ def try_tokenizer(path: Path) -> None:
 def _rehearse(path: str, progress: object = None) -> None:
     signal.alarm(REHEARSAL_SECONDS)
     tokenizer = load_tokenizer(path)
-    try:
-        tokenizer.token_bytes()
-        tokenizer.encode(_EVERY_BYTE)
-        tokenizer.encode("Once <|im_start|>", parse_special=True)
-        with suppress(BadChat):
-            tokenizer.render_chat([{"role": "user", "content": "Once"}])
-    except Exception as problem:
-        raise BrokenWeights(f"{type(problem).__name__}: {problem}") from problem
+    tokenizer.token_bytes()
+    tokenizer.encode(_EVERY_BYTE)
+    tokenizer.encode("Once <|im_start|>", parse_special=True)
+    with suppress(BadChat):
+        tokenizer.render_chat([{"role": "user", "content": "Once"}])
 
 
 class HfTokenizer(RendersChat):
@@ -113,10 +105,8 @@ class HfTokenizer(RendersChat):
         ids = self._special_parsing.get_vocab(with_added_tokens=True).values()
         self.vocabulary = 1 + max(ids, default=-1)
         config = _read_json(file.parent / "tokenizer_config.json")
-        named = {
-            name: _text_of(config.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")
-        }
-        self.chat_tokens = {f"{name}_token": text for name, text in named.items() if text}
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        self.chat_tokens = {name: _text_of(config[name]) for name in names if config.get(name)}
         self.eos_ids = self._eos_ids(file.parent)
         with_bos = self._special_parsing.encode("a", add_special_tokens=True).ids
         self.bos_id = with_bos[0] if with_bos and with_bos[0] in self.special_ids else None
@@ -146,16 +136,14 @@ class HfTokenizer(RendersChat):
         return self._special_parsing.id_to_token(token) or ""
 
     def _eos_ids(self, folder: Path) -> frozenset[int]:
-        found: set[int] = set()
-        for name in ("generation_config.json", "config.json"):
-            ids = _read_json(folder / name).get("eos_token_id")
-            if ids is not None:
-                found.update([ids] if isinstance(ids, int) else ids)
-                break
-        named = self.chat_tokens.get("eos_token")
-        names = [named] if named else [] if found else END_TOKENS
-        known = map(self._special_parsing.token_to_id, names)
-        return frozenset(found | {index for index in known if index is not None})
+        """Of generation_config.json, else of config.json; and the token named eos_token."""
+        files = [_read_json(folder / f"{name}.json") for name in ("generation_config", "config")]
+        named = next(
+            (one["eos_token_id"] for one in files if one.get("eos_token_id") is not None), None
+        )
+        ids = [*named] if isinstance(named, list) else [named]
+        ids.append(self._special_parsing.token_to_id(self.chat_tokens.get("eos_token", "")))
+        return frozenset(one for one in ids if one is not None)
 
 
 Tokenizer = HfTokenizer | GgufTokenizer
@@ -202,12 +190,6 @@ def write_shipped(folder: Path, vocabulary: int, context: int) -> None:
 
 
 @cache
-def shipped_mark() -> str:
-    """A short checksum of the shipped tokenizer: 12 hexadecimal digits."""
-    return hashlib.blake2b(SHIPPED.read_bytes(), digest_size=6).hexdigest()
-
-
-@cache
 def _byte_characters() -> dict[str, int]:
     """GPT-2's printable stand-ins: character of a byte-level vocabulary -> byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -230,20 +212,19 @@ def _sentencepiece(token: str) -> bytes:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's (a string or a list)."""
+    """chat_template.jinja, else tokenizer_config.json's (a string, or several with names)."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
     found = config.get("chat_template")
     if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found if isinstance(found, str) else None
+        return next((one["template"] for one in found if one["name"] == "default"), None)
+    return found
 
 
-def _text_of(entry: Any) -> str | None:
+def _text_of(entry: Any) -> str:
     """A special token's text: configurations hold it as a string or as an object with `content`."""
-    found = entry.get("content") if isinstance(entry, dict) else entry
-    return found if isinstance(found, str) else None
+    return str(entry["content"] if isinstance(entry, dict) else entry)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
