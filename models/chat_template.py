@@ -1,9 +1,5 @@
 """Chat templates: the model's Jinja text in a sandbox with a clock.
 
-    >>> template = ChatTemplate(CHATML)
-    >>> template.render([{"role": "user", "content": "Hi"}])
-    '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
-
 A template is a program that came with a download. It runs in Jinja's immutable sandbox, set up as
 transformers does, where each round of a loop and each call looks at the clock (`CPU_SECONDS`). The
 memory that it takes is not bounded: whoever serves a model trusts its authors so far.
@@ -38,43 +34,6 @@ CHATML = (
 _until = threading.local()  # the rendering thread's time at which its template is stopped
 
 
-class ChatTemplate:
-    """One compiled template; thread-safe. Raises BadChat where it does not compile."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """`special_tokens`: what templates may refer to, such as {"bos_token": "<s>"}."""
-        self._special_tokens = dict(special_tokens or {})
-        try:
-            self._template = _Leashed().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as problem:
-            raise BadChat(f"the model's chat template cannot be compiled: {problem}") from problem
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
-        """The prompt for messages with role and content. Raises BadChat."""
-        _until.seconds = time.thread_time() + CPU_SECONDS
-        given: dict[str, Any] = {
-            "tools": None,
-            "documents": None,
-            "date_string": _strftime_now("%d %b %Y"),  # Llama 3 would say July 2024
-            **self._special_tokens,
-            **variables,
-            "messages": list(messages),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            return self._template.render(given)
-        # The template is foreign code: any error of it is an answer to the caller, not a crash.
-        except Exception as problem:
-            is_its_own = isinstance(problem, jinja2.TemplateError | BadChat)
-            why = f"{problem}" if is_its_own else f"{type(problem).__name__}: {problem}"
-            raise BadChat(f"the model's chat template refuses these messages: {why}") from problem
-
-
 class RendersChat:
     """The part of a tokenizer that makes prompts of chats, and what every tokenizer says."""
 
@@ -84,13 +43,16 @@ class RendersChat:
     bos_id: int | None
     special_ids: frozenset[int]  # control tokens: no text of their own
     chat_template: str | None
-    chat_tokens: dict[str, str]  # special tokens that a template may refer to
+    chat_tokens: dict[str, str]  # special tokens that a template may refer to: {"bos_token": "<s>"}
 
     @functools.cached_property
-    def _compiled(self) -> ChatTemplate:
+    def _compiled(self) -> jinja2.Template:
         if self.chat_template is None:
             raise BadChat("this model has no chat template; send the prompt to /v1/completions")
-        return ChatTemplate(self.chat_template, self.chat_tokens)
+        try:
+            return _Leashed().from_string(self.chat_template)
+        except (jinja2.TemplateError, RecursionError) as problem:
+            raise BadChat(f"the model's chat template cannot be compiled: {problem}") from problem
 
     def render_chat(
         self,
@@ -98,9 +60,28 @@ class RendersChat:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt of chat messages, for `parse_special=True`. `variables`: more that the
-        template may read. Raises BadChat."""
-        return self._compiled.render(messages, add_generation_prompt, variables)
+        """The prompt of messages with role and content, for `parse_special=True`. Thread-safe.
+
+        `variables`: more that the template may read. Raises BadChat.
+        """
+        _until.seconds = time.thread_time() + CPU_SECONDS
+        given: dict[str, Any] = {
+            "tools": None,
+            "documents": None,
+            "date_string": _strftime_now("%d %b %Y"),  # Llama 3 would say July 2024
+            **self.chat_tokens,
+            **variables,
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        template = self._compiled
+        try:
+            return template.render(given)
+        # The template is foreign code: any error of it is an answer to the caller, not a crash.
+        except Exception as problem:
+            is_its_own = isinstance(problem, jinja2.TemplateError | BadChat)
+            why = f"{problem}" if is_its_own else f"{type(problem).__name__}: {problem}"
+            raise BadChat(f"the model's chat template refuses these messages: {why}") from problem
 
 
 class _Generation(jinja2.ext.Extension):

@@ -104,10 +104,10 @@ def write_texts(spec: ModelSpec, folder: Path, dtype: str) -> None:
 
 
 def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
-    """config.json of `spec` in the words of transformers 4, which 5 reads too."""
-    scaling = None
+    """config.json of `spec`, with RoPE as transformers 4 and as 5 reads it."""
+    rope: dict[str, Any] = {"rope_type": "default"}
     if spec.rope_scaling is not None:
-        scaling = {
+        rope = {
             "rope_type": "llama3",
             "factor": spec.rope_scaling.factor,
             "low_freq_factor": spec.rope_scaling.low_freq_factor,
@@ -127,7 +127,8 @@ def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": spec.context,
         "rms_norm_eps": spec.norm_epsilon,
         "rope_theta": spec.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": rope if spec.rope_scaling is not None else None,
+        "rope_parameters": {**rope, "rope_theta": spec.rope_theta},
         "tie_word_embeddings": spec.tied,
         "sliding_window": None,
         "bos_token_id": 0,

@@ -67,7 +67,7 @@ def headline(answers: Sequence[Answer], data: ReportData) -> str:
     said = f"{formatting.requests(top.cell.held, rounded='down')}, confirmed"
     if not top.cell.held and found is not None:
         ends = formatting.rate_with_interval(found.limit, found.low, found.high)
-        said = f"about {ends}, estimated"
+        said = f"about {formatting.of_requests(ends)}, estimated"
     said = f"{machine} {verb} up to {top.title}: {said}"
     if beyond:
         return f"{said}{_needs_gpu(beyond[0])}."

@@ -96,7 +96,7 @@ def _limit(cell: CellData) -> Cell:
         said = formatting.rate_with_interval(found.limit, found.low, found.high, found.held)
         parts = ["simulated from step times that this run measured; 90 % interval"]
         detail = "; ".join(filter(None, (*parts, speed_words(found))))
-        return Cell(text=said.replace(" requests", ""), grade="estimated", detail=detail)
+        return Cell(text=said, grade="estimated", detail=detail)
     if found.low is None and found.high is None:
         if found.method == "law" and not found.holds:  # its step times are too long for one
             return Cell(text="none", grade="estimated", detail=found.reason)
