@@ -1,8 +1,8 @@
 """Chat templates: the model's Jinja text in a sandbox with a clock.
 
 A template is a program that came with a download. It runs in Jinja's immutable sandbox, set up as
-transformers does, where each round of a loop and each call looks at the clock (`CPU_SECONDS`). The
-memory that it takes is not bounded: whoever serves a model trusts its authors so far.
+transformers does, and each round of a loop looks at the clock (`CPU_SECONDS`): an honest one may
+take the square of a request's length. The memory of a dishonest one is not bounded.
 """
 
 from __future__ import annotations
@@ -95,16 +95,8 @@ class _Generation(jinja2.ext.Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _tick() -> str:
-    if time.thread_time() > _until.seconds:
-        raise BadChat(f"it takes more than {CPU_SECONDS:g} s")
-    return ""
-
-
 class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, set up as transformers does, with a clock."""
-
-    tick = staticmethod(_tick)
 
     def __init__(self) -> None:
         extensions: list[Any] = ["jinja2.ext.loopcontrols", _Generation]
@@ -112,9 +104,10 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902
-        _tick()
-        return super().call(__context, __obj, *args, **kwargs)
+    @staticmethod
+    def tick() -> None:
+        if time.thread_time() > _until.seconds:
+            raise BadChat(f"it takes more than {CPU_SECONDS:g} s")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = _Counted().visit(super()._parse(source, name, filename))
