@@ -1,7 +1,7 @@
 """Checkpoints, or random weights of a shape, to ONNX graphs, written tensor by tensor.
 
-    make_onnx("SmolLM2-135M", "smollm2-135m-int8", "int8")
-    make_random_onnx(rung("8b").spec, "llama-3.1-8b-int8", "int8")
+    make_onnx(Path("SmolLM2-135M"), Path("smollm2-135m-int8"), "int8")
+    make_random_onnx(rung("8b").spec, Path("llama-3.1-8b-int8"), "int8")
 
 Of Llama, Mistral, Qwen2 and Qwen3 the graph is written here: attention by GroupQueryAttention, with
 a KV cache updated in place and logits of each row's last token. No more of the weights is in memory
@@ -20,8 +20,9 @@ saturate 16 bits: there int8 weights have 7 bits (`int8_bits`; the manifest's ge
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +33,6 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from models.conversion import copy_texts, finish, open_source, quality_of
 from models.errors import BrokenWeights, UnsupportedModel
 from models.float_forward import BLOCK, Ids, rotations
-from models.formats import ONNX_FORMATS
 from models.hf_config import FAMILIES, read_config
 from models.machine import int8_bits
 from models.manifest import Manifest, Progress, atomic_folder, converter, write_manifest
@@ -49,58 +49,45 @@ Rounded = tuple[npt.NDArray[Any], Floats]
 
 
 def make_onnx(
-    source: str | Path,
-    out_folder: str | Path,
+    source: Path,
+    target: Path,
     weight_format: str,
     *,
     spec: ModelSpec | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Convert a Hugging Face folder or a GGUF file; returns `out_folder`, replaced whole.
+    """Convert a Hugging Face folder or a GGUF file to the folder `target`, replaced whole.
 
     `spec`: its shape, where it is known better than the source says. Raises UnsupportedModel,
     BrokenWeights.
     """
-    path, target = Path(source), Path(out_folder)
     say = progress or (lambda what, fraction: None)
-    if weight_format not in ONNX_FORMATS:
-        raise UnsupportedModel(
-            f"unknown ONNX format {weight_format!r}; known: {', '.join(ONNX_FORMATS)}"
-        )
-    if path.is_dir() and read_config(path).get("model_type") not in FAMILIES:
+    if source.is_dir() and read_config(source).get("model_type") not in FAMILIES:
         from models.export_with_optimum import export_onnx
 
-        return export_onnx(path, target, weight_format, progress=progress)
-    found = open_source(path, spec)
+        return export_onnx(source, target, weight_format, progress=progress)
+    found = open_source(source, spec)
     rows = found.rows
     if weight_format == "int8" and not found.is_random:
         rows = Turned(found.spec, rows, found.ids(calibration_text()))
     with atomic_folder(target) as folder:
-        copy_texts(path, folder, found.spec)
+        copy_texts(source, folder, found.spec)
         _write_graph(found.spec, rows, folder, weight_format, say)
         quality = quality_of(found, lambda ids: graph_logits(folder / GRAPH, ids, found.spec), say)
-        finish(path, folder, weight_format, found.spec, quality)
+        finish(source, folder, weight_format, found.spec, quality)
     return target
 
 
 def make_random_onnx(
-    spec: ModelSpec,
-    out_folder: str | Path,
-    weight_format: str,
-    *,
-    seed: int = 0,
-    progress: Progress | None = None,
+    spec: ModelSpec, target: Path, weight_format: str, *, progress: Progress | None = None
 ) -> Path:
-    """A graph of seeded random weights; returns `out_folder`, replaced whole if it was there.
-
-    The graph and its types are those of trained weights, and so are time and memory.
-    """
+    """A folder with the graph of trained weights, of seeded random ones; replaced whole."""
     say = progress or (lambda what, fraction: None)
-    with atomic_folder(target := Path(out_folder)) as folder:
+    with atomic_folder(target) as folder:
         write_texts(spec, folder, "fp32")
-        _write_graph(spec, Weights(spec, seed).rows, folder, weight_format, say)
+        _write_graph(spec, Weights(spec, 0).rows, folder, weight_format, say)
         made_by = f"{converter(weight_format)}, {GENERATOR}"
-        write_manifest(folder, Manifest("onnx", spec, weight_format, "synthetic", made_by, seed))
+        write_manifest(folder, Manifest("onnx", spec, weight_format, "synthetic", made_by, 0))
     return target
 
 
@@ -136,31 +123,23 @@ def graph_logits(graph: Path, ids: Ids, spec: ModelSpec) -> Floats:
     return np.stack(found, 1)
 
 
+@dataclass
 class GraphWriter:
     """Writes weights to DATA as it builds the graph's nodes."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        rows: Rows,
-        out: BinaryIO,
-        pool: ThreadPoolExecutor,
-        weight_format: str,
-        say: Progress,
-    ) -> None:
-        self.spec, self.rows, self.file, self.pool, self.say = spec, rows, out, pool, say
-        self.format = weight_format
-        self.steps = 127 if int8_bits() == 8 else 64
+    spec: ModelSpec
+    rows: Rows
+    file: BinaryIO
+    pool: ThreadPoolExecutor
+    format: str
+    say: Progress
+
+    def __post_init__(self) -> None:
+        self.most = np.float32(127 if int8_bits() == 8 else 64)  # of an int8 weight
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
-        self.shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
+        self.shapes = {tensor.name: tensor.shape for tensor in self.spec.tensors()}
         self.shapes[HEAD] = self.shapes[EMBEDDING]
-        for name, shape in self.shapes.items():
-            if weight_format == "int4" and len(shape) == 2 and shape[1] % GROUP:
-                raise UnsupportedModel(
-                    f"{spec.name} has {name} with rows of {shape[1]}, no multiple of {GROUP}, "
-                    "which int4 needs; int8 has no such limit"
-                )
 
     # --- constants
 
@@ -171,7 +150,7 @@ class GraphWriter:
         return name
 
     def streamed(
-        self, name: str, dtype: str, dims: tuple[int, ...], parts: Iterable[npt.NDArray[Any]]
+        self, name: str, dtype: str, dims: Sequence[int], parts: Iterable[npt.NDArray[Any]]
     ) -> str:
         """A constant whose parts are written to the file as they come."""
         self.file.write(b"\0" * (-self.file.tell() % 4096))
@@ -196,27 +175,24 @@ class GraphWriter:
         self, sources: tuple[str, ...], work: Callable[[Floats], Rounded]
     ) -> Iterator[Rounded]:
         """`work` of each block of the matrices' rows, in order."""
-        for source in sources:
-            count, width = self.shapes[source]
-            step = max(1, BLOCK // width)
+        step = max(1, BLOCK // self.shapes[sources[0]][1])
+        places = [(one, at) for one in sources for at in range(0, self.shapes[one][0], step)]
 
-            def one(
-                first: int, source: str = source, last: int = count, step: int = step
-            ) -> Rounded:
-                values = self.rows(source, first, min(last, first + step))
-                if not math.isfinite(float(values.sum())):
-                    raise BrokenWeights(f"{source} of {self.spec.name} holds NaN or infinity")
-                return work(values)
+        def made(place: tuple[str, int]) -> Rounded:
+            source, first = place
+            values = self.rows(source, first, min(self.shapes[source][0], first + step))
+            if not math.isfinite(float(values.sum())):
+                raise BrokenWeights(f"{source} of {self.spec.name} holds NaN or infinity")
+            return work(values)
 
-            firsts = range(0, count, step)
-            for at in range(0, len(firsts), THREADS):
-                yield from self.pool.map(one, firsts[at : at + THREADS])
+        for at in range(0, len(places), THREADS):
+            yield from self.pool.map(made, places[at : at + THREADS])
 
     def matrices(
         self,
         sources: tuple[str, ...],
-        dtype: str,
-        dims: tuple[int, ...],
+        kind: str,
+        dims: list[int],
         work: Callable[[Floats], Rounded],
     ) -> tuple[str, Floats]:
         """A constant of the matrices' rows one below the other, and their scales."""
@@ -227,7 +203,7 @@ class GraphWriter:
                 scales.append(scale.reshape(-1))
                 yield packed
 
-        return self.streamed(sources[0], dtype, dims, parts()), np.concatenate(scales)
+        return self.streamed(sources[0], kind, dims, parts()), np.concatenate(scales)
 
     # --- products
 
@@ -237,17 +213,22 @@ class GraphWriter:
         if self.format == "fp32":
             weight = EMBEDDING
             if sources != (HEAD,) or not self.spec.tied:
-                weight, _ = self.matrices(sources, "f4", (outs, width), _as_they_are)
+                weight, _ = self.matrices(sources, "f4", [outs, width], _as_they_are)
             return self.node("FusedMatMul", [x, weight], y, domain="com.microsoft", transB=1)
         if self.format == "int4" and sources != (HEAD,):
-            dims = (outs, width // GROUP, GROUP // 2)
+            if width % GROUP:
+                raise UnsupportedModel(
+                    f"{self.spec.name} has {sources[0]} with rows of {width}, no multiple of "
+                    f"{GROUP}, which int4 needs; int8 has no such limit"
+                )
+            dims = [outs, width // GROUP, GROUP // 2]
             weight, steps = self.matrices(sources, "u1", dims, _nibbles)
             scale = self.constant(f"{sources[0]}_scale", steps)
             settings = {"K": width, "N": outs, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
             inputs = [x, weight, scale]
             return self.node("MatMulNBits", inputs, y, domain="com.microsoft", **settings)
         whole, steps, at = np.empty((width, outs), np.int8), np.empty(outs, np.float32), 0
-        for packed, each in self.blocks(sources, self._rounded_rows):
+        for packed, each in self.blocks(sources, self.whole_rows):
             whole[:, at : at + len(each)] = packed.T
             steps[at : at + len(each)] = each
             at += len(each)
@@ -256,29 +237,24 @@ class GraphWriter:
         # The quantised token is whole numbers from -127 to 127, times largest / 127.
         scale = self.constant(f"{sources[0]}_scale", steps / np.float32(127))
         zero = self.constant(f"{sources[0]}_zero", np.zeros(outs, np.int8))
-        rounded, largest = self._rounded_tokens(x)
-        z = self.node("MatMulInteger", [rounded, weight, "token_zero", zero], f"{y}/whole")
-        z = self.node("Cast", [z], f"{y}/float", to=TensorProto.FLOAT)
-        z = self.node("Mul", [z, scale], f"{y}/unscaled")
-        return self.node("Mul", [z, largest], y)
-
-    def _rounded_rows(self, values: Floats) -> Rounded:
-        """int8 rows and their scales."""
-        scale = np.maximum(values.max(-1), -values.min(-1)) / np.float32(self.steps)
-        scale[scale < np.finfo(np.float32).tiny] = 1
-        values = values / scale[:, None]
-        return np.rint(values, out=values).astype(np.int8), scale
-
-    def _rounded_tokens(self, x: str) -> tuple[str, str]:
-        """x by its token's largest magnitude, in 8 bits, and that magnitude; made once."""
         rounded, largest = f"{x}/quantized", f"{x}/largest"
-        if not any(rounded in node.output for node in self.nodes[-16:]):
+        if not any(rounded in node.output for node in self.nodes[-16:]):  # two products share x
             z = self.node("Abs", [x], f"{x}/sizes")
             z = self.node("ReduceMax", [z, "token_axis"], f"{x}/most", keepdims=1)
             self.node("Max", [z, "token_least"], largest)
             z = self.node("Div", [x, largest], f"{x}/unit")
             self.node("QuantizeLinear", [z, "token_step", "token_zero"], rounded)
-        return rounded, largest
+        z = self.node("MatMulInteger", [rounded, weight, "token_zero", zero], f"{y}/whole")
+        z = self.node("Cast", [z], f"{y}/float", to=TensorProto.FLOAT)
+        z = self.node("Mul", [z, scale], f"{y}/unscaled")
+        return self.node("Mul", [z, largest], y)
+
+    def whole_rows(self, values: Floats) -> Rounded:
+        """int8 rows and their scales."""
+        scale = np.maximum(values.max(-1), -values.min(-1)) / self.most
+        scale[scale < np.finfo(np.float32).tiny] = 1
+        values = values / scale[:, None]
+        return np.rint(values, out=values).astype(np.int8), scale
 
     # --- the graph
 
@@ -288,11 +264,11 @@ class GraphWriter:
         return outputs[0]
 
     def embed(self) -> str:
-        shape, is_float = self.shapes[EMBEDDING], self.format == "fp32"
-        dtype, work = ("f4", _as_they_are) if is_float else ("i1", self._rounded_rows)
-        weight, steps = self.matrices((EMBEDDING,), dtype, shape, work)
-        if is_float:
+        shape = list(self.shapes[EMBEDDING])
+        if self.format == "fp32":
+            weight, _ = self.matrices((EMBEDDING,), "f4", shape, _as_they_are)
             return self.node("Gather", [weight, "input_ids"], "embedding")
+        weight, steps = self.matrices((EMBEDDING,), "i1", shape, self.whole_rows)
         scale = self.constant(f"{EMBEDDING}_scale", steps[:, None])
         z = self.node("Gather", [weight, "input_ids"], "embedding/rows")
         z = self.node("Cast", [z], "embedding/float", to=TensorProto.FLOAT)

@@ -26,8 +26,6 @@ from models.safetensors_reader import read_tensors
 from models.spec import ModelSpec
 
 MODEL = "model.onnx"
-OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
-OFFLINE["CUDA_VISIBLE_DEVICES"] = ""
 # transformers' name of a size, and what older architectures call it.
 SIZES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -102,7 +100,7 @@ def export_onnx(
 
 def _export(source: Path, scratch: Path, weight_format: str, progress: object = None) -> None:
     """The graph in scratch/fp32, and where it is wanted in scratch/int8."""
-    os.environ |= OFFLINE
+    os.environ["HF_HUB_OFFLINE"] = "1"
     from onnxruntime.quantization import quantize_dynamic
     from optimum.exporters.onnx import main_export
 

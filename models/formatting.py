@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Context, Decimal
 from typing import Literal
 
@@ -106,15 +105,10 @@ def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest"
     return of_requests(rate(value, digits, rounded))
 
 
-def load(
-    rate_per_second: float | None,
-    users: int | None = None,
-    digits: int = 2,
-    said: Callable[[float | None, int], str] = rate,
-) -> str:
+def load(rate_per_second: float | None, users: int | None = None, digits: int = 2) -> str:
     """What a level is loaded with: `1.8/s`, `8 users`, `alone` (one request at a time)."""
     if rate_per_second is not None:
-        return said(rate_per_second, digits)
+        return rate(rate_per_second, digits)
     return "alone" if users in (None, 1) else f"{users} users"
 
 
@@ -183,13 +177,6 @@ def parameters(value: int | None) -> str:
 
 def dollars_per_hour(value: float | None) -> str:
     return "no list price" if value is None else f"${value:.2f}/h"
-
-
-def listing(parts: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    if len(parts) < 2:
-        return "".join(parts)
-    return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 _SPELLING = {name.lower(): name for name in ("SmolLM2", "Llama", "Mistral", "TinyLlama")}

@@ -42,15 +42,6 @@ def python_variables() -> dict[str, str]:
     return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
-def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that hold no key, token or password as far as one can see."""
-    return {
-        name: value
-        for name, value in variables.items()
-        if not SECRET_NAME.search(name) and not SECRET_VALUE.search(value)
-    }
-
-
 def start_python(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
@@ -62,8 +53,12 @@ def start_python(
     `secrets`: it inherits API keys and the like (SECRET_NAME), which it needs.
     """
     settings: dict[str, Any] = {"stdin": subprocess.DEVNULL} | options
-    inherited = dict(os.environ) if secrets else without_secrets(os.environ)
-    variables = inherited | python_variables() | dict(environment or {})
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if secrets or not (SECRET_NAME.search(name) or SECRET_VALUE.search(value))
+    }
+    variables |= python_variables() | dict(environment or {})
     # A session of its own: Ctrl-C in the terminal is the parent's to handle.
     return subprocess.Popen(
         [sys.executable, *arguments], env=variables, start_new_session=True, **settings
@@ -114,8 +109,8 @@ def run_aside(
     Raises errors of models.errors as they are; ModelError with its last words for a dead child.
     """
     with tempfile.TemporaryFile() as words:
-        command, pipe = ("-m", "models.isolated", function), subprocess.PIPE
-        child = start_python(*command, stdin=pipe, stdout=pipe, stderr=words)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": words}
+        child = start_python("-m", "models.isolated", function, **pipes)
         assert child.stdin is not None and child.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError), child.stdin:

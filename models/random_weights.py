@@ -90,8 +90,22 @@ def write_hf_folder(
     progress: Progress | None = None,
 ) -> None:
     """Write a folder that AutoModelForCausalLM loads, with its manifest, atomically."""
+    kind, weights = DTYPES[dtype][0], Weights(spec, seed)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in spec.tensors():
+        begin, end = end, end + tensor.elements * BLOCKS[kind].bytes
+        place = {"dtype": kind, "shape": tensor.shape, "data_offsets": [begin, end]}
+        header[tensor.name] = place
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
     with atomic_folder(folder) as temporary:
-        _write_safetensors(spec, temporary / "model.safetensors", dtype, seed, progress)
+        with (temporary / "model.safetensors").open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for tensor in spec.tensors():
+                if progress:
+                    progress(f"writing {tensor.name}", out.tell() / end)
+                out.writelines(weights.stream(tensor.name, kind))
         write_texts(spec, temporary, dtype)
         write_manifest(temporary, Manifest("hf", spec, dtype, "synthetic", GENERATOR, seed))
 
@@ -146,27 +160,6 @@ def rope_factors(spec: ModelSpec, scaling: RopeScaling) -> npt.NDArray[np.float3
     kept = np.clip((turns - low) / (high - low), 0, 1)
     factors: Floats = (1 / ((1 - kept) / scaling.factor + kept)).astype(np.float32)
     return factors
-
-
-def _write_safetensors(
-    spec: ModelSpec, file: Path, dtype: str, seed: int, progress: Progress | None
-) -> None:
-    kind, weights = DTYPES[dtype][0], Weights(spec, seed)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in spec.tensors():
-        begin, end = end, end + tensor.elements * BLOCKS[kind].bytes
-        place = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        header[tensor.name] = place
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in spec.tensors():
-            for chunk in weights.stream(tensor.name, kind):
-                out.write(chunk)
-            if progress:
-                progress(f"writing {file.name}", out.tell() / (8 + len(text) + end))
 
 
 class Weights:

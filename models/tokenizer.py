@@ -1,11 +1,5 @@
 """Text to token ids and back to bytes, from tokenizer.json, GGUF or the shipped vocabulary.
 
-    >>> tokenizer = load_tokenizer(SHIPPED)
-    >>> ids = tokenizer.encode("Hello, world")
-    >>> table = tokenizer.token_bytes()
-    >>> b"".join(table[i] for i in ids)
-    b'Hello, world'
-
 Read by the `tokenizers` library: AutoTokenizer refuses folders of another major version.
 
 Synthetic models get the shipped byte-level BPE, cut or padded to their vocabulary. It was trained
@@ -24,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer as HfFile
 
 from models.chat_template import CHATML, RendersChat
@@ -36,7 +31,6 @@ SHIPPED = DATA / "tokenizer.json"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SHIPPED_MARK = "8a2f6821d3c6"  # its blake2b: weights of another one are made again
 BYTES = 256
-SMALLEST_VOCABULARY = 512
 REHEARSAL_SECONDS = 60  # of a process that does nothing else; the largest vocabularies take two
 # Characters whose UTF-8 has every byte that text can have: where a vocabulary lacks one, and has no
 # token for what is unknown, llama.cpp ends the process.
@@ -55,10 +49,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return GgufTokenizer(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise UnknownModel(
-            f"no tokenizer at {str(path)!r}: neither a tokenizer.json, nor a folder with one, nor "
-            "a GGUF file"
-        )
+        raise UnknownModel(f"no tokenizer at {str(path)!r}: no tokenizer.json, no GGUF file")
     return HfTokenizer(file)
 
 
@@ -153,13 +144,8 @@ Tokenizer = HfTokenizer | GgufTokenizer
 def shipped(vocabulary: int) -> dict[str, Any]:
     """The shipped tokenizer.json cut or padded to `vocabulary` entries. Read-only: cached.
 
-    Padding tokens (" w0123") decode to plain text, and no text encodes to them.
+    Padding tokens (" w0123") decode to plain text, and no text encodes to them. At least 259.
     """
-    if vocabulary < SMALLEST_VOCABULARY:
-        raise UnsupportedModel(
-            f"a vocabulary of {vocabulary} is too small for the shipped tokenizer, which needs "
-            f"{SMALLEST_VOCABULARY}"
-        )
     table = _read_json(SHIPPED)
     model = table["model"]
     model["merges"] = model["merges"][: vocabulary - len(SPECIAL_TOKENS) - BYTES]
@@ -218,7 +204,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     found = config.get("chat_template")
     if isinstance(found, list):
-        return next((one["template"] for one in found if one["name"] == "default"), None)
+        found = {one["name"]: one["template"] for one in found}.get("default")
     return found
 
 
@@ -228,10 +214,7 @@ def _text_of(entry: Any) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
     except ValueError as problem:
-        raise BrokenWeights(f"{str(file)!r} is no JSON: {problem}") from problem
-    return found if isinstance(found, dict) else {}
+        raise BrokenWeights(f"{str(file)!r} is no object of JSON: {problem}") from problem

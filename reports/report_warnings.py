@@ -17,7 +17,6 @@ from loadtests.records.run_journal import (
     RunFinished,
     of_kind,
 )
-from models import formatting
 from models.formatting import model_title
 from reports.report_data import ReportData
 
@@ -87,7 +86,7 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
     lost = of_kind(data.events, LevelAbandoned)
     if of_kind(data.events, Interrupted) or lost:
         reasons = list(dict.fromkeys(event.reason for event in lost))[:3]
-        why = f": {formatting.listing(reasons)}" if reasons else ""
+        why = f": {', '.join(reasons)}" if reasons else ""
         text = f"The run was interrupted; {len(lost)} levels were begun and do not count{why}."
         advice = "The machine may have changed between its parts."
         yield NamedWarning("Interrupted", NOTE, text, advice)
@@ -98,7 +97,7 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
     torn = any(not one.level.is_whole for cell in data.cells for one in cell.levels)
     if data.damage or torn:
         left_out = [*data.damage] or ["requests whose lines are missing from the file"]
-        text = f"Left out: {formatting.listing(left_out)}."
+        text = f"Left out: {', '.join(left_out)}."
         advice = "A writer was killed, or the disk was full; what it was about to write is lost."
         if torn:
             advice = "Measure these cells again: the file was damaged after it was written."

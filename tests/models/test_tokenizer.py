@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfFile
 from tokenizers import decoders, models, normalizers, processors
 
-from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
+from models.errors import BadChat, BrokenWeights, UnknownModel
 from models.isolated import run_python
 from models.random_weights import write_gguf
 from models.tokenizer import DATA, SHIPPED, Tokenizer, load_tokenizer, shipped, write_shipped
@@ -162,7 +162,5 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF but not really")
     with pytest.raises(BrokenWeights, match="x.gguf"):
         load_tokenizer(tmp_path / "x.gguf")
-    with pytest.raises(UnsupportedModel, match="511.*512"):
-        shipped(511)
     with pytest.raises(BadChat, match="no chat template"):
         load_tokenizer(SHIPPED).render_chat([{"role": "user", "content": "x"}])
