@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
@@ -50,7 +50,9 @@ class RendersChat:
         if self.chat_template is None:
             raise BadChat("this model has no chat template; send the prompt to /v1/completions")
         try:
-            return _Leashed().from_string(self.chat_template)
+            # Some mark training targets by {% generation %}, which changes nothing here.
+            source = re.sub(r"({%-?\s*)generation\b", r"\1if true", self.chat_template)
+            return _Leashed().from_string(re.sub(r"({%-?\s*)endgeneration\b", r"\1endif", source))
         except (jinja2.TemplateError, RecursionError) as problem:
             raise BadChat(f"the model's chat template cannot be compiled: {problem}") from problem
 
@@ -84,22 +86,11 @@ class RendersChat:
             raise BadChat(f"the model's chat template refuses these messages: {why}") from problem
 
 
-class _Generation(jinja2.ext.Extension):
-    """Some templates mark training targets by `{% generation %}`: rendering ignores it."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
 class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, set up as transformers does, with a clock."""
 
     def __init__(self) -> None:
-        extensions: list[Any] = ["jinja2.ext.loopcontrols", _Generation]
+        extensions = ["jinja2.ext.loopcontrols"]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.filters["tojson"] = _tojson
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

@@ -26,14 +26,6 @@ from models.safetensors_reader import read_tensors
 from models.spec import ModelSpec
 
 MODEL = "model.onnx"
-# transformers' name of a size, and what older architectures call it.
-SIZES = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocabulary": ("vocab_size",),
-    "context": ("max_position_embeddings", "n_positions"),
-}
 
 
 def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
@@ -41,19 +33,26 @@ def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
 
     Raises UnsupportedModel naming what config.json lacks.
     """
-    sizes: dict[str, Any] = {}
-    for key, names in SIZES.items():
+
+    def size(*names: str) -> int:
+        """By transformers' name, or what older architectures call it."""
         value = next((config[one] for one in names if config.get(one) is not None), None)
         if not isinstance(value, int) or not 1 <= value <= 1 << 31:
             raise UnsupportedModel(f"{name} has {names[0]} {value!r} in its config.json")
-        sizes[key] = value
+        return value
+
+    heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     return ModelSpec(
         name=name,
         family=str(config.get("model_type")),
-        **sizes,
-        kv_heads=config.get("num_key_value_heads") or sizes["heads"],
-        head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
-        intermediate=config.get("intermediate_size") or 4 * sizes["hidden"],
+        layers=size("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate=config.get("intermediate_size") or 4 * hidden,
+        vocabulary=size("vocab_size"),
+        context=size("max_position_embeddings", "n_positions"),
         tied=bool(config.get("tie_word_embeddings", True)),
         rope_theta=10_000.0,
     )

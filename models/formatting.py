@@ -177,16 +177,3 @@ def parameters(value: int | None) -> str:
 
 def dollars_per_hour(value: float | None) -> str:
     return "no list price" if value is None else f"${value:.2f}/h"
-
-
-_SPELLING = {name.lower(): name for name in ("SmolLM2", "Llama", "Mistral", "TinyLlama")}
-_SPELLING |= {name.lower(): name for name in ("Qwen2.5", "Qwen2", "Qwen3")}
-
-
-def model_title(name: str) -> str:
-    """A model's name as its makers write it: llama-3.2-1b -> Llama-3.2-1B; others unchanged."""
-    family, dash, rest = name.partition("-")
-    if family not in _SPELLING:
-        return name
-    sizes = re.sub(r"\b[\d.]+[bm]\b", lambda size: size[0].upper(), rest)
-    return _SPELLING[family] + dash + sizes

@@ -97,7 +97,11 @@ class HfTokenizer(RendersChat):
         self.vocabulary = 1 + max(ids, default=-1)
         config = _read_json(file.parent / "tokenizer_config.json")
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        self.chat_tokens = {name: _text_of(config[name]) for name in names if config.get(name)}
+        self.chat_tokens = {  # strings, or objects with `content`
+            name: one["content"] if isinstance(one, dict) else one
+            for name in names
+            if (one := config.get(name))
+        }
         self.eos_ids = self._eos_ids(file.parent)
         with_bos = self._special_parsing.encode("a", add_special_tokens=True).ids
         self.bos_id = with_bos[0] if with_bos and with_bos[0] in self.special_ids else None
@@ -129,10 +133,8 @@ class HfTokenizer(RendersChat):
     def _eos_ids(self, folder: Path) -> frozenset[int]:
         """Of generation_config.json, else of config.json; and the token named eos_token."""
         files = [_read_json(folder / f"{name}.json") for name in ("generation_config", "config")]
-        named = next(
-            (one["eos_token_id"] for one in files if one.get("eos_token_id") is not None), None
-        )
-        ids = [*named] if isinstance(named, list) else [named]
+        named = [one["eos_token_id"] for one in files if one.get("eos_token_id") is not None]
+        ids = named[0] if named and isinstance(named[0], list) else named[:1]
         ids.append(self._special_parsing.token_to_id(self.chat_tokens.get("eos_token", "")))
         return frozenset(one for one in ids if one is not None)
 
@@ -206,11 +208,6 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(found, list):
         found = {one["name"]: one["template"] for one in found}.get("default")
     return found
-
-
-def _text_of(entry: Any) -> str:
-    """A special token's text: configurations hold it as a string or as an object with `content`."""
-    return str(entry["content"] if isinstance(entry, dict) else entry)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

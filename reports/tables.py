@@ -6,7 +6,6 @@ import msgspec
 
 from loadtests.analysis.capacity_text import held_words, speed_words
 from models import formatting
-from models.formatting import model_title
 from reports.headline import Answer
 from reports.report_data import CellData, ReportData
 from reports.sections.section import Grade, Table, table
@@ -136,7 +135,7 @@ def levels_table(data: ReportData) -> Table:
             *latencies, lag = (formatting.seconds(one.quantile(*which)) for which in times)
             rows.append(
                 (
-                    f"{model_title(cell.model)} {cell.weight_format} {cell.workload}".strip(),
+                    f"{cell.model} {cell.weight_format} {cell.workload}".strip(),
                     one.load,
                     f"{one.judged.good} of {one.judged.due}",
                     one.judged.verdict,
