@@ -352,7 +352,7 @@ class GraphWriter:
         spec = self.spec
         cos, sin = rotations(spec, spec.context)
         sizes = np.array([spec.heads, spec.kv_heads, spec.kv_heads], np.int64) * spec.head_dim
-        for name, values in {
+        made: dict[str, npt.NDArray[Any]] = {
             "cos_cache": cos,
             "sin_cache": sin,
             "one": np.array([1], np.int64),
@@ -364,7 +364,8 @@ class GraphWriter:
             "qkv_sizes": sizes,
             "heads_shape": np.array([0, 0, -1, spec.head_dim], np.int64),
             "flat_shape": np.array([0, 0, -1], np.int64),
-        }.items():
+        }
+        for name, values in made.items():
             self.constant(name, values)
         z = self.node("ReduceSum", ["attention_mask", "one"], "kv/sum", keepdims=0)
         z = self.node("Sub", [z, "one"], "kv_last")

@@ -109,7 +109,7 @@ def run_aside(
     Raises errors of models.errors as they are; ModelError with its last words for a dead child.
     """
     with tempfile.TemporaryFile() as words:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": words}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": words}
         child = start_python("-m", "models.isolated", function, **pipes)
         assert child.stdin is not None and child.stdout is not None
         try:

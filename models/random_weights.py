@@ -236,7 +236,8 @@ class Weights:
 
 def stored_as(kind: str, values: Floats) -> npt.NDArray[Any]:
     """Floats as a file of type F32, F16 or BF16 has them."""
-    return quants.quantize(values, GGMLQuantizationType[kind])
+    stored: npt.NDArray[Any] = quants.quantize(values, GGMLQuantizationType[kind])
+    return stored
 
 
 def as_bytes(values: npt.NDArray[Any]) -> memoryview:

@@ -82,18 +82,14 @@ class Turned:
             norm = "model.norm" if name == HEAD else f"{'.'.join(path[:3])}.{_NORMS[part]}"
             values = values * self._rows(f"{norm}.weight", 0, self._spec.hidden)
         if part == "up_proj":
-            values /= self._even_of(name)[first:last, None]
+            values /= self._even[int(path[2]), first:last, None]
         return turned(values)
-
-    def _even_of(self, name: str) -> Floats:
-        found: Floats = self._even[int(name.split(".")[2])]
-        return found
 
     def _turned_outputs(self, name: str) -> Floats:
         """A matrix that writes the hidden state, [hidden, inputs]."""
         whole = self._rows(name, 0, self._spec.hidden)
         if name.endswith("down_proj.weight"):
-            whole = whole * self._even_of(name)
+            whole = whole * self._even[int(name.split(".")[2])]
         made = np.empty_like(whole)
         for at in range(0, whole.shape[1], 256):
             made[:, at : at + 256] = turned(whole[:, at : at + 256].T).T

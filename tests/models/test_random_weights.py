@@ -1,15 +1,13 @@
 from pathlib import Path
 
-import gguf
 import msgspec
 import numpy as np
 import pytest
 
-from models import random_weights as synthesis
 from models.formats import GGUF_FORMATS
 from models.gguf_reader import read_header
 from models.ladder import rung
-from models.random_weights import Weights, write_gguf, write_hf_folder
+from models.random_weights import write_gguf, write_hf_folder
 from models.safetensors_reader import check_tensors
 from models.spec import ModelSpec
 from tests.gguf_files import gguf_logits
@@ -42,23 +40,6 @@ def test_header_says_what_was_asked_for(tmp_path: Path) -> None:
         # The context that was scaled is not in the file.
         assert header.spec(spec.name) == spec.__replace__(family=family, rope_scaling=scaling)
         assert header.weight_format == "Q4_K_M"
-
-
-@pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q8_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"]
-)
-def test_random_blocks_have_the_wanted_spread(kind: str) -> None:
-    spec = msgspec.structs.replace(TINY_LLAMA, hidden=512, intermediate=512, layers=1)
-    data = b"".join(Weights(spec, 7).stream("model.layers.0.mlp.up_proj.weight", kind))
-    number = gguf.GGMLQuantizationType[kind]
-    raw = np.frombuffer(
-        data, np.float32 if kind == "F32" else np.float16 if kind == "F16" else np.uint8
-    )
-    values = gguf.quants.dequantize(raw, number).astype(np.float64)
-    assert values.size == 1 << 18
-    assert np.isfinite(values).all()
-    assert values.std() == pytest.approx(512**-0.5, rel=0.02)
-    assert abs(values.mean()) < 512**-0.5 * 0.02
 
 
 def test_no_two_rows_of_an_embedding_are_alike(tmp_path: Path) -> None:
@@ -100,19 +81,3 @@ def test_transformers_loads_the_folder_whole(spec: ModelSpec, tmp_path: Path) ->
     assert not model.model.norm.weight.eq(1).all()
     with torch.inference_mode():
         assert torch.isfinite(model(torch.arange(3, 40)[None]).logits).all()
-
-
-def test_rope_factors_are_those_of_transformers() -> None:
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    spec = rung("8b").spec
-    assert spec.rope_scaling is not None
-    config = LlamaConfig(
-        **{key: value for key, value in synthesis.hf_config(spec, "bf16").items() if key != "dtype"}
-    )
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    plain = 1.0 / spec.rope_theta ** (np.arange(0, spec.head_dim, 2) / spec.head_dim)
-    np.testing.assert_allclose(
-        plain / synthesis.rope_factors(spec, spec.rope_scaling), scaled.numpy(), rtol=1e-5
-    )
