@@ -109,8 +109,8 @@ def run_aside(
     Raises errors of models.errors as they are; ModelError with its last words for a dead child.
     """
     with tempfile.TemporaryFile() as words:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": words}
-        child = start_python("-m", "models.isolated", function, **pipes)
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        child = start_python("-m", "models.isolated", function, stderr=words, **pipes)
         assert child.stdin is not None and child.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError), child.stdin:

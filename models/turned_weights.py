@@ -89,11 +89,10 @@ class Turned:
         """A matrix that writes the hidden state, [hidden, inputs]."""
         whole = self._rows(name, 0, self._spec.hidden)
         if name.endswith("down_proj.weight"):
-            whole = whole * self._even[int(name.split(".")[2])]
-        made = np.empty_like(whole)
+            whole *= self._even[int(name.split(".")[2])]
         for at in range(0, whole.shape[1], 256):
-            made[:, at : at + 256] = turned(whole[:, at : at + 256].T).T
-        return made
+            whole[:, at : at + 256] = turned(whole[:, at : at + 256].T).T
+        return whole
 
 
 def even_channels(x: Floats, weight: Floats) -> Floats:
