@@ -35,7 +35,7 @@ from models.manifest import (
 )
 from models.random_weights import GENERATOR
 from models.spec import ModelSpec
-from models.tokenizer import shipped_mark, write_shipped
+from models.tokenizer import SHIPPED_MARK, write_shipped
 
 CONVERT = "models.convert_to_onnx:make_onnx"
 RANDOM = {
@@ -107,7 +107,7 @@ def converted(source: Path, spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest
 
 def tokenizer_folder(spec: ModelSpec, cache: Path) -> Path:
     """The shipped tokenizer at the model's vocabulary; its checksum is in the folder's name."""
-    called = f"{spec.vocabulary}-{spec.context}-{shipped_mark()}"
+    called = f"{spec.vocabulary}-{spec.context}-{SHIPPED_MARK}"
     folder = cache / "synthetic" / "tokenizers" / called
     if not folder.is_dir():
         with making(folder):

@@ -1,14 +1,13 @@
 """Checkpoints, or random weights of a shape, to ONNX graphs, written tensor by tensor.
 
-    make_onnx("SmolLM2-135M", "smollm2-135m-int8", "int8")
-    make_random_onnx(rung("8b").spec, "llama-3.1-8b-int8", "int8")
+    make_onnx(Path("SmolLM2-135M"), Path("smollm2-135m-int8"), "int8")
+    make_random_onnx(rung("8b").spec, Path("llama-3.1-8b-int8"), "int8")
 
 Of Llama, Mistral, Qwen2 and Qwen3 the graph is written here: attention by GroupQueryAttention, with
 a KV cache updated in place and logits of each row's last token. No more of the weights is in memory
 than one matrix. Other architectures: models.export_with_optimum.
 
-    int8  a scale a weight row and a scale a token; products of whole numbers (but for 64 channels
-          of an MLP)
+    int8  a scale a weight row and a scale a token; products of whole numbers
     int4  MatMulNBits: a scale for 32 weights, activations in blocks of 8 bits; the head is int8
     fp32  as they are
 
@@ -21,86 +20,74 @@ saturate 16 bits: there int8 weights have 7 bits (`int8_bits`; the manifest's ge
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from models.conversion import copy_texts, finish, open_source, quality_of
 from models.errors import BrokenWeights, UnsupportedModel
-from models.float_forward import BLOCK, Ids
-from models.formats import ONNX_FORMATS
+from models.float_forward import BLOCK, Ids, rotations
 from models.hf_config import FAMILIES, read_config
 from models.machine import int8_bits
 from models.manifest import Manifest, Progress, atomic_folder, converter, write_manifest
-from models.random_weights import GENERATOR, Weights, as_bytes, rope_factors, write_texts
+from models.random_weights import GENERATOR, Weights, as_bytes, write_texts
 from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
 from models.spec import ModelSpec
-from models.turned_weights import Turned, calibration_text, far_channels
+from models.turned_weights import Turned, calibration_text
 
 GRAPH, DATA = "model.onnx", "model.onnx.data"
 GROUP = 32  # weights of an int4 row that share a scale
 THREADS = 2
-TYPES = {"f4": 1, "u1": 2, "i1": 3, "i8": 7}  # numpy's names -> onnx's TensorProto.DataType
+# Of some rows: what is stored, and its scales.
+Rounded = tuple[npt.NDArray[Any], Floats]
 
 
 def make_onnx(
-    source: str | Path,
-    out_folder: str | Path,
+    source: Path,
+    target: Path,
     weight_format: str,
     *,
     spec: ModelSpec | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Convert a Hugging Face folder or a GGUF file; returns `out_folder`, replaced whole.
+    """Convert a Hugging Face folder or a GGUF file to the folder `target`, replaced whole.
 
     `spec`: its shape, where it is known better than the source says. Raises UnsupportedModel,
     BrokenWeights.
     """
-    path, target = Path(source), Path(out_folder)
     say = progress or (lambda what, fraction: None)
-    if weight_format not in ONNX_FORMATS:
-        raise UnsupportedModel(
-            f"unknown ONNX format {weight_format!r}; known: {', '.join(ONNX_FORMATS)}"
-        )
-    if path.is_dir() and read_config(path).get("model_type") not in FAMILIES:
+    if source.is_dir() and read_config(source).get("model_type") not in FAMILIES:
         from models.export_with_optimum import export_onnx
 
-        return export_onnx(path, target, weight_format, progress=progress)
-    found = open_source(path, spec)
+        return export_onnx(source, target, weight_format, progress=progress)
+    found = open_source(source, spec)
     rows = found.rows
     if weight_format == "int8" and not found.is_random:
         rows = Turned(found.spec, rows, found.ids(calibration_text()))
     with atomic_folder(target) as folder:
-        copy_texts(path, folder, found.spec)
+        copy_texts(source, folder, found.spec)
         _write_graph(found.spec, rows, folder, weight_format, say)
         quality = quality_of(found, lambda ids: graph_logits(folder / GRAPH, ids, found.spec), say)
-        finish(path, folder, weight_format, found.spec, quality)
+        finish(source, folder, weight_format, found.spec, quality)
     return target
 
 
 def make_random_onnx(
-    spec: ModelSpec,
-    out_folder: str | Path,
-    weight_format: str,
-    *,
-    seed: int = 0,
-    progress: Progress | None = None,
+    spec: ModelSpec, target: Path, weight_format: str, *, progress: Progress | None = None
 ) -> Path:
-    """A graph of seeded random weights; returns `out_folder`, replaced whole if it was there.
-
-    The graph and its types are those of trained weights, and so are time and memory.
-    """
+    """A folder with the graph of trained weights, of seeded random ones; replaced whole."""
     say = progress or (lambda what, fraction: None)
-    with atomic_folder(target := Path(out_folder)) as folder:
+    with atomic_folder(target) as folder:
         write_texts(spec, folder, "fp32")
-        _write_graph(spec, Weights(spec, seed).rows, folder, weight_format, say)
+        _write_graph(spec, Weights(spec, 0).rows, folder, weight_format, say)
         made_by = f"{converter(weight_format)}, {GENERATOR}"
-        write_manifest(folder, Manifest("onnx", spec, weight_format, "synthetic", made_by, seed))
+        write_manifest(folder, Manifest("onnx", spec, weight_format, "synthetic", made_by, 0))
     return target
 
 
@@ -136,55 +123,48 @@ def graph_logits(graph: Path, ids: Ids, spec: ModelSpec) -> Floats:
     return np.stack(found, 1)
 
 
+@dataclass
 class GraphWriter:
     """Writes weights to DATA as it builds the graph's nodes."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        rows: Rows,
-        out: BinaryIO,
-        pool: ThreadPoolExecutor,
-        weight_format: str,
-        say: Progress,
-    ) -> None:
-        self.spec, self.rows, self.file, self.pool, self.say = spec, rows, out, pool, say
-        self.format = weight_format
-        self.steps = 127 if int8_bits() == 8 else 64
+    spec: ModelSpec
+    rows: Rows
+    file: BinaryIO
+    pool: ThreadPoolExecutor
+    format: str
+    say: Progress
+
+    def __post_init__(self) -> None:
+        self.most = np.float32(127 if int8_bits() == 8 else 64)  # of an int8 weight
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
-        self.shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
+        self.shapes = {tensor.name: tensor.shape for tensor in self.spec.tensors()}
         self.shapes[HEAD] = self.shapes[EMBEDDING]
-        for name, shape in self.shapes.items():
-            if weight_format == "int4" and len(shape) == 2 and shape[1] % GROUP:
-                raise UnsupportedModel(
-                    f"{spec.name} has {name} with rows of {shape[1]}, no multiple of {GROUP}, "
-                    "which int4 needs; int8 has no such limit"
-                )
-        self.total_bytes = 2 * spec.weight_bytes(weight_format)
 
     # --- constants
 
-    def begin(self, name: str, dtype: str, dims: tuple[int, ...]) -> str:
-        """A constant whose bytes are written to the file next."""
-        self.file.write(b"\0" * (-self.file.tell() % 4096))
-        tensor = TensorProto(
-            name=name, dims=dims, data_type=TYPES[dtype], data_location=TensorProto.EXTERNAL
-        )
-        length = math.prod(dims) * np.dtype(dtype).itemsize
-        for key, value in (("location", DATA), ("offset", self.file.tell()), ("length", length)):
-            tensor.external_data.add(key=key, value=str(value))
-        self.constants.append(tensor)
+    def constant(self, name: str, values: npt.NDArray[Any]) -> str:
+        if values.nbytes >= 1024:
+            return self.streamed(name, values.dtype.str, values.shape, [values])
+        self.constants.append(numpy_helper.from_array(values, name))
         return name
 
-    def constant(self, name: str, values: npt.NDArray[Any]) -> str:
-        dtype = values.dtype.str[1:]
-        if values.nbytes < 1024:
-            raw = values.tobytes()
-            self.constants.append(helper.make_tensor(name, TYPES[dtype], values.shape, raw, True))
-            return name
-        self.begin(name, dtype, values.shape)
-        self.file.write(as_bytes(values))
+    def streamed(
+        self, name: str, dtype: str, dims: Sequence[int], parts: Iterable[npt.NDArray[Any]]
+    ) -> str:
+        """A constant whose parts are written to the file as they come."""
+        self.file.write(b"\0" * (-self.file.tell() % 4096))
+        offset = self.file.tell()
+        for part in parts:
+            self.file.write(as_bytes(part))
+        kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        tensor = TensorProto(
+            name=name, dims=dims, data_type=kind, data_location=TensorProto.EXTERNAL
+        )
+        length = self.file.tell() - offset
+        for key, value in (("location", DATA), ("offset", offset), ("length", length)):
+            tensor.external_data.add(key=key, value=str(value))
+        self.constants.append(tensor)
         return name
 
     def vector(self, *sources: str) -> str:
@@ -192,96 +172,89 @@ class GraphWriter:
         return self.constant(sources[0], np.concatenate(parts))
 
     def blocks(
-        self, source: str, work: Callable[[Floats], tuple[npt.NDArray[Any], Floats]]
-    ) -> Iterator[tuple[npt.NDArray[Any], Floats]]:
-        """`work` of each block of a matrix's rows, in order."""
-        count, width = self.shapes[source]
-        step = max(1, BLOCK // width)
+        self, sources: tuple[str, ...], work: Callable[[Floats], Rounded]
+    ) -> Iterator[Rounded]:
+        """`work` of each block of the matrices' rows, in order."""
+        step = max(1, BLOCK // self.shapes[sources[0]][1])
+        places = [(one, at) for one in sources for at in range(0, self.shapes[one][0], step)]
 
-        def one(first: int) -> tuple[npt.NDArray[Any], Floats]:
-            values = self.rows(source, first, min(count, first + step))
+        def made(place: tuple[str, int]) -> Rounded:
+            source, first = place
+            values = self.rows(source, first, min(self.shapes[source][0], first + step))
             if not math.isfinite(float(values.sum())):
                 raise BrokenWeights(f"{source} of {self.spec.name} holds NaN or infinity")
             return work(values)
 
-        for first in range(0, count, THREADS * step):
-            yield from self.pool.map(one, range(first, min(count, first + THREADS * step), step))
+        for at in range(0, len(places), THREADS):
+            yield from self.pool.map(made, places[at : at + THREADS])
+
+    def matrices(
+        self,
+        sources: tuple[str, ...],
+        kind: str,
+        dims: list[int],
+        work: Callable[[Floats], Rounded],
+    ) -> tuple[str, Floats]:
+        """A constant of the matrices' rows one below the other, and their scales."""
+        scales = []
+
+        def parts() -> Iterator[npt.NDArray[Any]]:
+            for packed, scale in self.blocks(sources, work):
+                scales.append(scale.reshape(-1))
+                yield packed
+
+        return self.streamed(sources[0], kind, dims, parts()), np.concatenate(scales)
 
     # --- products
 
     def product(self, x: str, y: str, *sources: str) -> str:
         """y = x times the transposed matrices side by side."""
-        self.say(f"writing {sources[0]}", self.file.tell() / self.total_bytes)
-        is_whole = self.format == "int8" or (self.format == "int4" and sources == (HEAD,))
-        make = self._int8 if is_whole else self._int4 if self.format == "int4" else self._fp32
-        return make(x, y, sources)
-
-    def _int8(self, x: str, y: str, sources: tuple[str, ...], skipped: int = 0) -> str:
-        """`skipped`: columns of the matrices that x has not."""
-        outs, width = [self.shapes[one][0] for one in sources], self.shapes[sources[0]][1] - skipped
-        whole, steps = np.empty((width, sum(outs)), np.int8), np.empty(sum(outs), np.float32)
-        at = 0
-        for source in sources:
-            for packed, each in self.blocks(
-                source, lambda rows: self._rounded_rows(rows[:, skipped:])
-            ):
-                whole[:, at : at + len(each)] = packed.T
-                steps[at : at + len(each)] = each
-                at += len(each)
+        outs, width = sum(self.shapes[one][0] for one in sources), self.shapes[sources[0]][1]
+        if self.format == "fp32":
+            weight = EMBEDDING
+            if sources != (HEAD,) or not self.spec.tied:
+                weight, _ = self.matrices(sources, "f4", [outs, width], _as_they_are)
+            return self.node("FusedMatMul", [x, weight], y, domain="com.microsoft", transB=1)
+        if self.format == "int4" and sources != (HEAD,):
+            if width % GROUP:
+                raise UnsupportedModel(
+                    f"{self.spec.name} has {sources[0]} with rows of {width}, no multiple of "
+                    f"{GROUP}, which int4 needs; int8 has no such limit"
+                )
+            dims = [outs, width // GROUP, GROUP // 2]
+            weight, steps = self.matrices(sources, "u1", dims, _nibbles)
+            scale = self.constant(f"{sources[0]}_scale", steps)
+            settings = {"K": width, "N": outs, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
+            inputs = [x, weight, scale]
+            return self.node("MatMulNBits", inputs, y, domain="com.microsoft", **settings)
+        whole, steps, at = np.empty((width, outs), np.int8), np.empty(outs, np.float32), 0
+        for packed, each in self.blocks(sources, self.whole_rows):
+            whole[:, at : at + len(each)] = packed.T
+            steps[at : at + len(each)] = each
+            at += len(each)
         weight = self.constant(sources[0], whole)
         del whole
         # The quantised token is whole numbers from -127 to 127, times largest / 127.
         scale = self.constant(f"{sources[0]}_scale", steps / np.float32(127))
-        zero = self.constant(f"{sources[0]}_zero", np.zeros(sum(outs), np.int8))
-        rounded, largest = self._rounded_tokens(x)
-        z = self.node("MatMulInteger", [rounded, weight, "token_zero", zero], f"{y}/whole")
-        z = self.node("Cast", [z], f"{y}/float", to=TensorProto.FLOAT)
-        z = self.node("Mul", [z, scale], f"{y}/unscaled")
-        return self.node("Mul", [z, largest], y)
-
-    def _rounded_rows(self, values: Floats) -> tuple[npt.NDArray[Any], Floats]:
-        """int8 rows and their scales."""
-        scale = np.maximum(values.max(-1), -values.min(-1)) / np.float32(self.steps)
-        scale[scale < np.finfo(np.float32).tiny] = 1
-        values = values / scale[:, None]
-        return np.rint(values, out=values).astype(np.int8), scale
-
-    def _rounded_tokens(self, x: str) -> tuple[str, str]:
-        """x by its token's largest magnitude, in 8 bits, and that magnitude; made once."""
+        zero = self.constant(f"{sources[0]}_zero", np.zeros(outs, np.int8))
         rounded, largest = f"{x}/quantized", f"{x}/largest"
-        if not any(rounded in node.output for node in self.nodes[-16:]):
+        if not any(rounded in node.output for node in self.nodes[-16:]):  # two products share x
             z = self.node("Abs", [x], f"{x}/sizes")
             z = self.node("ReduceMax", [z, "token_axis"], f"{x}/most", keepdims=1)
             self.node("Max", [z, "token_least"], largest)
             z = self.node("Div", [x, largest], f"{x}/unit")
             self.node("QuantizeLinear", [z, "token_step", "token_zero"], rounded)
-        return rounded, largest
+        z = self.node("MatMulInteger", [rounded, weight, "token_zero", zero], f"{y}/whole")
+        z = self.node("Cast", [z], f"{y}/float", to=TensorProto.FLOAT)
+        z = self.node("Mul", [z, scale], f"{y}/unscaled")
+        return self.node("Mul", [z, largest], y)
 
-    def _int4(self, x: str, y: str, sources: tuple[str, ...]) -> str:
-        outs, width = sum(self.shapes[one][0] for one in sources), self.shapes[sources[0]][1]
-        weight = self.begin(sources[0], "u1", (outs, width // GROUP, GROUP // 2))
-        scales = []
-        for source in sources:
-            for packed, each in self.blocks(source, _nibbles):
-                self.file.write(as_bytes(packed))
-                scales.append(each.reshape(-1))
-        scale = self.constant(f"{sources[0]}_scale", np.concatenate(scales))
-        settings = {"K": width, "N": outs, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
-        return self.node("MatMulNBits", [x, weight, scale], y, domain="com.microsoft", **settings)
-
-    def _fp32(self, x: str, y: str, sources: tuple[str, ...]) -> str:
-        weight = EMBEDDING
-        if sources != (HEAD,) or not self.spec.tied:
-            outs = sum(self.shapes[one][0] for one in sources)
-            weight = self._float_rows(sources, (outs, self.shapes[sources[0]][1]))
-        return self.node("FusedMatMul", [x, weight], y, domain="com.microsoft", transB=1)
-
-    def _float_rows(self, sources: tuple[str, ...], dims: tuple[int, ...]) -> str:
-        self.begin(sources[0], "f4", dims)
-        for source in sources:
-            for values, _ in self.blocks(source, lambda rows: (rows, rows)):
-                self.file.write(as_bytes(values))
-        return sources[0]
+    def whole_rows(self, values: Floats) -> Rounded:
+        """int8 rows and their scales."""
+        scale = np.maximum(values.max(-1), -values.min(-1)) / self.most
+        scale[scale < np.finfo(np.float32).tiny] = 1
+        values = values / scale[:, None]
+        return np.rint(values, out=values).astype(np.int8), scale
 
     # --- the graph
 
@@ -291,15 +264,12 @@ class GraphWriter:
         return outputs[0]
 
     def embed(self) -> str:
+        shape = list(self.shapes[EMBEDDING])
         if self.format == "fp32":
-            weight = self._float_rows((EMBEDDING,), self.shapes[EMBEDDING])
+            weight, _ = self.matrices((EMBEDDING,), "f4", shape, _as_they_are)
             return self.node("Gather", [weight, "input_ids"], "embedding")
-        weight = self.begin(EMBEDDING, "i1", self.shapes[EMBEDDING])
-        scales = []
-        for packed, each in self.blocks(EMBEDDING, self._rounded_rows):
-            self.file.write(as_bytes(packed))
-            scales.append(each)
-        scale = self.constant(f"{EMBEDDING}_scale", np.concatenate(scales)[:, None])
+        weight, steps = self.matrices((EMBEDDING,), "i1", shape, self.whole_rows)
+        scale = self.constant(f"{EMBEDDING}_scale", steps[:, None])
         z = self.node("Gather", [weight, "input_ids"], "embedding/rows")
         z = self.node("Cast", [z], "embedding/float", to=TensorProto.FLOAT)
         scale = self.node("Gather", [scale, "input_ids"], "embedding/scale")
@@ -352,16 +322,7 @@ class GraphWriter:
         z = self.node("Sigmoid", [gate], f"{path}.gate/share")
         z = self.node("Mul", [gate, z], f"{path}.gate/silu")
         z = self.node("Mul", [z, up], f"{path}.both")
-        if self.format != "int8":
-            return self.product(z, f"{path}.out", f"{path}.down_proj.weight")
-        # Its first channels reach furthest (models.turned_weights): they keep their precision.
-        source, far = f"{path}.down_proj.weight", far_channels(self.spec)
-        self.node("Split", [z, "mlp_sizes"], f"{path}.far", f"{path}.near", axis=-1)
-        columns = [rows.T for rows, _ in self.blocks(source, lambda rows: (rows[:, :far], rows))]
-        weight = self.constant(f"{source}/far", np.concatenate(columns, 1))
-        z = self.node("MatMul", [f"{path}.far", weight], f"{path}.far/out")
-        y = self._int8(f"{path}.near", f"{path}.near/out", (source,), far)
-        return self.node("Add", [y, z], f"{path}.out")
+        return self.product(z, f"{path}.out", f"{path}.down_proj.weight")
 
     def graph(self) -> ModelProto:
         """The whole model; all weights are in the file when it returns."""
@@ -369,6 +330,7 @@ class GraphWriter:
         x, added = self.embed(), ""
         for layer in range(self.spec.layers):
             path = f"model.layers.{layer}"
+            self.say(f"writing layer {layer + 1} of {self.spec.layers}", layer / self.spec.layers)
             y, x = self.norm(x, f"{path}.in", f"{path}.input_layernorm.weight", added)
             added = self.attention(y, layer)
             source = f"{path}.post_attention_layernorm.weight"
@@ -388,16 +350,11 @@ class GraphWriter:
     def _settings(self) -> None:
         """Small constants, rotary caches, and each row's length from the mask."""
         spec = self.spec
-        exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / spec.head_dim
-        frequencies = 1.0 / spec.rope_theta**exponents
-        if spec.rope_scaling is not None:
-            frequencies /= rope_factors(spec, spec.rope_scaling)
-        angles = np.outer(np.arange(spec.context, dtype=np.float32), frequencies)
-        far = far_channels(spec)
+        cos, sin = rotations(spec, spec.context)
         sizes = np.array([spec.heads, spec.kv_heads, spec.kv_heads], np.int64) * spec.head_dim
-        for name, values in {
-            "cos_cache": np.cos(angles).astype(np.float32),
-            "sin_cache": np.sin(angles).astype(np.float32),
+        made: dict[str, npt.NDArray[Any]] = {
+            "cos_cache": cos,
+            "sin_cache": sin,
             "one": np.array([1], np.int64),
             "first": np.array(1, np.int64),
             "token_axis": np.array([-1], np.int64),
@@ -405,10 +362,10 @@ class GraphWriter:
             "token_zero": np.array(128, np.uint8),
             "token_least": np.array(1e-12, np.float32),
             "qkv_sizes": sizes,
-            "mlp_sizes": np.array([far, spec.intermediate - far], np.int64),
             "heads_shape": np.array([0, 0, -1, spec.head_dim], np.int64),
             "flat_shape": np.array([0, 0, -1], np.int64),
-        }.items():
+        }
+        for name, values in made.items():
             self.constant(name, values)
         z = self.node("ReduceSum", ["attention_mask", "one"], "kv/sum", keepdims=0)
         z = self.node("Sub", [z, "one"], "kv_last")
@@ -438,7 +395,11 @@ class GraphWriter:
         return helper.make_model(graph, ir_version=10, opset_imports=operators)
 
 
-def _nibbles(values: Floats) -> tuple[npt.NDArray[Any], Floats]:
+def _as_they_are(values: Floats) -> Rounded:
+    return values, values[:, 0]
+
+
+def _nibbles(values: Floats) -> Rounded:
     """uint8 [rows, groups, GROUP / 2] of two weights + 8 each, and scales [rows, groups].
 
     The largest weight of a group is -8 times its scale: 16 levels where largest / 7 uses 15.

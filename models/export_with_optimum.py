@@ -11,7 +11,6 @@ the other rows of the batch.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from models.conversion import copy_texts, finish
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
-from models.hf_config import read_config, v4_config
+from models.hf_config import read_config
 from models.isolated import run_aside
 from models.machine import int8_bits
 from models.manifest import Progress, atomic_folder
@@ -27,16 +26,6 @@ from models.safetensors_reader import read_tensors
 from models.spec import ModelSpec
 
 MODEL = "model.onnx"
-OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
-OFFLINE["CUDA_VISIBLE_DEVICES"] = ""
-# transformers' name of a size, and what older architectures call it.
-SIZES = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocabulary": ("vocab_size",),
-    "context": ("max_position_embeddings", "n_positions"),
-}
 
 
 def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
@@ -44,21 +33,26 @@ def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
 
     Raises UnsupportedModel naming what config.json lacks.
     """
-    sizes: dict[str, Any] = {}
-    for key, names in SIZES.items():
+
+    def size(*names: str) -> int:
+        """By transformers' name, or what older architectures call it."""
         value = next((config[one] for one in names if config.get(one) is not None), None)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 31:
+        if not isinstance(value, int) or not 1 <= value <= 1 << 31:
             raise UnsupportedModel(f"{name} has {names[0]} {value!r} in its config.json")
-        sizes[key] = value
+        return value
+
+    heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     return ModelSpec(
         name=name,
         family=str(config.get("model_type")),
-        **sizes,
-        kv_heads=config.get("num_key_value_heads") or sizes["heads"],
-        head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
-        intermediate=config.get("intermediate_size")
-        or config.get("n_inner")
-        or 4 * sizes["hidden"],
+        layers=size("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate=config.get("intermediate_size") or 4 * hidden,
+        vocabulary=size("vocab_size"),
+        context=size("max_position_embeddings", "n_positions"),
         tied=bool(config.get("tie_word_embeddings", True)),
         rope_theta=10_000.0,
     )
@@ -80,14 +74,16 @@ def export_onnx(
         raise UnsupportedModel(f"{what} must export; pip install 'llm-crossover[optimum]'")
     read_tensors(source)  # no pickles
     with atomic_folder(target) as folder:
+        copy_texts(source, folder)  # config.json without keys that name code
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             staged = Path(scratch, "source")
             staged.mkdir()
-            for file in source.iterdir():
-                if file.suffix in (".safetensors", ".txt", ".jinja", ".json"):
-                    (staged / file.name).symlink_to(file.resolve())
-            (staged / "config.json").unlink()  # without keys that name code
-            (staged / "config.json").write_text(json.dumps(v4_config(config)), encoding="utf-8")
+            for file in (
+                *folder.glob("*.*"),
+                *source.glob("*.safetensors*"),
+                *source.glob("*.txt"),
+            ):
+                (staged / file.name).symlink_to(file.resolve())
             if progress:
                 progress("exporting by optimum", None)
             try:  # in a child: its memory is freed, its output kept off ours
@@ -97,40 +93,27 @@ def export_onnx(
                 raise BrokenWeights(why) from problem
             for made in Path(scratch, weight_format).glob(f"{MODEL}*"):
                 made.rename(folder / made.name)
-        copy_texts(source, folder)
         finish(source, folder, weight_format, foreign_spec(config, source.name))
     return target
 
 
 def _export(source: Path, scratch: Path, weight_format: str, progress: object = None) -> None:
     """The graph in scratch/fp32, and where it is wanted in scratch/int8."""
-    os.environ |= OFFLINE
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from onnxruntime.quantization import quantize_dynamic
     from optimum.exporters.onnx import main_export
 
     task = "text-generation-with-past"
     settings = {"do_validation": False, "local_files_only": True, "device": "cpu"}
     main_export(str(source), str(scratch / "fp32"), task=task, **settings)
     if weight_format == "int8":
-        _quantise(scratch / "fp32", scratch / "int8")
-
-
-def _quantise(source: Path, target: Path) -> None:
-    import onnx
-    from optimum.onnxruntime import ORTQuantizer
-    from optimum.onnxruntime.configuration import AutoQuantizationConfig
-
-    graph = onnx.load(str(source / MODEL), load_external_data=False).graph
-    # Products whose second factor is no stored matrix: queries x keys, positions x frequencies. 8
-    # bits cannot hold those.
-    constants = {tensor.name for tensor in graph.initializer}
-    products = [node for node in graph.node if node.op_type == "MatMul"]
-    left_out = [node.name for node in products if node.input[1] not in constants]
-    kind = AutoQuantizationConfig.avx512_vnni if int8_bits() == 8 else AutoQuantizationConfig.avx512
-    narrow = {"reduce_range": True} if int8_bits() == 7 else {}
-    settings = kind(is_static=False, per_channel=True, nodes_to_exclude=left_out, **narrow)
-    ORTQuantizer.from_pretrained(str(source), file_name=MODEL).quantize(
-        save_dir=str(target),
-        quantization_config=settings,
-        file_suffix="",
-        use_external_data_format=True,
-    )
+        (scratch / "int8").mkdir()
+        quantize_dynamic(
+            *(scratch / "fp32" / MODEL, scratch / "int8" / MODEL),
+            op_types_to_quantize=["MatMul", "Gemm", "Gather"],
+            per_channel=True,
+            reduce_range=int8_bits() == 7,
+            use_external_data_format=True,
+            # Not queries x keys, positions x frequencies: 8 bits cannot hold those.
+            extra_options={"MatMulConstBOnly": True},
+        )

@@ -21,16 +21,21 @@ Ids = npt.NDArray[np.int64]
 BLOCK = 1 << 20  # floats of a matrix that are worked on at once
 
 
+def rotations(spec: ModelSpec, length: int) -> tuple[Floats, Floats]:
+    """Cosines and sines of each position's rotary angles, [length, head_dim / 2]."""
+    frequencies = 1.0 / spec.rope_theta ** (np.arange(0, spec.head_dim, 2) / spec.head_dim)
+    if spec.rope_scaling is not None:
+        frequencies = frequencies / rope_factors(spec, spec.rope_scaling)
+    angles = np.outer(np.arange(length), frequencies)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
 def forward(spec: ModelSpec, rows: Rows, ids: Ids) -> Iterator[Floats]:
     """What down_proj reads in each layer, [tokens, intermediate], for ids [sequences, tokens]; then
     the logits, [sequences, tokens, vocabulary]."""
     count, length = ids.shape
     group, half = spec.heads // spec.kv_heads, spec.head_dim // 2
-    frequencies = 1.0 / spec.rope_theta ** (np.arange(half) / half)
-    if spec.rope_scaling is not None:
-        frequencies = frequencies / rope_factors(spec, spec.rope_scaling)
-    angles = np.outer(np.arange(length), frequencies)[:, None]
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    cos, sin = (one[:, None] for one in rotations(spec, length))
     mask = np.triu(np.full((length, length), -np.inf, np.float32), 1)
 
     def product(x: Floats, name: str, outputs: int) -> Floats:

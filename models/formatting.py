@@ -3,13 +3,9 @@
     >>> seconds(0.0834), seconds(2.0), seconds(None)
     ('83 ms', '2.0 s', 'not measured')
     >>> rate_with_interval(1.824, 1.61, 1.943)
-    '1.8 requests/s (1.6–2.0)'
-    >>> rate(0.57), rate_with_interval(0.0441, 0.029, 0.0702)
-    ('34 a minute', '160 requests an hour (100–260)')
-    >>> rate(5.65, rounded="down")
-    '5.6/s'
-    >>> size(1288490189)
-    '1.2 GiB'
+    '1.8/s (1.6–2.0)'
+    >>> rate(0.57), rate(5.65, rounded="down"), size(1288490189)
+    ('34 a minute', '5.6/s', '1.2 GiB')
 
 Two significant digits by default, three where a figure is read against a limit. An estimate is
 rounded to the nearest; a bound stays one: what is held and the low end of an interval are rounded
@@ -20,37 +16,29 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Context, Decimal
 from typing import Literal
 
 NOT_MEASURED = "not measured"
 GIB = 1 << 30
 
 Rounding = Literal["nearest", "down", "up"]
+_ROUNDING = {"nearest": ROUND_HALF_UP, "down": ROUND_FLOOR, "up": ROUND_CEILING}
 
 
-def significant(value: float, digits: int = 2, rounded: Rounding = "nearest") -> str:
-    """Decimal notation with that many significant digits, or the integer part: 1,234, 12, 0.12."""
+def significant(
+    value: float, digits: int = 2, rounded: Rounding = "nearest", whole: bool = True
+) -> str:
+    """Decimal notation with that many significant digits: 12, 0.12; `whole`: or as many as the
+    integer part has, 1,234."""
     if value == 0:
         return "0"
     if not math.isfinite(value):
         raise ValueError(f"{value} is no measured number")
-    shown = _round(value, _places(value, digits), rounded)
-    return f"{shown:,.{_places(shown, digits)}f}"  # 0.0999 becomes 0.10, not 0.100
-
-
-def _places(value: float, digits: int) -> int:
-    """After the point."""
-    return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
-
-
-def _round(value: float, places: int, rounded: Rounding) -> float:
-    nearest = round(value, places)
-    if rounded == "nearest" or math.isclose(nearest, value, rel_tol=1e-9):  # 0.07 x 60 is 4.2
-        return nearest
-    away = (nearest > value) if rounded == "down" else (nearest < value)
-    step = 10.0**-places if rounded == "up" else -(10.0**-places)
-    return round(nearest + step, places) if away else nearest
+    exact = Decimal(f"{value:.10g}")  # 0.07 x 60 is 4.2
+    kept = max(digits, exact.adjusted() + 1) if whole else digits
+    shown = Context(kept, _ROUNDING[rounded]).plus(exact)
+    return f"{shown:,.{max(0, digits - 1 - shown.adjusted())}f}"  # 0.0999 becomes 0.10, not 0.100
 
 
 def seconds(value: float | None, digits: int = 2, missing: str = NOT_MEASURED) -> str:
@@ -103,78 +91,52 @@ def rate(
     if value is None:
         return NOT_MEASURED
     times, unit = rate_unit(like or value)
-    return f"{significant(_coarse(value * times, unit, digits, rounded), digits, rounded)}{unit}"
+    # 160 an hour, not 159: a slow rate has as many digits as any other.
+    return f"{significant(value * times, digits, rounded, unit == '/s')}{unit}"
 
 
-def _coarse(value: float, unit: str, digits: int, rounded: Rounding) -> float:
-    """160 an hour, not 159: a slow rate has as many digits as any other."""
-    if unit == "/s" or value < 100:
-        return value
-    return _round(value, digits - 1 - math.floor(math.log10(value)), rounded)
+def of_requests(said: str) -> str:
+    """`1.8/s` -> `1.8 requests/s`, `34 a minute` -> `34 requests a minute`."""
+    return re.sub("(/s| a minute| an hour)", r" requests\1", said, count=1)
 
 
 def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest") -> str:
     """`1.8 requests/s`, `34 requests a minute`."""
-    return _of_requests(rate(value, digits, rounded))
+    return of_requests(rate(value, digits, rounded))
 
 
-def _of_requests(said: str) -> str:
-    return re.sub("(/s| a minute| an hour)$", r" requests\1", said)
-
-
-def load(
-    rate_per_second: float | None,
-    users: int | None = None,
-    digits: int = 2,
-    said: Callable[[float | None, int], str] = rate,
-) -> str:
+def load(rate_per_second: float | None, users: int | None = None, digits: int = 2) -> str:
     """What a level is loaded with: `1.8/s`, `8 users`, `alone` (one request at a time)."""
     if rate_per_second is not None:
-        return said(rate_per_second, digits)
+        return rate(rate_per_second, digits)
     return "alone" if users in (None, 1) else f"{users} users"
 
 
-def _interval_digits(low: float | None, high: float | None) -> int:
-    """Digits that tell the ends of the interval apart: two or three."""
-    if low is None or high is None or low <= 0 or high <= low:
-        return 2
-    return 2 if (high - low) / high > 0.05 else 3
-
-
-def interval(low: float | None, high: float | None) -> str:
-    """`0.71–0.94`, `above 0.71`, `below 0.94`: never narrower than it is."""
-    digits = _interval_digits(low, high)
-    least = "" if low is None else significant(low, digits, "down")
-    most = "" if high is None else significant(high, digits, "up")
-    if least and most:
-        return f"{least}–{most}"
-    if least:
-        return f"above {least}"
-    return f"below {most}" if most else NOT_MEASURED
-
-
 def rate_interval(low: float | None, high: float | None, like: float | None = None) -> str:
-    """`1.7–2.4/s`, `above 43 a minute`: in the unit of `like`, else of the higher end."""
+    """`1.7–2.4/s`, `above 43 a minute`: in the unit of `like`, else of the higher end; never
+    narrower than it is."""
     if low is None and high is None:
         return NOT_MEASURED
-    times, unit = rate_unit(like or high or low)
-    digits = _interval_digits(low, high)
-    least = None if low is None else _coarse(low * times, unit, digits, "down")
-    most = None if high is None else _coarse(high * times, unit, digits, "up")
-    return f"{interval(least, most)}{unit}"
+    unit = like or high or low
+    if low is None:
+        return f"below {rate(high, 2, 'up', unit)}"
+    least = rate(low, 2, "down", unit)
+    if high is None:
+        return f"above {least}"
+    return f"{least.removesuffix(rate_unit(unit)[1])}–{rate(high, 2, 'up', unit)}"
 
 
 def rate_with_interval(
     value: float | None, low: float | None, high: float | None, like: float | None = None
 ) -> str:
-    """`1.8 requests/s (1.7–1.9)`; with one end open `above 1.7 requests/s`. `like`: see `rate`."""
+    """`1.8/s (1.7–1.9)`; with one end open `above 1.7/s`. `like`: see `rate`."""
     if low is None and high is None:
-        return requests(value)
+        return rate(value)
     if value is None or low is None or high is None:
-        return _of_requests(rate_interval(low, high, like))
-    _, unit = rate_unit(like or value)
-    ends = rate_interval(low, high, like or value).removesuffix(unit)
-    return f"{_of_requests(rate(value, _interval_digits(low, high), like=like))} ({ends})"
+        return rate_interval(low, high, like)
+    unit = like or value
+    ends = rate_interval(low, high, unit).removesuffix(rate_unit(unit)[1])
+    return f"{rate(value, like=like)} ({ends})"
 
 
 def size(size_bytes: float | None) -> str:
@@ -215,23 +177,3 @@ def parameters(value: int | None) -> str:
 
 def dollars_per_hour(value: float | None) -> str:
     return "no list price" if value is None else f"${value:.2f}/h"
-
-
-def listing(parts: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    if len(parts) < 2:
-        return "".join(parts)
-    return f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-_SPELLING = {name.lower(): name for name in ("SmolLM2", "Llama", "Mistral", "TinyLlama")}
-_SPELLING |= {name.lower(): name for name in ("Qwen2.5", "Qwen2", "Qwen3")}
-
-
-def model_title(name: str) -> str:
-    """A model's name as its makers write it: llama-3.2-1b -> Llama-3.2-1B; others unchanged."""
-    family, dash, rest = name.partition("-")
-    if family not in _SPELLING:
-        return name
-    sizes = re.sub(r"\b[\d.]+[bm]\b", lambda size: size[0].upper(), rest)
-    return _SPELLING[family] + dash + sizes

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from models import errors
 from models.errors import ModelError
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
@@ -37,23 +36,10 @@ SECRET_NAME = re.compile(
 SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 
 
-def python_path() -> str:
-    """PYTHONPATH with these packages first."""
-    return os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
-
-
 def python_variables() -> dict[str, str]:
     """Environment variables with which a child imports these packages in whatever folder it is."""
-    return {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1"}
-
-
-def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that hold no key, token or password as far as one can see."""
-    return {
-        name: value
-        for name, value in variables.items()
-        if not SECRET_NAME.search(name) and not SECRET_VALUE.search(value)
-    }
+    path = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def start_python(
@@ -67,8 +53,12 @@ def start_python(
     `secrets`: it inherits API keys and the like (SECRET_NAME), which it needs.
     """
     settings: dict[str, Any] = {"stdin": subprocess.DEVNULL} | options
-    inherited = dict(os.environ) if secrets else without_secrets(os.environ)
-    variables = inherited | python_variables() | dict(environment or {})
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if secrets or not (SECRET_NAME.search(name) or SECRET_VALUE.search(value))
+    }
+    variables |= python_variables() | dict(environment or {})
     # A session of its own: Ctrl-C in the terminal is the parent's to handle.
     return subprocess.Popen(
         [sys.executable, *arguments], env=variables, start_new_session=True, **settings
@@ -104,14 +94,10 @@ def run_python(
     )
     try:
         output, error = child.communicate(timeout=timeout_seconds)
-    except BaseException as problem:
-        _kill(child)
-        for pipe in (child.stdout, child.stderr):
-            assert pipe is not None
-            pipe.close()
-        if not isinstance(problem, subprocess.TimeoutExpired):
-            raise
+    except subprocess.TimeoutExpired:
         return Ran(None, b"", "")
+    finally:
+        _kill(child)
     return Ran(child.returncode, output, error.decode(errors="replace"))
 
 
@@ -122,20 +108,24 @@ def run_aside(
 
     Raises errors of models.errors as they are; ModelError with its last words for a dead child.
     """
-    ours, theirs = os.pipe()
-    command = ("-m", "models.isolated", function, str(theirs))
-    with tempfile.TemporaryFile() as words, os.fdopen(ours, "rb") as heard:
-        child = start_python(*command, stdin=subprocess.PIPE, pass_fds=(theirs,), stderr=words)
-        os.close(theirs)
-        assert child.stdin is not None
+    with tempfile.TemporaryFile() as words:
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        child = start_python("-m", "models.isolated", function, stderr=words, **pipes)
+        assert child.stdin is not None and child.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError), child.stdin:
                 child.stdin.write(pickle.dumps((args, kwargs)))
-            if _is_done(heard, progress):
-                return
-        except BaseException as problem:
-            if not isinstance(problem, ModelError):
-                child.send_signal(signal.SIGINT)  # it clears up
+            for line in child.stdout:
+                kind, text, fraction = msgspec.json.decode(line, type=tuple[str, str, float | None])
+                if kind == "done":
+                    return
+                if kind != "progress":
+                    known = {one.__name__: one for one in ModelError.__subclasses__()}
+                    raise known.get(kind, ModelError)(text)
+                if progress:
+                    progress(text, fraction)
+        except BaseException:
+            child.send_signal(signal.SIGINT)  # where it is still at work it clears up
             raise
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -148,35 +138,20 @@ def run_aside(
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """It and what it started."""
-    with contextlib.suppress(ProcessLookupError):
+    """It and what it started, where it has not ended by itself; its pipes are closed."""
+    if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: leave it
         child.wait(1.0)
+    for pipe in (child.stdin, child.stdout, child.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
-def _is_done(heard: Any, progress: Callable[[str, float | None], None] | None) -> bool:
-    """Reads what a child says to its end: lines of JSON with a kind, a text and a fraction; the
-    kind is "progress", "done" or a class of models.errors. False where it ends before it is done.
-    """
-    for line in iter(lambda: heard.readline(1 << 20), b""):
-        try:
-            kind, text, fraction = msgspec.json.decode(line, type=tuple[str, str, float | None])
-        except msgspec.MsgspecError:
-            return False
-        if kind == "done":
-            return True
-        if kind != "progress":
-            found = getattr(errors, kind, None)
-            if isinstance(found, type) and issubclass(found, ModelError):
-                raise found(text)
-            raise ModelError(text)
-        if progress:
-            progress(text, fraction)
-    return False
+def _child(function: str) -> None:
+    out = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is not part of the answer
 
-
-def _child(function: str, out: int) -> None:
     def say(kind: str, text: str = "", fraction: float | None = None) -> None:
         os.write(out, msgspec.json.encode((kind, text, fraction)) + b"\n")
 
@@ -194,4 +169,4 @@ def _child(function: str, out: int) -> None:
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1], int(sys.argv[2]))
+    _child(sys.argv[1])

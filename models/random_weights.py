@@ -24,13 +24,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, quants
 
-from models.errors import UnsupportedModel
 from models.formats import BLOCKS, GgufTensor
 from models.gguf_vocabulary import llama_library
 from models.gguf_writer import write_file
-from models.hf_config import ARCHITECTURES, FAMILIES
+from models.hf_config import ARCHITECTURES
 from models.manifest import (
     Manifest,
     Progress,
@@ -41,10 +40,10 @@ from models.manifest import (
 )
 from models.safetensors_reader import EMBEDDING, HEAD, Floats
 from models.spec import ModelSpec, RopeScaling
-from models.tokenizer import shipped_mark, write_shipped
+from models.tokenizer import SHIPPED_MARK, write_shipped
 
 # Part of the manifest: weights that another generator or another tokenizer made are made again.
-GENERATOR = f"synthesis 2, tokenizer {shipped_mark()}"
+GENERATOR = f"synthesis 2, tokenizer {SHIPPED_MARK}"
 
 # Name of a dtype: that of ggml and safetensors, torch's name.
 DTYPES = {"fp32": ("F32", "float32"), "fp16": ("F16", "float16"), "bf16": ("BF16", "bfloat16")}
@@ -67,10 +66,8 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file of `spec` with random weights and its manifest, atomically.
 
-    Takes up to 300 MB of memory. Raises UnsupportedModel for an unknown family or format.
+    Takes up to 300 MB of memory. Raises UnsupportedModel for an unknown format.
     """
-    path = Path(path)
-    _check_family(spec)
     weights = Weights(spec, seed)
 
     def data(tensor: GgufTensor) -> Iterable[memoryview]:
@@ -92,15 +89,23 @@ def write_hf_folder(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> None:
-    """Write a folder that AutoModelForCausalLM loads, with its manifest, atomically.
-
-    Raises UnsupportedModel for an unknown family or dtype.
-    """
-    _check_family(spec)
-    if dtype not in DTYPES:
-        raise UnsupportedModel(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-    with atomic_folder(Path(folder)) as temporary:
-        _write_safetensors(spec, temporary / "model.safetensors", dtype, seed, progress)
+    """Write a folder that AutoModelForCausalLM loads, with its manifest, atomically."""
+    kind, weights = DTYPES[dtype][0], Weights(spec, seed)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in spec.tensors():
+        begin, end = end, end + tensor.elements * BLOCKS[kind].bytes
+        place = {"dtype": kind, "shape": tensor.shape, "data_offsets": [begin, end]}
+        header[tensor.name] = place
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_folder(folder) as temporary:
+        with (temporary / "model.safetensors").open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for tensor in spec.tensors():
+                if progress:
+                    progress(f"writing {tensor.name}", out.tell() / end)
+                out.writelines(weights.stream(tensor.name, kind))
         write_texts(spec, temporary, dtype)
         write_manifest(temporary, Manifest("hf", spec, dtype, "synthetic", GENERATOR, seed))
 
@@ -139,11 +144,7 @@ def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
         "rope_scaling": rope if spec.rope_scaling is not None else None,
         "rope_parameters": {**rope, "rope_theta": spec.rope_theta},
         "tie_word_embeddings": spec.tied,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "sliding_window": None,
-        "use_cache": True,
         "bos_token_id": 0,
         "eos_token_id": 2,
         "dtype": DTYPES[dtype][1],
@@ -152,49 +153,13 @@ def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 
 def rope_factors(spec: ModelSpec, scaling: RopeScaling) -> npt.NDArray[np.float32]:
     """Llama 3's divisor of each rotary frequency, [head_dim / 2] (`rope_freqs.weight`)."""
-    frequencies = 1.0 / spec.rope_theta ** (
-        np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim
-    )
-    # Full turns within the original context.
+    frequencies = spec.rope_theta ** (-np.arange(0, spec.head_dim, 2) / spec.head_dim)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # Full turns within the original context: few are slowed down, many stay.
     turns = scaling.original_context * frequencies / (2 * math.pi)
-    smooth = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    factors = 1.0 / ((1 - smooth) / scaling.factor + smooth)
-    factors = np.where(
-        turns < scaling.low_freq_factor,
-        scaling.factor,
-        np.where(turns > scaling.high_freq_factor, 1.0, factors),
-    )
-    return factors.astype(np.float32)
-
-
-def _check_family(spec: ModelSpec) -> None:
-    if spec.family not in FAMILIES:
-        raise UnsupportedModel(
-            f"model family {spec.family!r} is not supported; known: {', '.join(FAMILIES)}"
-        )
-
-
-def _write_safetensors(
-    spec: ModelSpec, file: Path, dtype: str, seed: int, progress: Progress | None
-) -> None:
-    kind, weights = DTYPES[dtype][0], Weights(spec, seed)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in spec.tensors():
-        begin, end = end, end + tensor.elements * BLOCKS[kind].bytes
-        place = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        header[tensor.name] = place
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in spec.tensors():
-            for chunk in weights.stream(tensor.name, kind):
-                out.write(chunk)
-            if progress:
-                progress(f"writing {file.name}", out.tell() / (8 + len(text) + end))
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    factors: Floats = (1 / ((1 - kept) / scaling.factor + kept)).astype(np.float32)
+    return factors
 
 
 class Weights:
@@ -246,14 +211,14 @@ class Weights:
         return gain / math.sqrt(self._shapes[name][1])
 
     def _pool(self, kind: str, std: float) -> Bytes:
-        key = (kind, std)
-        if key not in self._pools:
-            if kind in ("F32", "F16", "BF16"):
-                values = self._floats[:_FLOATS] * np.float32(std)
-                self._pools[key] = stored_as(kind, values).view(np.uint8)
+        """Bytes of a type and spread, read round and round; drawn once."""
+        if (kind, std) not in self._pools:
+            if BLOCKS[kind].weights == 1:
+                made = stored_as(kind, self._floats[:_FLOATS] * np.float32(std))
             else:
-                self._pools[key] = self._blocks(kind, std)
-        return self._pools[key]
+                made = self._blocks(kind, std)
+            self._pools[kind, std] = made.reshape(-1).view(np.uint8)
+        return self._pools[kind, std]
 
     def _blocks(self, kind: str, std: float) -> Bytes:
         unit = BLOCKS[kind]
@@ -266,22 +231,13 @@ class Weights:
         quantise.argtypes += [ctypes.c_void_p]
         places = (values.ctypes.data, made.ctypes.data)
         quantise(GGMLQuantizationType[kind], *places, 0, _QUANTISED, unit.weights, None)
-        chosen = np.random.default_rng(self._seed).integers(0, _QUANTISED, length)
-        return made[chosen].reshape(-1)
-
-
-def to_bf16(values: Floats) -> npt.NDArray[np.uint16]:
-    """bfloat16 bit patterns of finite float32 values, rounded to nearest, ties to even."""
-    bits = values.view(np.uint32)
-    rounded: npt.NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return rounded
+        return made[np.random.default_rng(self._seed).integers(0, _QUANTISED, length)]
 
 
 def stored_as(kind: str, values: Floats) -> npt.NDArray[Any]:
     """Floats as a file of type F32, F16 or BF16 has them."""
-    if kind == "BF16":
-        return to_bf16(np.ascontiguousarray(values))
-    return values.astype(np.float16) if kind == "F16" else values
+    stored: npt.NDArray[Any] = quants.quantize(values, GGMLQuantizationType[kind])
+    return stored
 
 
 def as_bytes(values: npt.NDArray[Any]) -> memoryview:

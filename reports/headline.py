@@ -13,7 +13,6 @@ import msgspec
 
 from loadtests.analysis.slo import Slo
 from models import formatting
-from models.formatting import model_title
 from reports.crossover_point import TakeOver, best_cells, takes_over
 from reports.devices.device_capacity import DeviceCapacity
 from reports.report_data import CellData, ReportData
@@ -27,7 +26,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def title(self) -> str:
-        return model_title(self.cell.model)
+        return self.cell.model
 
     @property
     def gpu(self) -> DeviceCapacity | None:
@@ -67,7 +66,7 @@ def headline(answers: Sequence[Answer], data: ReportData) -> str:
     said = f"{formatting.requests(top.cell.held, rounded='down')}, confirmed"
     if not top.cell.held and found is not None:
         ends = formatting.rate_with_interval(found.limit, found.low, found.high)
-        said = f"about {ends}, estimated"
+        said = f"about {formatting.of_requests(ends)}, estimated"
     said = f"{machine} {verb} up to {top.title}: {said}"
     if beyond:
         return f"{said}{_needs_gpu(beyond[0])}."

@@ -17,8 +17,6 @@ from loadtests.records.run_journal import (
     RunFinished,
     of_kind,
 )
-from models import formatting
-from models.formatting import model_title
 from reports.report_data import ReportData
 
 NOTE, WARNING, SERIOUS = Seriousness.NOTE, Seriousness.WARNING, Seriousness.SERIOUS
@@ -33,14 +31,14 @@ def warnings_of(data: ReportData) -> list[NamedWarning]:
 
 def alerts_of(data: ReportData) -> list[str]:
     """What a reader of the first screen must not miss: one sentence each, at most three."""
-    busy = {cell.busy: model_title(cell.model) for cell in data.cells if cell.busy}
+    busy = {cell.busy: cell.model for cell in data.cells if cell.busy}
     found = [
         f"The machine was never quiet while {model} was measured: {reason}."
         for reason, model in busy.items()
     ]
     for cell in data.cells:
         if cell.capacity is not None and (cell.capacity.speed_moved or 0) > FAST_MOVE:
-            found.append(f"{model_title(cell.model)}: {speed_words(cell.capacity)}.")
+            found.append(f"{cell.model}: {speed_words(cell.capacity)}.")
     if not _is_finished(data):
         found.append("The run has not finished: what is missing is said in its row.")
     return found[:3]
@@ -59,7 +57,7 @@ def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
                 # a level that fails by far is unsteady by nature
                 if one.judged.verdict != "fails" or warning.code != "Unsteady":
                     where = one.load if one.load == "alone" else f"at {one.load}"
-                    name = f"{model_title(cell.model)} {where}"
+                    name = f"{cell.model} {where}"
                     by_code.setdefault(warning.code, []).append((name, warning))
     for code, found in by_code.items():
         name, worst = min(found, key=lambda pair: pair[1].seriousness.rank)
@@ -70,7 +68,7 @@ def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
 
 def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
     for cell in data.cells:
-        title = model_title(cell.model)
+        title = cell.model
         if cell.reason and cell.state != "not_started":
             yield NamedWarning(
                 "CellNotFinished" if cell.levels else "CellNotMeasured",
@@ -87,7 +85,7 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
     lost = of_kind(data.events, LevelAbandoned)
     if of_kind(data.events, Interrupted) or lost:
         reasons = list(dict.fromkeys(event.reason for event in lost))[:3]
-        why = f": {formatting.listing(reasons)}" if reasons else ""
+        why = f": {', '.join(reasons)}" if reasons else ""
         text = f"The run was interrupted; {len(lost)} levels were begun and do not count{why}."
         advice = "The machine may have changed between its parts."
         yield NamedWarning("Interrupted", NOTE, text, advice)
@@ -98,7 +96,7 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
     torn = any(not one.level.is_whole for cell in data.cells for one in cell.levels)
     if data.damage or torn:
         left_out = [*data.damage] or ["requests whose lines are missing from the file"]
-        text = f"Left out: {formatting.listing(left_out)}."
+        text = f"Left out: {', '.join(left_out)}."
         advice = "A writer was killed, or the disk was full; what it was about to write is lost."
         if torn:
             advice = "Measure these cells again: the file was damaged after it was written."

@@ -6,7 +6,6 @@ import msgspec
 
 from loadtests.analysis.capacity_text import held_words, speed_words
 from models import formatting
-from models.formatting import model_title
 from reports.headline import Answer
 from reports.report_data import CellData, ReportData
 from reports.sections.section import Grade, Table, table
@@ -98,7 +97,7 @@ def _limit(cell: CellData) -> Cell:
         said = formatting.rate_with_interval(found.limit, found.low, found.high, found.held)
         parts = ["simulated from step times that this run measured; 90 % interval"]
         detail = "; ".join(filter(None, (*parts, speed_words(found))))
-        return Cell(text=said.replace(" requests", ""), grade="estimated", detail=detail)
+        return Cell(text=said, grade="estimated", detail=detail)
     if found.low is None and found.high is None:
         if found.method == "law" and not found.holds:  # its step times are too long for one
             return Cell(text="none", grade="estimated", detail=found.reason)
@@ -138,7 +137,7 @@ def levels_table(data: ReportData) -> Table:
             *latencies, lag = (formatting.seconds(one.quantile(*which)) for which in times)
             rows.append(
                 (
-                    f"{model_title(cell.model)} {cell.weight_format} {cell.workload}".strip(),
+                    f"{cell.model} {cell.weight_format} {cell.workload}".strip(),
                     one.load,
                     f"{one.judged.good} of {one.judged.due}",
                     one.judged.verdict,

@@ -39,7 +39,7 @@ def limit_words(found: Capacity) -> str:
         return "no limit"
     if found.method == "law" and found.limit is not None:
         said = formatting.rate_with_interval(found.limit, low, high, found.held)
-        return f"limit about {said.replace(' requests', '')}"
+        return f"limit about {said}"
     if low is None and high is None:
         return "limit not known"
     ends = formatting.rate_interval(low, high)

@@ -56,7 +56,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def load_in_words(self) -> str:
         if self.asks is not None:
             return f"{len(self.asks)} given requests"
-        return formatting.load(self.rate, self.concurrency, 3, formatting.requests)
+        return formatting.of_requests(formatting.load(self.rate, self.concurrency, 3))
 
 
 def check_count(rate: float, seconds: float) -> None:

@@ -17,7 +17,6 @@ import msgspec
 
 from loadtests.records.run_journal import Capacity
 from loadtests.simulation.simulated_capacity import SD_CALIBRATED, SD_LEVEL
-from models.formatting import model_title
 from models.ladder import is_rung, rung
 from reports.crossover_point import best_cells
 from reports.devices.calibrated_machines import calibrated_machine
@@ -130,9 +129,9 @@ def _cell_of(data: ReportData, model: str) -> CellData | None:
 def _of_run(asked: Question, data: ReportData) -> Candidate:
     cell = _cell_of(data, asked.spec.name)
     if cell is None or cell.capacity is None:
-        known = ", ".join(model_title(one.model) for one in data.cells if one.capacity) or "none"
+        known = ", ".join(one.model for one in data.cells if one.capacity) or "none"
         raise BadPlan(
-            f"run {data.manifest.run_id} measured {known}, not {model_title(asked.spec.name)}: "
+            f"run {data.manifest.run_id} measured {known}, not {asked.spec.name}: "
             "name a model that it measured, or leave the run out"
         )
     name = machine_words(data)
@@ -142,7 +141,7 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
         return _measured(name, cell.capacity, watts)
     if cell.law is None or cell.policy is None:
         raise BadPlan(
-            f"run {data.manifest.run_id} has no step law of {model_title(cell.model)}, so it says "
+            f"run {data.manifest.run_id} has no step law of {cell.model}, so it says "
             "nothing of other requests or another SLO"
         )
     law, sd = cell.law, SD_LEVEL if cell.capacity.factor else SD_CALIBRATED

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from models import formatting
-from models.formatting import model_title
 from reports.devices.device_step_times import NOT_CALIBRATED
 from reports.headline import slo_words
 from reports.plan.plan_options import Option, Plan
@@ -76,7 +75,7 @@ def _cost(option: Option, *, with_spread: bool = True) -> str:
 
 def choice_sentence(plan: Plan) -> str:
     """The answer."""
-    load = f"{model_title(plan.model)} at {formatting.requests(plan.peak_rate)} in the busiest hour"
+    load = f"{plan.model} at {formatting.requests(plan.peak_rate)} in the busiest hour"
     chosen = plan.choice
     if chosen is None and any(one.suffices == "yes" for one in plan.options):
         return f"No way that surely serves {load} has a known price: give [prices]."

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from models import formatting
-from models.formatting import model_title
 from reports.headline import Answer
 from reports.report_data import ReportData
 from reports.sections.section import Section, table
@@ -21,7 +20,7 @@ def fallback_times(data: ReportData, answers: Sequence[Answer]) -> Section | Non
             if len(one.level.backends) > 1:
                 # the longest time without any content chunk, of all streams together
                 gap = float(np.diff(np.sort(one.level.chunks)).max(initial=0.0))
-                rows.append((model_title(cell.model), one, gap))
+                rows.append((cell.model, one, gap))
     if not rows:
         return None
     return Section(

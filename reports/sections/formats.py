@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from loadtests.analysis.capacity_text import in_words
 from models import formatting
-from models.formatting import model_title
 from reports.headline import Answer
 from reports.report_data import CellData, ReportData
 from reports.sections.section import Section, table
@@ -24,7 +23,7 @@ def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     return Section(
         slug="formats",
         title="Formats and engines",
-        sentence=f"{_name(best)} serves most of {model_title(best.model)}.",
+        sentence=f"{_name(best)} serves most of {best.model}.",
         grades=("measured",),
         table=table(
             ("model", "engine", "capacity", "reads", "writes", "memory", "quality"),
@@ -47,7 +46,7 @@ def _row(cell: CellData) -> tuple[str, ...]:
         tokens = [f"{formatting.significant(one)} tokens/s" for one in speed[:2]]
     quality = None if ready is None or ready.synthetic else ready.info.quality_kl_nats
     return (
-        model_title(cell.model),
+        cell.model,
         _name(cell),
         in_words(cell.capacity) if cell.capacity is not None else cell.reason,
         *tokens,
@@ -59,7 +58,7 @@ def _row(cell: CellData) -> tuple[str, ...]:
 def _chosen(data: ReportData) -> Section | None:
     rows = [
         (
-            model_title(cell.model),
+            cell.model,
             f"{one.backend} {one.weight_format}",
             formatting.rate(one.requests_per_second),
             "chosen" if one.is_chosen else one.why_not,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from models import formatting
-from models.formatting import model_title
 from reports.headline import Answer
 from reports.report_data import ReportData
 from reports.sections.section import Section, table
@@ -14,7 +13,7 @@ from reports.sections.section import Section, table
 def host_overhead(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where no engine told its time."""
     rows = [
-        (model_title(cell.model), one.load, told.host_share, told)
+        (cell.model, one.load, told.host_share, told)
         for cell in data.cells
         for one in cell.loaded
         if one.level.finished and (told := one.level.finished.engine_time) is not None

@@ -12,7 +12,6 @@ import numpy as np
 
 from loadtests.analysis.slo import Slo
 from loadtests.simulation.simulated_capacity import latency_curve
-from models.formatting import model_title
 from reports.chart_style import (
     CPU,
     SLO,
@@ -112,7 +111,7 @@ def _chart(
         layers += rule_at(limit, "SLO", y, SLO)
     return Chart(
         slug=f"{name}-{cell.key}",
-        label=f"{TITLES[name]} of {model_title(cell.model)} against the request rate: lines are "
+        label=f"{TITLES[name]} of {cell.model} against the request rate: lines are "
         "simulated from this run's step times, dots are measured levels.",
         spec=layered(layers, 230, TITLES[name]),
         half=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from models import formatting
-from models.formatting import GIB, model_title
+from models.formatting import GIB
 from reports.chart_style import INK, MUTED, Row, data, layered, palette
 from reports.headline import Answer
 from reports.report_data import Memory, ReportData
@@ -18,7 +18,7 @@ CARDS_GIB = (8, 16, 24, 48, 80)  # lines for GPUs that one can buy
 def memory(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where no memory is known."""
     rows = [
-        (f"{model_title(cell.model)} {cell.weight_format}".strip(), cell.memory)
+        (f"{cell.model} {cell.weight_format}".strip(), cell.memory)
         for cell in data_.cells
         if cell.memory.most_bytes is not None
     ]

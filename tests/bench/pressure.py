@@ -44,7 +44,7 @@ import psutil
 
 from loadtests.host.child_processes import Child
 from loadtests.workload.arrivals import Poisson, due_times
-from models.isolated import python_path
+from models.isolated import python_variables
 from serving.hardware.cpu_topology import parse_cores
 from tests.bench.http_client import Client, Outcome, get, post, run
 
@@ -86,7 +86,7 @@ def serving(model: str, *words: str, folder: Path, cores: str = "") -> Iterator[
     ]
     log = folder / "server.log"
     before = os.sched_getaffinity(0)
-    with Child([*command, *words], log=log, environment={"PYTHONPATH": python_path()}) as child:
+    with Child([*command, *words], log=log, environment=python_variables()) as child:
         until = time.monotonic() + 120
         while not ready.exists() and child.poll() is None and time.monotonic() < until:
             time.sleep(0.02)

@@ -2,19 +2,14 @@
 
 import os
 import signal
-import sys
 
 from models.errors import BrokenWeights
 from models.manifest import Progress
 
 
 def double(value: int, progress: Progress) -> None:
+    print("noise")  # which is no part of the answer
     progress("doubled", float(2 * value))
-
-
-def say(line: str, progress: Progress) -> None:
-    """What a child says that a stranger's file has taken over."""
-    os.write(int(sys.argv[2]), line.encode() + b"\n")
 
 
 def fail(progress: Progress) -> None:

@@ -1,7 +1,6 @@
 """Work in child processes."""
 
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -11,22 +10,12 @@ import psutil
 import pytest
 
 from models.errors import BrokenWeights, ModelError
-from models.isolated import run_aside, run_python, without_secrets
+from models.isolated import run_aside, run_python
 from tests.tools.forks import ROOT
 
 WORK = "tests.models.isolated_work"
 # Modules that our processes import: none may come from the folder that they run in.
 OURS = ("models", "serving", "loadtests", "multiprocessing", "msgspec", "psutil", "locust")
-
-
-def test_a_child_is_run_with_our_packages_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models.py").write_text("raise SystemExit('wrong package')")
-    monkeypatch.chdir(tmp_path)
-    code = "import models.errors, os; print(os.environ['TOLD'])"
-    ran = run_python("-c", code, environment={"TOLD": "so"})
-    assert (ran.status, ran.output) == (0, b"so\n"), ran.error
 
 
 def test_a_childs_end_has_a_reason() -> None:
@@ -57,19 +46,6 @@ def test_work_aside_passes_progress_errors_and_deaths_on() -> None:
         run_aside(f"{WORK}:fail", None)
     with pytest.raises(ModelError, match="died with status -9: most likely because memory ran out"):
         run_aside(f"{WORK}:die", None)
-
-
-def test_what_a_child_says_is_data() -> None:
-    """A child that has read a stranger's file may say anything: it is data."""
-    seen: list[tuple[str, float | None]] = []
-    run_aside(f"{WORK}:say", lambda *what: seen.append(what), '["progress", "x", null]')
-    assert seen == [("x", None)]
-    for line in (pickle.dumps(["done"]).hex(), '["done"]', '["progress", 7, null]'):
-        with pytest.raises(ModelError, match="died with status"):
-            run_aside(f"{WORK}:say", None, line)
-    with pytest.raises(ModelError, match="^gone$") as caught:
-        run_aside(f"{WORK}:say", None, '["CrossoverError", "gone", null]')
-    assert caught.type is ModelError
 
 
 def test_code_of_the_current_folder_never_runs(tmp_path: Path) -> None:
@@ -105,8 +81,7 @@ def test_a_child_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         "HTTPS_PROXY": "http://bob:hunter2@proxy:3128",
     }
     plain = {"TOKENIZERS_PARALLELISM": "0", "CUDA_VISIBLE_DEVICES": "0", "HF_HUB_CACHE": "/x"}
-    assert without_secrets(secret | plain) == plain
-    for name, value in secret.items():
+    for name, value in (secret | plain).items():
         monkeypatch.setenv(name, value)
-    ran = run_python("-c", "import os; print(*os.environ)")
-    assert not secret.keys() & set(ran.output.decode().split()) and os.environ["HF_TOKEN"]
+    seen = set(run_python("-c", "import os; print(*os.environ)").output.decode().split())
+    assert seen >= plain.keys() and not seen & secret.keys() and os.environ["HF_TOKEN"]

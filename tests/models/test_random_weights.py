@@ -1,20 +1,17 @@
 from pathlib import Path
 
-import gguf
 import msgspec
 import numpy as np
 import pytest
 
-from models import random_weights as synthesis
-from models.errors import UnsupportedModel
 from models.formats import GGUF_FORMATS
 from models.gguf_reader import read_header
 from models.ladder import rung
-from models.random_weights import DTYPES, Weights, write_gguf, write_hf_folder
+from models.random_weights import write_gguf, write_hf_folder
 from models.safetensors_reader import check_tensors
 from models.spec import ModelSpec
 from tests.gguf_files import gguf_logits
-from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3
+from tests.shapes import TINY, TINY_LLAMA
 
 ALL = list(TINY.values())
 
@@ -39,30 +36,10 @@ def test_header_says_what_was_asked_for(tmp_path: Path) -> None:
         write_gguf(spec, tmp_path / "x.gguf", "Q4_K_M")
         header = read_header(tmp_path / "x.gguf")
         family = "llama" if spec.family == "mistral" else spec.family
-        scaling = spec.rope_scaling and msgspec.structs.replace(
-            spec.rope_scaling, original_context=8192
-        )  # not in the file
-        assert header.spec(spec.name) == msgspec.structs.replace(
-            spec, family=family, rope_scaling=scaling
-        )
+        scaling = spec.rope_scaling and spec.rope_scaling.__replace__(original_context=8192)
+        # The context that was scaled is not in the file.
+        assert header.spec(spec.name) == spec.__replace__(family=family, rope_scaling=scaling)
         assert header.weight_format == "Q4_K_M"
-
-
-@pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q8_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"]
-)
-def test_random_blocks_have_the_wanted_spread(kind: str) -> None:
-    spec = msgspec.structs.replace(TINY_LLAMA, hidden=512, intermediate=512, layers=1)
-    data = b"".join(Weights(spec, 7).stream("model.layers.0.mlp.up_proj.weight", kind))
-    number = gguf.GGMLQuantizationType[kind]
-    raw = np.frombuffer(
-        data, np.float32 if kind == "F32" else np.float16 if kind == "F16" else np.uint8
-    )
-    values = gguf.quants.dequantize(raw, number).astype(np.float64)
-    assert values.size == 1 << 18
-    assert np.isfinite(values).all()
-    assert values.std() == pytest.approx(512**-0.5, rel=0.02)
-    assert abs(values.mean()) < 512**-0.5 * 0.02
 
 
 def test_no_two_rows_of_an_embedding_are_alike(tmp_path: Path) -> None:
@@ -73,13 +50,8 @@ def test_no_two_rows_of_an_embedding_are_alike(tmp_path: Path) -> None:
     spec = msgspec.structs.replace(rung("0.5b").spec, layers=1, intermediate=64)
     write_gguf(spec, tmp_path / "x.gguf", "Q4_0")
     entry = read_header(tmp_path / "x.gguf").tensors["token_embd.weight"]
-    rows = np.memmap(
-        tmp_path / "x.gguf",
-        np.uint8,
-        "r",
-        entry.start,
-        (spec.vocabulary, entry.bytes // spec.vocabulary),
-    )
+    shape = (spec.vocabulary, entry.bytes // spec.vocabulary)
+    rows = np.memmap(tmp_path / "x.gguf", np.uint8, "r", entry.start, shape)
     assert len({hash(row.tobytes()) for row in rows}) == spec.vocabulary
 
 
@@ -100,6 +72,7 @@ def test_transformers_loads_the_folder_whole(spec: ModelSpec, tmp_path: Path) ->
     from transformers import AutoModelForCausalLM
 
     write_hf_folder(spec, tmp_path / "x", "fp32")
+    assert check_tensors(tmp_path / "x", spec) == "fp32"
     model, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "x", output_loading_info=True, dtype=torch.float32
     )
@@ -108,32 +81,3 @@ def test_transformers_loads_the_folder_whole(spec: ModelSpec, tmp_path: Path) ->
     assert not model.model.norm.weight.eq(1).all()
     with torch.inference_mode():
         assert torch.isfinite(model(torch.arange(3, 40)[None]).logits).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_are_those_asked_for(dtype: str, tmp_path: Path) -> None:
-    write_hf_folder(TINY_LLAMA3, tmp_path / "x", dtype)
-    assert check_tensors(tmp_path / "x", TINY_LLAMA3) == dtype
-
-
-def test_rope_factors_are_those_of_transformers() -> None:
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    spec = rung("8b").spec
-    assert spec.rope_scaling is not None
-    config = LlamaConfig(
-        **{key: value for key, value in synthesis.hf_config(spec, "bf16").items() if key != "dtype"}
-    )
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    plain = 1.0 / spec.rope_theta ** (np.arange(0, spec.head_dim, 2) / spec.head_dim)
-    np.testing.assert_allclose(
-        plain / synthesis.rope_factors(spec, spec.rope_scaling), scaled.numpy(), rtol=1e-5
-    )
-
-
-def test_unknown_family_and_dtype_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="gpt2.*llama"):
-        write_gguf(msgspec.structs.replace(TINY_LLAMA, family="gpt2"), tmp_path / "x.gguf")
-    with pytest.raises(UnsupportedModel, match="int3.*bf16"):
-        write_hf_folder(TINY_LLAMA, tmp_path / "x", "int3")

@@ -4,11 +4,12 @@ The texts are this project's own: licence, prose, code, and a list of common wor
 Text is cut by GPT-2's regular expression, llama.cpp's pre-tokenizer "gpt-2".
 """
 
+import hashlib
 import json
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from models.tokenizer import BYTES, DATA, SHIPPED, SPECIAL_TOKENS
+from models.tokenizer import BYTES, DATA, SHIPPED, SHIPPED_MARK, SPECIAL_TOKENS
 
 MERGES = 4096
 
@@ -40,3 +41,4 @@ def test_training_again_gives_the_shipped_tokenizer() -> None:
             merges.append([left, right])
     table["model"]["vocab"], table["model"]["merges"] = ids, merges
     assert table == json.loads(SHIPPED.read_text(encoding="utf-8"))
+    assert SHIPPED_MARK == hashlib.blake2b(SHIPPED.read_bytes(), digest_size=6).hexdigest()

@@ -54,14 +54,14 @@ def test_the_sentence_answers_in_thirty_words_and_names_model_rate_grade_and_gpu
     assert len(said.split()) <= 30
     assert said.startswith("2 cores of an AMD EPYC serve up to ")
     assert "confirmed" in said or "estimated" in said
-    assert "; Llama-3.1-8B needs a GPU: NVIDIA" in said and "$" in said
+    assert "; llama-3.1-8b needs a GPU: NVIDIA" in said and "$" in said
     assert "first token within 2 s, then 200 ms a token, for 90 %" in headline.basis(data)
     assert "tokens (prompt + answer, means)" in headline.basis(data)
 
 
 def test_a_row_a_model_smallest_first_and_a_cell_has_at_most_six_words() -> None:
     _, data, answers = shown()
-    titles = ["SmolLM2-135M", "SmolLM2-360M", "Llama-3.2-1B", "Llama-3.1-8B"]
+    titles = ["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.1-8b"]
     assert [one.title for one in answers] == titles
     for answer in answers:
         row = answer_row(answer)

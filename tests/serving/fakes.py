@@ -17,14 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from models.chat_template import CHATML, ChatTemplate
-from models.errors import BadChat
+from models.chat_template import CHATML, RendersChat
 from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.engine.ipc_messages import (
     Delta,
@@ -57,17 +55,17 @@ INFO = BackendInfo(
 )
 
 
-class ByteTokenizer:
+class ByteTokenizer(RendersChat):
     """Each byte is a token; 256 ends a text, 257 and 258 are the marks of a chat."""
 
     vocabulary = 259
     eos_ids = frozenset({256})
     special_ids = frozenset({256, 257, 258})
+    chat_tokens: dict[str, str] = {}
     _marks = {"<|im_start|>": 257, "<|im_end|>": 258}
 
     def __init__(self, bos_id: int | None = None, template: str | None = CHATML) -> None:
         self.bos_id, self.chat_template = bos_id, template
-        self._template = None if template is None else ChatTemplate(template)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         ids: list[int] = []
@@ -85,16 +83,6 @@ class ByteTokenizer:
     def token_text(self, token: int) -> str:
         marks = {number: mark for mark, number in self._marks.items()} | {256: "<|end|>"}
         return marks.get(token, chr(token))
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
-        if self._template is None:
-            raise BadChat("this model has no chat template; send the prompt to /v1/completions")
-        return self._template.render(messages, add_generation_prompt, variables)
 
 
 class FakeSupervisor:

@@ -45,7 +45,7 @@ def test_the_machine_that_is_there_is_chosen_while_it_suffices_and_costs_its_ene
     # 100 W for the share of the time that the work takes, at $0.15 a kWh
     assert made.choice.kwh == pytest.approx(0.1 * HOURS_A_MONTH * 0.4 / 0.6)
     assert made.choice.dollars == pytest.approx(made.choice.kwh * 0.15)
-    assert choice_sentence(made).startswith("Your machine (here) as it is serves Llama-3.2-1B")
+    assert choice_sentence(made).startswith("Your machine (here) as it is serves llama-3.2-1b")
 
 
 def test_the_cheapest_whose_low_end_holds_the_peak_is_chosen() -> None:

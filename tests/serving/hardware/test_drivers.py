@@ -32,7 +32,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(library: Path, wrong: str, code: str) -> Any:
     """What Python code prints, as JSON, beside such a driver."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_NVML": wrong}
-    environment["PYTHONPATH"] = isolated.python_path()
+    environment["PYTHONPATH"] = isolated.python_variables()["PYTHONPATH"]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
     )

@@ -18,8 +18,8 @@ from serving.hardware.gpus import find_gpus, run_probe
 @pytest.fixture
 def impostor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in front of a child's path, where a test puts a library as it likes."""
-    real = isolated.python_path()
-    monkeypatch.setattr(isolated, "python_path", lambda: f"{tmp_path}:{real}")
+    real = isolated.PACKAGE_ROOT
+    monkeypatch.setattr(isolated, "PACKAGE_ROOT", f"{tmp_path}:{real}")
     return tmp_path
 
 
