@@ -33,7 +33,7 @@ from onnx import ModelProto, TensorProto, helper
 from models.conversion import copy_texts, finish, open_source, quality_of
 from models.errors import BrokenWeights, UnsupportedModel
 from models.float_forward import BLOCK, Ids
-from models.formats import ONNX_FORMATS
+from models.formats import ONNX_FORMATS, weight_bytes
 from models.hf_config import FAMILIES, read_config
 from models.machine import int8_bits
 from models.manifest import Manifest, Progress, atomic_folder, converter, write_manifest
@@ -56,7 +56,7 @@ def make_onnx(
     spec: ModelSpec | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Convert a Hugging Face folder or a GGUF file; returns `out_folder`, replaced whole.
+    """Convert a Hugging Face folder; returns `out_folder`, replaced whole.
 
     `spec`: its shape, where it is known better than the source says. Raises UnsupportedModel,
     BrokenWeights.
@@ -67,7 +67,7 @@ def make_onnx(
         raise UnsupportedModel(
             f"unknown ONNX format {weight_format!r}; known: {', '.join(ONNX_FORMATS)}"
         )
-    if path.is_dir() and read_config(path).get("model_type") not in FAMILIES:
+    if read_config(path).get("model_type") not in FAMILIES:
         from models.export_with_optimum import export_onnx
 
         return export_onnx(path, target, weight_format, progress=progress)
@@ -76,7 +76,7 @@ def make_onnx(
     if weight_format == "int8" and not found.is_random:
         rows = Turned(found.spec, rows, found.ids(calibration_text()))
     with atomic_folder(target) as folder:
-        copy_texts(path, folder, found.spec)
+        copy_texts(path, folder)
         _write_graph(found.spec, rows, folder, weight_format, say)
         quality = quality_of(found, lambda ids: graph_logits(folder / GRAPH, ids, found.spec), say)
         finish(path, folder, weight_format, found.spec, quality)
@@ -161,7 +161,7 @@ class GraphWriter:
                     f"{spec.name} has {name} with rows of {shape[1]}, no multiple of {GROUP}, "
                     "which int4 needs; int8 has no such limit"
                 )
-        self.total_bytes = 2 * spec.weight_bytes(weight_format)
+        self.total_bytes = 2 * weight_bytes(spec, weight_format)
 
     # --- constants
 

@@ -14,8 +14,8 @@ import msgspec
 import typer
 
 from models import formatting
-from models.cache import cache_dir
 from models.machine import disk_free_bytes
+from models.manifest import cache_dir
 from serving.backends.backend_table import (
     BACKENDS,
     BackendProbe,

@@ -21,12 +21,12 @@ import msgspec
 import typer
 
 from models import formatting
-from models.cache import cache_dir, finished_formats
 from models.errors import ModelError
 from models.formats import FORMATS, known_formats, weight_bytes
 from models.gguf_reader import read_header
 from models.hf_config import read_spec
-from models.ladder import LADDER, Rung, real_weights, real_weights_of, rung
+from models.ladder import LADDER, Rung, rung
+from models.manifest import cache_dir
 from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_table import missing_backends, weights_of
@@ -70,21 +70,18 @@ def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
         return
     typer.echo(f"The ladder (cache: {root})")
     heads = ("rung", "parameters", *LISTED_FORMATS, "KV / 1k", "context", "real weights", "cached")
-    layout = "{:16}{:>16}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:44}{}"
+    layout = "{:16}{:>16}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
     typer.echo(layout.format(*heads))
     for row in rows:
         sizes = [size(row["weight_bytes"][name]) for name in LISTED_FORMATS]
         kv, context = size(row["kv_bytes_per_1000_tokens"]), f"{row['context']:,}"
-        real, cached = row["real_weights"], ",".join(row["cached"])
-        name = f"{real['name']} ({real['here']})" if real["here"] else real["name"]
-        told = (row["name"], f"{row['parameters']:,}", *sizes, kv, context, name, cached)
+        ends = (kv, context, row["real_weights"], ",".join(row["cached"]))
+        told = (row["name"], f"{row['parameters']:,}", *sizes, *ends)
         typer.echo(layout.format(*told))
 
 
 def _listed(one: Rung, root: Path) -> dict[str, Any]:
-    spec, real = one.spec, real_weights_of(one)
-    # Where the authors' name is the rung's own, the hub's id tells them apart.
-    name = real.name if real_weights(real.name) is not None else real.repository
+    spec, made = one.spec, root.glob(f"synthetic/{one.spec.name}/[!.]*")
     return {
         "name": spec.name,
         "aliases": list(one.aliases),
@@ -93,9 +90,8 @@ def _listed(one: Rung, root: Path) -> dict[str, Any]:
         "context": spec.context,
         "weight_bytes": {name: weight_bytes(spec, name) for name in LISTED_FORMATS},
         "kv_bytes_per_1000_tokens": 1000 * spec.kv_bytes_per_token(),
-        "cached": finished_formats(spec, root),
-        "real_weights": {"name": name, "here": real.place},
-        "source": one.source,
+        "cached": sorted(one.name for one in made if one.suffix != ".json"),
+        "real_weights": one.repository,
     }
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from models.formatting import size
 from models.hf_config import read_spec
 from models.machine import available_bytes
-from models.manifest import Progress, checked_manifest
+from models.manifest import Progress
 from models.spec import ModelSpec
 from serving.backends.backend_interface import (
     CAPABILITIES,
@@ -100,7 +100,6 @@ class TorchBackend:
         self._chunk = options.prefill_chunk or usual_chunk
         folder, context = Path(config.model_path), config.context_tokens
         spec = read_spec(folder, config.model_name)
-        checked_manifest(folder)
         checkpoint = Checkpoint(folder)
         weight_format = config.weight_format or checkpoint.weight_format
         known = ["fp32", "bf16", "fp16"] if is_gpu else ["fp32", "bf16"]
