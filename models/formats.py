@@ -14,6 +14,7 @@ only then has a synthetic file the memory and time of a real one.
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from typing import NamedTuple
 
@@ -60,24 +61,20 @@ _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
 @cache
-def gguf_bits() -> dict[str, float]:
-    """Every format that a GGUF file may be called by, tensor types and llama.cpp's file types ->
-    bits of a weight: of a mixture, those of the type that it is named after."""
-    from gguf import GGML_QUANT_SIZES, LlamaFileType
+def gguf_names() -> dict[str, float]:
+    """What a GGUF file may be called, by llama.cpp's file types and tensor types -> bits of a
+    weight, about: quantised ones have half a bit of scales beside those that the name says."""
+    from gguf import GGMLQuantizationType, LlamaFileType
 
-    types = {kind.name: 8 * size / count for kind, (count, size) in GGML_QUANT_SIZES.items()}
-    found = dict(types)
-    for one in LlamaFileType:
-        name = one.name.removeprefix("ALL_").removeprefix("MOSTLY_")
-        named = [kind for kind in types if name == kind or name.startswith(f"{kind}_")]
-        if named:
-            found[name] = types[max(named, key=len)]
-    return found
+    names = [one.name for one in (*GGMLQuantizationType, *LlamaFileType) if one.name != "GUESSED"]
+    plain = [name.removeprefix("ALL_").removeprefix("MOSTLY_") for name in names]
+    bits = {name: int(re.findall(r"\d+", name)[0]) for name in plain}
+    return {name: count + 0.5 * (count < 16) for name, count in bits.items()}
 
 
 def spelt(kind: str, weight_format: str) -> str:
     """The format as files of this kind spell it. Raises UnsupportedModel."""
-    for known in (FORMATS[kind], gguf_bits() if kind == "gguf" else ()):
+    for known in (FORMATS[kind], gguf_names() if kind == "gguf" else ()):
         for one in known:
             if one.lower() == weight_format.lower():
                 return one
@@ -111,18 +108,18 @@ def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
             f"{', '.join(GGUF_FORMATS)}; a file of any format that llama.cpp reads is served"
         )
     family = "LLAMA" if spec.family == "mistral" else spec.family.upper()
-    names, out = get_tensor_name_map(MODEL_ARCH[family], spec.layers), []
+    name_of = get_tensor_name_map(MODEL_ARCH[family], spec.layers).get_name
+    out = []
     for one in spec.tensors():
-        name = names.get_name(one.name, (".weight", ".bias"))
-        kind = _type(spec, weight_format, one)
+        name, kind = name_of(one.name, (".weight", ".bias")), tensor_type(spec, weight_format, one)
         out.append(GgufTensor(name, one.name, one.shape, kind))
     if spec.rope_scaling is not None:
         out.append(GgufTensor("rope_freqs.weight", None, (spec.head_dim // 2,), "F32"))
     return out
 
 
-def _type(spec: ModelSpec, weight_format: str, tensor: TensorShape) -> str:
-    """llama.cpp's choice for one tensor."""
+def tensor_type(spec: ModelSpec, weight_format: str, tensor: TensorShape) -> str:
+    """llama.cpp's choice for one tensor. `weight_format`: of GGUF_FORMATS."""
     if len(tensor.shape) == 1:
         return "F32"
     name, columns, kind = tensor.name, tensor.shape[1], weight_format.removesuffix("_M")
@@ -147,9 +144,9 @@ def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
     """Bytes of all weights: exact for the tensors of a GGUF file that is made here, else by the
     bits of most. Raises KeyError."""
     if weight_format in GGUF_FORMATS and spec.counted_parameters is None:
-        blocks = ((one, BLOCKS[_type(spec, weight_format, one)]) for one in spec.tensors())
+        blocks = ((one, BLOCKS[tensor_type(spec, weight_format, one)]) for one in spec.tensors())
         return sum(one.elements // block.weights * block.bytes for one, block in blocks)
-    bits = _BITS.get(weight_format) or gguf_bits().get(weight_format)
+    bits = _BITS.get(weight_format) or gguf_names().get(weight_format)
     if bits is None:
         raise KeyError(f"unknown weight format {weight_format!r}")
     return int(spec.parameters * bits / 8)

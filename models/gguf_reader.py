@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,8 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, LlamaFileType
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.formats import gguf_bits, gguf_tensors
 from models.spec import ModelSpec, whole_number
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 _KEPT_ARRAY = 64  # longer arrays are the tokenizer, and come back empty
 
 
@@ -43,23 +40,16 @@ class GgufHeader(msgspec.Struct, frozen=True):
 
     @property
     def weight_format(self) -> str:
-        """llama.cpp's name of the file's mixture ("Q4_K_M"), or the type that most bytes have."""
+        """llama.cpp's name of the file's mixture ("Q4_K_M"), or the type of the largest tensor."""
         with suppress(ValueError):
-            kind = LlamaFileType(self.metadata.get("general.file_type"))
-            name = str(kind.name).removeprefix("ALL_").removeprefix("MOSTLY_")
-            if name in gguf_bits():
-                return name
-        sizes: Counter[str] = Counter()
-        for tensor in self.tensors.values():
-            sizes[tensor.type] += tensor.bytes
-        return sizes.most_common(1)[0][0]
+            kind = str(LlamaFileType(self.metadata.get("general.file_type")).name)
+            return kind.removeprefix("ALL_").removeprefix("MOSTLY_")
+        largest = max(self.tensors.values(), key=lambda one: one.bytes)
+        return largest.type
 
     def spec(self, name: str) -> ModelSpec:
-        """The model's shape, as far as serving it with llama.cpp needs it (no RoPE scaling).
-
-        `counted_parameters` is set where only llama.cpp knows what the tensors mean. Raises
-        UnsupportedModel (no text comes out of it), BrokenWeights.
-        """
+        """The model's sizes, as far as serving it with llama.cpp needs them; what its tensors mean
+        only llama.cpp knows. Raises UnsupportedModel (no text comes out of it), BrokenWeights."""
         family = str(self.metadata.get("general.architecture"))
         keys = [key for key in self.metadata if key.startswith(f"{family}.")]
         own = {key.removeprefix(f"{family}."): self.metadata[key] for key in keys}
@@ -86,7 +76,7 @@ class GgufHeader(msgspec.Struct, frozen=True):
             raise BrokenWeights(f"{name} has no embedding matrix token_embd.weight")
         heads, hidden = count("attention.head_count"), count("embedding_length")
         key_dim = count("attention.key_length", hidden // heads)
-        spec = ModelSpec(
+        return ModelSpec(
             name=name,
             family=family,
             layers=count("block_count"),
@@ -99,17 +89,8 @@ class GgufHeader(msgspec.Struct, frozen=True):
             context=count("context_length"),
             tied="output.weight" not in self.tensors,
             rope_theta=float(own.get("rope.freq_base", 10_000.0)),
-            qkv_bias="blk.0.attn_q.bias" in self.tensors,
-            qk_norm="blk.0.attn_q_norm.weight" in self.tensors,
+            counted_parameters=sum(math.prod(one.shape) for one in self.tensors.values()),
         )
-        if family in FAMILIES:
-            known = {tensor.name: tensor.shape for tensor in gguf_tensors(spec, "F32")}
-            found = {name: one.shape[::-1] for name, one in self.tensors.items()}
-            found.pop("rope_freqs.weight", None)
-            if known == found:
-                return spec
-        counted = sum(math.prod(one.shape) for one in self.tensors.values())
-        return msgspec.structs.replace(spec, counted_parameters=counted)
 
 
 def read_header(path: Path) -> GgufHeader:

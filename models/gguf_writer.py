@@ -33,7 +33,9 @@ def write_file(
     logging.getLogger("gguf").setLevel(logging.WARNING)
     tensors = gguf_tensors(spec, weight_format)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[spec.family])
-    _add_shape(writer, spec, weight_format)
+    file_type = "ALL_F32" if weight_format == "F32" else f"MOSTLY_{weight_format}"
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    _add_shape(writer, spec)
     _add_vocabulary(writer, spec.vocabulary)
     for tensor in tensors:
         kind, floats = gguf.GGMLQuantizationType[tensor.type], np.dtype(np.float32)
@@ -57,7 +59,7 @@ def write_file(
         out.write(bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
-def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec, weight_format: str) -> None:
+def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_name(spec.name)
     writer.add_context_length(spec.context)
     writer.add_embedding_length(spec.hidden)
@@ -71,10 +73,6 @@ def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec, weight_format: str) -> 
     writer.add_rope_freq_base(spec.rope_theta)
     writer.add_rope_dimension_count(spec.head_dim)
     writer.add_vocab_size(spec.vocabulary)
-    names = {
-        one.name.removeprefix("ALL_").removeprefix("MOSTLY_"): one for one in gguf.LlamaFileType
-    }
-    writer.add_file_type(names[weight_format])
     writer.add_quantization_version(2)
 
 

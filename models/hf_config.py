@@ -70,7 +70,11 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     # transformers' defaults of a missing key, where they differ by family.
     usual = {"mistral": {"sliding_window": 4096}, "qwen3": {"head_dim": 128}}
     config = {**usual.get(family, {}), **config}
-    _refuse_unknown_parts(config, name)
+    known = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    known |= {"quantization_config": None, "partial_rotary_factor": 1.0}
+    for key, value in known.items():
+        if config.get(key) not in (None, value):
+            raise UnsupportedModel(f"{name} has {key} {config[key]!r}, which is not known here")
 
     def count(key: str, default: int | None = None) -> int:
         found = config.get(key)
@@ -83,7 +87,10 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
         raise UnsupportedModel(
             f"{name} has num_attention_heads {heads}, no multiple of num_key_value_heads {kv_heads}"
         )
-    theta, scaling = _rope(config, name)
+    context, theta, scaling = count("max_position_embeddings"), *_rope(config, name)
+    is_windowed = family == "mistral" or config.get("use_sliding_window")
+    if is_windowed or "sliding_attention" in (config.get("layer_types") or ()):
+        context = min(context, count("sliding_window", context))  # up to there it is not felt
     return ModelSpec(
         name=name,
         family=family,
@@ -94,7 +101,7 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
         head_dim=count("head_dim", hidden // heads),
         intermediate=count("intermediate_size"),
         vocabulary=count("vocab_size"),
-        context=count("max_position_embeddings"),
+        context=context,
         tied=bool(config.get("tie_word_embeddings")),
         rope_theta=theta,
         norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
@@ -104,33 +111,14 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     )
 
 
-def _refuse_unknown_parts(config: dict[str, Any], name: str) -> None:
-    """Raises UnsupportedModel for what the forward pass would compute wrongly."""
-    known = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    known |= {"quantization_config": None, "partial_rotary_factor": 1.0}
-    for key, value in known.items():
-        if config.get(key) not in (None, value):
-            raise UnsupportedModel(f"{name} has {key} {config[key]!r}, which is not known here")
-    window, context = config.get("sliding_window"), config.get("max_position_embeddings", 0)
-    is_short = window is not None and window < context
-    is_windowed = config["model_type"] == "mistral" or config.get("use_sliding_window")
-    is_windowed = is_windowed or "sliding_attention" in (config.get("layer_types") or ())
-    if is_windowed and is_short:
-        raise UnsupportedModel(
-            f"{name} attends through a sliding window (sliding_window {window}, "
-            f"max_position_embeddings {context}), which is not known; with "
-            f"max_position_embeddings {window} it is served up to that length"
-        )
-
-
 def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
     """The base, and Llama 3's scaling. Raises UnsupportedModel."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta, kind = rope.get("rope_theta", config.get("rope_theta")), rope.get("rope_type")
     kind = kind or rope.get("type") or "default"
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise UnsupportedModel(f"{name} has rope_parameters for each kind of layer")
-    if (rope.get("partial_rotary_factor") or 1.0) != 1.0 or kind not in ("default", "llama3"):
+    is_one = not any(isinstance(value, dict) for value in rope.values())  # for all layers
+    is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1.0
+    if kind not in ("default", "llama3") or not is_one or not is_whole:
         raise UnsupportedModel(f"{name} has RoPE of kind {rope}; known: default and llama3")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     try:

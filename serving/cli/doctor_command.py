@@ -14,7 +14,6 @@ import msgspec
 import typer
 
 from models import formatting
-from models.machine import disk_free_bytes
 from models.manifest import cache_dir
 from serving.backends.backend_table import (
     BACKENDS,
@@ -73,7 +72,8 @@ def examine() -> Diagnosis:
         names = [name for name, spec in BACKENDS.items() if spec.probe is not None]
         backends = tuple(pool.map(ask, names))
     folder = cache_dir()
-    free_bytes = disk_free_bytes(folder)
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    free_bytes = shutil.disk_usage(there).free
     works = any(one.probe.works for one in backends)
     warnings = dict(warnings_of(facts, works, free_bytes))
     return Diagnosis(facts, backends, str(folder), free_bytes, warnings)

@@ -5,9 +5,10 @@ engines serve it.
 
 Reference: the float32 forward pass over the model's weights (of SmolLM2's GGUF file: the floats
 that it stands for). Every format is made from them (GGUF formats: by llama.cpp's quantiser), loaded
-by its backend, and given the same 2,000 tokens of the shipped prose, one token a step and all sequences in
-one batch. The log-probabilities that the engine reports are held against the reference at every
-position: rounding of activations, of the KV cache and by batch mates counts, as it does in service.
+by its backend, and given the same 2,000 tokens of the shipped prose, one token a step and all
+sequences in one batch. The log-probabilities that the engine reports are held against the reference
+at every position: rounding of activations, of the KV cache and by batch mates counts, as it does in
+service.
 """
 
 from __future__ import annotations

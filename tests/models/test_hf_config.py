@@ -61,13 +61,7 @@ def test_a_config_names_no_code_for_transformers_to_fetch(key: str) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
         ({"num_hidden_layers": 20_000_000}, "1 to 10000"),
         ({"vocab_size": "many"}, "vocab_size 'many'"),
-        ({"model_type": "mistral", "sliding_window": 512}, "sliding_window 512"),
-        # a mistral config that is silent means a window of 4096
-        ({"model_type": "mistral", "max_position_embeddings": 32768}, "4096"),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512},
-            "sliding_window 512",
-        ),
+        ({"model_type": "mistral", "sliding_window": "all"}, "sliding_window 'all'"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_key_and_value(
@@ -77,14 +71,16 @@ def test_what_would_be_computed_wrongly_is_refused_by_key_and_value(
         spec_of(config_of(TINY["tiny-llama"], 4) | change, "m")
 
 
-def test_sliding_windows_that_never_matter_are_let_through() -> None:
+def test_a_model_is_served_up_to_the_length_of_its_sliding_window() -> None:
     config = config_of(TINY["tiny-llama"], 4)
-    for change in (
-        {"model_type": "mistral", "sliding_window": None},
-        {"model_type": "mistral", "sliding_window": 4096},
-        {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 512},
+    for family, change, context in (
+        ("mistral", {"sliding_window": None}, 2048),
+        ("mistral", {"sliding_window": 512}, 512),
+        ("mistral", {"max_position_embeddings": 32768}, 4096),  # that of a config that is silent
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 512}, 2048),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 512}, 512),
     ):
-        assert spec_of(config | change, "m").context == 2048
+        assert spec_of(config | {"model_type": family} | change, "m").context == context
 
 
 def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_files_and_folders_are_taken_where_they_lie(tmp_path: Path) -> None:
     found = resolve(str(file), kind="gguf")
     assert (found.name, found.path, found.weight_format) == ("own", str(file), "Q8_0")
     assert found.tokenizer_path == str(file)
-    assert msgspec.structs.replace(found.spec, name=TINY_LLAMA.name) == TINY_LLAMA
+    assert (found.spec.parameters, found.spec.layers) == (TINY_LLAMA.parameters, 2)
     assert is_gguf(str(file)) and not is_gguf("org/name")
     with pytest.raises(UnsupportedModel, match="own.gguf is a GGUF file, which llama_cpp serves"):
         resolve(str(file), kind="onnx")
