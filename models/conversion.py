@@ -90,7 +90,7 @@ def finish(
     source: Path, folder: Path, weight_format: str, spec: ModelSpec, quality: float | None = None
 ) -> None:
     """Write the manifest of a converted folder, last."""
-    before = read_manifest(source)
-    name, seed = (source.name, None) if before is None else (before.source, before.seed)
-    made_by = converter(weight_format)
-    write_manifest(folder, Manifest("onnx", spec, weight_format, name, made_by, seed, quality))
+    before, made_by = read_manifest(source), converter(weight_format)
+    seed = None if before is None else before.seed
+    manifest = Manifest("onnx", spec, weight_format, source.name, made_by, seed, quality)
+    write_manifest(folder, manifest)

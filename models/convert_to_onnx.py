@@ -33,7 +33,7 @@ from onnx import ModelProto, TensorProto, helper
 from models.conversion import copy_texts, finish, open_source, quality_of
 from models.errors import BrokenWeights, UnsupportedModel
 from models.float_forward import BLOCK, Ids
-from models.formats import ONNX_FORMATS, weight_bytes
+from models.formats import ONNX_FORMATS
 from models.hf_config import FAMILIES, read_config
 from models.machine import int8_bits
 from models.manifest import Manifest, Progress, atomic_folder, converter, write_manifest
@@ -161,7 +161,7 @@ class GraphWriter:
                     f"{spec.name} has {name} with rows of {shape[1]}, no multiple of {GROUP}, "
                     "which int4 needs; int8 has no such limit"
                 )
-        self.total_bytes = 2 * weight_bytes(spec, weight_format)
+        self.total_bytes = 4 * spec.parameters
 
     # --- constants
 

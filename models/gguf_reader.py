@@ -8,15 +8,13 @@ Every tensor must lie within the file, else BrokenWeights.
 
 from __future__ import annotations
 
-import math
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
-from gguf import GGUFReader, GGUFValueType, LlamaFileType
+from gguf import GGUFReader, GGUFValueType, LlamaFileType, ReaderTensor
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.spec import ModelSpec, whole_number
@@ -24,19 +22,11 @@ from models.spec import ModelSpec, whole_number
 _KEPT_ARRAY = 64  # longer arrays are the tokenizer, and come back empty
 
 
-class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor: shape (row length first), ggml type, size."""
-
-    shape: tuple[int, ...]
-    type: str
-    bytes: int
-
-
-class GgufHeader(msgspec.Struct, frozen=True):
+class GgufHeader(NamedTuple):
     """Metadata (long arrays left out) and tensors of a GGUF file that holds them all."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, ReaderTensor]
 
     @property
     def weight_format(self) -> str:
@@ -44,8 +34,8 @@ class GgufHeader(msgspec.Struct, frozen=True):
         with suppress(ValueError):
             kind = str(LlamaFileType(self.metadata.get("general.file_type")).name)
             return kind.removeprefix("ALL_").removeprefix("MOSTLY_")
-        largest = max(self.tensors.values(), key=lambda one: one.bytes)
-        return largest.type
+        largest = max(self.tensors.values(), key=lambda one: int(one.n_bytes))
+        return str(largest.tensor_type.name)
 
     def spec(self, name: str) -> ModelSpec:
         """The model's sizes, as far as serving it with llama.cpp needs them; what its tensors mean
@@ -85,11 +75,11 @@ class GgufHeader(msgspec.Struct, frozen=True):
             kv_heads=count("attention.head_count_kv", heads),
             head_dim=(key_dim + count("attention.value_length", key_dim) + 1) // 2,
             intermediate=count("feed_forward_length", 4 * hidden),
-            vocabulary=embedding.shape[1],
+            vocabulary=int(embedding.shape[1]),
             context=count("context_length"),
             tied="output.weight" not in self.tensors,
             rope_theta=float(own.get("rope.freq_base", 10_000.0)),
-            counted_parameters=sum(math.prod(one.shape) for one in self.tensors.values()),
+            counted_parameters=sum(int(one.n_elements) for one in self.tensors.values()),
         )
 
 
@@ -103,11 +93,7 @@ def read_header(path: Path) -> GgufHeader:
         raise BrokenWeights(
             f"{str(path)!r} is no GGUF file, damaged or cut off: {problem}"
         ) from problem
-    tensors = {
-        one.name: TensorEntry(tuple(one.shape.tolist()), one.tensor_type.name, int(one.n_bytes))
-        for one in found.tensors
-    }
-    return GgufHeader(metadata, tensors)
+    return GgufHeader(metadata, {one.name: one for one in found.tensors})
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # shipped without types

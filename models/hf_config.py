@@ -15,14 +15,9 @@ import msgspec
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.spec import ModelSpec, RopeScaling, whole_number
 
-# model_type -> class. The families that are computed here.
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-FAMILIES = tuple(ARCHITECTURES)
+# The families (model_type) that are computed here, and their classes in transformers.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = {one: f"{one.capitalize()}ForCausalLM" for one in FAMILIES}
 # What a folder holds beside its weights.
 TEXTS = "config.json generation_config.json tokenizer.json tokenizer_config.json".split()
 TEXTS += ["chat_template.jinja"]

@@ -14,13 +14,12 @@ from __future__ import annotations
 import csv
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from models.errors import UnknownModel
 from models.spec import ModelSpec, RopeScaling
-
-_SIZES = "layers hidden heads kv_heads head_dim intermediate vocabulary context".split()
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -32,22 +31,14 @@ class Rung(msgspec.Struct, frozen=True):
     repository: str  # on the hub, with the config.json that has the shape
 
 
-def _rung(row: dict[str, str]) -> Rung:
-    scaling = None
-    if row["rope_factor"]:  # the rest is alike in all of Llama 3
-        scaling = RopeScaling(float(row["rope_factor"]), 1.0, 4.0, 8192)
-    spec = ModelSpec(
-        name=row["name"],
-        family=row["family"],
-        **{key: int(row[key]) for key in _SIZES},
-        tied=row["tied"] == "1",
-        rope_theta=float(row["rope_theta"]),
-        norm_epsilon=float(row["norm_epsilon"]),
-        qkv_bias=row["family"] == "qwen2",
-        qk_norm=row["family"] == "qwen3",
-        rope_scaling=scaling,
-    )
-    return Rung(spec, tuple(row["aliases"].split()), int(row["parameters"]), row["repository"])
+def _rung(row: dict[str, Any]) -> Rung:
+    aliases, parameters = row.pop("aliases").split(), int(row.pop("parameters"))
+    repository, factor = row.pop("repository"), row.pop("rope_factor")
+    row |= {"qkv_bias": row["family"] == "qwen2", "qk_norm": row["family"] == "qwen3"}
+    if factor:  # the rest is alike in all of Llama 3
+        row["rope_scaling"] = RopeScaling(float(factor), 1.0, 4.0, 8192)
+    spec = msgspec.convert(row, ModelSpec, strict=False)
+    return Rung(spec, tuple(aliases), parameters, repository)
 
 
 _TABLE = (Path(__file__).parent / "data" / "ladder.csv").read_text(encoding="utf-8")

@@ -112,12 +112,9 @@ def _remove(path: Path) -> None:
 
 
 def cache_dir(override: str | Path | None = None) -> Path:
-    """`override`, else $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or ~/.cache/crossover."""
-    own = override or os.environ.get("CROSSOVER_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (home if home.is_absolute() else Path.home() / ".cache") / "crossover"
+    """`override`, else $CROSSOVER_CACHE, else ~/.cache/crossover."""
+    own = override or os.environ.get("CROSSOVER_CACHE") or "~/.cache/crossover"
+    return Path(own).expanduser().absolute()
 
 
 @contextlib.contextmanager

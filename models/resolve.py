@@ -32,14 +32,7 @@ from models.gguf_reader import read_header
 from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
 from models.isolated import run_aside
 from models.ladder import LADDER, PACKAGED, is_rung, packaged_file, rung
-from models.manifest import (
-    Progress,
-    atomic_folder,
-    cache_dir,
-    converter,
-    making,
-    read_manifest,
-)
+from models.manifest import Progress, atomic_folder, cache_dir, converter, making, read_manifest
 from models.random_weights import GENERATOR
 from models.safetensors_reader import check_tensors
 from models.spec import ModelSpec
@@ -104,21 +97,15 @@ def is_gguf(name: str) -> bool:
     return name.endswith(".gguf") or packaged_file(name) is not None
 
 
-def random_path(spec: ModelSpec, kind: str, weight_format: str, cache: Path) -> Path:
-    """Where a rung's weights lie in the cache, once they are made. `kind`: a key of RANDOM."""
-    middle, suffix = "-onnx-" if kind == "onnx" else "-", ".gguf" if kind == "gguf" else ""
-    return cache / "synthetic" / spec.name / f"{spec.name}{middle}{weight_format}{suffix}"
-
-
 def _random(
     spec: ModelSpec, kind: str, weight_format: str, cache: Path, progress: Progress | None
 ) -> ResolvedModel:
     """A rung, made on demand."""
-    path = tokenizer = random_path(spec, kind, weight_format, cache)
+    middle, suffix = "-onnx-" if kind == "onnx" else "-", ".gguf" if kind == "gguf" else ""
+    path = cache / "synthetic" / spec.name / f"{spec.name}{middle}{weight_format}{suffix}"
     made_by = f"{converter(weight_format)}, {GENERATOR}" if kind == "onnx" else GENERATOR
     _make(path, (spec, made_by), RANDOM[kind], progress, spec, path, weight_format)
-    if kind == "gguf":
-        tokenizer = _tokenizer(spec, cache)
+    tokenizer = _tokenizer(spec, cache) if kind == "gguf" else path
     return ResolvedModel(spec.name, spec, str(path), weight_format, str(tokenizer), True)
 
 

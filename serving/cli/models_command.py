@@ -106,7 +106,7 @@ def make(
     ),
     cache: Path | None = CACHE,
 ) -> None:
-    """Make weights in the cache; damaged ones are made again."""
+    """Make weights in the cache, where they are not there."""
     kind, _ = weights_of(backend)
     if weight_format in FORMATS:
         kind, weight_format = weight_format, None

@@ -27,7 +27,7 @@ from models.formatting import count, duration, requests, significant
 from models.isolated import run_python
 from models.ladder import rung
 from models.manifest import Progress, cache_dir, write_atomically
-from models.resolve import random_path, resolve
+from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.backend_table import BACKENDS, backend_class, missing_backends, weights_of
@@ -238,9 +238,7 @@ def _measured(
 ) -> EngineCandidate:
     """The candidate with its times; one that fails to be measured cannot be chosen."""
     spec, asked = question.request.model, question
-    kind, weight_format = weights_of(one.backend, one.weight_format)
-    path = random_path(spec, kind, weight_format, cache_dir(asked.cache))
-    if not path.exists() and spec.parameters > MOST_MEASURED_PARAMETERS:
+    if spec.parameters > MOST_MEASURED_PARAMETERS:
         request = msgspec.structs.replace(asked.request, model=rung(PROXY).spec)
         asked = msgspec.structs.replace(asked, source=PROXY, request=request)
     try:

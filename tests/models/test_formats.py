@@ -39,10 +39,10 @@ def test_types_are_those_that_llama_cpp_would_choose(spec: ModelSpec, tmp_path: 
     for weight_format in ("Q4_K_M",) if spec.layers == 80 else ("F16", "Q8_0", "Q4_0", "Q4_K_M"):
         quantise(tmp_path / "float.gguf", tmp_path / "quantised.gguf", weight_format)
         found = read_header(tmp_path / "quantised.gguf").tensors
-        assert {name: entry.type for name, entry in found.items()} == {
+        assert {name: entry.tensor_type.name for name, entry in found.items()} == {
             t.name: t.type for t in gguf_tensors(spec, weight_format)
         }
-        assert sum(entry.bytes for entry in found.values()) == weight_bytes(spec, weight_format)
+        assert sum(entry.n_bytes for entry in found.values()) == weight_bytes(spec, weight_format)
 
 
 def test_sizes_are_those_of_published_files() -> None:

@@ -30,7 +30,7 @@ def _header(content: bytes, file: Path) -> GgufHeader:
 
 def test_a_file_cut_anywhere_is_refused(gguf_bytes: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
-    data = sum(entry.bytes for entry in _header(gguf_bytes, file).tensors.values())
+    data = sum(entry.n_bytes for entry in _header(gguf_bytes, file).tensors.values())
     header_ends = len(gguf_bytes) - data
     for size in [*range(64), *range(64, header_ends, 997), header_ends, len(gguf_bytes) - 40]:
         with pytest.raises(BrokenWeights, match=r"x\.gguf"):
