@@ -56,13 +56,13 @@ def make_onnx(
     spec: ModelSpec | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Convert a Hugging Face folder or a GGUF file to the folder `target`, replaced whole.
+    """Convert a Hugging Face folder to the folder `target`, replaced whole.
 
     `spec`: its shape, where it is known better than the source says. Raises UnsupportedModel,
     BrokenWeights.
     """
     say = progress or (lambda what, fraction: None)
-    if source.is_dir() and read_config(source).get("model_type") not in FAMILIES:
+    if read_config(source).get("model_type") not in FAMILIES:
         from models.export_with_optimum import export_onnx
 
         return export_onnx(source, target, weight_format, progress=progress)
@@ -71,7 +71,7 @@ def make_onnx(
     if weight_format == "int8" and not found.is_random:
         rows = Turned(found.spec, rows, found.ids(calibration_text()))
     with atomic_folder(target) as folder:
-        copy_texts(source, folder, found.spec)
+        copy_texts(source, folder)
         _write_graph(found.spec, rows, folder, weight_format, say)
         quality = quality_of(found, lambda ids: graph_logits(folder / GRAPH, ids, found.spec), say)
         finish(source, folder, weight_format, found.spec, quality)

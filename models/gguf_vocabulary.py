@@ -49,39 +49,27 @@ class GgufTokenizer(RendersChat):
         self.chat_template = template.decode(errors="replace") if template else None
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        if len(text) <= _PLAIN_CHARACTERS:
-            return self._encode(text, parse_special)
-        with ThreadPoolExecutor(1) as deep:
-            with _STACK_SIZE:
-                usual = threading.stack_size(_CHARACTER_STACK * len(text))
-                try:
-                    ids = deep.submit(self._encode, text, parse_special)
-                finally:
-                    threading.stack_size(usual)
-            return ids.result()
-
-    def _encode(self, text: str, parse_special: bool) -> list[int]:
         data = text.encode(errors="replace")
-        room = len(data) + 16
-        while True:
-            ids = (ctypes.c_int32 * room)()
-            count = self._llama.llama_tokenize(
-                self._vocab, data, len(data), ids, room, False, parse_special
-            )
-            if count >= 0:
-                return list(ids[:count])
-            room = -count
+        room = len(data) + 16  # tokens are bytes at least
+        ids = (ctypes.c_int32 * room)()
+        arguments = (self._vocab, data, len(data), ids, room, False, parse_special)
+        if len(text) <= _PLAIN_CHARACTERS:
+            return list(ids[: self._llama.llama_tokenize(*arguments)])
+        with ThreadPoolExecutor(1) as deep, _STACK_SIZE:
+            usual = threading.stack_size(_CHARACTER_STACK * len(text))
+            try:
+                counted = deep.submit(self._llama.llama_tokenize, *arguments)
+            finally:
+                threading.stack_size(usual)
+            return list(ids[: counted.result()])
 
     def token_bytes(self) -> list[bytes]:
         """Control tokens have none."""
-        table, buffer = [], ctypes.create_string_buffer(256)
-        piece = self._llama.llama_token_to_piece
+        table, longest = [], 1 << 16
+        buffer = ctypes.create_string_buffer(longest)
         for index in range(self.vocabulary):
-            size = piece(self._vocab, index, buffer, len(buffer), 0, False)
-            if size < 0:
-                buffer = ctypes.create_string_buffer(-size)
-                size = piece(self._vocab, index, buffer, len(buffer), 0, False)
-            table.append(buffer.raw[:size])
+            size = self._llama.llama_token_to_piece(self._vocab, index, buffer, longest, 0, False)
+            table.append(ctypes.string_at(buffer, max(0, size)))
         return table
 
     def token_text(self, token: int) -> str:

@@ -13,19 +13,13 @@ import gguf
 import numpy as np
 
 from models.chat_template import CHATML
-from models.formats import GGUF_FORMATS, GgufTensor, gguf_tensors
+from models.formats import GgufTensor, gguf_tensors
 from models.manifest import Progress
 from models.spec import ModelSpec
 from models.tokenizer import SPECIAL_TOKENS, shipped
 
-ALIGNMENT = 32
 # transformers' model_type -> architecture name in GGUF, which knows Mistral as llama.
-ARCHITECTURES: dict[str, str] = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-}
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
 def write_file(
@@ -36,43 +30,36 @@ def write_file(
     progress: Progress | None = None,
 ) -> None:
     """Write a GGUF file with the shipped tokenizer. `data` gives a tensor's bytes in chunks."""
+    logging.getLogger("gguf").setLevel(logging.WARNING)
     tensors = gguf_tensors(spec, weight_format)
-    header = _header(spec, weight_format, tensors, path)
-    done, total = len(header), len(header) + sum(_padded(tensor.bytes) for tensor in tensors)
-    with path.open("wb") as out:
-        out.write(header)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[spec.family])
+    file_type = "ALL_F32" if weight_format == "F32" else f"MOSTLY_{weight_format}"
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    _add_shape(writer, spec)
+    _add_vocabulary(writer, spec.vocabulary)
+    for tensor in tensors:
+        kind, floats = gguf.GGMLQuantizationType[tensor.type], np.dtype(np.float32)
+        writer.add_tensor_info(tensor.name, tensor.shape, floats, tensor.bytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    done, total = 0, sum(tensor.bytes for tensor in tensors)
+    with path.open("ab") as out:
         for tensor in tensors:
+            out.write(bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
             written = sum(map(out.write, data(tensor)))
             if written != tensor.bytes:
                 raise ValueError(
                     f"tensor {tensor.name} came with {written} bytes, not {tensor.bytes}"
                 )
-            out.write(bytes(_padded(written) - written))
-            done += _padded(written)
+            done += written
             if progress:
                 progress(f"writing {spec.name}-{weight_format}.gguf", done / total)
+        out.write(bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
-def _header(spec: ModelSpec, weight_format: str, tensors: list[GgufTensor], scratch: Path) -> bytes:
-    """All before the tensors' data: metadata, tokenizer, tensor table, padding."""
-    logging.getLogger("gguf").setLevel(logging.WARNING)
-    writer = gguf.GGUFWriter(scratch, ARCHITECTURES[spec.family])
-    _add_shape(writer, spec, weight_format)
-    _add_vocabulary(writer, spec.vocabulary)
-    for tensor in tensors:
-        kind = gguf.GGMLQuantizationType[tensor.type]
-        writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    head = scratch.read_bytes()
-    return head + bytes(_padded(len(head)) - len(head))
-
-
-def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec, weight_format: str) -> None:
+def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_name(spec.name)
     writer.add_context_length(spec.context)
     writer.add_embedding_length(spec.hidden)
@@ -86,7 +73,6 @@ def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec, weight_format: str) -> 
     writer.add_rope_freq_base(spec.rope_theta)
     writer.add_rope_dimension_count(spec.head_dim)
     writer.add_vocab_size(spec.vocabulary)
-    writer.add_file_type(GGUF_FORMATS[weight_format][1])
     writer.add_quantization_version(2)
 
 
@@ -107,7 +93,3 @@ def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_pad_token_id(0)
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHATML)
-
-
-def _padded(size: int) -> int:
-    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

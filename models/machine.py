@@ -1,7 +1,7 @@
 """What the kernel says of this machine: its CPU, its memory, the limits of control groups.
 
-Control groups (containers) of versions 1 and 2: each function takes the tightest limit on the way
-from this process's group to the root. `root` is where /proc and /sys are mounted. Nothing heavy is
+Control groups (containers) of version 2: each function takes the tightest limit on the way from
+this process's group to the root. `root` is where /proc and /sys are mounted. Nothing heavy is
 imported.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import platform
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-_UNLIMITED = 1 << 60  # version 1 writes "no limit" as a huge number
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
@@ -45,24 +43,14 @@ def _cpuinfo(root: Path, keys: str) -> str | None:
 
 def cgroup_cores(root: Path = ROOT) -> float | None:
     """CPU quota in cores; None: no quota."""
-    groups = cgroup_folders(root)
-    quotas = [read_text(folder / "cpu.max").split() for folder in groups.get("", [])]
-    quotas += [
-        [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-        for folder in groups.get("cpu", [])
-    ]
-    limits = [
-        int(quota[0]) / int(quota[1])
-        for quota in quotas
-        if len(quota) == 2 and all(part.isdigit() for part in quota) and int(quota[1])
-    ]
+    quotas = [read_text(folder / "cpu.max").split() for folder in cgroup_folders(root)]
+    limits = [int(two[0]) / int(two[1]) for two in quotas if two and two[0] != "max"]
     return min(limits, default=None)
 
 
 def available_bytes(root: Path = ROOT) -> int:
     """RAM that can be taken without swapping or being killed: the machine's, the container's."""
-    memory = sizes(read_text(root / "proc/meminfo"))
-    available = memory.get("MemAvailable", memory.get("MemFree", 0))
+    available = sizes(read_text(root / "proc/meminfo")).get("MemAvailable", 0)
     left = cgroup_memory_left(root)
     return available if left is None else min(available, left)
 
@@ -78,49 +66,28 @@ def cgroup_memory_left(root: Path = ROOT) -> int | None:
     return min((left for _, left in _memory_limits(root)), default=None)
 
 
-def disk_free_bytes(path: Path) -> int:
-    """Free bytes of the file system that holds `path`, which need not exist yet."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
-
-
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Bytes of each limit, and how many of them are left."""
-    groups = cgroup_folders(root)
-    for controller, limit_name, use_name in (
-        ("", "memory.max", "memory.current"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        for folder in groups.get(controller, []):
-            limit = read_text(folder / limit_name).strip()
-            if limit.isdigit() and int(limit) < _UNLIMITED:
-                used = int(read_text(folder / use_name).strip() or 0)
-                cache = sizes(read_text(folder / "memory.stat"), unit=1)
-                reclaimable = cache.get("inactive_file", 0) + cache.get("active_file", 0)
-                yield int(limit), max(0, int(limit) - max(0, used - reclaimable))
+    for folder in cgroup_folders(root):
+        limit = read_text(folder / "memory.max").strip()
+        if limit.isdigit():
+            stat = sizes(read_text(folder / "memory.stat"), unit=1)
+            cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+            used = int(read_text(folder / "memory.current") or 0) - cache
+            yield int(limit), max(0, int(limit) - max(0, used))
 
 
-def cgroup_folders(root: Path, pid: int | str = "self") -> dict[str, list[Path]]:
-    """Controller ("" for version 2) -> a process's folder and those above, innermost first."""
-    found: dict[str, list[Path]] = {}
-    for line in read_text(root / f"proc/{pid}/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        parts = [part for part in path.split("/") if part and part != ".."]
-        for controller in controllers.split(","):
-            base = root / "sys/fs/cgroup" / controller
-            depths = range(len(parts), -1, -1)
-            found[controller] = [base.joinpath(*parts[:depth]) for depth in depths]
-    return found
+def cgroup_folders(root: Path = ROOT, pid: int | str = "self") -> list[Path]:
+    """The control group of a process and those above, innermost first."""
+    found = re.search("^0::/(.*)$", read_text(root / f"proc/{pid}/cgroup"), re.MULTILINE)
+    inner = Path(found[1] if found else ".")
+    return [root / "sys/fs/cgroup" / folder for folder in (inner, *inner.parents)]
 
 
 def sizes(text: str, unit: int = 1024) -> dict[str, int]:
     """Lines such as `MemTotal:  16 kB` or `inactive_file 4096` -> bytes."""
-    return {
-        name: int(size) * unit
-        for name, size in re.findall(r"^(\S+?):?[ \t]+(\d+)", text, re.MULTILINE)
-    }
+    found = re.findall(r"^(\S+?):?[ \t]+(\d+)", text, re.MULTILINE)
+    return {name: int(size) * unit for name, size in found}
 
 
 def read_text(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""The manifest beside weights (sizes, shape, seed), and atomic writing of both.
+"""The manifest beside weights that were made here, atomic writing of both, and the cache's place.
 
 `x.gguf` has `x.gguf.crossover.json`, a folder has `crossover.json` inside. The manifest is written
-last: weights without one are unfinished. Sizes are compared at every read.
+last: weights without one are unfinished, or somebody else's.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ Progress = Callable[[str, float | None], None]  # what is under way, its fractio
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """How weights came to be. `sizes`: name in the folder -> bytes, found when it is written."""
+    """How weights came to be."""
 
     kind: str  # gguf, hf, onnx
     spec: ModelSpec
     weight_format: str
-    source: str  # "synthetic", or the path or hub id they were converted from
+    source: str  # "synthetic", or the name of the folder they were converted from
     generator: str  # "synthesis 1", or `converter`
     seed: int | None = None
     quality_kl_nats: float | None = None  # KL divergence to the float model, on text
-    sizes: dict[str, int] = {}
-    version: int = 1
 
 
 def converter(weight_format: str) -> str:
@@ -68,55 +66,8 @@ def read_manifest(weights: Path) -> Manifest | None:
 
 
 def write_manifest(weights: Path, manifest: Manifest) -> None:
-    """Write the manifest of finished weights with their sizes, atomically."""
-    files = sorted(weights.iterdir()) if weights.is_dir() else [weights]
-    sizes = {file.name: file.stat().st_size for file in files if file != manifest_path(weights)}
-    whole = msgspec.structs.replace(manifest, sizes=sizes)
-    write_atomically(
-        manifest_path(weights), msgspec.json.format(msgspec.json.encode(whole)) + b"\n"
-    )
-
-
-def checked_manifest(weights: Path) -> Manifest | None:
-    """The manifest, compared with the weights; None without one. Raises BrokenWeights."""
-    manifest = read_manifest(weights)
-    if manifest is not None:
-        verify(weights, manifest)
-    return manifest
-
-
-def verify(weights: Path, manifest: Manifest) -> None:
-    """Compare the sizes. Raises BrokenWeights naming the file and both values."""
-    folder = weights if weights.is_dir() else weights.parent
-    for name, size in manifest.sizes.items():
-        file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            has = "is missing" if found is None else f"has {found} bytes, not {size}"
-            raise BrokenWeights(f"{str(file)!r} {has}; delete {str(weights)!r} and make it again")
-
-
-def _temporary(path: Path) -> Path:
-    """A name beside `path` by which `making` finds what a killed process leaves."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-
-
-@contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that replaces it when the block ends well."""
-    temporary = _temporary(path)
-    try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+    """Write the manifest of finished weights, atomically."""
+    write_atomically(manifest_path(weights), msgspec.json.encode(manifest))
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -126,23 +77,44 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that replaces it when the block ends well."""
+    with _temporary(path) as temporary:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """As `atomic_file`, for a folder: an existing one is replaced as a whole."""
-    temporary = _temporary(path)
-    temporary.mkdir()
+    """As `atomic_file`, for a folder, which is made."""
+    with _temporary(path) as temporary:
+        temporary.mkdir()
+        yield temporary
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(temporary, path)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """A name beside `path` by which `making` finds what a killed process leaves."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         yield temporary
-        for file in temporary.iterdir():
-            _sync(file)
-        if path.exists():
-            old = _temporary(path)
-            os.rename(path, old)
-            os.rename(temporary, path)
-            shutil.rmtree(old)
-        else:
-            os.rename(temporary, path)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def cache_dir(override: str | Path | None = None) -> Path:
+    """`override`, else $CROSSOVER_CACHE, else ~/.cache/crossover."""
+    own = override or os.environ.get("CROSSOVER_CACHE") or "~/.cache/crossover"
+    return Path(own).expanduser().absolute()
 
 
 @contextlib.contextmanager
@@ -160,5 +132,5 @@ def making(path: Path) -> Iterator[None]:
     with lock as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            _remove(left)
         yield

@@ -1,4 +1,4 @@
-"""GGUF files for tests: of a folder's own weights, quantised by llama.cpp, and their logits."""
+"""GGUF files for tests: of a folder's own weights and back, quantised, and their logits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import LlamaFileType
+import numpy.typing as npt
+from gguf import GGUFReader, LlamaFileType, dequantize
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
 from models.float_forward import Ids
-from models.formats import GgufTensor
-from models.gguf_reader import paired_rows
+from models.formats import GgufTensor, gguf_tensors
+from models.gguf_reader import read_header
 from models.gguf_vocabulary import llama_library
 from models.gguf_writer import ARCHITECTURES, write_file
-from models.random_weights import as_bytes, rope_factors, stored_as
+from models.random_weights import as_bytes, rope_factors, stored_as, write_texts
 from models.safetensors_reader import Floats, stored_rows
 from models.spec import ModelSpec
+
+CONTROL = 3  # of gguf.TokenType
 
 
 def gguf_of(folder: Path, spec: ModelSpec, file: Path, kind: str) -> None:
@@ -37,6 +45,41 @@ def gguf_of(folder: Path, spec: ModelSpec, file: Path, kind: str) -> None:
         yield as_bytes(stored_as(tensor.type, values))
 
     write_file(spec, kind, file, data)
+
+
+def paired_rows(at: npt.NDArray[np.int64], head_dim: int) -> npt.NDArray[np.int64]:
+    """Where llama.cpp has these rows of a query or key matrix: it rotates neighbours of a head,
+    transformers the head's first half with its second."""
+    head, inside = np.divmod(at, head_dim)
+    second, place = np.divmod(inside, head_dim // 2)
+    there: npt.NDArray[np.int64] = head * head_dim + 2 * place + second
+    return there
+
+
+def folder_of(file: Path, folder: Path) -> Path:
+    """A SmolLM2's GGUF file as a folder of safetensors: its tokenizer, and the floats that its
+    blocks stand for."""
+    folder.mkdir()
+    spec, content = read_header(file).spec(file.stem), GGUFReader(file)
+    write_texts(spec, folder, "fp32")
+    told = {name.rpartition(".")[2]: one for name, one in content.fields.items()}
+    merges = [tuple(pair.split(" ")) for pair in told["merges"].contents()]
+    tokens = told["tokens"].contents()
+    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
+    splits = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer, tokenizer.decoder = Sequence(splits), ByteLevelDecoder()
+    types = told["token_type"].contents()
+    tokenizer.add_special_tokens([tokens[at] for at in range(len(tokens)) if types[at] == CONTROL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(told["chat_template"].contents())
+    stored, floats = {one.name: one for one in content.tensors}, {}
+    for tensor in gguf_tensors(spec, "F32"):
+        values = dequantize(stored[tensor.name].data, stored[tensor.name].tensor_type)
+        if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+            values = values[paired_rows(np.arange(len(values)), spec.head_dim)]
+        floats[tensor.hf_name or tensor.name] = np.ascontiguousarray(values)
+    save_file(floats, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def quantise(source: Path, target: Path, weight_format: str) -> None:

@@ -199,11 +199,6 @@ def throttled_seconds(pid: int, root: Path = ROOT) -> float | None:
 
     A limit may stand on any group above its own: the group that was held back most counts.
     """
-    folders = cgroup_folders(root, pid)
-    found = [
-        told[key] * unit
-        for controller, key, unit in (("", "throttled_usec", 1e-6), ("cpu", "throttled_time", 1e-9))
-        for folder in folders.get(controller, [])
-        if key in (told := sizes(read_text(folder / "cpu.stat"), unit=1))
-    ]
+    told = [sizes(read_text(one / "cpu.stat"), 1) for one in cgroup_folders(root, pid)]
+    found = [one["throttled_usec"] * 1e-6 for one in told if "throttled_usec" in one]
     return max(found, default=None)

@@ -26,8 +26,8 @@ from scipy.optimize import nnls
 from loadtests.errors import LoadError
 from loadtests.simulation.calibration_file import MachineFile, ModelSteps, read_machine_file
 from loadtests.simulation.step_law import StepLaw
-from models.formats import GGUF_FORMATS
-from models.spec import BITS_PER_WEIGHT, ModelSpec
+from models.formats import GGUF_FORMATS, weight_bytes
+from models.spec import ModelSpec
 from reports.devices.device_capacity import Machine
 from reports.errors import ReportError
 
@@ -68,11 +68,11 @@ def _law(
             return one.law, SAME_HALF_WIDTH
     if own:
         return _told(spec, own), BIGGER_HALF_WIDTH
-    return _told(spec, _nearest(file, weight_format)), FORMAT_HALF_WIDTH
+    return _told(spec, _nearest(file, spec, weight_format)), FORMAT_HALF_WIDTH
 
 
-def _nearest(file: MachineFile, weight_format: str) -> list[ModelSteps]:
-    """The measured format with the nearest number of bits. Raises ReportError."""
+def _nearest(file: MachineFile, spec: ModelSpec, weight_format: str) -> list[ModelSteps]:
+    """The measured format with the nearest size. Raises ReportError."""
     known = list(dict.fromkeys(one.weight_format for one in file.models))
     comparable = [one for one in known if one in GGUF_FORMATS]
     if weight_format not in GGUF_FORMATS or not comparable:
@@ -80,8 +80,8 @@ def _nearest(file: MachineFile, weight_format: str) -> list[ModelSteps]:
             f"machine {file.name!r} was calibrated with {', '.join(known)}, "
             f"which says nothing of {weight_format}"
         )
-    bits = BITS_PER_WEIGHT[weight_format]
-    best = min(comparable, key=lambda one: abs(math.log(BITS_PER_WEIGHT[one] / bits)))
+    size = weight_bytes(spec, weight_format)
+    best = min(comparable, key=lambda one: abs(math.log(weight_bytes(spec, one) / size)))
     return [one for one in file.models if one.weight_format == best]
 
 

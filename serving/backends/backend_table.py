@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from models.errors import UnsupportedModel
-from models.formats import DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, gguf_tensors, spelt
+from models.formats import BLOCKS, DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, spelt, tensor_type
 from models.spec import ModelSpec
 from serving.backends.backend_interface import AUTO
 from serving.backends.torch.gpu_memory import overhead_bytes as torch_overhead_bytes
@@ -138,10 +138,11 @@ def _llama_extra(model: ModelSpec, weight_format: str, isa: Collection[str]) -> 
     the embedding too, it is held twice."""
     is_arranged = not {"amx_int8", "asimddp"}.isdisjoint(isa)
     is_ours = weight_format in GGUF_FORMATS and weight_format not in ("F32", "BF16")
-    if not (is_arranged and is_ours and model.tied and model.counted_parameters is None):
+    if not (is_arranged and is_ours and model.tied):
         return 0
-    tensors = gguf_tensors(model, weight_format)
-    return next(one.bytes for one in tensors if one.name == "token_embd.weight")
+    embedding = model.tensors()[0]
+    block = BLOCKS[tensor_type(model, weight_format, embedding)]
+    return embedding.elements // block.weights * block.bytes
 
 
 # Overheads. llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 %

@@ -10,8 +10,7 @@ import msgspec
 import typer
 
 from models import formatting
-from models.cache import cache_dir
-from models.machine import disk_free_bytes
+from models.manifest import cache_dir
 from serving.backends.backend_table import (
     BACKENDS,
     BackendProbe,
@@ -61,7 +60,8 @@ def examine() -> Diagnosis:
     has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
     said = {one.backend: advice(one, has_compiler, has_gpu) for one in backends}
     folder = cache_dir()
-    free_bytes = disk_free_bytes(folder)
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    free_bytes = shutil.disk_usage(there).free
     works = any(one.works for one in backends)
     return Diagnosis(
         facts,

@@ -19,12 +19,12 @@ import msgspec
 import typer
 
 from models import formatting
-from models.cache import cache_dir, finished_formats
 from models.errors import ModelError
 from models.formats import FORMATS, known_formats, weight_bytes
 from models.gguf_reader import read_header
 from models.hf_config import read_spec
-from models.ladder import LADDER, real_weights, real_weights_of, rung
+from models.ladder import LADDER, rung
+from models.manifest import cache_dir
 from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_table import missing_backends, weights_of
@@ -61,17 +61,15 @@ def list_models(cache: Cache = None) -> None:
     tokens, what is cached, and by which name its published weights are served."""
     root, size = cache_dir(cache), formatting.size
     typer.echo(f"The ladder (cache: {root})")
-    layout = "{:16}{:>16}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:44}{}"
+    layout = "{:16}{:>16}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
     heads = ("rung", "parameters", *LISTED_FORMATS, "KV / 1k", "context", "real weights", "cached")
     typer.echo(layout.format(*heads))
     for one in LADDER:
-        spec, real = one.spec, real_weights_of(one)
-        # Where the authors' name is the rung's own, the hub's id tells them apart.
-        name = real.name if real_weights(real.name) is not None else real.repository
+        spec, made = one.spec, root.glob(f"synthetic/{one.spec.name}/[!.]*")
         weights = [size(weight_bytes(spec, each)) for each in LISTED_FORMATS]
         told = (spec.name, f"{spec.parameters:,}", *weights, size(1000 * spec.kv_bytes_per_token()))
-        here, cached = f" ({real.place})" * bool(real.place), finished_formats(spec, root)
-        typer.echo(layout.format(*told, f"{spec.context:,}", name + here, ",".join(cached)))
+        cached = ",".join(sorted(one.name for one in made if one.suffix != ".json"))
+        typer.echo(layout.format(*told, f"{spec.context:,}", one.repository, cached))
 
 
 @app.command("make")
@@ -85,7 +83,7 @@ def make(
     ] = "llama_cpp",
     cache: Cache = None,
 ) -> None:
-    """Make weights in the cache; damaged ones are made again."""
+    """Make weights in the cache, where they are not there."""
     kind, _ = weights_of(backend)
     if weight_format in FORMATS:
         kind, weight_format = weight_format, None

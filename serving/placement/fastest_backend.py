@@ -22,13 +22,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from models.cache import cache_dir
 from models.errors import CrossoverError
 from models.formatting import count, duration, requests, significant
 from models.isolated import run_python
 from models.ladder import rung
-from models.manifest import Progress, write_atomically
-from models.resolve import is_made, resolve
+from models.manifest import Progress, cache_dir, write_atomically
+from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.backend_table import BACKENDS, backend_class, missing_backends, weights_of
@@ -239,9 +238,7 @@ def _measured(
 ) -> EngineCandidate:
     """The candidate with its times; one that fails to be measured cannot be chosen."""
     spec, asked = question.request.model, question
-    kind, weight_format = weights_of(one.backend, one.weight_format)
-    there = is_made(asked.source, kind=kind, weight_format=weight_format, cache=asked.cache)
-    if not there and spec.parameters > MOST_MEASURED_PARAMETERS:
+    if spec.parameters > MOST_MEASURED_PARAMETERS:
         request = msgspec.structs.replace(asked.request, model=rung(PROXY).spec)
         asked = msgspec.structs.replace(asked, source=PROXY, request=request)
     try:

@@ -310,7 +310,7 @@ def predicted(
         try:
             weights = format_bytes(model, weight_format)
         except KeyError:  # a format that is not ours counts as 16 bits a weight
-            weights = model.weight_bytes("fp16")
+            weights = format_bytes(model, "fp16")
     weights = weights or 0
     overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, slots)
     if gpu is None and spec.extra_bytes is not None:  # matrices that it holds twice

@@ -3,11 +3,12 @@ engines serve it.
 
     python -m tests.bench.format_quality --model smollm2-135m-instruct onnx:int8 llama_cpp:Q8_0
 
-Reference: the float32 forward pass over the model's weights (of a GGUF file: the floats that it
-stands for). Every format is made from them (GGUF formats: by llama.cpp's quantiser), loaded by its
-backend, and given the same 2,000 tokens of the shipped prose, one token a step and all sequences in
-one batch. The log-probabilities that the engine reports are held against the reference at every
-position: rounding of activations, of the KV cache and by batch mates counts, as it does in service.
+Reference: the float32 forward pass over the model's weights (of SmolLM2's GGUF file: the floats
+that it stands for). Every format is made from them (GGUF formats: by llama.cpp's quantiser), loaded
+by its backend, and given the same 2,000 tokens of the shipped prose, one token a step and all
+sequences in one batch. The log-probabilities that the engine reports are held against the reference
+at every position: rounding of activations, of the KV cache and by batch mates counts, as it does in
+service.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from models.resolve import is_gguf, resolve
 from serving.backends.backend_table import weights_of
 from tests.bench.engine_child import EngineChild, config_of, engine
 from tests.bench.paired import machine, machine_line
-from tests.gguf_files import quantise
+from tests.gguf_files import folder_of, quantise
 
 DEFAULT = "llama_cpp:BF16 llama_cpp:Q8_0 llama_cpp:Q4_K_M llama_cpp:Q4_0 onnx:int8 onnx:int4"
 
@@ -44,14 +45,16 @@ def main() -> None:
     arguments = parser.parse_args()
     print(machine_line(machine("llama-cpp-python", "onnxruntime", "torch", "transformers")))
     name = arguments.model
-    path = Path(resolve(name, kind="gguf" if is_gguf(name) else "hf").path)
-    source = open_source(path)
-    tokens = source.ids(prose(), arguments.sequences, arguments.tokens)
-    assert tokens is not None
-    ids = tokens.tolist()
-    print(f"{name}: {tokens.size} tokens of text; against its floats")
-    print(f"{'':24}{'KL, nats':>10}{'greedy tokens kept':>20}{'weights, MB':>13}", flush=True)
+    path = folder = Path(resolve(name, kind="gguf" if is_gguf(name) else "hf").path)
     with tempfile.TemporaryDirectory() as scratch:
+        if path.is_file():
+            folder = folder_of(path, Path(scratch, name))
+        source = open_source(folder)
+        tokens = source.ids(prose(), arguments.sequences, arguments.tokens)
+        assert tokens is not None
+        ids = tokens.tolist()
+        print(f"{name}: {tokens.size} tokens of text; against its floats")
+        print(f"{'':24}{'KL, nats':>10}{'greedy tokens kept':>20}{'weights, MB':>13}", flush=True)
         reference = Path(scratch, "reference.npy")
         *_, logits = forward(source.spec, source.rows, tokens)
         np.save(reference, logits)
@@ -60,7 +63,7 @@ def main() -> None:
                 name = str(Path(scratch, f"{weight_format}.gguf"))
                 quantise(path, Path(name), weight_format)
             else:
-                name = arguments.model
+                name = str(folder)
             config = config_of(
                 *(name, backend, weight_format),
                 slots=arguments.sequences,

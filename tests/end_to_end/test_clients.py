@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from models.manifest import cache_dir
 from models.random_weights import write_gguf
 from models.tokenizer import write_shipped
 from tests.serving.cli.test_serve import server
@@ -27,10 +28,7 @@ from tests.shapes import TINY_LLAMA
 # LlamaIndex's OpenAI class refuses, on its own side, any name that is not one of OpenAI's
 NAME = "gpt-4o-mini"
 HERE = Path(__file__).parent
-CACHE = Path(
-    os.environ.get("CROSSOVER_CACHE")
-    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crossover"
-)
+CACHE = cache_dir()
 REQUESTS, TOKENS = 20, 16
 
 

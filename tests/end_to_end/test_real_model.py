@@ -19,6 +19,9 @@ from typing import Any
 import openai
 import pytest
 
+from models.ladder import packaged_file
+from tests.gguf_files import folder_of
+
 MODEL = "smollm2-135m-instruct"
 SHORT = {"role": "system", "content": "Answer in one short sentence."}
 FRANCE = {"role": "user", "content": "What is the capital of France?"}
@@ -33,12 +36,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("real")
 
 
+@pytest.fixture(scope="module")
+def safetensors(cache: Path) -> Path:
+    """The package's model as a folder, of which ONNX is made."""
+    file = packaged_file(MODEL)
+    assert file is not None
+    return folder_of(file, cache / MODEL)
+
+
 @contextmanager
-def served(cache: Path, backend: str, weight_format: str) -> Iterator[str]:
+def served(cache: Path, source: str | Path, backend: str, weight_format: str) -> Iterator[str]:
     """The URL of a server of the model."""
     name = f"{backend}-{weight_format}"
     ready, log = cache / f"{name}.ready", cache / f"{name}.log"
-    command = [sys.executable, "-m", "crossover", "serve", MODEL, "--backend", backend]
+    command = [sys.executable, "-m", "crossover", "serve", str(source), "--backend", backend]
     command += ["--format", weight_format, "--cache", str(cache / "cache"), "--port", "0"]
     command += ["--ready-file", str(ready), "--slots", "4", "--context", "1024"]
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
@@ -66,8 +77,9 @@ def asked(client: openai.OpenAI, *messages: Any, **more: Any) -> Any:
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def url(request: pytest.FixtureRequest, cache: Path) -> Iterator[str]:
-    with served(cache, request.param, ENGINES[request.param]) as found:
+def url(request: pytest.FixtureRequest, cache: Path, safetensors: Path) -> Iterator[str]:
+    source = MODEL if request.param == "llama_cpp" else safetensors
+    with served(cache, source, request.param, ENGINES[request.param]) as found:
         yield found
 
 
@@ -115,8 +127,10 @@ def test_load_is_put_on_it(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("backend", "weight_format"), FORMATS)
-def test_every_format_knows_it(backend: str, weight_format: str, cache: Path) -> None:
-    with served(cache, backend, weight_format) as url:
+def test_every_format_knows_it(
+    backend: str, weight_format: str, cache: Path, safetensors: Path
+) -> None:
+    with served(cache, safetensors, backend, weight_format) as url:
         with client_of(url) as client:
             assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content
         with urllib.request.urlopen(f"{url}/v1/placement", timeout=10) as answer:

@@ -11,7 +11,7 @@ import pytest
 from models.conversion import divergence
 from models.convert_to_onnx import graph_logits, make_onnx, make_random_onnx
 from models.errors import BrokenWeights, UnsupportedModel
-from models.manifest import read_manifest, verify
+from models.manifest import read_manifest
 from models.random_weights import write_hf_folder
 from models.resolve import resolve
 from models.safetensors_reader import stored_rows
@@ -49,7 +49,6 @@ def test_the_logits_are_those_of_transformers(
     assert manifest is not None and (manifest.kind, manifest.seed) == ("onnx", None)
     assert manifest.weight_format == weight_format
     assert manifest.quality_kl_nats is not None and -1e-9 < manifest.quality_kl_nats <= most
-    verify(folder, manifest)
     tokenizer = (folder / "tokenizer.json").read_bytes()
     assert tokenizer == (hf_folder(shape) / "tokenizer.json").read_bytes()
 

@@ -1,14 +1,14 @@
-"""The table of tensor types against the quantiser it imitates."""
+"""The table of tensor types against the quantiser it imitates, the ladder against model cards."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from models.errors import UnsupportedModel
+from models.errors import UnknownModel, UnsupportedModel
 from models.formats import gguf_tensors, weight_bytes
 from models.gguf_reader import read_header
-from models.ladder import rung
+from models.ladder import LADDER, rung
 from models.random_weights import write_gguf
 from models.spec import ModelSpec
 from tests.gguf_files import quantise
@@ -39,10 +39,10 @@ def test_types_are_those_that_llama_cpp_would_choose(spec: ModelSpec, tmp_path: 
     for weight_format in ("Q4_K_M",) if spec.layers == 80 else ("F16", "Q8_0", "Q4_0", "Q4_K_M"):
         quantise(tmp_path / "float.gguf", tmp_path / "quantised.gguf", weight_format)
         found = read_header(tmp_path / "quantised.gguf").tensors
-        assert {name: entry.type for name, entry in found.items()} == {
+        assert {name: entry.tensor_type.name for name, entry in found.items()} == {
             t.name: t.type for t in gguf_tensors(spec, weight_format)
         }
-        assert sum(entry.bytes for entry in found.values()) == weight_bytes(spec, weight_format)
+        assert sum(entry.n_bytes for entry in found.values()) == weight_bytes(spec, weight_format)
 
 
 def test_sizes_are_those_of_published_files() -> None:
@@ -50,10 +50,14 @@ def test_sizes_are_those_of_published_files() -> None:
     # tokenizer.
     assert weight_bytes(rung("8b").spec, "Q4_K_M") == pytest.approx(4_912_900_000, rel=1e-3)
     assert weight_bytes(rung("3b").spec, "Q8_0") == pytest.approx(3_413_400_000, rel=1e-3)
-
-
-def test_unknown_format_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="IQ1"):
-        gguf_tensors(TINY_LLAMA, "IQ1")
     with pytest.raises(UnsupportedModel, match="IQ1.*Q4_K_M"):
-        write_gguf(TINY_LLAMA, tmp_path / "x.gguf", "IQ1")
+        gguf_tensors(TINY_LLAMA, "IQ1")
+
+
+def test_the_ladder_has_the_published_numbers_of_parameters() -> None:
+    counts = [one.spec.parameters for one in LADDER]
+    assert counts == [one.published_parameters for one in LADDER] == sorted(counts)
+    names = [name for one in LADDER for name in (one.spec.name, *one.aliases)]
+    assert len(names) == len(set(names)) and rung("8B") == rung("llama-3.1-8b")
+    with pytest.raises(UnknownModel, match=r"'9b' is no rung.*smollm2-135m or 135m.*or 70b"):
+        rung("9b")

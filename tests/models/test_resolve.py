@@ -1,30 +1,31 @@
+import fcntl
 import json
-import os
 import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from models import cache
-from models.cache import cache_dir
-from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.ladder import rung
-from models.manifest import read_manifest, write_manifest
+from models.manifest import (
+    atomic_file,
+    atomic_folder,
+    cache_dir,
+    making,
+    manifest_path,
+    read_manifest,
+    write_manifest,
+)
 from models.random_weights import write_gguf, write_hf_folder
 from models.resolve import ResolvedModel, is_gguf, resolve
 from models.tokenizer import load_tokenizer
-from tests.shapes import TINY_LLAMA, TINY_LLAMA3
+from tests.shapes import TINY_LLAMA
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("CROSSOVER_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CROSSOVER_CACHE", raising=False)
     assert cache_dir() == Path.home() / ".cache" / "crossover"
-    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored, says its specification
-    assert cache_dir() == Path.home() / ".cache" / "crossover"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_dir() == Path("/xdg/crossover")
     monkeypatch.setenv("CROSSOVER_CACHE", "/own")
     assert cache_dir() == Path("/own")
     assert cache_dir(tmp_path) == tmp_path
@@ -50,75 +51,78 @@ def test_a_rung_is_made_on_demand_and_only_once(smallest: tuple[ResolvedModel, P
     assert tokenizer.eos_ids == load_tokenizer(first.path).eos_ids
 
 
-def test_what_is_cut_or_of_an_earlier_version_is_made_again(
+def test_what_an_earlier_version_made_is_made_again(
     smallest: tuple[ResolvedModel, Path], tmp_path: Path
 ) -> None:
     first, cache = smallest
     shutil.copytree(cache, tmp_path / "copy")
     file = tmp_path / "copy" / Path(first.path).relative_to(cache)
-    whole = file.stat().st_size
-    os.truncate(file, 1000)
-    resolve("135m", kind="gguf", cache=tmp_path / "copy")
-    assert file.stat().st_size == whole
     manifest = read_manifest(file)
     assert manifest is not None
-    write_manifest(file, msgspec.structs.replace(manifest, generator="synthesis 0"))
-    resolve("135m", kind="gguf", cache=tmp_path / "copy")
-    assert read_manifest(file) == manifest
+    for text in ('{"kind": 3}', None):
+        manifest_path(file).write_text(text or "")
+        if text is None:
+            write_manifest(file, msgspec.structs.replace(manifest, generator="synthesis 0"))
+        else:
+            with pytest.raises(BrokenWeights, match=r"gguf\.crossover\.json.*kind"):
+                read_manifest(file)
+        resolve("135m", kind="gguf", cache=tmp_path / "copy")
+        assert read_manifest(file) == manifest
 
 
-def test_the_fake_backend_needs_no_weights(tmp_path: Path) -> None:
-    found = resolve("fake", kind="none", cache=tmp_path)
-    assert (found.path, found.weight_format, found.spec.vocabulary) == ("", "", 8192)
-    assert load_tokenizer(found.tokenizer_path).vocabulary == 8192
-    assert resolve("1b", kind="none", cache=tmp_path).spec == rung("1b").spec
-    with pytest.raises(UnknownModel, match="'nope'"):
-        resolve("nope", kind="none", cache=tmp_path)
+def test_atomic_writers_replace_whole_or_not_at_all(tmp_path: Path) -> None:
+    with atomic_file(tmp_path / "file") as temporary:
+        temporary.write_text("one")
+    with atomic_folder(tmp_path / "folder") as temporary:
+        (temporary / "old").write_text("one")
+    with pytest.raises(RuntimeError), atomic_file(tmp_path / "file") as temporary:
+        temporary.write_text("two")
+        raise RuntimeError
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "folder") as temporary:
+        (temporary / "new").write_text("two")
+        raise RuntimeError
+    assert (tmp_path / "file").read_text() == "one"
+    assert [file.name for file in (tmp_path / "folder").iterdir()] == ["old"]
+    with atomic_folder(tmp_path / "folder") as temporary:
+        (temporary / "new").write_text("two")
+    assert [file.name for file in (tmp_path / "folder").iterdir()] == ["new"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_a_gguf_file_is_taken_where_it_lies(tmp_path: Path) -> None:
-    file = tmp_path / "mine.gguf"
-    write_gguf(TINY_LLAMA3, file, "Q8_0")
+def test_the_lock_keeps_others_out_and_what_a_killed_holder_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".x.0123.part").write_text("half")
+    with making(tmp_path / "x"), (tmp_path / ".x.lock").open("w") as stream:
+        assert [file.name for file in tmp_path.iterdir()] == [".x.lock"]
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_files_and_folders_are_taken_where_they_lie(tmp_path: Path) -> None:
+    folder, file = tmp_path / "mine", tmp_path / "own.gguf"
+    write_gguf(TINY_LLAMA, file, "Q8_0")
     found = resolve(str(file), kind="gguf")
-    assert (found.name, found.path, found.weight_format) == ("mine", str(file), "Q8_0")
+    assert (found.name, found.path, found.weight_format) == ("own", str(file), "Q8_0")
     assert found.tokenizer_path == str(file)
-    assert msgspec.structs.replace(found.spec, name=TINY_LLAMA3.name) == TINY_LLAMA3
+    assert (found.spec.parameters, found.spec.layers) == (TINY_LLAMA.parameters, 2)
     assert is_gguf(str(file)) and not is_gguf("org/name")
-
-
-def test_a_folder_of_safetensors_is_taken_by_torch(tmp_path: Path) -> None:
-    write_hf_folder(TINY_LLAMA, tmp_path / "mine", "fp16")
-    found = resolve(str(tmp_path / "mine"), kind="hf")
+    with pytest.raises(UnsupportedModel, match="own.gguf is a GGUF file, which llama_cpp serves"):
+        resolve(str(file), kind="onnx")
+    write_hf_folder(TINY_LLAMA, folder, "fp16")
+    found = resolve(str(folder), kind="hf")
     assert (found.name, found.weight_format, found.synthetic) == ("mine", "fp16", True)
-    assert resolve(str(tmp_path / "mine"), kind="hf", weight_format="fp32").weight_format == "fp32"
-
-
-def test_what_a_folder_may_not_hold(tmp_path: Path) -> None:
-    write_hf_folder(TINY_LLAMA, tmp_path / "mine")
-    (tmp_path / "mine" / "crossover.json").unlink()
-    file = tmp_path / "mine" / "config.json"
-    good = json.loads(file.read_text())
-    file.write_text(json.dumps({**good, "model_type": "gpt_neox"}))
-    with pytest.raises(UnsupportedModel, match="gpt_neox"):
-        resolve(str(tmp_path / "mine"), kind="hf")
-    file.write_text(json.dumps({**good, "num_hidden_layers": 3}))
+    assert resolve(str(folder), kind="hf", weight_format="fp32").weight_format == "fp32"
+    with pytest.raises(UnsupportedModel, match="mine is a folder.*--backend onnx"):
+        resolve(str(folder), kind="gguf")
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(BrokenWeights, match="model.layers.2"):
-        resolve(str(tmp_path / "mine"), kind="hf")
-    file.write_text(json.dumps(good))
-    (tmp_path / "mine" / "model.safetensors").rename(tmp_path / "mine" / "pytorch_model.bin")
-    with pytest.raises(UnsupportedModel, match="can run code"):
-        resolve(str(tmp_path / "mine"), kind="hf")
+        resolve(str(folder), kind="hf")
+    (tmp_path / "x.pt").write_bytes(b"x")
+    with pytest.raises(UnsupportedModel, match="no GGUF file and no folder"):
+        resolve(str(tmp_path / "x.pt"), kind="hf")
 
 
-def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:
-    write_gguf(TINY_LLAMA, tmp_path / "Q8_0.gguf", "Q8_0")
-    assert resolve(str(tmp_path), kind="gguf").path.endswith("Q8_0.gguf")
-    write_gguf(TINY_LLAMA, tmp_path / "Q4_0.gguf", "Q4_0")
-    with pytest.raises(UnknownModel, match=r"2 GGUF files.*Q4_0\.gguf, Q8_0\.gguf"):
-        resolve(str(tmp_path), kind="gguf")
-
-
-NOTHING = ("nope", "org/../../etc/passwd", "org/name/more", "org/..", "a b/c", "org/name:../x.gguf")
+NOTHING = "nope org/../../etc/passwd org/name/more org/.. org/name:../x.gguf /no/such".split()
 
 
 @pytest.mark.parametrize("name", [*NOTHING, "org/name:x.bin", ""])
@@ -128,52 +132,21 @@ def test_names_that_are_nothing_are_refused(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_and_strange_files(tmp_path: Path) -> None:
-    write_hf_folder(TINY_LLAMA, tmp_path / "mine")
-    with pytest.raises(UnsupportedModel, match="mine holds no GGUF file.*--backend onnx"):
-        resolve(str(tmp_path / "mine"), kind="gguf")
-    with pytest.raises(UnknownModel, match="there is no file or folder"):
-        resolve(str(tmp_path / "nothing"), kind="hf")
-    (tmp_path / "x.pt").write_bytes(b"x")
-    with pytest.raises(UnsupportedModel, match="pickled weights are never read"):
-        resolve(str(tmp_path / "x.pt"), kind="hf")
-
-
-@pytest.mark.parametrize("name", ["org/name", "org/name:file.gguf"])
-def test_the_hub_cannot_be_reached(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_hub_is_asked_and_its_own_cache_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        UnknownModel,
-        match=f"'{name}' is no rung, no local path, and cannot be fetched from the hub",
-    ):
-        resolve(name, kind="gguf", cache=tmp_path)
-
-
-def test_a_repository_of_the_hubs_own_cache_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub.constants
-
+    for name in ("org/name", "org/name:file.gguf"):
+        with pytest.raises(UnknownModel, match=f"'{name}' is no rung.* fetched from the hub"):
+            resolve(name, kind="gguf", cache=tmp_path)
     commit = "0" * 40
     repository = tmp_path / "models--org--name"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
     write_hf_folder(TINY_LLAMA, repository / "snapshots" / commit)
     (repository / "snapshots" / commit / "crossover.json").unlink()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     found = resolve("org/name", kind="hf", cache=tmp_path / "cache")
     assert (found.name, found.synthetic) == ("name", False)
-
-
-def test_a_disk_that_is_too_small_is_said_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "SPARE_DISK_BYTES", 1 << 60)
-    with pytest.raises(ModelError, match="needs 89.* bytes of disk"):
-        resolve("135m", kind="gguf", cache=tmp_path)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from models.errors import BrokenWeights
-from models.manifest import Progress, checked_manifest
+from models.manifest import Progress, read_manifest
 from serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,
@@ -48,7 +48,7 @@ class OnnxBackend:
         import onnxruntime
 
         file = graph_file(config.model_path)
-        manifest = checked_manifest(file.parent)
+        manifest = read_manifest(file.parent)
         if config.check_memory:
             refuse_shortage(weight_bytes(file), f"the weights of {file.name}")
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))

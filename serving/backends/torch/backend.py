@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from models.hf_config import read_spec
-from models.manifest import Progress, checked_manifest
+from models.manifest import Progress
 from serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,
@@ -91,7 +91,6 @@ class TorchBackend:
         self._is_gpu = self._device_sampling = is_gpu = config.device == "gpu"
         folder, slots, context = Path(config.model_path), config.slots, config.context_tokens
         spec = read_spec(folder, config.model_name)
-        checked_manifest(folder)
         checkpoint = Checkpoint(folder)
         weight_format = config.weight_format or checkpoint.weight_format
         known = ["fp32", "bf16", "fp16"] if is_gpu else ["fp32", "bf16"]

@@ -5,13 +5,13 @@
 #   tests/bench/peers/build_llama_server.sh            # prints the folder with the two programs
 #   JOBS=4 tests/bench/peers/build_llama_server.sh
 #
-# Everything lies in $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or ~/.cache/crossover, under peers/. A second call builds nothing.
+# Everything lies in $CROSSOVER_CACHE or ~/.cache/crossover, under peers/. A second call builds nothing.
 set -euo pipefail
 
 VERSION=0.3.36
 PYTHON=${PYTHON:-python3}
 JOBS=${JOBS:-1}
-CACHE=${CROSSOVER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/crossover}
+CACHE=${CROSSOVER_CACHE:-$HOME/.cache/crossover}
 PEERS=$CACHE/peers
 SOURCE=$PEERS/llama_cpp_python-$VERSION
 BUILD=$PEERS/llama-server-$VERSION

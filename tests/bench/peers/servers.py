@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import psutil
 
-from models.cache import cache_dir
+from models.manifest import cache_dir
 from models.resolve import resolve
 from serving.backends.backend_table import BACKENDS, spec_of
 

@@ -6,13 +6,12 @@
 #                                                    # the AI SDK (40 MB, by npm), GuideLLM and AIPerf, and vLLM's benchmark client (1.9 GB)
 #   tests/end_to_end/clients/install.sh frameworks   # all but the last
 #
-# Everything lies in $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or
-# ~/.cache/crossover, under peers/. A second call installs nothing. vLLM is installed without the packages that its GPU engine needs:
+# Everything lies in $CROSSOVER_CACHE or ~/.cache/crossover, under peers/. A second call installs nothing. vLLM is installed without the packages that its GPU engine needs:
 # `vllm bench serve` runs without them, on a machine without a GPU too.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
-CACHE=${CROSSOVER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/crossover}
+CACHE=${CROSSOVER_CACHE:-$HOME/.cache/crossover}
 PEERS=$CACHE/peers
 WHAT=${1:-all}
 mkdir -p "$PEERS"

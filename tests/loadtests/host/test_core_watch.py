@@ -127,13 +127,9 @@ def test_what_the_kernel_does_not_tell_is_none(tmp_path: Path) -> None:
             0.7,
         ),
         ("0::/a\n", {"a": "usage_usec 5\n"}, None),
-        ("4:memory:/x\n3:cpu,cpuacct:/a\n", {"cpu/a": "throttled_time 500000000\n"}, 0.5),
-        # A container that sees its group at the root of the hierarchy.
-        ("3:cpu:/docker/1\n", {"cpu": "throttled_time 500000000\n"}, 0.5),
-        ("3:cpu:/\n", {"cpu": "nr_periods 0\nthrottled_time 0\n"}, 0.0),
     ],
 )
-def test_the_quota_of_both_versions_of_control_groups(
+def test_the_quota_of_control_groups(
     tmp_path: Path, groups: str, files: dict[str, str], seconds: float | None
 ) -> None:
     write(tmp_path / "proc/5/cgroup", groups)

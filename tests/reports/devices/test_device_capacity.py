@@ -7,6 +7,7 @@ import pytest
 
 from loadtests.analysis.slo import Slo
 from loadtests.simulation.simulated_capacity import Lengths
+from models.formats import weight_bytes
 from models.ladder import rung
 from reports.devices.device_capacity import (
     Machine,
@@ -72,7 +73,7 @@ def test_memory_grows_with_what_the_kv_cache_holds(gpu) -> None:  # type: ignore
     service = served(machine_of(gpu), "8b")
     empty, full = (service.needed_bytes(tokens) for tokens in (0, 10_000))
     assert full - empty == pytest.approx(10_000 * service.spec.kv_bytes_per_token("fp16") / 0.9)
-    assert empty > service.spec.weight_bytes("bf16")
+    assert empty > weight_bytes(service.spec, "bf16")
 
 
 def test_asking_the_whole_list_takes_seconds() -> None:

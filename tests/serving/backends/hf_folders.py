@@ -86,7 +86,7 @@ def children_here(monkeypatch: pytest.MonkeyPatch) -> None:
         module, _, name = function.partition(":")
         getattr(importlib.import_module(module), name)(*args, **kwargs, progress=progress)
 
-    monkeypatch.setattr("models.cache.run_aside", run)
+    monkeypatch.setattr("models.resolve.run_aside", run)
 
 
 @functools.cache

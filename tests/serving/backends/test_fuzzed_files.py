@@ -86,7 +86,9 @@ def test_a_damaged_file_kills_at_most_the_engine(
     path = tmp_path / "x"
     if backend == "llama_cpp":
         path = file = Path(shutil.copy(gguf, tmp_path / "x.gguf"))
-        header = file.stat().st_size - sum(one.bytes for one in read_header(gguf).tensors.values())
+        header = file.stat().st_size - sum(
+            one.n_bytes for one in read_header(gguf).tensors.values()
+        )
     elif backend == "onnx":
         file = shutil.copytree(onnx_folder("llama-fp32"), path) / "model.onnx"
         header = min(4000, file.stat().st_size - 1)

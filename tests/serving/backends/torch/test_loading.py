@@ -78,13 +78,9 @@ def test_broken_folders_are_named(make: Make, tmp_path: Path) -> None:
 def test_foreign_architectures_are_refused_by_name(make: Make, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(hf_folder("tiny-llama"), tmp_path / "foreign"))
     config = json.loads((folder / "config.json").read_text())
-    for change, words in (
-        ({"model_type": "mixtral"}, "'mixtral'"),
-        ({"model_type": "mistral", "sliding_window": 256}, "sliding_window 256"),
-    ):
-        (folder / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(UnsupportedModel, match=words):
-            make(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mixtral"}))
+    with pytest.raises(UnsupportedModel, match="'mixtral'"):
+        make(folder)
     (folder / "config.json").write_text(
         json.dumps(config | {"model_type": "mistral", "sliding_window": None})
     )
