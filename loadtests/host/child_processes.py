@@ -106,10 +106,10 @@ def signals_interrupt() -> Iterator[None]:
     A second exception would break off what the first one's handlers end and write down.
     """
 
-    def interrupt(number: int, _: Any) -> None:
-        for one in SIGNALS:
-            signal.signal(one, lambda *_: None)
-        raise KeyboardInterrupt(signal.Signals(number).name)
+    def interrupt(*_: Any) -> None:
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:

@@ -2,9 +2,7 @@
 
     >>> times = due_times(Poisson(), rate=20.0, duration_seconds=60.0, seed=1)
 
-Every process has the asked mean rate (requests per second, over whole cycles where it has cycles);
-its other settings give the shape. One sequence is drawn for the whole level, and each of the load
-generator's processes sends its share of it.
+Every process has the asked mean rate (requests per second); its other settings give the shape.
 
 In a campaign file: `arrivals = { kind = "gamma", cv = 2.0 }`. Azure's conversation trace is Poisson
 with a moving rate, its code trace on/off; gamma renewal fits neither, and is here because it is
@@ -48,29 +46,6 @@ class Gamma(_Process, frozen=True, tag="gamma"):
     cv: Annotated[float, Meta(gt=0, description="coefficient of variation; 1: Poisson")] = 2.0
 
 
-class OnOff(_Process, frozen=True, tag="on_off"):
-    """Poisson while on, nothing while off; both last exponentially long. In equilibrium."""
-
-    on_seconds: Annotated[float, Meta(gt=0, description="mean time with requests")] = 10.0
-    off_seconds: Annotated[float, Meta(gt=0, description="mean time without requests")] = 30.0
-
-
-class Piecewise(_Process, frozen=True, tag="piecewise"):
-    """Poisson whose rate moves in steps, [[seconds, relative rate], ...], repeated."""
-
-    steps: Annotated[
-        tuple[
-            tuple[Annotated[float, Meta(gt=0)], Annotated[float, Meta(ge=0, le=1e9)]],
-            ...,
-        ],
-        Meta(min_length=1, description="[[seconds, relative rate], ...], repeated"),
-    ]
-
-    def __post_init__(self) -> None:
-        if not any(weight for _, weight in self.steps):
-            raise ValueError("steps has no relative rate above 0: no request would ever be due")
-
-
 class Trace(_Process, frozen=True, tag="trace"):
     """Replay of recorded stamps, time stretched to the asked rate, repeated when it ends.
 
@@ -80,7 +55,7 @@ class Trace(_Process, frozen=True, tag="trace"):
     path: Annotated[str, Meta(description="file with the recorded stamps")]
 
 
-Arrivals = Constant | Poisson | Gamma | OnOff | Piecewise | Trace
+Arrivals = Constant | Poisson | Gamma | Trace
 
 
 def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: int) -> Times:
@@ -100,10 +75,6 @@ def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: in
             times = _unit_poisson(rng, duration_seconds * rate) / rate
         case Gamma():
             times = _renewal(rng, arrivals.cv, rate, duration_seconds)
-        case OnOff():
-            times = _on_off(rng, arrivals, rate, duration_seconds)
-        case Piecewise():
-            times = _piecewise(rng, arrivals, rate, duration_seconds)
         case Trace():
             times = _replay(rng, arrivals, rate, duration_seconds)
     return times[times < duration_seconds]
@@ -145,50 +116,6 @@ def _renewal(rng: np.random.Generator, cv: float, rate: float, duration_seconds:
     return _summed(lambda n: rng.gamma(shape, scale, n), first, duration_seconds)
 
 
-def _on_off(
-    rng: np.random.Generator, process: OnOff, rate: float, duration_seconds: float
-) -> Times:
-    on_mean, off_mean = process.on_seconds, process.off_seconds
-    is_on = bool(rng.random() < on_mean / (on_mean + off_mean))
-    now = 0.0
-    busy = 0.0  # of `now`, spent on
-    periods: list[tuple[float, float]] = []  # (busy, now) at the start of each on period
-    while now < duration_seconds:
-        length = float(rng.exponential(on_mean if is_on else off_mean))
-        if is_on:
-            periods.append((busy, now))
-            busy += length
-        now += length
-        is_on = not is_on
-    if not periods:
-        return np.empty(0)
-    # A stream of its own for the arrivals: a longer level keeps the times of a shorter one.
-    rate_on = rate * (on_mean + off_mean) / on_mean
-    at_busy = _unit_poisson(rng.spawn(1)[0], busy * rate_on) / rate_on
-    befores, starts = np.array(periods).T
-    period = np.searchsorted(befores, at_busy, side="right") - 1
-    times: Times = starts[period] + (at_busy - befores[period])
-    return times
-
-
-def _piecewise(
-    rng: np.random.Generator, process: Piecewise, rate: float, duration_seconds: float
-) -> Times:
-    """Time rescaling: a unit-rate process through the inverse of the expected count."""
-    seconds, weights = np.array(process.steps).T
-    scale = rate * seconds.sum() / np.dot(seconds, weights)
-    laps = math.ceil(duration_seconds / seconds.sum())
-    knots = np.concatenate([[0.0], np.cumsum(np.tile(seconds, laps))])
-    counts = np.concatenate([[0.0], np.cumsum(np.tile(seconds * weights * scale, laps))])
-    unit = _unit_poisson(rng, float(np.interp(duration_seconds, knots, counts)))
-    # Stretches of zero rate are skipped.
-    right = np.clip(np.searchsorted(counts, unit, side="right"), 1, len(counts) - 1)
-    left = right - 1
-    part = (unit - counts[left]) / np.maximum(counts[right] - counts[left], 1e-300)
-    times: Times = knots[left] + part * (knots[right] - knots[left])
-    return times
-
-
 def _replay(rng: np.random.Generator, trace: Trace, rate: float, duration_seconds: float) -> Times:
     stamps = load_trace(trace.path).seconds
     if len(stamps) < 2 or stamps[-1] <= 0:
@@ -198,12 +125,10 @@ def _replay(rng: np.random.Generator, trace: Trace, rate: float, duration_second
         )
     # The step that stamps were rounded to, where half coincide with another.
     gaps = np.diff(stamps)
-    step = float(np.min(gaps[gaps > 0])) if np.mean(gaps == 0) >= 0.5 else 0.0
-    last = float(stamps[-1])
-    span = last + (step or last / (len(stamps) - 1))  # the last stamp has a gap after it as well
-    stretch = len(stamps) / (span * rate)
-    parts: list[Times] = []
-    for lap in range(math.ceil(duration_seconds / (span * stretch))):
-        spread = rng.random(len(stamps)) * step if step else 0.0
-        parts.append((np.sort(stamps + spread) + lap * span) * stretch)
-    return np.concatenate(parts)
+    step = np.min(gaps[gaps > 0]) if np.mean(gaps == 0) >= 0.5 else 0.0
+    lap = stamps[-1] + (step or np.mean(gaps))  # the last stamp has a gap after it as well
+    stretch = len(stamps) / (lap * rate)
+    laps = np.arange(math.ceil(duration_seconds / (lap * stretch)))
+    spread = np.sort(stamps + rng.random(len(stamps)) * step)
+    times: Times = ((spread + laps[:, None] * lap) * stretch).ravel()
+    return times
