@@ -38,7 +38,7 @@ ADVICE = {
     "Unsteady": "measure longer, or at a lower rate",
     "FellBack": "see the server's placement",
     "TokensUnknown": "ask the endpoint for stream_options.include_usage",
-    "ShortAnswers": "the endpoint ignores ignore_eos or min_tokens, or has its own limit",
+    "ShortAnswers": "the endpoint ignores ignore_eos, or has its own limit",
     "LongAnswers": "the endpoint miscounts, or ignores max_tokens: count its tokens yourself",
     "PromptsOff": "the tokenizer is not the server's, or its chat template adds tokens",
     "Throttled": "raise the quota, the power cap or the cooling",

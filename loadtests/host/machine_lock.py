@@ -3,7 +3,7 @@
     with machine_lock("runs/2026-05-28-demo"):
         ...                            # MachineBusy for the second, naming the first
 
-A file lock in /tmp, one a user: it ends with the process, however that ends.
+A file lock in $XDG_RUNTIME_DIR, else /tmp: it ends with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from loadtests.errors import MachineBusy
 
 
 def lock_file() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "crossover-measuring.lock"
     return Path(tempfile.gettempdir()) / f"crossover-measuring-{os.getuid()}.lock"
 
 

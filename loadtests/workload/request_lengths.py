@@ -5,8 +5,9 @@
     ([0, 1, 2], True)
 
 Lengths are those of a preset (rows with the lengths of a public trace), `prompt_tokens` and
-`output_tokens` (all requests the same), those of a `file` (rows drawn at random) or of a `replay`
-(rows in their order). `scale` multiplies, then longer lengths are cut to the caps.
+`output_tokens` (all requests the same), those of a `file` (rows in random order, each once before
+any comes again) or of a `replay` (rows in their order). `scale` multiplies, then longer lengths are
+cut to the caps.
 
 In a campaign file: `workload = { preset = "chat", max_prompt_tokens = 512 }`.
 """
@@ -46,7 +47,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     output_tokens: Annotated[
         Tokens | None, key("every answer has this length; with prompt_tokens")
     ] = None
-    file: Annotated[str | None, key("a file with rows of lengths, drawn at random")] = None
+    file: Annotated[str | None, key("a file with rows of lengths, taken in random order")] = None
     replay: Annotated[
         str | None, key('such a file, row by row; use it with arrivals of kind "trace"')
     ] = None
@@ -131,7 +132,9 @@ def _drawn(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
         rows = np.array([[workload.prompt_tokens, workload.output_tokens]], dtype=np.int64)
     else:
         rows = load_trace(file).pairs
-    at = np.arange(n) if workload.replay is not None else rng.integers(len(rows), size=n)
-    scaled = np.maximum(1, np.rint(rows[at % len(rows)] * workload.scale))
+    laps, at = math.ceil(n / len(rows)), np.arange(n) % len(rows)
+    if workload.replay is None:
+        at = rng.random((laps, len(rows))).argsort(axis=1).ravel()[:n]
+    scaled = np.maximum(1, np.rint(rows[at] * workload.scale))
     found: Pairs = np.minimum(scaled, workload.limits).astype(np.int64)
     return found

@@ -38,6 +38,8 @@ class TraceRows(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def load_trace(path: str) -> TraceRows:
     """Raises LoadError for a file that is missing or empty, or has a bad line."""
+    if not Path(path).is_file():
+        raise LoadError(f"trace {path}: there is no such file")
     rows: list[_Row] = []
     try:
         for line in Path(path).read_bytes().splitlines():

@@ -108,7 +108,7 @@ def test_rates_and_traces_that_cannot_be_are_errors(tmp_path):
             due_times(Poisson(), rate, seconds, 0)
     with pytest.raises(LoadError, match="too few to replay"):
         due_times(Trace(trace(tmp_path / "one.jsonl", [3.0])), 1.0, 10.0, 0)
-    with pytest.raises(LoadError, match="No such file"):
+    with pytest.raises(LoadError, match="no such file"):
         due_times(Trace("/nowhere.csv"), 1.0, 10.0, 0)
 
 

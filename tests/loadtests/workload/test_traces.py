@@ -38,5 +38,5 @@ def test_rows_are_read_in_the_order_of_their_stamps(tmp_path):
 def test_a_broken_trace_is_an_error_that_names_the_line(tmp_path, text, message):
     with pytest.raises(LoadError, match=message):
         load(tmp_path / "t.jsonl", text)
-    with pytest.raises(LoadError, match="No such file"):
+    with pytest.raises(LoadError, match="no such file"):
         load_trace("/nowhere.jsonl")
