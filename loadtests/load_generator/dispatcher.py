@@ -159,9 +159,7 @@ class Dispatcher:
             if not self._counted:
                 why = "it was due after the window: every answer that counts is there"
             gevent.killall(late, exception=GaveUp(why), block=False)
-            until = clock() + END_SECONDS  # a user's greenlet goes on: only its request ends
-            while self._running and clock() < until:
-                gevent.sleep(0.001)
+            gevent.joinall(late, timeout=END_SECONDS)
 
 
 def _busy_seconds() -> float:

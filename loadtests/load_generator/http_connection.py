@@ -46,7 +46,7 @@ class Connection:
     def __init__(self, sock: Any) -> None:
         """`sock` does not block: one of the system's, or of gevent's with TLS."""
         self.is_unanswered = False  # the server closed it before the first byte of an answer
-        self.trouble: OSError | None = None  # why it is over
+        self._trouble: OSError | None = None  # why it is over
         self._sock = sock
         self._parser = httptools.HttpResponseParser(self)
         self._reader: Any = None  # of the answer on its way; None: idle
@@ -71,8 +71,8 @@ class Connection:
         try:
             self._send(wire)
             while self._state != _WHOLE:
-                if self.trouble is not None:
-                    raise self.trouble
+                if self._trouble is not None:
+                    raise self._trouble
                 self._waiter = Waiter()
                 try:
                     self._waiter.get()
@@ -86,7 +86,7 @@ class Connection:
             self.close()
             raise
         self._reader = None
-        if self._is_reusable and self.trouble is None:
+        if self._is_reusable and self._trouble is None:
             return True
         self.close()
         return False
@@ -157,7 +157,7 @@ class Connection:
     def _end(self, problem: OSError) -> None:
         """The connection is over, by the server's doing or by an error."""
         self._watcher.stop()
-        self.trouble = problem
+        self._trouble = problem
         if self._waiter is not None:
             self._waiter.switch(None)
 
@@ -225,21 +225,16 @@ class Pool:
         Some servers close a connection that they said to keep (llama-server after each stream): a
         request that met its end unanswered is sent once more, over a new one (RFC 9112, 9.3.1).
         """
-        while self.idle:
-            connection = self.idle.pop()
-            if connection.trouble is not None:
-                connection.close()
-                continue
-            try:
-                if connection.exchange(wire, reader):
-                    self.idle.append(connection)
-                return
-            except OSError:
-                if not connection.is_unanswered:
-                    raise
-                break
-        connection = self._open()
-        if connection.exchange(wire, reader):
+        was_kept = bool(self.idle)
+        connection = self.idle.pop() if was_kept else self._open()
+        try:
+            may_keep = connection.exchange(wire, reader)
+        except OSError:
+            if not (was_kept and connection.is_unanswered):
+                raise
+            connection = self._open()
+            may_keep = connection.exchange(wire, reader)
+        if may_keep:
             self.idle.append(connection)
 
     def close(self) -> None:
@@ -295,14 +290,11 @@ class _Whole:
 
     def __init__(self) -> None:
         self.status = 0
-        self.headers: dict[str, str] = {}
+        self.headers: list[tuple[bytes, bytes]] = []
         self.data = bytearray()
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status
-        self.headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers
-        }
+        self.status, self.headers = status, headers
 
     def body(self, data: bytes, received: float) -> bool:
         self.data += data
@@ -311,8 +303,8 @@ class _Whole:
 
 def fetch(
     pool: Pool, wire: bytes, timeout_seconds: float = 30.0
-) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers (lower case) and body of a plain request. Raises TargetUnusable."""
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of a plain request. Raises TargetUnusable."""
     reader = _Whole()
     try:
         with gevent.Timeout(timeout_seconds):

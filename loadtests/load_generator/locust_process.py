@@ -104,7 +104,7 @@ class LoadGenerator:
                 log=self._log,
                 cores=self._cores,
                 urgent=True,
-                folder=PACKAGE_ROOT,
+                cwd=PACKAGE_ROOT,
                 pass_fds=(its.fileno(),),
             )
 

@@ -63,16 +63,10 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 0
 
     def __post_init__(self) -> None:
-        given = [name for name in ("preset", "file", "replay") if getattr(self, name) is not None]
-        if self.prompt_tokens is not None or self.output_tokens is not None:
-            if self.prompt_tokens is None or self.output_tokens is None:
-                raise ValueError("prompt_tokens and output_tokens belong together: give both")
-            given.append("prompt_tokens and output_tokens")
-        if len(given) != 1:
-            raise ValueError(
-                "give one of preset, file, replay, or prompt_tokens with output_tokens; "
-                f"got {' and '.join(given) or 'none'}"
-            )
+        if (self.prompt_tokens is None) != (self.output_tokens is None):
+            raise ValueError("prompt_tokens and output_tokens belong together: give both")
+        if [self.preset, self.file, self.replay, self.prompt_tokens].count(None) != 3:
+            raise ValueError("give one of preset, file, replay, prompt_tokens with output_tokens")
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset {self.preset!r} is not one of {', '.join(PRESETS)}")
 
