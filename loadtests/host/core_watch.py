@@ -26,7 +26,6 @@ from loadtests.records.resource_sample import CoresSample, Stranger
 from models.machine import ROOT, cgroup_folders, read_text, sizes
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-
 Threads = dict[tuple[int, int], tuple[float, float, int]]
 
 
@@ -81,7 +80,7 @@ class CoreWatch:
 
 def _between(before: _Reading, now: _Reading) -> CoresSample:
     """What the counters say of the time between two readings. What began since counts whole."""
-    seconds, throttled = now.at - before.at, None
+    seconds, throttled, none = now.at - before.at, None, (0.0, 0.0, 0)
     was = {(pid, one.started): one.cpu_seconds for pid, one in before.processes.items()}
     used, near = dict[int, float](), set[int]()
     for pid, one in now.processes.items():
@@ -95,7 +94,6 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
     if before.throttled is not None and now.throttled is not None:
         # Counted for each core: together they cannot stop the engine for longer than there was.
         throttled = round(min(max(0.0, now.throttled - before.throttled), seconds), 4)
-    none = (0.0, 0.0, 0)
     times = [map(sub, one, before.threads.get(key, none)) for key, one in now.threads.items()]
     most = [max(0, *column) for column in zip(*times, strict=True)] or [None, None, None]
     return CoresSample(

@@ -37,10 +37,8 @@ def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> La
         raise ValueError(
             f"{engine_cores} cores for the engine, and this machine can give it 1 to {most}"
         )
-    if len(usable) == 1:
-        return Layout(usable, usable, usable, 1, ("engine, API and client share one core",))
     engine = tuple(core for group in physical[:count] for core in group)
-    if count > apart:
+    if count > apart or len(physical) == 1:
         return Layout(engine, usable, usable, count)
     shared = ("API and client share a core",) if spare == 1 else ()
     return Layout(engine, physical[-spare], physical[-1], count, shared)

@@ -118,11 +118,9 @@ class Sampler:
             )
 
     def _run(self) -> None:
-        due = time.monotonic() + self._interval_seconds
         try:
-            while not self._over.wait(max(0.0, due - time.monotonic())):
+            while not self._over.wait(self._interval_seconds):
                 self._sample()
-                due = max(due + self._interval_seconds, time.monotonic())
         except Exception as problem:  # a full disk: the runner asks between levels
             self.failure = problem
 

@@ -83,10 +83,9 @@ class Dispatcher:
             gc.unfreeze()
             self._pool.close()
             self._alarm.close()
-        account, wall_seconds = self._account, clock() - origin
+        account, wall_seconds = self._account, max(clock() - origin, 1e-9)
         account.cpu_seconds = time.process_time() - cpu_seconds
-        if wall_seconds > 0:
-            account.busy_share = round((_busy_seconds() - busy_seconds) / wall_seconds, 4)
+        account.busy_share = round((_busy_seconds() - busy_seconds) / wall_seconds, 4)
         return account
 
     def send_no_more(self) -> None:

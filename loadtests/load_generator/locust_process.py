@@ -89,8 +89,7 @@ class LoadGenerator:
                 self._end()
 
     def _start(self) -> None:
-        locustfile = f"{PACKAGE_ROOT}/loadtests/locustfile.py"
-        command = [sys.executable, "-m", "locust", "-f", locustfile]
+        command = [sys.executable, "-m", "locust", "-f", f"{PACKAGE_ROOT}/loadtests/locustfile.py"]
         self._pipe, its = socket.socketpair()
         self._unread = b""
         with its:

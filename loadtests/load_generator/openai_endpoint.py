@@ -1,7 +1,7 @@
 """The endpoint under load and what it can do, asked once before anything is measured.
 
     target = Target(url="http://127.0.0.1:8000")
-    facts = probe(target)          # TargetFacts: model, usage in streams, ignore_eos, tokenizer ...
+    facts = probe(target)          # TargetFacts: model, usage in streams, ignore_eos ...
 
 OpenAI-compatible endpoints differ in the optional fields they accept. Each is tried; what is
 refused is left out of all requests, and `notes` say so.
@@ -15,14 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from loadtests.errors import EndpointRefuses, TargetUnusable
-from loadtests.load_generator.http_connection import (
-    Pool,
-    clock,
-    connect,
-    fetch,
-    get_bytes,
-    post_bytes,
-)
+from loadtests.load_generator import http_connection as http
+from loadtests.load_generator.http_connection import Pool, clock, connect
 from loadtests.load_generator.sse_timestamps import stream
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.exact_prompts import WORDS
@@ -31,12 +25,7 @@ from serving.bounds import Positive, option
 PROBE_TOKENS = 8
 PROBE_WORDS = (4, 64)  # of two prompts, whose counts say what a word costs, and the rest
 # usage, continuous_usage, ignore_eos: the first set that the endpoint accepts is used.
-EXTRAS = (
-    (True, True, True),
-    (True, False, True),
-    (True, False, False),
-    (False, False, False),
-)
+EXTRAS = ((True, True, True), (True, False, True), (True, False, False), (False, False, False))
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -119,7 +108,7 @@ def request_bytes(
             body["stream_options"]["continuous_usage_stats"] = True
     if facts.ignore_eos:
         body["ignore_eos"] = True
-    return post_bytes(pool, path, body | target.extra_body)
+    return http.post_bytes(pool, path, body | target.extra_body)
 
 
 def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
@@ -161,19 +150,19 @@ def _seen(facts: TargetFacts, short: RequestRecord, long: RequestRecord) -> Targ
     continuous = facts.continuous_usage and long.first_chunk_tokens is not None
     ignore_eos = facts.ignore_eos and long.output_tokens in (None, PROBE_TOKENS)
     notes: list[str] = []
+    word, fixed = 1.0, 0.0
     if not usage:
         notes.append("no token counts in streams: output tokens and TPOT are unknown")
     elif not continuous:
         notes.append("no token counts beside chunks: the first chunk is taken as one token")
     if not ignore_eos:
         notes.append("ignore_eos is not honoured: answers may be shorter than asked")
-    word, fixed = 1.0, 0.0
-    if short.prompt_tokens is not None and long.prompt_tokens is not None:
-        word = (long.prompt_tokens - short.prompt_tokens) / (PROBE_WORDS[1] - PROBE_WORDS[0])
-        fixed = short.prompt_tokens - PROBE_WORDS[0] * word
-    if word <= 0 or not usage:
+    few, many = short.prompt_tokens or 0, long.prompt_tokens or 0
+    if 0 < few < many:
+        word = (many - few) / (PROBE_WORDS[1] - PROBE_WORDS[0])
+        fixed = few - PROBE_WORDS[0] * word
+    else:
         notes.append("no counts of prompts: a word of them is taken for a token")
-        word, fixed = 1.0, 0.0
     return msgspec.structs.replace(
         facts,
         usage=usage,
@@ -188,7 +177,7 @@ def _seen(facts: TargetFacts, short: RequestRecord, long: RequestRecord) -> Targ
 
 def _models(target: Target, pool: Pool) -> list[str]:
     """Names of models; none: the endpoint does not list them."""
-    status, _, body = fetch(pool, get_bytes(pool, "/v1/models"), target.ready_seconds)
+    status, _, body = http.fetch(pool, http.get_bytes(pool, "/v1/models"), target.ready_seconds)
     if status == 404:
         return []
     if status != 200:

@@ -104,7 +104,8 @@ class Answer(msgspec.Struct):
         lines = data.split(b"\n")
         self.rest = lines.pop()
         for line in lines:
-            self._line(line, received)
+            if line.startswith(b"data:"):
+                self._data(line[5:].strip(), received)
         return bool(self.contents)
 
     def ended(self) -> None:
@@ -114,7 +115,7 @@ class Answer(msgspec.Struct):
             self.error_message = self.rest.decode(errors="replace").strip() or None
             return
         if self.rest:
-            self._line(self.rest, self.received)
+            self.body(b"\n", self.received)
         if self.finish_reason in ("abort", "error"):  # as vLLM and SGLang say it
             self.fail("cut_off", f"the server ended it: finish_reason {self.finish_reason}")
         elif not self.is_done and self.finish_reason is None:
@@ -123,12 +124,7 @@ class Answer(msgspec.Struct):
     def fail(self, error: str, message: str) -> None:
         """The first thing that went wrong is the one that is kept."""
         if self.error is None:
-            self.error = error
-            self.error_message = message
-
-    def _line(self, line: bytes, received: float) -> None:
-        if line.startswith(b"data:"):
-            self._data(line[5:].strip(), received)
+            self.error, self.error_message = error, message
 
     def _data(self, data: bytes, received: float) -> None:
         try:

@@ -4,9 +4,7 @@
 
 Every process has the asked mean rate (requests per second); its other settings give the shape.
 
-In a campaign file: `arrivals = { kind = "gamma", cv = 2.0 }`. Azure's conversation trace is Poisson
-with a moving rate, its code trace on/off; gamma renewal fits neither, and is here because it is
-asked for.
+In a campaign file: `arrivals = { kind = "gamma", cv = 2.0 }`.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: in
         case Constant():
             times = np.arange(math.ceil(duration_seconds * rate), dtype=np.float64) / rate
         case Poisson():
-            times = _unit_poisson(rng, duration_seconds * rate) / rate
+            times = _summed(rng.standard_exponential, 0.0, duration_seconds * rate)[1:] / rate
         case Gamma():
             times = _renewal(rng, arrivals.cv, rate, duration_seconds)
         case Trace():
@@ -102,18 +100,11 @@ def _summed(draw: Callable[[int], Times], first: float, until: float) -> Times:
     return np.concatenate(parts)
 
 
-def _unit_poisson(rng: np.random.Generator, until: float) -> Times:
-    """Arrival times of a unit-rate Poisson process in [0, until)."""
-    times = _summed(rng.standard_exponential, 0.0, until)[1:]
-    return times[times < until]
-
-
 def _renewal(rng: np.random.Generator, cv: float, rate: float, duration_seconds: float) -> Times:
     shape = 1.0 / cv**2
     # In equilibrium the first gap is met in proportion to its length, and a uniform part is left.
     first = float(rng.random() * rng.gamma(shape + 1.0)) / (shape * rate)
-    scale = 1.0 / (shape * rate)
-    return _summed(lambda n: rng.gamma(shape, scale, n), first, duration_seconds)
+    return _summed(lambda n: rng.gamma(shape, 1.0 / (shape * rate), n), first, duration_seconds)
 
 
 def _replay(rng: np.random.Generator, trace: Trace, rate: float, duration_seconds: float) -> Times:

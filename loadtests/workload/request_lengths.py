@@ -119,12 +119,10 @@ def in_words(workload: Workload) -> str:
 
 def _drawn(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
     """n pairs, scaled and cut to the caps."""
-    file = workload.file or workload.replay
+    rows = np.array([[workload.prompt_tokens or 1, workload.output_tokens or 1]])
     if workload.preset is not None:
-        file = str(DATA.joinpath(f"{workload.preset}.jsonl"))
-    if file is None:
-        rows = np.array([[workload.prompt_tokens, workload.output_tokens]], dtype=np.int64)
-    else:
+        rows = load_trace(str(DATA.joinpath(f"{workload.preset}.jsonl"))).pairs
+    elif file := workload.file or workload.replay:
         rows = load_trace(file).pairs
     laps, at = math.ceil(n / len(rows)), np.arange(n) % len(rows)
     if workload.replay is None:
