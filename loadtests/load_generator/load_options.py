@@ -11,10 +11,11 @@ from msgspec import Meta
 from loadtests.errors import LoadError
 from loadtests.load_generator.load_plan import LoadPlan
 from loadtests.load_generator.openai_endpoint import Target, check_target
-from loadtests.workload.arrivals import Constant, Gamma, Poisson
+from loadtests.workload.arrivals import Arrivals, Constant, Gamma, Poisson
 from loadtests.workload.request_lengths import Workload
 from serving.bounds import about, option, unbounded
 
+ARRIVALS: dict[str, Arrivals] = {"poisson": Poisson(), "constant": Constant(), "gamma": Gamma()}
 BY_HAND = ("rate", "workload", "arrivals", "model", "api", "api_key_env", "seed")
 _WORKLOAD = re.compile(
     r"(?P<prompt_tokens>\d+)x(?P<output_tokens>\d+)"
@@ -51,7 +52,7 @@ def plan_of(options: LoadOptions, **level: Any) -> LoadPlan:
     return LoadPlan(
         target=target,
         workload=parse_workload(options.workload),
-        arrivals={"poisson": Poisson(), "constant": Constant(), "gamma": Gamma()}[options.arrivals],
+        arrivals=ARRIVALS[options.arrivals],
         rate=options.rate,
         seed=options.seed,
         **level,
