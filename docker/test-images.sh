@@ -105,7 +105,7 @@ run -d --name crossover-test "$CROSSOVER_IMAGE" serve 135m --host 0.0.0.0 --back
 wait_for http://127.0.0.1:8000/ready
 answers "from llama.cpp"
 step "llama.cpp answers"
-run --rm "$LOAD_IMAGE" load http://127.0.0.1:8000 --rate 1 --duration 10 --workload 'chat*0.03' >"$log" 2>&1 || fail "crossover load"
+run --rm "$LOAD_IMAGE" load http://127.0.0.1:8000 --rate 1 --duration 10 --workload 64x16 >"$log" 2>&1 || fail "crossover load"
 step "load: requests at 1/s from the load image"
 campaign=$(mktemp)
 cat >"$campaign" <<'END'

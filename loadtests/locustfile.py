@@ -1,6 +1,6 @@
 """What runs inside Locust: a sender of levels, led over a pipe or by hand.
 
-LoadGenerator starts it, and orders come over its pipe, one level after the other until it closes.
+LoadGenerator starts it, and plans come over its pipe, one level after the other until it closes.
 Or a person does: `locust -f loadtests/locustfile.py --host http://127.0.0.1:8000 --rate 2`, of
 several processes and machines too: `--processes 4`; `--master` and `--worker`.
 `import locust` patches the process: nothing but Locust may import this module.
@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
+import threading
+import time
 from typing import Any
 
 import gevent
@@ -26,19 +27,14 @@ from loadtests.errors import LoadError
 from loadtests.load_generator.dispatcher import Dispatcher
 from loadtests.load_generator.http_connection import clock
 from loadtests.load_generator.load_options import BY_HAND, LoadOptions, add_options, plan_of
-from loadtests.load_generator.load_plan import (
-    Begin,
-    Failed,
-    LoadPlan,
-    Order,
-    Prepare,
-    Ready,
-    Recorded,
-    Wire,
-)
-from loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE, Pipe
+from loadtests.load_generator.load_plan import Failed, LoadPlan, Recorded, Started, Wire
+from loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE
+from loadtests.records.request_record import RequestRecord
 from models.errors import CrossoverError, printable
 from serving.bounds import converted
+
+LEAD_SECONDS = 0.05  # between Started and t0: the runner has heard of it then
+DONE = "crossover_done"  # a worker's message: its level has ended
 
 
 class Traffic(User):  # type: ignore[misc]  # Locust is untyped
@@ -49,31 +45,26 @@ class Traffic(User):  # type: ignore[misc]  # Locust is untyped
         gevent.event.Event().wait()
 
 
-class Sender:
-    """One level after the other. `tell` takes its answers."""
+def obey(environment: Environment, pipe: socket.socket) -> None:
+    """The runner's plans, one after the other, until it closes the pipe."""
+    sending = threading.Lock()  # another greenlet may be in the middle of a message
 
-    def __init__(self, tell: Callable[[Wire], None]) -> None:
-        self._tell = tell
-        self._dispatcher: Dispatcher | None = None
+    def tell(wire: Wire) -> None:
+        with sending:
+            pipe.sendall(msgspec.json.encode(wire) + b"\n")
 
-    def obey(self, order: Order) -> None:
-        dispatcher = self._dispatcher
-        if isinstance(order, Prepare):
-            gevent.spawn(self._answer, lambda: self._prepare(order.plan))
-        elif dispatcher is not None and isinstance(order, Begin):
-            gevent.spawn(self._answer, lambda: dispatcher.run(order.origin))
-
-    def _prepare(self, plan: LoadPlan) -> Ready:
-        self._dispatcher = Dispatcher(plan, self._tell)
-        return Ready()
-
-    def _answer(self, work: Callable[[], Wire]) -> None:
+    for line in pipe.makefile("rb"):
         try:
-            self._tell(work())
+            plan = msgspec.json.decode(line, type=LoadPlan)
+            dispatcher = Dispatcher(plan, lambda record: tell(Recorded(record)))
+            tell(Started(time.time() + LEAD_SECONDS))
+            tell(dispatcher.run(clock() + LEAD_SECONDS))
         except Exception as problem:  # in a greenlet: nobody else would hear of it
             is_known = isinstance(problem, LoadError | OSError)
             logging.error("%s", printable(str(problem)), exc_info=not is_known)
-            self._tell(Failed(f"{problem}"))
+            tell(Failed(f"{problem}"))
+    environment.process_exit_code = 0  # failed requests are results
+    environment.runner.quit()
 
 
 class ByHand:
@@ -86,84 +77,63 @@ class ByHand:
 
     def __init__(self, environment: Environment) -> None:
         self._environment, self._runner = environment, environment.runner
-        options = environment.parsed_options
+        self._options = options = environment.parsed_options
         if not options.host:
             raise SystemExit("say where to send to, for example --host http://127.0.0.1:8000")
         self._own = {"url": options.host, "api_key_env": options.api_key_env}
         self._seconds = options.run_time or 30.0
         self._is_worker = isinstance(self._runner, WorkerRunner)
-        self._end = self._runner.quit if options.headless else self._runner.stop
         if options.headless:  # Locust's clock would begin before the requests are made
             options.run_time = None
-        self._left: set[str] = set()  # of a master: workers that have not ended
-        self._is_done = False  # of a worker, until it has told so
+        self._left = 1  # processes whose level has not ended
         self._dispatcher: Dispatcher | None = None
         self._level = gevent.pool.Group()
         environment.events.test_start.add_listener(self._start)
         environment.events.test_stopping.add_listener(self._stop)
-        if self._is_worker:  # its end comes with its last numbers
-            environment.events.report_to_master.add_listener(self._report)
-            return
-        environment.events.worker_report.add_listener(self._take_report)
-        try:
-            self._plan()
-        except CrossoverError as problem:
-            raise SystemExit(printable(str(problem))) from None
+        if not self._is_worker:
+            self._runner.register_message(DONE, self._done)
+            try:
+                self._plan()
+            except CrossoverError as problem:
+                raise SystemExit(printable(str(problem))) from None
 
     def _plan(self) -> LoadPlan:
         """Of Locust's options, which a worker has from its master. Raises CrossoverError."""
-        options = self._environment.parsed_options
+        options = self._options
         known = {name: getattr(options, name) for name in BY_HAND} | self._own
         given = converted(known, LoadOptions, "", lambda name: f"--{name.replace('_', '-')}")
         if given.rate is None:
             raise LoadError("say how many requests a second, for example --rate 2")
         if self._is_worker:
-            if given.arrivals.startswith("trace"):  # whoever is its master would name files
-                raise LoadError("a worker reads no trace: replay it from one process")
             seed, rate = given.seed + self._runner.worker_index, given.rate / options.workers
             given = msgspec.structs.replace(given, seed=seed, rate=rate)
         return plan_of(given, window_seconds=getattr(options, "seconds", self._seconds))
 
     def _start(self, **_: Any) -> None:
         """In the greenlet that starts Locust's users after it; a master tells its workers then."""
-        options = self._environment.parsed_options
         if not self._is_worker:
-            options.seconds = options.run_time or self._seconds
+            self._options.seconds = self._options.run_time or self._seconds
         if isinstance(self._runner, MasterRunner):
-            self._left = {client.id for client in self._runner.clients.ready}
-            options.workers = len(self._left)
+            self._options.workers = self._left = len(self._runner.clients.ready)
             return
         try:
-            plan = self._plan()
-            self._dispatcher = Dispatcher(plan, self._tell)
+            self._dispatcher = Dispatcher(self._plan(), self._tell)
         except (CrossoverError, OSError) as problem:
             logging.error("%s", printable(str(problem)))
             self._environment.process_exit_code = 2
-            self._done()
+            self._runner.send_message(DONE)
             raise gevent.GreenletExit from problem  # no users are started
-        logging.info("%s for %g s", plan.load_in_words, plan.window_seconds)
         self._level.spawn(self._run, self._dispatcher)
 
     def _run(self, dispatcher: Dispatcher) -> None:
-        try:
-            dispatcher.run(clock())
-        finally:
-            if self._dispatcher is dispatcher:  # else Locust stops already
-                self._done()
+        dispatcher.run(clock())
+        if self._dispatcher is dispatcher:  # else Locust stops already
+            self._runner.send_message(DONE)  # to the master; without one, to this process
 
-    def _done(self) -> None:
-        self._is_done = True
-        if not self._is_worker:
-            gevent.spawn(self._end)
-
-    def _report(self, data: dict[str, Any], **_: Any) -> None:
-        data["crossover_done"], self._is_done = self._is_done, False
-
-    def _take_report(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
-        if data.get("crossover_done"):
-            self._left.discard(client_id)
-            if not self._left:
-                gevent.spawn(self._end)
+    def _done(self, **_: Any) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            gevent.spawn(self._runner.quit if self._options.headless else self._runner.stop)
 
     def _stop(self, **_: Any) -> None:
         """Nothing more is sent; Locust goes on once the answers on their way are there."""
@@ -172,18 +142,16 @@ class ByHand:
             dispatcher.send_no_more()
         self._level.join()
 
-    def _tell(self, wire: Wire) -> None:
-        if isinstance(wire, Recorded):
-            record = wire.record
-            error = LoadError(f"{record.error}: {record.error_message}") if record.error else None
-            self._environment.events.request.fire(
-                request_type="POST",
-                name="answer, from due to end",
-                response_time=((record.ended_seconds or 0.0) - record.due_seconds) * 1000,
-                response_length=0,
-                exception=error,
-                context={},
-            )
+    def _tell(self, record: RequestRecord) -> None:
+        error = LoadError(f"{record.error}: {record.error_message}") if record.error else None
+        self._environment.events.request.fire(
+            request_type="POST",
+            name="answer, from due to end",
+            response_time=((record.ended_seconds or 0.0) - record.due_seconds) * 1000,
+            response_length=0,
+            exception=error,
+            context={},
+        )
 
 
 if FOLDER_VARIABLE not in os.environ:
@@ -192,22 +160,8 @@ if FOLDER_VARIABLE not in os.environ:
 
 @events.init.add_listener  # type: ignore[untyped-decorator]
 def on_init(environment: Environment, **_: Any) -> None:
-    runner = environment.runner
     if FOLDER_VARIABLE not in os.environ:
         ByHand(environment)
         return
     os.chdir(os.environ[FOLDER_VARIABLE])
-    pipe = Pipe(socket.socket(fileno=int(os.environ[PIPE_VARIABLE])), Order)
-    sender = Sender(pipe.send)
-
-    def obey_pipe() -> None:
-        """The runner's orders, until it closes the pipe."""
-        try:
-            while True:
-                for order in pipe.receive():
-                    sender.obey(order)
-        except EOFError:
-            environment.process_exit_code = 0  # failed requests are results
-            runner.quit()
-
-    gevent.spawn(obey_pipe)
+    gevent.spawn(obey, environment, socket.socket(fileno=int(os.environ[PIPE_VARIABLE])))

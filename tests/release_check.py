@@ -125,7 +125,7 @@ def main() -> None:
         version = user.run("crossover", "--version").stdout.strip()
         said(f"{version} installed with [{EXTRAS}], no torch")
         user.run("crossover", "doctor")
-        load = ("--rate", "5", "--duration", "4", "--workload", "chat*0.02")
+        load = ("--rate", "5", "--duration", "4", "--workload", "24x8")
         for arguments in (("135m", "--backend", "llama_cpp"),):
             with user.serving(*arguments) as url:
                 user.run("crossover", "load", url, *load)

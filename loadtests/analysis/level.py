@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 
 _SAME = (
     *("prompt_tokens", "cached_tokens", "output_tokens", "first_chunk_tokens"),
-    *("asked_prompt_tokens", "asked_output_tokens", "turn", "stand_in"),
+    *("asked_prompt_tokens", "asked_output_tokens"),
 )
 _NUMBERS = {  # column -> field of a record
     "due": "due_seconds",
@@ -82,8 +82,6 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     first_chunk_tokens: Floats
     asked_prompt_tokens: Floats
     asked_output_tokens: Floats
-    turn: Floats  # of its session, from 0; nan: no session
-    stand_in: Floats  # 1: due before the answer it continues, so filler was sent; else 0
     failure: tuple[str | None, ...]  # why a request is not ok, in one word; None: it is
     backend: tuple[str | None, ...]  # X-Crossover-Backend
 

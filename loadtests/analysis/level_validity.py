@@ -38,9 +38,8 @@ ADVICE = {
     "Unsteady": "measure longer, or at a lower rate",
     "FellBack": "see the server's placement",
     "TokensUnknown": "ask the endpoint for stream_options.include_usage",
-    "ShortAnswers": "the endpoint ignores ignore_eos or min_tokens, or has its own limit",
+    "ShortAnswers": "the endpoint ignores ignore_eos, or has its own limit",
     "LongAnswers": "the endpoint miscounts, or ignores max_tokens: count its tokens yourself",
-    "StandIns": "less of the prompt is reused; raise think_seconds",
     "PromptsOff": "the tokenizer is not the server's, or its chat template adds tokens",
     "Throttled": "raise the quota, the power cap or the cooling",
     DISTURBED: 'measure on a quiet machine, or take this one as it is with disturbance = "ignore"',
@@ -172,14 +171,6 @@ def _of_answers(level: Level) -> Found:
             WARNING,
             f"the endpoint reports more tokens than were asked for in {long} of "
             f"{int(told.sum())} answers: where it miscounts, TPOT is too low",
-        )
-    later = level.counted & (level.turn > 0)
-    if fillers := int(level.stand_in[later].sum()):
-        yield (
-            "StandIns",
-            WARNING,
-            f"{fillers} of {int(later.sum())} later turns were due before the answer that they "
-            "continue: filler of the same length was sent in its place",
         )
     both = level.counted & np.isfinite(level.prompt_tokens) & (level.asked_prompt_tokens > 0)
     if both.any():

@@ -33,7 +33,7 @@ from msgspec import Meta
 from loadtests.analysis.slo import SLO_PRESETS, Slo
 from loadtests.checked_files import Table, converted, key, parse_toml, read_toml
 from loadtests.errors import BadCampaign, LoadError, TargetUnusable
-from loadtests.load_generator.load_plan import DEFAULT_WORKLOAD, check_count
+from loadtests.load_generator.load_plan import DEFAULT_WORKLOAD
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from loadtests.workload.arrivals import Arrivals, Poisson, Trace
 from loadtests.workload.request_lengths import Workload
@@ -438,11 +438,6 @@ def _faults(file: CampaignFile) -> Iterator[str]:
             check_target(file.target)
     except TargetUnusable as problem:
         yield f"target: {problem}"
-    for rate in file.search.rates:
-        try:
-            check_count(rate, file.search.level_seconds)
-        except LoadError as problem:
-            yield f"search.rates: {problem}"
     if isinstance(file.arrivals, Trace):
         yield from _unread("arrivals.path", file.arrivals.path)
     context = file.server.context_tokens

@@ -34,22 +34,19 @@ class Child:
         *,
         cores: tuple[int, ...] = (),
         log: Path | None = None,
-        environment: dict[str, str] | None = None,
         urgent: bool = False,
-        pass_fds: tuple[int, ...] = (),
-        folder: Path | None = None,
+        **options: Any,
     ) -> None:
+        """`urgent`: before anybody else on its cores, where possible. `options`: start_python's."""
         self.log = log
         bound = [str(os.getpid()), ",".join(map(str, cores)) or "-", str(int(urgent))]
         with open(log, "ab") if log is not None else contextlib.nullcontext() as output:
             self._process = start_python(
                 *("-I", "-S", str(PARENT_BOUND), *bound, *command),
-                environment=environment,
                 secrets=True,  # a server's token of the hub, a load generator's key
                 stdout=output,
                 stderr=None if log is None else subprocess.STDOUT,
-                pass_fds=pass_fds,
-                cwd=folder,
+                **options,
             )
         self.pid = self._process.pid
 
@@ -106,10 +103,10 @@ def signals_interrupt() -> Iterator[None]:
     A second exception would break off what the first one's handlers end and write down.
     """
 
-    def interrupt(number: int, _: Any) -> None:
-        for one in SIGNALS:
-            signal.signal(one, lambda *_: None)
-        raise KeyboardInterrupt(signal.Signals(number).name)
+    def interrupt(*_: Any) -> None:
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:

@@ -15,17 +15,18 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
+from operator import sub
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from loadtests.analysis.disturbance import busiest
 from loadtests.records.resource_sample import CoresSample, Stranger
 from models.machine import ROOT, cgroup_folders, read_text, sizes
 
-PROC = Path("/proc")
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-
-Pids = Callable[[], list[int]]
+Threads = dict[tuple[int, int], tuple[float, float, int]]
 
 
 class Process(NamedTuple):
@@ -38,95 +39,63 @@ class Process(NamedTuple):
     core: int  # that its main thread ran on last
 
 
-class Thread(NamedTuple):
-    """A line of /proc/PID/task/TID/schedstat."""
-
-    ran_seconds: float
-    waited_seconds: float  # it was ready and had no core
-    turns: int  # on a core
-
-
 class _Reading(NamedTuple):
     """All counters at one moment."""
 
     at: float
-    cores: frozenset[int]
-    subject: frozenset[int]
-    ours: frozenset[int]  # without the subject
-    threads: dict[tuple[int, int], Thread]
+    subject: set[int]
+    ours: set[int]  # the subject among them
+    cores: dict[int, tuple[float, float]]
+    threads: Threads
     processes: dict[int, Process]
-    counters: dict[int, tuple[float, float]] | None
     throttled: float | None
 
 
 class CoreWatch:
     """Reads the cores that a subject may run on. `runner`: all below it is ours."""
 
-    def __init__(self, subject: Pids, runner: int) -> None:
-        self._subject = subject
-        self._runner = runner
+    def __init__(self, subject: Callable[[], list[int]], runner: int) -> None:
+        self._subject, self._runner = subject, runner
         self._before: _Reading | None = None
 
     def read(self) -> CoresSample | None:
         """Since the last call; None at the first, without a subject, and where nothing is told."""
         before, now = self._before, self._look()
         self._before = now
-        if before is None or now is None or before.cores != now.cores or now.at <= before.at:
+        if before is None or now is None or before.cores.keys() != now.cores.keys():
             return None
         return _between(before, now)
 
     def _look(self) -> _Reading | None:
         at, pids = time.monotonic(), self._subject()
         try:
-            cores = frozenset(os.sched_getaffinity(pids[0])) if pids else None
-        except OSError:  # it has just ended
-            cores = None
-        if not cores:
+            cores = core_counters(os.sched_getaffinity(pids[0]))
+        except (IndexError, AttributeError, OSError):  # there is none, it has just ended, not told
             return None
         seen = processes()
-        return _Reading(
-            at=at,
-            cores=cores,
-            subject=frozenset(pids),
-            ours=_below(self._runner, seen) - set(pids),
-            threads=threads(pids),
-            processes=seen,
-            counters=core_counters(cores),
-            throttled=throttled_seconds(pids[0]),
-        )
+        ours = {*pids, *_below(self._runner, seen)}
+        throttled = throttled_seconds(pids[0])
+        return _Reading(at, {*pids}, ours, cores, threads(pids), seen, throttled)
 
 
 def _between(before: _Reading, now: _Reading) -> CoresSample:
-    """What the counters say of the time between two readings."""
-    used: dict[int, float] = {}
+    """What the counters say of the time between two readings. What began since counts whole."""
+    seconds, throttled, none = now.at - before.at, None, (0.0, 0.0, 0)
+    was = {(pid, one.started): one.cpu_seconds for pid, one in before.processes.items()}
+    used, near = dict[int, float](), set[int]()
     for pid, one in now.processes.items():
-        old = before.processes.get(pid)  # none, or another's: it has started since
-        is_same = old is not None and old.started == one.started
-        used[pid] = one.cpu_seconds - (old.cpu_seconds if old is not None and is_same else 0.0)
-    own = sum(used[pid] for pid in now.subject if pid in used)
-    near = {pid for pid, one in now.processes.items() if one.core in now.cores}
-    ours = sum(used[pid] for pid in near & now.ours)
-    strangers = [
-        Stranger(now.processes[pid].name, pid, round(used[pid], 4))
-        for pid in near - now.subject - now.ours
-        if used[pid] > 0
-    ]
-    rest = steal = throttled = None
-    if before.counters is not None and now.counters is not None:
-        pairs = [(before.counters[core], now.counters[core]) for core in now.counters]
-        rest = round(sum(new[0] - old[0] for old, new in pairs) - own - ours, 4)
-        steal = round(max(new[1] - old[1] for old, new in pairs), 4)
-    seconds = now.at - before.at
+        used[pid] = one.cpu_seconds - was.get((pid, one.started), 0.0)
+        if one.core in now.cores:
+            near.add(pid)
+    own = sum(used[pid] for pid in now.subject & used.keys())
+    ours = sum(used[pid] for pid in near & now.ours - now.subject)
+    grown = [tuple(map(sub, now.cores[core], before.cores[core])) for core in now.cores]
+    strangers = [Stranger(now.processes[i].name, i, round(used[i], 4)) for i in near - now.ours]
     if before.throttled is not None and now.throttled is not None:
         # Counted for each core: together they cannot stop the engine for longer than there was.
         throttled = round(min(max(0.0, now.throttled - before.throttled), seconds), 4)
-    none, times = Thread(0.0, 0.0, 0), []
-    for key, new in now.threads.items():
-        was = before.threads.get(key, none)  # a new one began after it
-        if new.turns < was.turns:
-            was = none  # another thread with the number of an ended one
-        times.append([value - earlier for value, earlier in zip(new, was, strict=True)])
-    most = [max(column) for column in zip(*times, strict=True)] or [None, None, None]
+    times = [map(sub, one, before.threads.get(key, none)) for key, one in now.threads.items()]
+    most = [max(0, *column) for column in zip(*times, strict=True)] or [None, None, None]
     return CoresSample(
         seconds=round(seconds, 4),
         busy_seconds=round(own, 4),
@@ -134,14 +103,14 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
         stalled_seconds=most[1],
         turns=None if most[2] is None else round(most[2]),
         ours_seconds=round(ours, 4),
-        strangers_seconds=rest,
-        steal_seconds=steal,
+        strangers_seconds=round(sum(busy for busy, _ in grown) - own - ours, 4),
+        steal_seconds=round(max(stolen for _, stolen in grown), 4),
         throttled_seconds=throttled,
-        strangers=busiest(strangers),
+        strangers=busiest(one for one in strangers if one.cpu_seconds > 0),
     )
 
 
-def _below(top_pid: int, seen: dict[int, Process]) -> frozenset[int]:
+def _below(top_pid: int, seen: dict[int, Process]) -> list[int]:
     """A process and all that it started."""
     children: dict[int, list[int]] = {}
     for pid, one in seen.items():
@@ -149,15 +118,15 @@ def _below(top_pid: int, seen: dict[int, Process]) -> frozenset[int]:
     found = [top_pid]
     for pid in found:  # grows while it is walked
         found += children.get(pid, ())
-    return frozenset(found)
+    return found
 
 
 def processes() -> dict[int, Process]:
     """All processes that are there, by number. psutil takes four times as long."""
     found: dict[int, Process] = {}
-    for pid in filter(str.isdigit, os.listdir(PROC)):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it ended meanwhile
-            with open(f"{PROC}/{pid}/stat", "rb", buffering=0) as file:
+            with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
                 found[int(pid)] = process_of(file.read(4096))
     return found
 
@@ -170,34 +139,33 @@ def process_of(line: bytes) -> Process:
     return Process(name, int(fields[1]), used / TICKS_PER_SECOND, int(fields[19]), int(fields[36]))
 
 
-def threads(pids: Iterable[int], proc: Path = PROC) -> dict[tuple[int, int], Thread]:
-    """Threads by (process, thread); empty: this kernel does not tell."""
-    found: dict[tuple[int, int], Thread] = {}
+def threads(pids: Iterable[int]) -> Threads:
+    """(process, thread) -> seconds it ran, seconds it was ready and had no core, turns on a core.
+
+    Empty: this kernel does not tell.
+    """
+    found: Threads = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            for name in os.listdir(f"{proc}/{pid}/task"):
+            for name in os.listdir(f"/proc/{pid}/task"):
                 with contextlib.suppress(OSError, ValueError):
-                    with open(f"{proc}/{pid}/task/{name}/schedstat", "rb", buffering=0) as file:
+                    with open(f"/proc/{pid}/task/{name}/schedstat", "rb", buffering=0) as file:
                         ran, waited, turns = map(int, file.read(256).split())
-                    found[pid, int(name)] = Thread(ran * 1e-9, waited * 1e-9, turns)
+                    found[pid, int(name)] = ran * 1e-9, waited * 1e-9, turns
     return found
 
 
-def core_counters(cores: Iterable[int], proc: Path = PROC) -> dict[int, tuple[float, float]] | None:
-    """Core -> seconds in which processes ran, seconds stolen (/proc/stat); None: not told here."""
-    try:
-        lines = dict(line.split(" ", 1) for line in read_text(proc / "stat").splitlines())
-        ticks = {core: [int(one) for one in lines[f"cpu{core}"].split()] for core in cores}
-        each = TICKS_PER_SECOND
-        return {core: (sum(one[:3]) / each, one[7] / each) for core, one in ticks.items()}
-    except (KeyError, IndexError, ValueError):
-        return None
+def core_counters(cores: Iterable[int]) -> dict[int, tuple[float, float]]:
+    """Core -> seconds in which processes ran, seconds stolen. Raises IndexError, AttributeError."""
+    told = psutil.cpu_times(percpu=True)
+    each = {core: told[core] for core in cores}
+    return {core: (one.user + one.nice + one.system, one.steal) for core, one in each.items()}
 
 
 def throttled_seconds(pid: int, root: Path = ROOT) -> float | None:
-    """Seconds that the CPU quota of a process's control groups has held cores back; None: not told.
+    """Seconds that the CPU quota of a process's control groups (version 2) has held cores back.
 
-    A limit may stand on any group above its own: the group that was held back most counts.
+    None: not told. A limit may stand on any group above its own: the one held back most counts.
     """
     told = [sizes(read_text(one / "cpu.stat"), 1) for one in cgroup_folders(root, pid)]
     found = [one["throttled_usec"] * 1e-6 for one in told if "throttled_usec" in one]

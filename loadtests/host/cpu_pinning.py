@@ -37,15 +37,8 @@ def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> La
         raise ValueError(
             f"{engine_cores} cores for the engine, and this machine can give it 1 to {most}"
         )
-    if len(physical) == 1:
-        threads = physical[0]
-        if len(threads) == 1:
-            return Layout(threads, threads, threads, 1, ("engine, API and client share one core",))
-        # Two hardware threads share the core's execution units.
-        both = ("engine and client share one physical core", "API and client share a core")
-        return Layout(threads[:1], threads[1:], threads[1:], 1, both)
     engine = tuple(core for group in physical[:count] for core in group)
-    if count > apart:
+    if count > apart or len(physical) == 1:
         return Layout(engine, usable, usable, count)
     shared = ("API and client share a core",) if spare == 1 else ()
     return Layout(engine, physical[-spare], physical[-1], count, shared)

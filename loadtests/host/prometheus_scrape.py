@@ -6,8 +6,6 @@ source.read()           # an EngineTime; None: another server, or it does not an
 
 from __future__ import annotations
 
-import math
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtests.errors import LoadError
@@ -31,23 +29,16 @@ class EngineClock:
 
     def read(self) -> EngineTime | None:
         """Of all its models together."""
+        found: dict[str, float] = {}
         try:
             with connect(self._url, api_key=self._key) as pool:
-                status, _, body = fetch(pool, get_bytes(pool, "/metrics"), TIMEOUT_SECONDS)
-            found = parse(body.decode(errors="replace")) if status == 200 else {}
+                _, _, body = fetch(pool, get_bytes(pool, "/metrics"), TIMEOUT_SECONDS)
+            for family in text_string_to_metric_families(body.decode(errors="replace")):
+                for one in family.samples:
+                    found[one.name] = found.get(one.name, 0.0) + one.value
         except (LoadError, ValueError):
             return None
         if any(name not in found for name in NAMES):
             return None
         steps, device, host = (found[name] for name in NAMES)
         return EngineTime(steps=round(steps), device_seconds=device, host_seconds=host)
-
-
-def parse(text: str) -> dict[str, float]:
-    """Name -> value, summed over its label sets, NaN left out. Raises ValueError."""
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if not math.isnan(sample.value):
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found

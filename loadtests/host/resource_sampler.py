@@ -24,24 +24,15 @@ from typing import Any
 
 import psutil
 
-from loadtests.errors import LoadError
 from loadtests.host.core_watch import CoreWatch
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
 from models.machine import read_text
 from serving.hardware.gpus import memory_of, tell, uuid_of
 
 INTERVAL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0  # that a sample may take
 RAPL = Path("/sys/class/powercap")
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that hold a clock down; not idling.
-THROTTLES: dict[int, str] = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "thermal",
-    0x40: "hardware thermal",
-    0x80: "power brake",
-}
+THROTTLES = {0x4: "power cap", 0x60: "thermal", 0x98: "hardware slowdown"}
 
 
 class Sampler:
@@ -67,8 +58,7 @@ class Sampler:
         self._server, self._is_ours = server, is_ours
         self._interval_seconds = interval_seconds
         self._watch = CoreWatch(self._subject, os.getpid())
-        self._gpu = None if server is None else Gpu()
-        self._rapl = None if server is None else Rapl()
+        self._gpu, self._rapl = Gpu(), Rapl()
         self._level: str | None = None
         self._lock = threading.Lock()  # of a sample, or of a level's begin or end
         self._over = threading.Event()
@@ -89,10 +79,7 @@ class Sampler:
 
     @level.setter
     def level(self, name: str | None) -> None:
-        if not self._lock.acquire(timeout=ANSWER_SECONDS):  # a driver that hangs
-            self.failure = LoadError("the sampler of resources does not answer")
-            return
-        try:
+        with self._lock:
             # the rest of the level that ends, or the mark that one which begins counts from
             rest = self._watch.read()
             if self._level is not None and rest is not None:
@@ -100,8 +87,6 @@ class Sampler:
             if name is not None:
                 self.cores = []
             self._level = name
-        finally:
-            self._lock.release()
 
     def _subject(self) -> list[int]:
         """Whose cores are watched: the engine's; of an endpoint, the load generator's."""
@@ -116,7 +101,7 @@ class Sampler:
             if self._level is not None and cores is not None:
                 self.cores.append(cores)
             found: dict[str, Any] = {}
-            if self._gpu is not None and self._rapl is not None:
+            if self._server is not None:
                 engine = self._subject()
                 found = self._gpu.read(engine)
                 found["cpu_watts"] = self._rapl.read()
@@ -133,11 +118,9 @@ class Sampler:
             )
 
     def _run(self) -> None:
-        due = time.monotonic() + self._interval_seconds
         try:
-            while not self._over.wait(max(0.0, due - time.monotonic())):
+            while not self._over.wait(self._interval_seconds):
                 self._sample()
-                due = max(due + self._interval_seconds, time.monotonic())
         except Exception as problem:  # a full disk: the runner asks between levels
             self.failure = problem
 
@@ -161,22 +144,19 @@ def family(pid: int) -> list[int]:
 
 def engine_pids(server: int) -> list[int]:
     """The engine children below a server process of ours."""
-    return [pid for pid in family(server)[1:] if _is_engine(pid)]
-
-
-def _is_engine(pid: int) -> bool:
-    try:
-        return any(part.startswith("serving.engine.") for part in psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return False
+    found = []
+    for pid in family(server)[1:]:
+        with contextlib.suppress(psutil.Error):
+            if any(part.startswith("serving.engine.") for part in psutil.Process(pid).cmdline()):
+                found.append(pid)
+    return found
 
 
 class Gpu:
     """The engine's NVIDIA GPU by NVML: what its driver does not tell is None.
 
-    Drivers and CUDA count GPUs differently, so the one that is read is that of the engine: the one
-    whose UUID it was given (a container hides who runs there) or where it is listed, else the
-    first. Power is a mean of about a second; the energy counter has no gaps.
+    Drivers and CUDA count GPUs differently, so the one that is read is that whose UUID the engine
+    was given, else the first. Power is a mean of about a second; the energy counter has no gaps.
     """
 
     def __init__(self, nvml: Any = None) -> None:
@@ -192,7 +172,9 @@ class Gpu:
         """The gpu_* fields of a ResourceSample. `engine`: the engine's processes."""
         if not self._all:
             return {}
-        nvml, one = self._nvml, max(self._all, key=lambda device: self._runs(device, engine))
+        nvml, variable = self._nvml, "CUDA_VISIBLE_DEVICES"
+        given = [tell(lambda one=pid: psutil.Process(one).environ()[variable]) for pid in engine]
+        one = next((one for one in self._all if uuid_of(nvml, one) in given), self._all[0])
 
         def throttled() -> list[str]:
             bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(one)
@@ -204,18 +186,6 @@ class Gpu:
             "gpu_energy_joules": tell(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(one) / 1000),
             "gpu_throttled": tell(throttled),
         }
-
-    def _runs(self, device: Any, engine: Sequence[int]) -> bool:
-        """Whether the engine does, as far as it can be seen."""
-        if len(self._all) == 1:
-            return True
-        running = tell(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(device)) or []
-        given = uuid_of(self._nvml, device)
-        return any(
-            given == tell(lambda one: psutil.Process(one).environ()["CUDA_VISIBLE_DEVICES"], pid)
-            or pid in [process.pid for process in running]
-            for pid in engine
-        )
 
 
 class Rapl:
@@ -229,20 +199,16 @@ class Rapl:
             for path in sorted(root.glob("intel-rapl:*"))
             if path.name.count(":") == 1 and read_text(path / "name").strip() != "psys"
         ]
-        self._before: tuple[float, list[int]] | None = None
+        self._before: tuple[float, list[float]] | None = None
 
     def read(self) -> float | None:
-        """Mean since the last call; None at the first, and where the counters do not say it."""
+        """Mean since the last call; None at the first, without counters, where one began anew."""
         try:
-            joules = [int((path / "energy_uj").read_text()) for path in self._packages]
-            ranges = [int((path / "max_energy_range_uj").read_text()) for path in self._packages]
+            joules = [int((path / "energy_uj").read_text()) / 1e6 for path in self._packages]
         except (OSError, ValueError):
             return None
         before, self._before = self._before, (self._clock(), joules)
-        if not joules or before is None or self._before[0] <= before[0]:
+        if not joules or before is None:
             return None
-        counted = zip(joules, before[1], ranges, strict=True)
-        used = [((new - old) % (limit + 1), limit) for new, old, limit in counted]
-        if any(one > limit / 2 for one, limit in used):
-            return None  # a counter that was set back, or a gap of more than one wrap-around
-        return round(sum(one for one, _ in used) / 1e6 / (self._before[0] - before[0]), 3)
+        used = [new - old for new, old in zip(joules, before[1], strict=True)]
+        return None if min(used) < 0 else round(sum(used) / (self._before[0] - before[0]), 3)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import gevent
@@ -19,12 +20,12 @@ import msgspec
 
 from loadtests.host.precise_timer import Alarm
 from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.load_plan import Ended, LoadPlan, Recorded, Wire
+from loadtests.load_generator.load_plan import Ended, LoadPlan
 from loadtests.load_generator.openai_endpoint import pool_for, probe
 from loadtests.load_generator.request_factory import Request, RequestFactory
-from loadtests.load_generator.sse_timestamps import Answer, GaveUp, stream
+from loadtests.load_generator.sse_timestamps import GaveUp, stream
+from loadtests.records.request_record import RequestRecord
 
-FOLLOW_EVERY_SECONDS = 0.02
 END_SECONDS = 10.0  # that requests may take to end once they are given up
 YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
 
@@ -35,24 +36,23 @@ class Dispatcher:
     Requests are made when it is, so that `run` only sends. Raises LoadError.
     """
 
-    def __init__(self, plan: LoadPlan, tell: Callable[[Wire], None]) -> None:
+    def __init__(self, plan: LoadPlan, tell: Callable[[RequestRecord], None]) -> None:
         self.plan = plan
         self._tell = tell
         self._pool = pool_for(plan.target)
         facts = plan.facts or probe(plan.target, self._pool)
-        self._factory = RequestFactory(plan, facts, self._pool)
-        self._scheduled = self._factory.scheduled() if plan.concurrency is None else []
-        # Of a closed loop that ends after so many: one session after the other, the last one first.
-        wanted = (plan.requests or 0) if plan.concurrency else 0
-        self._ready = [self._factory.next_session() for _ in range(wanted)][::-1]
+        factory = RequestFactory(plan, facts, self._pool)
+        self._scheduled = factory.scheduled() if plan.concurrency is None else []
+        self._in_turn = factory.endless()  # of a closed loop
+        if plan.concurrency is not None and plan.requests is not None:
+            self._in_turn = iter(list(islice(self._in_turn, plan.requests)))
         self._account = Ended()
         self._origin = 0.0  # t0 of the level, on `clock`
         self._over = gevent.event.Event()  # nothing more is sent
         self._idle = gevent.event.Event()  # no counted request is on its way
         self._idle.set()
         self._running: set[Any] = set()  # greenlets with a request on its way
-        self._counted: set[int] = set()  # requests on their way that were due before the end
-        self._answers: dict[tuple[str, int], str] = {}  # (session, turn): the server's words
+        self._counted = 0  # requests on their way that were due before the end
         self._alarm = Alarm()
 
     def run(self, origin: float) -> Ended:
@@ -61,32 +61,31 @@ class Dispatcher:
         gc.freeze()
         gc.set_threshold(100_000, 50, 100)
         self._origin = origin
+        plan, end = self.plan, origin + self.plan.duration_seconds
         cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
-        users = [gevent.spawn(self._use) for _ in range(self.plan.concurrency or 0)]
+        users = [gevent.spawn(self._use) for _ in range(plan.concurrency or 0)]
         try:
-            end_seconds = self.plan.duration_seconds
-            counted = [one for one in self._scheduled if one.record.due_seconds < end_seconds]
+            counted = [one for one in self._scheduled if self._counts(one.record)]
             self._dispatch(counted)
-            if self.plan.requests is not None:
-                gevent.joinall(users, timeout=max(0.0, origin + end_seconds - clock()))
-            elif self.plan.asks is None:
-                self._over.wait(max(0.0, origin + end_seconds - clock()))
-            if self.plan.follow_seconds:
+            if plan.requests is not None:
+                gevent.joinall(users, timeout=max(0.0, end - clock()))
+            elif plan.asks is None:
+                self._over.wait(max(0.0, end - clock()))
+            if plan.follow_seconds:
                 gevent.spawn(self._end_following)
                 self._dispatch(self._scheduled[len(counted) :])
                 self._over.wait()
             self._over.set()
-            self._drain()
+            self._drain(end)
         finally:
             gevent.killall(users, block=False)
             gc.set_threshold(700, 10, 10)
             gc.unfreeze()
             self._pool.close()
             self._alarm.close()
-        account, wall_seconds = self._account, clock() - origin
+        account, wall_seconds = self._account, max(clock() - origin, 1e-9)
         account.cpu_seconds = time.process_time() - cpu_seconds
-        if wall_seconds > 0:
-            account.busy_share = round((_busy_seconds() - busy_seconds) / wall_seconds, 4)
+        account.busy_share = round((_busy_seconds() - busy_seconds) / wall_seconds, 4)
         return account
 
     def send_no_more(self) -> None:
@@ -95,13 +94,16 @@ class Dispatcher:
         if self._alarm.fd >= 0:
             self._alarm.set(clock())
 
+    def _counts(self, record: RequestRecord) -> bool:
+        return record.due_seconds < self.plan.duration_seconds
+
     def _dispatch(self, requests: Sequence[Request]) -> None:
         """Send each request at its due time, on a kernel timer: gevent's own is 1 ms late."""
         hub = gevent.get_hub()
         rung = hub.loop.io(self._alarm.fd, 1)
         try:
-            for position, request in enumerate(requests):
-                moment = self._origin + request.record.due_seconds
+            for position, (wire, record) in enumerate(requests):
+                moment = self._origin + record.due_seconds
                 if moment > clock():
                     self._alarm.set(moment)
                     hub.wait(rung)
@@ -109,77 +111,54 @@ class Dispatcher:
                     gevent.sleep(0)
                 if self._over.is_set():
                     return
-                gevent.spawn(self._send, request, request.record)
+                gevent.spawn(self._send, wire, record)
         finally:
             rung.close()
+            gevent.sleep(0)  # requests that were due last begin
 
     def _use(self) -> None:
         """One user of a closed loop."""
         gevent.sleep(max(0.0, self._origin - clock()))
-        may_follow = self.plan.follow_seconds > 0
-        while self.plan.requests is None or self._ready:
-            turns = self._ready.pop() if self._ready else self._factory.next_session()
-            for request in turns:
-                if request.think_seconds > 0:
-                    gevent.sleep(request.think_seconds)
-                now = clock() - self._origin
-                if self._over.is_set() or (now >= self.plan.duration_seconds and not may_follow):
-                    return
-                self._send(request, msgspec.structs.replace(request.record, due_seconds=now))
+        for wire, record in self._in_turn:
+            asked = msgspec.structs.replace(record, due_seconds=clock() - self._origin)
+            if self._over.is_set() or not self._counts(asked):
+                return
+            self._send(wire, asked)
 
-    def _send(self, request: Request, asked: Any) -> None:
+    def _send(self, wire: bytes, asked: RequestRecord) -> None:
         """One request from now to its end. `asked`: its record, with its due time."""
-        me = gevent.getcurrent()
-        index, session, turn = asked.index, asked.session, asked.turn
+        me, counts = gevent.getcurrent(), self._counts(asked)
         self._running.add(me)
-        if asked.due_seconds < self.plan.duration_seconds:
-            self._counted.add(index)
-            self._idle.clear()
         self._account.due += 1
-        answer = Answer(text=None if session is None else [])
-        wire = request.wire
-        if turn:  # its prompt continues the answers before it
-            places = [(session, number) for number in range(turn)]
-            before = [self._answers[place] for place in places if place in self._answers]
-            if len(before) == turn:
-                wire = self._factory.with_answers(request, before)
-            else:
-                asked = msgspec.structs.replace(asked, stand_in=True)
-        most_seconds = self.plan.target.timeout_seconds
-        record = stream(self._pool, wire, asked, self._origin, most_seconds, answer)
+        if counts:
+            self._counted += 1
+            self._idle.clear()
+        seconds = self.plan.target.timeout_seconds
+        record = stream(self._pool, wire, asked, self._origin, seconds)
         self._running.discard(me)
-        self._counted.discard(index)
-        if session is not None and record.error is None:
-            self._answers[session, turn] = "".join(answer.text or ())
+        self._counted -= counts
         self._account.recorded += 1
-        self._tell(Recorded(record))
+        self._tell(record)
         if not self._counted:
             self._idle.set()
 
     def _end_following(self) -> None:
         """Nothing more is sent once every counted request has ended."""
         until = self._origin + self.plan.duration_seconds + self.plan.follow_seconds
-        gevent.sleep(0)  # requests that were due last have not begun yet
-        while self._counted and clock() < until and not self._over.wait(FOLLOW_EVERY_SECONDS):
-            pass
+        self._idle.wait(max(0.0, until - clock()))
         self.send_no_more()
 
-    def _drain(self) -> None:
+    def _drain(self, end: float) -> None:
         """Wait for the answers that count; end what is late or does not count, as a timeout."""
-        gevent.sleep(0)  # requests that were due last have not begun yet
         patience = self.plan.drain_seconds
-        end = self._origin + self.plan.duration_seconds + patience
-        timeout = max(0.0, min(patience, end - clock()))
-        self._idle.wait(timeout)
+        self._idle.wait(max(0.0, min(patience, end + patience - clock())))
         late = list(self._running)
         if late:
             why = f"no end {patience:g} s after the last was due"
             if not self._counted:
                 why = "it was due after the window: every answer that counts is there"
             gevent.killall(late, exception=GaveUp(why), block=False)
-            until = clock() + END_SECONDS  # a user's greenlet goes on: only its request ends
-            while self._running and clock() < until:
-                gevent.sleep(0.001)
+            gevent.joinall(late, timeout=END_SECONDS)
 
 
 def _busy_seconds() -> float:

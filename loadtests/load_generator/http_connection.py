@@ -6,24 +6,22 @@
 A greenlet sends its request in one piece and is woken once, when the answer is whole. Meanwhile
 the loop calls `Connection._readable`: bytes are taken from the kernel, stamped, and parsed some
 pieces later (httptools), at the end of the answer at the latest. Answers have a length or come in
-chunks, as every server of an OpenAI API sends them.
-Works inside Locust and outside it: nothing is patched, and Locust's patches are not used.
+chunks, as every server of an OpenAI API sends them. Works inside Locust and outside it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import socket as names
+import socket
 import ssl
 import time
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import gevent
 import gevent.monkey
 import gevent.socket
+import gevent.ssl
 import httptools
 import msgspec
 from gevent.hub import Waiter
@@ -33,47 +31,36 @@ from loadtests.errors import TargetUnusable
 clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all processes of a machine
 
 CONNECT_SECONDS = 30.0
-IDLE_SECONDS = 2.0  # idle for longer: not used again, since servers close theirs after 5 s
 MOST_BYTES = 64 << 20  # of one answer; more ends the connection
 LATER = 16  # pieces put aside before they are parsed: parsing is cheapest by the dozen
 _buffer = bytearray(1 << 18)  # shared: what was read is parsed or copied before the next read
 _view = memoryview(_buffer)
 _NO_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
-# The system's own socket, also where Locust has put gevent's in its place.
-_Socket = gevent.monkey.get_original("socket", "socket")
 # How far an answer has come. FLOWING: chunks follow that may be parsed later.
 _AWAITED, _HEADED, _FLOWING, _WHOLE = range(4)
-
-
-class Reader(Protocol):
-    """Who takes an answer. Called from the event loop, so it must not wait."""
-
-    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Status and headers are here."""
-
-    def body(self, data: bytes, received: float) -> bool:
-        """A piece of the body, and when it left the kernel, on `clock`. True: more may wait."""
 
 
 class Connection:
     """One connection, kept between requests. Its parser's callbacks are its own `on_*` methods."""
 
     def __init__(self, sock: Any) -> None:
-        self.parked = 0.0  # when it last became idle
+        """`sock` does not block: one of the system's, or of gevent's with TLS."""
         self.is_unanswered = False  # the server closed it before the first byte of an answer
+        self._trouble: OSError | None = None  # why it is over
         self._sock = sock
         self._parser = httptools.HttpResponseParser(self)
         self._reader: Any = None  # of the answer on its way; None: idle
         self._waiter: Any = None
         self._unread: list[tuple[float, bytes]] = []  # stamped pieces, to be parsed later
         self._received = 0.0  # when the bytes that are parsed now left the kernel
-        self._trouble: OSError | None = None  # why it is over
         self._watcher = gevent.get_hub().loop.io(sock.fileno(), 1)
         self._watcher.start(self._readable)
 
-    def exchange(self, wire: bytes, reader: Reader) -> bool:
+    def exchange(self, wire: bytes, reader: Any) -> bool:
         """Send, and return when the answer is whole. Raises OSError, and what is thrown in.
 
+        The event loop calls reader.head(status, headers), then reader.body(data, received) for
+        each piece, with the time on `clock` at which it left the kernel; true: more may wait.
         False: the connection is closed and takes no other request.
         """
         self._state = _AWAITED
@@ -98,20 +85,11 @@ class Connection:
             self.is_unanswered = is_closed and not self._bytes
             self.close()
             raise
-        finally:
-            self._reader = None
+        self._reader = None
         if self._is_reusable and self._trouble is None:
-            self.parked = clock()
             return True
         self.close()
         return False
-
-    def is_good(self) -> bool:
-        """Whether a request may be sent over it: not idle for too long, and not known as closed.
-
-        One that the server closes at this moment leaves the request unanswered: Pool sends it anew.
-        """
-        return self._trouble is None and clock() - self.parked <= IDLE_SECONDS
 
     def close(self) -> None:
         self._watcher.stop()
@@ -122,8 +100,11 @@ class Connection:
         sent = 0
         while sent < len(wire):
             try:
-                sent += self._sock.send(memoryview(wire)[sent:] if sent else wire)
-            except (BlockingIOError, ssl.SSLWantWriteError):
+                count = self._sock.send(memoryview(wire)[sent:] if sent else wire)
+            except BlockingIOError:
+                count = 0  # as TLS says it
+            sent += count
+            if not count:
                 gevent.socket.wait_write(self._sock.fileno())
 
     def _readable(self) -> None:
@@ -136,13 +117,13 @@ class Connection:
             self._end(problem)
             return
         now = clock()
+        if self._reader is None:
+            self._end(ConnectionResetError("the server sent bytes that belong to no request"))
+            return
         self._bytes += count
         if not count:
             place = "within its answer" if self._bytes else "before it answered"
             self._end(ConnectionResetError(f"the server closed the connection {place}"))
-            return
-        if self._reader is None:
-            self._end(ConnectionResetError("the server sent bytes that belong to no request"))
             return
         if self._bytes > MOST_BYTES:
             self._end(ConnectionError(f"an answer of more than {MOST_BYTES} bytes"))
@@ -202,10 +183,11 @@ class Connection:
 class Pool:
     """Connections to one endpoint, with the headers and the path prefix of every request."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, verify_tls: bool = True) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
         """`url`: "http://host:8000", with or without /v1 at its end. Opens nothing yet.
 
-        Raises TargetUnusable for a URL that is none, or a key that a header cannot carry.
+        Raises TargetUnusable for a URL that is none or holds a password, which a run would keep,
+        and for a key that a header cannot carry.
         """
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -216,14 +198,17 @@ class Pool:
             raise TargetUnusable(
                 f"{url!r} is no URL of an endpoint; it should look like http://127.0.0.1:8000"
             )
+        if parts.username is not None or parts.password is not None:
+            raise TargetUnusable(
+                "the url holds a user or a password, and a run folder would keep it: put a key "
+                "into an environment variable and name that with api_key_env"
+            )
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise TargetUnusable("the API key holds characters that a header cannot carry")
-        self._context: ssl.SSLContext | None = None
+        self._tls: gevent.ssl.SSLContext | None = None
         if parts.scheme == "https":
-            self._context = ssl.create_default_context()
-            if not verify_tls:
-                self._context.check_hostname = False
-                self._context.verify_mode = ssl.CERT_NONE
+            self._tls = gevent.ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            self._tls.load_default_certs()
         place = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         self.host = f"{parts.scheme}://{place}:{port}"  # for messages
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
@@ -232,29 +217,24 @@ class Pool:
         self.headers = "".join(f"{line}\r\n" for line in lines)
         self.idle: list[Connection] = []  # the one used last is used next
         self._address = parts.hostname, port
-        self._found: list[Any] | None = None  # what the name was resolved to, once
+        self._peer: tuple[int, Any] | None = None  # family and place of the first connection
 
-    def exchange(self, wire: bytes, reader: Reader) -> None:
+    def exchange(self, wire: bytes, reader: Any) -> None:
         """One request over an idle connection or a new one, to its end. Raises OSError.
 
         Some servers close a connection that they said to keep (llama-server after each stream): a
         request that met its end unanswered is sent once more, over a new one (RFC 9112, 9.3.1).
         """
-        while self.idle:
-            connection = self.idle.pop()
-            if not connection.is_good():
-                connection.close()
-                continue
-            try:
-                if connection.exchange(wire, reader):
-                    self.idle.append(connection)
-                return
-            except OSError:
-                if not connection.is_unanswered:
-                    raise
-                break
-        connection = self._open()
-        if connection.exchange(wire, reader):
+        was_kept = bool(self.idle)
+        connection = self.idle.pop() if was_kept else self._open()
+        try:
+            may_keep = connection.exchange(wire, reader)
+        except OSError:
+            if not (was_kept and connection.is_unanswered):
+                raise
+            connection = self._open()
+            may_keep = connection.exchange(wire, reader)
+        if may_keep:
             self.idle.append(connection)
 
     def close(self) -> None:
@@ -268,47 +248,27 @@ class Pool:
         self.close()
 
     def _open(self) -> Connection:
-        if self._found is None:
-            self._found = gevent.socket.getaddrinfo(*self._address, 0, names.SOCK_STREAM)
-        failure: OSError = ConnectionError(f"{self._address[0]} has no address")
-        for family, kind, protocol, _, place in self._found:
-            sock = _Socket(family, kind, protocol)
-            try:
-                sock.setblocking(False)
-                sock.setsockopt(names.IPPROTO_TCP, names.TCP_NODELAY, 1)
-                problem = sock.connect_ex(place)
-                if problem == errno.EINPROGRESS:
-                    gevent.socket.wait_write(sock.fileno(), CONNECT_SECONDS)
-                    problem = sock.getsockopt(names.SOL_SOCKET, names.SO_ERROR)
-                if problem:
-                    raise OSError(problem, os.strerror(problem))
-                if self._context is not None:
-                    name = self._address[0]
-                    sock = self._context.wrap_socket(
-                        sock, server_hostname=name, do_handshake_on_connect=False
-                    )
-                    _shake_hands(sock)
-                return Connection(sock)
-            except BaseException as problem_here:
-                sock.close()
-                if not isinstance(problem_here, OSError):
-                    raise
-                failure = problem_here
-        raise failure
+        if self._peer is None:  # its name is resolved once
+            sock = gevent.socket.create_connection(self._address, CONNECT_SECONDS)
+            self._peer = sock.family, sock.getpeername()
+        else:
+            sock = gevent.socket.socket(self._peer[0], socket.SOCK_STREAM)
+        try:
+            sock.settimeout(CONNECT_SECONDS)
+            sock.connect(self._peer[1])  # nothing to do for the first
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_hostname=self._address[0])
+            else:  # the system's own: a call less for each piece
+                sock = gevent.monkey.get_original("socket", "socket")(fileno=sock.detach())
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            raise
+        return Connection(sock)
 
 
 connect = Pool
-
-
-def _shake_hands(sock: Any) -> None:
-    while True:
-        try:
-            sock.do_handshake()
-            return
-        except ssl.SSLWantReadError:
-            gevent.socket.wait_read(sock.fileno(), CONNECT_SECONDS)
-        except ssl.SSLWantWriteError:
-            gevent.socket.wait_write(sock.fileno(), CONNECT_SECONDS)
 
 
 def post_bytes(pool: Pool, path: str, body: Any) -> bytes:
@@ -330,14 +290,11 @@ class _Whole:
 
     def __init__(self) -> None:
         self.status = 0
-        self.headers: dict[str, str] = {}
+        self.headers: list[tuple[bytes, bytes]] = []
         self.data = bytearray()
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status
-        self.headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers
-        }
+        self.status, self.headers = status, headers
 
     def body(self, data: bytes, received: float) -> bool:
         self.data += data
@@ -346,8 +303,8 @@ class _Whole:
 
 def fetch(
     pool: Pool, wire: bytes, timeout_seconds: float = 30.0
-) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers (lower case) and body of a plain request. Raises TargetUnusable."""
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of a plain request. Raises TargetUnusable."""
     reader = _Whole()
     try:
         with gevent.Timeout(timeout_seconds):

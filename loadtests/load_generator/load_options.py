@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from loadtests.errors import LoadError
 from loadtests.load_generator.load_plan import LoadPlan
 from loadtests.load_generator.openai_endpoint import Target, check_target
-from loadtests.workload.arrivals import Arrivals
+from loadtests.workload.arrivals import Arrivals, Constant, Gamma, Poisson
 from loadtests.workload.request_lengths import Workload
-from serving.bounds import Positive, about, option, unbounded
+from serving.bounds import about, option, unbounded
 
+ARRIVALS: dict[str, Arrivals] = {"poisson": Poisson(), "constant": Constant(), "gamma": Gamma()}
 BY_HAND = ("rate", "workload", "arrivals", "model", "api", "api_key_env", "seed")
-_FIXED = re.compile(r"(?P<prompt_tokens>\d+)x(?P<output_tokens>\d+)")
-_NAMED = re.compile(
-    r"(?P<preset>\w+)(\*(?P<scale>[^:]+))?"
-    r"(:(?P<max_prompt_tokens>[^:]*)(:(?P<max_output_tokens>[^:]*))?)?"
+_WORKLOAD = re.compile(
+    r"(?P<prompt_tokens>\d+)x(?P<output_tokens>\d+)"
+    r"|(?P<preset>\w+)(:(?P<max_prompt_tokens>[^:]*)(:(?P<max_output_tokens>[^:]*))?)?"
 )
 
 
@@ -26,7 +27,7 @@ class LoadOptions(Target, frozen=True, kw_only=True):
     """What is sent, where to and when."""
 
     rate: Annotated[
-        Positive | None,
+        Annotated[float, Meta(gt=0, le=100_000)] | None,
         option("", "Requests per second, sent when due whatever comes back (open loop)."),
     ] = None
     workload: Annotated[
@@ -34,11 +35,12 @@ class LoadOptions(Target, frozen=True, kw_only=True):
         option(
             "",
             "Lengths: chat, code, sharegpt, summarise; chat:512:64: prompts of at most 512 and "
-            "answers of at most 64 tokens; chat*0.1: a tenth as long; 256x64: all the same.",
+            "answers of at most 64 tokens; 256x64: all the same.",
         ),
     ] = "chat:1024:256"
     arrivals: Annotated[
-        str, option("", "poisson, constant, gamma:cv=2, on_off:on_seconds=5:off_seconds=15 ...")
+        Literal["poisson", "constant", "gamma"],
+        option("", "When requests are due; gamma: in bursts (coefficient of variation 2)."),
     ] = "poisson"
     seed: Annotated[int, option("", "Seed of arrivals, lengths and texts.")] = 1
 
@@ -50,7 +52,7 @@ def plan_of(options: LoadOptions, **level: Any) -> LoadPlan:
     return LoadPlan(
         target=target,
         workload=parse_workload(options.workload),
-        arrivals=parse_arrivals(options.arrivals),
+        arrivals=ARRIVALS[options.arrivals],
         rate=options.rate,
         seed=options.seed,
         **level,
@@ -77,28 +79,14 @@ def add_options(parser: Any) -> None:
 def parse_workload(text: str) -> Workload:
     """ "chat", "chat:512:64" (at most 512 prompt and 64 output tokens) or "256x64" (fixed).
 
-    "chat*0.1:512:64": lengths times 0.1, then the caps. Raises LoadError for anything else.
+    Raises LoadError for anything else.
     """
-    found = _FIXED.fullmatch(text) or _NAMED.fullmatch(text)
+    found = _WORKLOAD.fullmatch(text)
+    known = {name: value for name, value in found.groupdict().items() if value} if found else {}
     try:
-        known = {name: value for name, value in found.groupdict().items() if value} if found else {}
         return msgspec.convert(known, Workload, strict=False)
     except msgspec.ValidationError as problem:
         raise LoadError(
-            f"--workload {text!r}: {problem}; write a preset (chat), a scale and caps behind it "
-            "(chat*0.1:512:64), or 256x64"
+            f"--workload {text!r}: {problem}; write a preset (chat), caps behind it "
+            "(chat:512:64), or 256x64"
         ) from problem
-
-
-def parse_arrivals(text: str) -> Arrivals:
-    """ "poisson", or "gamma:cv=2", "on_off:on_seconds=5:off_seconds=15". Raises LoadError."""
-    kind, *settings = text.split(":")
-    kinds = [one.__struct_config__.tag for one in get_args(Arrivals)]
-    if kind not in kinds:
-        raise LoadError(f"--arrivals {text!r} is not one of {', '.join(map(str, kinds))}")
-    pairs = [setting.partition("=")[::2] for setting in settings]
-    try:
-        found: Arrivals = msgspec.convert(dict(pairs, kind=kind), Arrivals, strict=False)
-        return found
-    except msgspec.ValidationError as problem:
-        raise LoadError(f"--arrivals {text!r}: {problem}; write gamma:cv=2") from problem

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import msgspec
 
-from loadtests.errors import LoadError
 from loadtests.load_generator.openai_endpoint import Target, TargetFacts
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.request_lengths import Ask, Workload
 from models import formatting
 
-MOST_REQUESTS = 2_000_000  # of a level: all are drawn before it starts
 DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
 
 
@@ -36,16 +34,11 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     warmup_seconds: float = 0.0
     window_seconds: float = 30.0
     drain_seconds: float = 60.0  # how long requests may go on after the last one was due
-    follow_seconds: float = 0.0  # how long others may come after it: they do not count
+    follow_seconds: float = 0.0  # open loop: how long others may come after it, uncounted
     seed: int = 1
     cell: str = "load"
     level: str = "load"
     facts: TargetFacts | None = None  # None: the load generator probes the target
-
-    def __post_init__(self) -> None:
-        if sum(one is not None for one in (self.rate, self.concurrency, self.asks)) != 1:
-            raise LoadError("a level has one of rate (open loop), concurrency (closed) and asks")
-        check_count(self.rate or 0.0, self.duration_seconds)
 
     @property
     def duration_seconds(self) -> float:
@@ -59,29 +52,10 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return formatting.of_requests(formatting.load(self.rate, self.concurrency, 3))
 
 
-def check_count(rate: float, seconds: float) -> None:
-    """Raises LoadError for an open loop of more than MOST_REQUESTS."""
-    if not rate * seconds <= MOST_REQUESTS:
-        raise LoadError(
-            f"{rate:g} requests/s for {seconds:g} s are {rate * seconds:.3g} requests; "
-            f"a level has at most {MOST_REQUESTS:,}"
-        )
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """All requests are made; the clock of the level starts at this moment."""
 
-
-class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Make the requests of a level. Answered with Ready or Failed."""
-
-    plan: LoadPlan
-
-
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The level's t0 is `origin` on the machine's monotonic clock."""
-
-    origin: float
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """All requests of the level are made."""
+    unix_seconds: float
 
 
 class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
@@ -105,12 +79,5 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     problem: str
 
 
-class Started(msgspec.Struct, frozen=True):
-    """The clock of the level starts at this moment."""
-
-    unix_seconds: float
-
-
-Order = Prepare | Begin  # the runner's, over the pipe; its end: quit
-Wire = Ready | Recorded | Ended | Failed  # the answers
+Wire = Started | Recorded | Ended | Failed  # what a plan is answered with, over the pipe
 Told = Started | RequestRecord | Ended | None  # to the runner; None: a moment has passed

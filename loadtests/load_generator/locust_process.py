@@ -4,7 +4,8 @@
         for told in generator.run(plan):         # Started, RequestRecords, None ..., Ended
             ...
 
-It stays for one level after the other.
+It stays for one level after the other. A plan goes over the pipe as a line of JSON; Started,
+Recorded and Ended, or Failed, come back, a line each. Where the pipe is closed it quits.
 """
 
 from __future__ import annotations
@@ -14,68 +15,24 @@ import os
 import select
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from loadtests.errors import LevelInterrupted
 from loadtests.host.child_processes import Child
-from loadtests.load_generator.load_plan import (
-    Begin,
-    Ended,
-    Failed,
-    LoadPlan,
-    Order,
-    Prepare,
-    Ready,
-    Recorded,
-    Started,
-    Told,
-    Wire,
-)
+from loadtests.load_generator.load_plan import Ended, Failed, LoadPlan, Recorded, Told, Wire
 from models.isolated import PACKAGE_ROOT
 
 TICK_SECONDS = 0.1
-LEAD_SECONDS = 0.05  # between "begin" and t0: the message must have reached every process
 PIPE_VARIABLE = "CROSSOVER_PIPE"  # the number of its file descriptor
 # Locust takes modules and a locust.conf from the folder it starts in: it starts in ours, and goes
 # to this one once it has read its options.
 FOLDER_VARIABLE = "CROSSOVER_FOLDER"
 _READ_BYTES = 1 << 18
-
-
-class Pipe:
-    """One end: a JSON line a message. `incoming` is the union of what the other end sends.
-
-    A process killed within a message loses that message only.
-    """
-
-    def __init__(self, end: socket.socket, incoming: object) -> None:
-        self.socket = end
-        self._decode = msgspec.json.Decoder(incoming).decode
-        self._encode = msgspec.json.Encoder().encode
-        self._unread = b""
-        self._sending = threading.Lock()  # another greenlet may be in the middle of a message
-
-    def send(self, message: Order | Wire) -> None:
-        data = self._encode(message) + b"\n"
-        with self._sending:
-            self.socket.sendall(data)
-
-    def receive(self) -> list[Any]:
-        """Messages that have come; waits for bytes. Raises EOFError after the last."""
-        try:
-            data = self.socket.recv(_READ_BYTES)
-        except ConnectionResetError:  # the other end died with bytes unread
-            data = b""
-        if not data:
-            raise EOFError("the other end of the pipe is closed")
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        return [self._decode(line) for line in lines]
+_decode = msgspec.json.Decoder(Wire).decode
 
 
 class LoadGenerator:
@@ -104,13 +61,11 @@ class LoadGenerator:
         self._is_running = True
         recorded, ticked = 0, time.monotonic()
         try:
-            self._order(Prepare(plan))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _heard says why
+                self._pipe.sendall(msgspec.json.encode(plan) + b"\n")
             while self._is_running:
                 for wire in self._heard():
                     match wire:
-                        case Ready():
-                            self._order(Begin(time.perf_counter() + LEAD_SECONDS))
-                            yield Started(time.time() + LEAD_SECONDS)
                         case Recorded(record):
                             recorded += 1
                             yield record
@@ -124,6 +79,8 @@ class LoadGenerator:
                                 )
                             self._is_running = False
                             yield wire
+                        case _:
+                            yield wire
                 if time.monotonic() - ticked >= TICK_SECONDS and self._is_running:
                     ticked = time.monotonic()
                     yield None
@@ -132,9 +89,9 @@ class LoadGenerator:
                 self._end()
 
     def _start(self) -> None:
-        locustfile = f"{PACKAGE_ROOT}/loadtests/locustfile.py"
-        command = [sys.executable, "-m", "locust", "-f", locustfile]
-        ours, its = socket.socketpair()
+        command = [sys.executable, "-m", "locust", "-f", f"{PACKAGE_ROOT}/loadtests/locustfile.py"]
+        self._pipe, its = socket.socketpair()
+        self._unread = b""
         with its:
             self._child = Child(
                 [*command, "--headless", "--only-summary", "--loglevel", "WARNING"],
@@ -146,29 +103,28 @@ class LoadGenerator:
                 log=self._log,
                 cores=self._cores,
                 urgent=True,
-                folder=PACKAGE_ROOT,
+                cwd=PACKAGE_ROOT,
                 pass_fds=(its.fileno(),),
             )
-        self._pipe = Pipe(ours, Wire)
-
-    def _order(self, order: Order) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _heard says how it ended
-            self._pipe.send(order)
 
     def _heard(self) -> list[Wire]:
         """What came within a tick. Raises LevelInterrupted where the process has ended."""
-        if not select.select([self._pipe.socket], [], [], TICK_SECONDS)[0]:
+        if not select.select([self._pipe], [], [], TICK_SECONDS)[0]:
             return []
         try:
-            return self._pipe.receive()
-        except EOFError:
+            data = self._pipe.recv(_READ_BYTES)
+        except ConnectionResetError:  # it died with bytes unread
+            data = b""
+        if not data:
             self._child.wait(5)
             how = self._child.how_it_ended()
-            raise LevelInterrupted(f"the load generator ended early ({how})") from None
+            raise LevelInterrupted(f"the load generator ended early ({how})")
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        return [_decode(line) for line in lines]
 
     def _end(self, timeout_seconds: float = 0.0) -> None:
         """The process; within `timeout_seconds` it may quit by itself."""
-        self._pipe.socket.close()
+        self._pipe.close()
         self._child.wait(timeout_seconds)
         self._child.stop(timeout_seconds)
         self._is_running = False

@@ -1,7 +1,7 @@
 """The endpoint under load and what it can do, asked once before anything is measured.
 
     target = Target(url="http://127.0.0.1:8000")
-    facts = probe(target)          # TargetFacts: model, usage in streams, ignore_eos, tokenizer ...
+    facts = probe(target)          # TargetFacts: model, usage in streams, ignore_eos ...
 
 OpenAI-compatible endpoints differ in the optional fields they accept. Each is tried; what is
 refused is left out of all requests, and `notes` say so.
@@ -15,20 +15,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from loadtests.errors import EndpointRefuses, TargetUnusable
-from loadtests.load_generator.http_connection import (
-    Pool,
-    clock,
-    connect,
-    fetch,
-    get_bytes,
-    post_bytes,
-)
+from loadtests.load_generator import http_connection as http
+from loadtests.load_generator.http_connection import Pool, clock, connect
 from loadtests.load_generator.sse_timestamps import stream
 from loadtests.records.request_record import RequestRecord
+from loadtests.workload.exact_prompts import WORDS
 from serving.bounds import Positive, option
 
 PROBE_TOKENS = 8
-PROBE_TEXT = "The quick brown fox jumps over the lazy dog."
+PROBE_WORDS = (4, 64)  # of two prompts, whose counts say what a word costs, and the rest
+# usage, continuous_usage, ignore_eos: the first set that the endpoint accepts is used.
+EXTRAS = ((True, True, True), (True, False, True), (True, False, False), (False, False, False))
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -52,7 +49,6 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             metavar="NAME",
         ),
     ] = None
-    verify_tls: Annotated[bool, option("", "check the server's certificate")] = True
     extra_body: Annotated[
         dict[str, Any], option("", "added to every request", metavar="KEY=VALUE")
     ] = {}
@@ -63,13 +59,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def check_target(target: Target) -> None:
-    """Raises TargetUnusable for no URL, and for one with a password, which a run would keep."""
-    if "@" in target.url.split("://", 1)[-1].split("/")[0]:
-        raise TargetUnusable(
-            "the url holds a user or a password, and a run folder would keep it: put a key into an "
-            "environment variable and name that with api_key_env"
-        )
-    connect(target.url, verify_tls=target.verify_tls)
+    """Raises TargetUnusable for a URL that is none, or that holds a password."""
+    connect(target.url)
 
 
 class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -79,10 +70,9 @@ class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     usage: bool  # token counts at the end of a stream
     continuous_usage: bool  # token counts beside every chunk
     ignore_eos: bool  # outputs of the asked length
-    min_tokens: bool
-    tokenizer: Literal["vllm", "llama.cpp"] | None  # which shape of /tokenize; None: there is none
     backend: str | None = None  # X-Crossover-Backend
-    prompt_overhead_tokens: int = 0  # that the server adds to every prompt: BOS, chat template
+    word_tokens: float = 1.0  # of a word of our prompts
+    fixed_tokens: float = 0.0  # of every prompt: BOS, chat template
     notes: list[str] = []
 
 
@@ -93,13 +83,13 @@ def pool_for(target: Target) -> Pool:
         raise TargetUnusable(
             f"api_key_env names {target.api_key_env!r}, and that environment variable is not set"
         )
-    return connect(target.url, api_key=key, verify_tls=target.verify_tls)
+    return connect(target.url, api_key=key)
 
 
 def request_bytes(
-    pool: Pool, target: Target, facts: TargetFacts, prompt: Any, output_tokens: int
+    pool: Pool, target: Target, facts: TargetFacts, prompt: str, output_tokens: int
 ) -> bytes:
-    """A request for `output_tokens` greedy tokens. `prompt`: a text, or messages (chat only)."""
+    """A request for `output_tokens` greedy tokens."""
     body: dict[str, Any] = {
         "model": facts.model,
         "stream": True,
@@ -111,17 +101,14 @@ def request_bytes(
         body["prompt"] = prompt
     else:
         path = "/v1/chat/completions"
-        is_text = isinstance(prompt, str)
-        body["messages"] = [{"role": "user", "content": prompt}] if is_text else prompt
+        body["messages"] = [{"role": "user", "content": prompt}]
     if facts.usage:
         body["stream_options"] = {"include_usage": True}
         if facts.continuous_usage:
             body["stream_options"]["continuous_usage_stats"] = True
     if facts.ignore_eos:
         body["ignore_eos"] = True
-    if facts.min_tokens:
-        body["min_tokens"] = output_tokens
-    return post_bytes(pool, path, body | target.extra_body)
+    return http.post_bytes(pool, path, body | target.extra_body)
 
 
 def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
@@ -135,22 +122,12 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
         raise TargetUnusable(f"{target.url} lists no models; say which one with `model`")
     if models and model not in models:
         raise TargetUnusable(f"{target.url} has no model {model!r}; it has {', '.join(models)}")
-    kinds: tuple[Literal["vllm", "llama.cpp"], ...] = ("vllm", "llama.cpp")
-    tokenizer = next((k for k in kinds if _tokenized(pool, model, k, PROBE_TEXT)), None)
-    # From everything to nothing: the first set of extras that the endpoint accepts is used.
-    for extras in (
-        (True, True, True, True),
-        (True, True, True, False),
-        (True, False, True, False),
-        (True, False, False, False),
-        (False, False, False, False),
-    ):
-        facts = TargetFacts(model, *extras, tokenizer)
-        wire = request_bytes(pool, target, facts, PROBE_TEXT, PROBE_TOKENS)
-        asked = RequestRecord(cell="", level="", index=0, due_seconds=0.0)
-        record = stream(pool, wire, asked, origin=clock(), timeout_seconds=target.timeout_seconds)
+    for extras in EXTRAS:
+        facts = TargetFacts(model, *extras)
+        records = [_asked(target, pool, facts, words) for words in PROBE_WORDS]
+        record = records[-1]
         if record.error is None:
-            return _seen(facts, record, pool)
+            return _seen(facts, *records)
         if record.status not in (400, 404, 415, 422):
             break
     status = record.status or 0
@@ -161,74 +138,55 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
     )
 
 
-def _seen(facts: TargetFacts, record: RequestRecord, pool: Pool) -> TargetFacts:
+def _asked(target: Target, pool: Pool, facts: TargetFacts, words: int) -> RequestRecord:
+    wire = request_bytes(pool, target, facts, " ".join(WORDS[:words]), PROBE_TOKENS)
+    asked = RequestRecord(cell="", level="", index=0, due_seconds=0.0)
+    return stream(pool, wire, asked, origin=clock(), timeout_seconds=target.timeout_seconds)
+
+
+def _seen(facts: TargetFacts, short: RequestRecord, long: RequestRecord) -> TargetFacts:
     """The facts corrected by what really came back, with a note for each thing that is missing."""
-    usage = record.output_tokens is not None
-    continuous = facts.continuous_usage and record.first_chunk_tokens is not None
-    ignore_eos = facts.ignore_eos and record.output_tokens in (None, PROBE_TOKENS)
+    usage = long.output_tokens is not None
+    continuous = facts.continuous_usage and long.first_chunk_tokens is not None
+    ignore_eos = facts.ignore_eos and long.output_tokens in (None, PROBE_TOKENS)
     notes: list[str] = []
+    word, fixed = 1.0, 0.0
     if not usage:
         notes.append("no token counts in streams: output tokens and TPOT are unknown")
     elif not continuous:
         notes.append("no token counts beside chunks: the first chunk is taken as one token")
     if not ignore_eos:
         notes.append("ignore_eos is not honoured: answers may be shorter than asked")
-    overhead = 0
-    if facts.tokenizer is None:
-        notes.append(
-            "no /tokenize: prompt lengths are estimated before sending, "
-            "and known only from the usage that comes back"
-        )
-    elif record.prompt_tokens is not None:
-        overhead = max(0, record.prompt_tokens - count_tokens(pool, facts, PROBE_TEXT))
+    few, many = short.prompt_tokens or 0, long.prompt_tokens or 0
+    if 0 < few < many:
+        word = (many - few) / (PROBE_WORDS[1] - PROBE_WORDS[0])
+        fixed = few - PROBE_WORDS[0] * word
+    else:
+        notes.append("no counts of prompts: a word of them is taken for a token")
     return msgspec.structs.replace(
         facts,
         usage=usage,
         continuous_usage=continuous,
         ignore_eos=ignore_eos,
-        backend=record.backend,
-        prompt_overhead_tokens=overhead,
+        backend=long.backend,
+        word_tokens=word,
+        fixed_tokens=fixed,
         notes=notes,
     )
 
 
-def count_tokens(pool: Pool, facts: TargetFacts, text: str) -> int:
-    """Tokens of `text` by the server's tokenizer, without special ones. Raises TargetUnusable."""
-    assert facts.tokenizer is not None
-    count = _tokenized(pool, facts.model, facts.tokenizer, text)
-    if count is None:
-        raise TargetUnusable(f"{pool.host} did not tokenize a text of {len(text)} characters")
-    return count
-
-
 def _models(target: Target, pool: Pool) -> list[str]:
     """Names of models; none: the endpoint does not list them."""
-    status, _, body = fetch(pool, get_bytes(pool, "/v1/models"), target.ready_seconds)
-    if status in (401, 403):
-        hint = "it wants a key: name its environment variable with api_key_env"
-        if target.api_key_env:
-            hint = "the key is wrong"
-        raise TargetUnusable(f"{target.url} answered {status}; {hint}")
+    status, _, body = http.fetch(pool, http.get_bytes(pool, "/v1/models"), target.ready_seconds)
     if status == 404:
         return []
     if status != 200:
         said = body[:200].decode(errors="replace")
-        raise TargetUnusable(f"{target.url}/v1/models answered {status}: {said}")
+        hint = "; name the variable of its key with api_key_env" if status in (401, 403) else ""
+        raise TargetUnusable(f"{target.url}/v1/models answered {status}: {said}{hint}")
     try:
         return [str(model["id"]) for model in msgspec.json.decode(body)["data"]]
     except (msgspec.MsgspecError, LookupError, TypeError) as problem:
         raise TargetUnusable(
             f"{target.url}/v1/models is not what OpenAI's API returns"
         ) from problem
-
-
-def _tokenized(pool: Pool, model: str, kind: str, text: str) -> int | None:
-    """How many tokens; None: the server does not say, or not in this way."""
-    body: dict[str, Any] = {"content": text, "add_special": False}
-    if kind == "vllm":
-        body = {"model": model, "prompt": text, "add_special_tokens": False}
-    status, _, answer = fetch(pool, post_bytes(pool, "/tokenize", body))
-    try:
-        return len(msgspec.json.decode(answer)["tokens"]) if status == 200 else None
-    except (msgspec.MsgspecError, LookupError, TypeError):
-        return None

@@ -61,9 +61,8 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class Answer(msgspec.Struct):
-    """What has come back so far: the connection's Reader. `text` []: keep the words too."""
+    """What has come back so far: the connection's Reader."""
 
-    text: list[str] | None = None
     status: int | None = None
     contents: list[float] = []  # stamps of content, on `clock`
     first_chunk_tokens: int | None = None
@@ -105,8 +104,8 @@ class Answer(msgspec.Struct):
         lines = data.split(b"\n")
         self.rest = lines.pop()
         for line in lines:
-            if line:
-                self._line(line, received)
+            if line.startswith(b"data:"):
+                self._data(line[5:].strip(), received)
         return bool(self.contents)
 
     def ended(self) -> None:
@@ -116,7 +115,7 @@ class Answer(msgspec.Struct):
             self.error_message = self.rest.decode(errors="replace").strip() or None
             return
         if self.rest:
-            self._line(self.rest, self.received)
+            self.body(b"\n", self.received)
         if self.finish_reason in ("abort", "error"):  # as vLLM and SGLang say it
             self.fail("cut_off", f"the server ended it: finish_reason {self.finish_reason}")
         elif not self.is_done and self.finish_reason is None:
@@ -125,27 +124,18 @@ class Answer(msgspec.Struct):
     def fail(self, error: str, message: str) -> None:
         """The first thing that went wrong is the one that is kept."""
         if self.error is None:
-            self.error = error
-            self.error_message = message
-
-    def _line(self, line: bytes, received: float) -> None:
-        if line.startswith(b"data:"):
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                self.is_done = True
-            else:
-                self._data(data, received)
-        elif line.startswith(b"event: error"):
-            self.fail("stream_error", "the stream ended in an error event")
+            self.error, self.error_message = error, message
 
     def _data(self, data: bytes, received: float) -> None:
         try:
             chunk = _decode_chunk(data)
         except msgspec.MsgspecError as problem:
-            self.fail("stream_error", f"a chunk that is none: {problem}")
+            if data == b"[DONE]":
+                self.is_done = True
+            else:
+                self.fail("stream_error", f"a chunk that is none: {problem}")
             return
         if chunk.error is not None:
-            self.error = None  # more telling than "event: error" before it
             self.fail("stream_error", bytes(chunk.error).decode(errors="replace")[:ERROR_BYTES])
             return
         usage = chunk.usage
@@ -161,10 +151,7 @@ class Answer(msgspec.Struct):
             if delta is not None:
                 piece = delta.content or delta.reasoning_content or delta.reasoning
                 is_content = is_content or delta.tool_calls is not None
-            if piece:
-                is_content = True
-                if self.text is not None:
-                    self.text.append(piece)
+            is_content = is_content or bool(piece)
         count = usage.completion_tokens if usage is not None else None
         if is_content or (count is not None and count > self.counted):
             if not self.contents:
@@ -175,19 +162,13 @@ class Answer(msgspec.Struct):
 
 
 def stream(
-    pool: Pool,
-    wire: bytes,
-    asked: RequestRecord,
-    origin: float,
-    timeout_seconds: float,
-    answer: Answer | None = None,
+    pool: Pool, wire: bytes, asked: RequestRecord, origin: float, timeout_seconds: float
 ) -> RequestRecord:
     """Send `wire` and read its stream to the end. What server or network do is `record.error`.
 
     `asked`: what is known of the request before. All times count from `origin`, on `clock`.
-    `answer` is one's own where more is wanted than the record keeps.
     """
-    seen = answer or Answer()
+    seen = Answer()
     sent = clock()
     try:
         with gevent.Timeout(timeout_seconds):

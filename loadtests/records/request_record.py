@@ -37,6 +37,3 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     finish_reason: str | None = None
     backend: str | None = None  # X-Crossover-Backend
     request_id: str | None = None
-    session: str | None = None
-    turn: int | None = None
-    stand_in: bool = False  # due before the answer it continues: filler of the same length

@@ -23,7 +23,7 @@ from loadtests.analysis.slo import Slo
 from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import Array, SchedulingPolicy, Simulated, simulate
 from loadtests.simulation.step_law import StepLaw
-from loadtests.workload.arrivals import Arrivals, OnOff, Piecewise, Poisson, due_times, generator
+from loadtests.workload.arrivals import Arrivals, Poisson, due_times
 from loadtests.workload.request_lengths import Workload, draw
 
 # Chosen on 10 cells of recorded runs, checked on 9 others (`python -m tests.bench.law_constants`,
@@ -39,8 +39,6 @@ LEAST_TELLING = 0.7
 SEED = 0
 REQUESTS = 8_000  # a rate: the seed then leaves 2 % of the capacity; 2,000 leave 3 to 5 %
 QUICK_REQUESTS = 2_000  # for sliders
-CYCLES = 50  # of on/off or stepped arrivals that are played, while that is at most ...
-MOST_REQUESTS = 40_000
 WARM_UP, COOL_DOWN = 0.05, 0.03  # of the duration: its requests do not count
 PRECISION = 0.02  # of ln(rate), between the two rates that the answer lies between
 SLOWER = 1.1  # factor of all step times that the steepness is told from
@@ -79,25 +77,22 @@ class CurvePoint(msgspec.Struct, frozen=True):
 def lengths_of(workload: Workload, n: int, seed: int, reused_share: float = 0.0) -> Lengths:
     """Drawn from a workload.
 
-    `reused_share`: of a session's history and of shared prefixes, how much is found in the cache.
+    `reused_share`: of shared prefixes, how much is found in the cache.
     """
     asks = draw(workload, n, seed)
     prompt = np.array([ask.prompt_tokens for ask in asks], dtype=np.int64)
     output = np.array([ask.output_tokens for ask in asks], dtype=np.int64)
-    known = np.array([max(ask.history_tokens, ask.prefix_tokens) for ask in asks])
+    known = np.array([ask.prefix_tokens for ask in asks])
     cached = np.minimum(prompt - 1, (reused_share * known).astype(np.int64))
-    if workload.turns > 1:  # drawn turn after turn; a session's turns do not follow each other
-        order = generator(seed, 0x5C).permutation(n)
-        prompt, output, cached = prompt[order], output[order], cached[order]
     return Lengths(prompt, output, cached)
 
 
 def measured_reuse(workload: Workload, levels: Sequence[Level]) -> float:
     """A policy's `reused_share`: of what prompts had in common with earlier ones, how much the
-    server found in its cache. 0.0 where it does not say, and without sessions and prefixes.
+    server found in its cache. 0.0 where it does not say, and without shared prefixes.
     """
     asks = draw(workload, QUICK_REQUESTS, 1)
-    known = sum(max(ask.history_tokens, ask.prefix_tokens) for ask in asks)
+    known = sum(ask.prefix_tokens for ask in asks)
     known_share = known / sum(ask.prompt_tokens for ask in asks)
     cached = prompts = 0.0
     for level in levels:
@@ -191,10 +186,7 @@ class Server:
     def play(self, rate: float) -> Simulated:
         """About `count` requests at this rate, those of warm-up and cool-down left out."""
         if rate not in self.played:
-            count = self.count
-            if cycle := _cycle_seconds(self.arrivals):
-                count = max(count, min(MOST_REQUESTS, math.ceil(CYCLES * cycle * rate)))
-            seconds = count / rate
+            seconds = self.count / rate
             due = due_times(self.arrivals, rate, seconds, SEED)
             played = self._simulated(due)
             part = played.due / seconds
@@ -248,13 +240,3 @@ class Server:
         at = np.arange(len(due)) % len(lengths.prompt)
         columns = (lengths.prompt[at], lengths.output[at], lengths.cached[at])
         return simulate(self.law, self.policy, due, *columns)
-
-
-def _cycle_seconds(arrivals: Arrivals) -> float:
-    """How long a cycle of the arrivals lasts; 0.0: they do not come in cycles."""
-    match arrivals:
-        case OnOff():
-            return arrivals.on_seconds + arrivals.off_seconds
-        case Piecewise():
-            return sum(seconds for seconds, _ in arrivals.steps)
-    return 0.0

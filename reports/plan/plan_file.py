@@ -24,7 +24,7 @@ from loadtests.campaign.campaign_file import SloSpec, slo_of
 from loadtests.checked_files import Table, converted, key
 from loadtests.errors import LoadError
 from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, lengths_of
-from loadtests.workload.arrivals import Constant, Gamma, OnOff, Poisson
+from loadtests.workload.arrivals import Constant, Gamma, Poisson
 from loadtests.workload.request_lengths import Workload
 from loadtests.workload.request_lengths import in_words as lengths_in_words
 from models.errors import CrossoverError
@@ -76,7 +76,7 @@ class ForecastKeys(Table, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0)], key("rate of a weekend's hour over that of a weekday's")
     ] = 1.0
     arrivals: Annotated[
-        Constant | Poisson | Gamma | OnOff, key("inside an hour: poisson, constant, gamma, on_off")
+        Constant | Poisson | Gamma, key("inside an hour: poisson, constant, gamma")
     ] = Poisson()
 
 

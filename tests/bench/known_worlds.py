@@ -23,7 +23,7 @@ from loadtests.analysis.slo import Slo
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_journal import LevelPurpose, LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
-from loadtests.workload.arrivals import Arrivals, OnOff, Poisson, due_times
+from loadtests.workload.arrivals import Arrivals, Gamma, Poisson, due_times
 from loadtests.workload.request_lengths import Workload, draw
 from tests.loadtests.campaign.simulated import Serves
 from tests.loadtests.simulation.known_server import KnownServer
@@ -254,8 +254,8 @@ def worlds() -> dict[str, World]:
             policy=sixteen,
         ),
         World(
-            *("on/off arrivals", CHAT, middle, batching(batched, 16), 0.2, 6.0),
-            arrivals=OnOff(on_seconds=4.0, off_seconds=8.0),
+            *("arrivals in bursts", CHAT, middle, batching(batched, 16), 0.2, 6.0),
+            arrivals=Gamma(cv=3.0),
             policy=sixteen,
         ),
         World(

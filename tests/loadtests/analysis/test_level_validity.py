@@ -80,11 +80,6 @@ def test_a_quiet_level_has_no_warning() -> None:
             [request(i, float(i), asked_output_tokens=10 - (i == 0)) for i in range(60)],
             *({}, "LongAnswers", WARNING, "in 1 of 60 answers"),
         ),
-        (requests(60), {}, "StandIns", None, ""),
-        (
-            [request(i, float(i), turn=i % 3, stand_in=i % 30 == 2) for i in range(60)],
-            *({}, "StandIns", WARNING, "2 of 40 later turns"),
-        ),
         # 100 were counted: two per cent off are allowed
         (requests(50, 50, asked_prompt_tokens=99), {}, "PromptsOff", None, ""),
         (requests(50, 50, asked_prompt_tokens=98), {}, "PromptsOff", WARNING, "98 were"),

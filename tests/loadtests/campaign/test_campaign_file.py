@@ -131,7 +131,6 @@ def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: st
         ('name = "x"\n[target]\nurl = "http://u:p@h"', "target: the url holds a user"),
         ('name = "x"\n[target]\nurl = "http://[::1"', r"target: 'http://\[::1' has no good host"),
         (f'{ONE}workload.file = "/no.csv"', "workload.file: trace /no.csv: there is no such file"),
-        (f"{ONE}search.rates = [1e12]", "search.rates: 1e.12 requests/s .* at most 2,000,000"),
         (f'{ONE}[target]\nurl = "http://x"', "goes without models"),
         ('name = "x"\nformats = ["Q8_0"]\n[target]\nurl = "http://x"', "goes without formats"),
         ('name = "x"\nserver.slots = 4\n[target]\nurl = "http://x"', "goes without server"),

@@ -13,13 +13,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.analysis.disturbance import disturbance_of
-from loadtests.host.core_watch import (
-    CoreWatch,
-    core_counters,
-    process_of,
-    threads,
-    throttled_seconds,
-)
+from loadtests.host.core_watch import CoreWatch, process_of, throttled_seconds
 
 pytestmark = pytest.mark.clock
 CORE = max(os.sched_getaffinity(0))
@@ -101,39 +95,22 @@ def test_a_name_may_hold_brackets() -> None:
     assert found.cpu_seconds == 200 / os.sysconf("SC_CLK_TCK")
 
 
-def write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-
-
-def test_what_the_kernel_does_not_tell_is_none(tmp_path: Path) -> None:
-    (tmp_path / "5/task/5").mkdir(parents=True)
-    assert threads([5], tmp_path) == {}, "a kernel without schedstat"
-    assert core_counters([0], tmp_path) is None
-    write(tmp_path / "stat", "cpu 1 2 3\ncpu0 100 10 50 800 0 1 1 20 0 0\n")
-    ticks = os.sysconf("SC_CLK_TCK")
-    assert core_counters([0], tmp_path) == {0: (160 / ticks, 20 / ticks)}
-    assert core_counters([0, 1], tmp_path) is None, "a core that is not listed"
-    assert throttled_seconds(5, tmp_path) is None
-
-
 @pytest.mark.parametrize(
-    ("groups", "files", "seconds"),
+    ("files", "seconds"),
     [
-        ("0::/a/b\n", {"a/b": "nr_throttled 3\nthrottled_usec 250000\n"}, 0.25),
-        (
-            "0::/a/b\n",
-            {"a/b": "throttled_usec 100000\n", "a": "throttled_usec 700000\n"},
-            0.7,
-        ),
-        ("0::/a\n", {"a": "usage_usec 5\n"}, None),
+        ({"a/b": "nr_throttled 3\nthrottled_usec 250000\n"}, 0.25),
+        ({"a/b": "throttled_usec 100000\n", "a": "throttled_usec 700000\n"}, 0.7),
+        ({"a": "usage_usec 5\n"}, None),
     ],
 )
-def test_the_quota_of_control_groups(
-    tmp_path: Path, groups: str, files: dict[str, str], seconds: float | None
+def test_the_quota_of_the_control_groups(
+    tmp_path: Path, files: dict[str, str], seconds: float | None
 ) -> None:
-    write(tmp_path / "proc/5/cgroup", groups)
+    (tmp_path / "proc/5").mkdir(parents=True)
+    (tmp_path / "proc/5/cgroup").write_text("0::/a/b\n")
     for folder, text in files.items():
-        write(tmp_path / "sys/fs/cgroup" / folder / "cpu.stat", text)
+        place = tmp_path / "sys/fs/cgroup" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "cpu.stat").write_text(text)
     found = throttled_seconds(5, tmp_path)
     assert found == (None if seconds is None else pytest.approx(seconds))

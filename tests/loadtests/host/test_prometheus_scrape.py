@@ -9,31 +9,19 @@ from typing import Any
 
 import pytest
 
-from loadtests.host.prometheus_scrape import EngineClock, parse
+from loadtests.host.prometheus_scrape import EngineClock
 from loadtests.records.run_journal import EngineTime
-
-LLAMA = (
-    "llamacpp:requests_processing 1\nllamacpp:requests_deferred 4\n"
-    "llamacpp:prompt_tokens_total 20\nllamacpp:tokens_predicted_total 30\n"
-)
 
 
 @pytest.fixture
-def metrics() -> Iterator[tuple[str, list[tuple[int, str]]]]:
-    """A server whose /metrics says what is put into the list; the last entry stays."""
-    answers: list[tuple[int, str]] = []
+def metrics() -> Iterator[tuple[str, list[str]]]:
+    """A server whose /metrics says what is put into the list, one after the other."""
+    answers: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
         def do_GET(self) -> None:
-            status, text = answers[0] if len(answers) == 1 else answers.pop(0)
-            if self.path != "/metrics" or self.headers.get("Authorization") not in (
-                None,
-                "Bearer k",
-            ):
-                status, text = 404, ""
-            self.send_response(status)
+            text = answers.pop(0)
+            self.send_response(200 if self.path == "/metrics" else 404)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text.encode())
@@ -41,29 +29,24 @@ def metrics() -> Iterator[tuple[str, list[tuple[int, str]]]]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", answers
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", answers
+        server.shutdown()
 
 
 def test_an_engine_s_time_is_told_by_a_crossover_server_alone(
-    metrics: tuple[str, list[tuple[int, str]]],
+    metrics: tuple[str, list[str]],
 ) -> None:
     url, answers = metrics
     told = (
-        "crossover_step_backend_seconds_count {n}\ncrossover_step_backend_seconds_sum {d}\n"
-        "crossover_engine_loop_hold_seconds_sum {h}\n"
+        'crossover_step_backend_seconds_count{{model="a"}} {n}\n'
+        'crossover_step_backend_seconds_count{{model="b"}} 5\n'
+        "crossover_step_backend_seconds_sum {d}\ncrossover_engine_loop_hold_seconds_sum {h}\n"
     )
-    answers += [
-        (200, told.format(n=10, d=1.5, h=0.25)),
-        (200, told.format(n=30, d=4.5, h=1.0)),
-        (200, told.format(n=3, d=0.1, h=0.1)),
-        (200, LLAMA),
-    ]
+    answers += [told.format(n=10, d=1.5, h=0.25), told.format(n=30, d=4.5, h=1.0)]
+    answers += [told.format(n=3, d=0.1, h=0.1), "llamacpp:requests_processing 1\n"]
     clock = EngineClock(url)
     first, second, anew = clock.read(), clock.read(), clock.read()
     assert first is not None and second is not None and anew is not None
@@ -72,4 +55,3 @@ def test_an_engine_s_time_is_told_by_a_crossover_server_alone(
     assert passed.host_share == pytest.approx(0.2)
     assert anew.since(second) is None and clock.read() is None
     assert EngineClock("http://127.0.0.1:9").read() is None
-    assert parse('a 1\na{x="y"} 2\n# a 5\nc NaN') == {"a": 3.0}

@@ -89,11 +89,7 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     assert len(lags) == len(records) and min(lags) >= 0
     assert statistics.median(lags) < 0.003, "requests wait in the client"
     # The server agrees: requests arrived at their due times, not when slots became free.
-    arrived = sorted(
-        entry["arrived"]
-        for entry in log.values()
-        if entry["body"]["max_tokens"] == 8 and entry["body"].get("min_tokens") == 8
-    )[1:]
+    arrived = sorted(entry["arrived"] for entry in log.values())[2:]  # without those of the probe
     span = arrived[-1] - arrived[0]
     assert abs(span - (due[-1] - due[0])) < 0.5
     late = [record for record in records if record.error == "timeout"]
@@ -181,71 +177,28 @@ def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Star
     assert max(record.due_seconds for record in records) < 2.0
 
 
-@pytest.mark.parametrize("load", [{"rate": 20.0}, {"concurrency": USERS}])
 def test_load_goes_on_until_the_last_answer_that_counts(
-    alone: LoadGenerator, truth_server: Start, load: dict[str, Any]
+    alone: LoadGenerator, truth_server: Start
 ) -> None:
     """The last requests of the window end among as many others as the first did."""
     records, account, _ = level(
         alone,
         truth_server(slots=99, ttft=0.5, case="follow"),
-        **(load | {"arrivals": Constant(), "window_seconds": 1.2, "follow_seconds": 20.0}),
+        rate=20.0,
+        arrivals=Constant(),
+        window_seconds=1.2,
+        follow_seconds=20.0,
     )
     counted = [record for record in records if record.due_seconds < 1.2]
     later = [record for record in records if record.due_seconds >= 1.2]
     assert all(record.error is None for record in counted)
     last = max(record.ended_seconds or math.inf for record in counted)
     beside = [r for r in later if r.due_seconds < last < (r.ended_seconds or 0.0) + 0.1]
-    if "concurrency" in load:
-        assert len(beside) >= USERS - 1 and len(later) <= 2 * USERS
-        return
     assert sorted(record.index for record in counted) == list(range(24))
     assert len(beside) >= 8 and abs(len(later) - 20 * (last - 1.2)) <= 4
     unanswered = [record for record in later if record.error is not None]
     assert len(unanswered) > 5
     assert all("every answer that counts is there" in (r.error_message or "") for r in unanswered)
-
-
-@pytest.mark.parametrize(("api", "closed"), [("chat", False), ("completions", True)])
-def test_a_conversation_goes_on_from_what_the_server_really_said(
-    alone: LoadGenerator, truth_server: Start, api: Any, closed: bool
-) -> None:
-    """The server answers request k with the words "wk": the next turn must hold them, and the
-    user's own words before and after.
-    """
-    target = Target(
-        url=truth_server(ttft=0.01, gap=0.001, echo=True, case=f"talk-{api}-{closed}"), api=api
-    )
-    talk = Workload(
-        prompt_tokens=8, output_tokens=4, turns=3.0, think_seconds=0.2 if not closed else 0.0
-    )
-    load: dict[str, Any] = {"concurrency": USERS} if closed else {"rate": 12.0}
-    records, account, log = level(
-        alone,
-        target.url,
-        target=target,
-        workload=talk,
-        window_seconds=2.0,
-        **load,
-    )
-    by_turn = {(r.session, r.turn): r for r in records}
-    later = [r for r in records if r.turn and (r.session, r.turn - 1) in by_turn]
-    assert len(later) > 5 and all(r.error is None for r in records)
-    real = 0
-    for record in later:
-        before = by_turn[record.session, (record.turn or 0) - 1]
-        prompt = log[record.request_id or ""]["prompt"]
-        answer = f"w{(before.request_id or '').rpartition('-')[2]} " * 4
-        real += answer.strip() in prompt
-        first = by_turn[record.session, 0]
-        assert prompt.startswith(log[first.request_id or ""]["prompt"]), (
-            "what was said before is said again, word for word"
-        )
-    stand_ins = sum(r.stand_in for r in later)
-    assert real >= len(later) - stand_ins and real > 0
-    assert stand_ins == 0 or not closed, "in a closed loop the answer is always there"
-    assert not any(r.stand_in for r in records if not r.turn)
-    assert {record.turn for record in records} > {0, 1}
 
 
 def test_a_thousand_requests_a_second_are_told_whole(
