@@ -27,7 +27,7 @@ from loadtests.analysis.slo import Slo
 from loadtests.campaign.cell_selection import layout_of, policy_of
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
-from loadtests.campaign.server_launch import Command, Server, server_of
+from loadtests.campaign.server_launch import Server, server_of
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from loadtests.host.prometheus_scrape import EngineClock
 from loadtests.host.resource_sampler import Sampler
@@ -36,12 +36,11 @@ from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import TargetFacts, probe
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
-from loadtests.records.run_journal import LevelFinished, LevelPurpose, LevelStarted
+from loadtests.records.run_journal import LevelFinished, LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst
 from loadtests.workload.request_lengths import Ask
 from models import formatting
-from serving.hardware.machine_facts import allowed_cores
 
 START_SECONDS = 120.0  # that a load generator may take to make its prompts
 RECOVERY_SECONDS = 300.0  # that a server of ours gets to bring its engine back
@@ -61,18 +60,9 @@ class LevelAsk(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None
     requests: int | None = None
     burst: Burst | None = None
-    is_given: bool = False  # on the command line of `crossover load`
     name: str = ""
     seed: int = 0
     counts_slight: bool = False  # it counts if it is slightly disturbed, whatever it shows
-
-    @property
-    def purpose(self) -> LevelPurpose:
-        if self.burst is not None:
-            return LevelPurpose.CALIBRATION
-        if self.requests is not None:
-            return LevelPurpose.SINGLE_STREAM
-        return LevelPurpose.LOAD if self.is_given else LevelPurpose.SEARCH
 
 
 class Bench(Protocol):
@@ -110,7 +100,6 @@ class ServerBench:
     ) -> None:
         self.state, self.server, self.facts, self.policy = state, server, facts, policy
         self.generator, self.progress = generator, progress
-        self.workload = state.campaign.workload_of(state.cell)
         self.samples: list[ResourceSample] = []  # of the level that runs now
         self._clock: EngineClock | None = None
         if facts.backend is not None:  # a Crossover server
@@ -129,21 +118,18 @@ class ServerBench:
         if sample.level is not None:
             self.samples.append(sample)
 
-    def measure(self, asked: LevelAsk, plan: LoadPlan | None = None) -> Level:
-        """`plan`: what is sent, where the caller says it (`crossover load`)."""
-        state, server, sampler, clock = self.state, self.server, self.sampler, self._clock
-        plan = plan or self._plan(asked)
+    def measure(self, asked: LevelAsk) -> Level:
+        state, clock, plan = self.state, self._clock, self._plan(asked)
         self.progress.tick(f"{asked.name}: starting the load generator")
-        engines, began, rows = server.engine_pids(), time.monotonic(), LevelRows()
+        engines, began, rows = self.server.engine_pids(), time.monotonic(), LevelRows()
         most = plan.duration_seconds + plan.drain_seconds + plan.target.timeout_seconds
-        started, ended, engine_time, has_failures = None, Ended(), None, False
-        checked = began
+        started, ended, before, has_failures, checked = None, Ended(), None, False, began
         try:
             for told in self.generator.run(plan):
                 match told:
                     case Started(unix_seconds):
                         started = self._begin(asked, plan, unix_seconds)
-                        engine_time = clock.read() if clock is not None else None
+                        before = clock.read() if clock is not None else None
                     case RequestRecord():
                         state.run.request(told)
                         rows.add(told)
@@ -160,7 +146,7 @@ class ServerBench:
                         if started is not None:
                             self._tell(plan, rows.count, started.started_unix_seconds)
         finally:
-            sampler.level, sampler.client = None, os.getpid()
+            self.sampler.level, self.sampler.client = None, os.getpid()
         assert started is not None
         self._check(engines)
         # A process that dies closes its connections before it has ended.
@@ -168,15 +154,13 @@ class ServerBench:
         while time.monotonic() < until:
             time.sleep(0.05)
             self._check(engines)
-        if engine_time is not None and clock is not None:
-            now_engine = clock.read()
-            engine_time = None if now_engine is None else now_engine.since(engine_time)
+        after = clock.read() if clock is not None and before is not None else None
         disturbance = None
-        if server.pid is not None:  # an engine of ours: what was taken from it
+        if self.server.pid is not None:  # an engine of ours: what was taken from it
             is_ignored = state.campaign.disturbance == "ignore"
-            disturbance = disturbance_of(sampler.cores, counts=is_ignored)
+            disturbance = disturbance_of(self.sampler.cores, counts=is_ignored)
         end = plan.duration_seconds
-        if asked.burst is not None or plan.requests is not None:
+        if asked.rate is None:
             end = rows.last_seconds + A_MOMENT_SECONDS
         finished = LevelFinished(
             cell=started.cell,
@@ -185,7 +169,7 @@ class ServerBench:
             window_seconds=round(max(0.0, end - plan.warmup_seconds), 6),
             spent_seconds=round(time.monotonic() - began, 3),
             disturbance=disturbance,
-            engine_time=engine_time,
+            engine_time=after.since(before) if after is not None and before is not None else None,
             generator_busy_share=ended.busy_share,
         )
         level = rows.level(started, finished)
@@ -198,7 +182,6 @@ class ServerBench:
         started = LevelStarted(
             cell=plan.cell,
             level=asked.name,
-            purpose=asked.purpose,
             rate_per_second=asked.rate,
             concurrency=plan.concurrency,
             warmup_seconds=asked.warmup_seconds,
@@ -225,24 +208,22 @@ class ServerBench:
         now = time.time() - began_unix_seconds
         left = plan.duration_seconds - now
         phase = f"{formatting.duration(left)} left" if left > 0 else "the last answers"
-        self.progress.tick(
-            f"{plan.cell}, {plan.load_in_words}: {answers} answers, {phase}",
-            fraction=min(1.0, now / plan.duration_seconds),
-        )
+        words = f"{plan.cell}, {plan.load_in_words}: {answers} answers, {phase}"
+        self.progress.tick(words, fraction=now / plan.duration_seconds)
 
     def _plan(self, asked: LevelAsk) -> LoadPlan:
-        slo, given = self.state.campaign.slo, dict[str, Any](rate=asked.rate)
+        campaign, given = self.state.campaign, dict[str, Any](rate=asked.rate)
         if asked.burst is not None:
             pairs = zip(asked.burst.prompt_tokens, asked.burst.output_tokens, strict=True)
             asks = tuple(Ask(i, prompt, output) for i, (prompt, output) in enumerate(pairs))
             given = {"asks": asks, "due": (0.0,) * len(asks)}
         elif asked.rate is None:
             given = {"concurrency": 1, "requests": asked.requests}
-        drain = drain_seconds(slo, self.workload.most_output_tokens)
+        drain = drain_seconds(campaign.slo, campaign.workload.most_output_tokens)
         return LoadPlan(
             target=self.server.target,
-            workload=self.workload,
-            arrivals=self.state.campaign.arrivals,
+            workload=campaign.workload,
+            arrivals=campaign.arrivals,
             warmup_seconds=asked.warmup_seconds,
             window_seconds=asked.window_seconds,
             drain_seconds=drain,
@@ -285,7 +266,7 @@ def drain_seconds(slo: Slo, most_output_tokens: float) -> float:
 def level_text(level: Level, slo: Slo) -> str:
     """A level for people: load, counts, means, verdict."""
     start, found, end = level.started, level.judge(slo), level.finished
-    if start.purpose is LevelPurpose.CALIBRATION:
+    if start.is_burst:
         return f"a burst of {len(level.due)}"
     words: str = found.verdict
     if end is not None:
@@ -309,14 +290,12 @@ def level_text(level: Level, slo: Slo) -> str:
 def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
     """Starts the server of a cell and stops it at the end. Raises LoadError."""
     campaign, logs = state.campaign, state.run.folder / "logs"
-    layout = layout_of(state.cell, allowed_cores())
+    layout = layout_of(state.cell, campaign)
     server = server_of(state.cell, campaign, layout, logs)
     with contextlib.ExitStack() as stack:
         stack.callback(server.stop)
         began = time.monotonic()
-        server.wait_ready(
-            lambda what, fraction: progress.tick(f"{state.key}: {what}", fraction=fraction)
-        )
+        server.wait_ready(lambda what, part: progress.tick(f"{state.key}: {what}", fraction=part))
         ready = server.ready(state.key)
         facts = wait_until_it_serves(server, progress)
         seconds = time.monotonic() - began
@@ -325,18 +304,15 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
         if ready.info.slots:
             seen = {"slots": ready.info.slots, "kv_tokens": ready.info.kv_tokens}
             policy = msgspec.structs.replace(policy_of(campaign.server), **seen)
-        generator = stack.enter_context(
-            LoadGenerator(
-                log=logs / f"{state.key}.locust.log",
-                cores=layout.client if layout is not None else (),
-            )
-        )
+        cores = layout.client if layout is not None else ()
+        log = logs / f"{state.key}.locust.log"
+        generator = stack.enter_context(LoadGenerator(log=log, cores=cores))
         bench = ServerBench(state, server, facts, policy, generator, progress)
         bench.sampler = Sampler(
             state.key,
             bench.keep_sample,
             server=server.pid,
-            is_ours=not isinstance(server, Command),
+            is_ours=server.is_ours,
         )
         stack.enter_context(bench.sampler)
         more = {"target": msgspec.to_builtins(facts)}
@@ -351,17 +327,15 @@ def wait_until_it_serves(server: Server, progress: Progress) -> TargetFacts:
 
     Raises ServerLost, EndpointRefuses, TargetUnusable.
     """
-    most = RECOVERY_SECONDS if server.layout is not None else server.target.ready_seconds
+    most = server.target.ready_seconds if server.pid is None else RECOVERY_SECONDS
     until = time.monotonic() + most
     while True:
         if (trouble := server.trouble()) is not None:
             raise ServerLost(trouble)
         try:
             return probe(server.target)
-        except EndpointRefuses:
-            raise
-        except LoadError:
-            if time.monotonic() > until:
+        except LoadError as problem:
+            if isinstance(problem, EndpointRefuses) or time.monotonic() > until:
                 raise
         progress.tick(f"waiting until {server.target.url} serves")
         time.sleep(0.2)

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from loadtests.campaign.campaign_file import Campaign, Cell
-from loadtests.campaign.cell_selection import HOST, argv, engine_values
+from loadtests.campaign.campaign_file import Campaign, Cell, Engine
+from loadtests.campaign.cell_selection import HOST, engine_values, filled
 from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import Layout
@@ -28,6 +28,7 @@ from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.run_journal import CellReady, EngineInfo
 from models.errors import ModelError
+from models.ladder import is_rung
 from models.resolve import resolve
 from serving.hardware.cpu_topology import cores_text
 from serving.server_options import arguments
@@ -43,14 +44,16 @@ class Server:
 
     layout: Layout | None = None
     pid: int | None = None  # of a server that we started
+    is_ours = False  # a `crossover serve`
 
     def __init__(self, target: Target) -> None:
         self.target = target
 
     def wait_ready(self, say: Say) -> None:
-        """Until it is loaded, where it is ours."""
+        """Starts it, where it is ours to start, and waits until it is loaded."""
 
     def ready(self, cell: str) -> CellReady:
+        """What it says of itself, and where it runs."""
         return CellReady(cell=cell, url=self.target.url)
 
     def trouble(self) -> str | None:
@@ -66,51 +69,111 @@ class Server:
 
 
 class Started(Server):
-    """One that we start."""
+    """A process that we start: `crossover serve`, or an engine of others by its command."""
 
     layout: Layout
-    name = "the server"
 
     def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
         super().__init__(Target(url=""))
-        self.layout = layout
+        self.layout, self._cell, self._campaign = layout, cell, campaign
+        self._engine = campaign.engine_of(cell)
+        self.is_ours = self._engine is None
+        self.name = self._engine.name if self._engine else "the server"
         self.log = logs / f"{cell.key}.server.log"
-        self._cell, self._server = cell, campaign.server
+        self._ready_file = logs / f"{cell.key}.ready.json"
+        self._ready_file.unlink(missing_ok=True)
         self._child: Child | None = None
+        self._words: list[str] = []
 
-    def _start(self, command: list[str], cores: tuple[int, ...] = ()) -> None:
+    def wait_ready(self, say: Say) -> None:
+        """Raises ServerFailed when it gives up or is late, ServerLost when it was killed."""
+        if self._engine is None:
+            # The engine takes its own cores; what the server may use must hold both.
+            cores = tuple(sorted({*self.layout.engine, *self.layout.api}))
+            self._words = serve_command(self._cell, self._campaign, self.layout, self._ready_file)
+            self._start(self._words, cores)
+            self._wait_until(lambda: "" if self._ready_file.exists() else "it loads", say)
+            url = msgspec.json.decode(self._ready_file.read_bytes())["url"]
+            self.target = Target(url=url)
+        else:
+            self._start_engine(self._engine, say)
+        self._load_seconds = round(time.monotonic() - self._began, 3)
+
+    def _start_engine(self, engine: Engine, say: Say) -> None:
+        """Makes or finds its weights, starts it and waits until `ready` answers 200."""
+        model, server = self._cell.model, self._campaign.server
+        try:
+            if engine.weights != "none":
+                weights = {"kind": engine.weights, "weight_format": self._cell.weight_format}
+                model = resolve(model, **weights, cache=server.cache, progress=say).path
+        except ModelError as problem:
+            raise ServerFailed(f"no weights for {engine.name}: {problem}") from problem
+        with socket.socket() as one:  # a port that nobody listens on now
+            one.bind((HOST, 0))
+            port = one.getsockname()[1]
+        values = {**engine_values(server, self.layout, model), "port": port}
+        self._words, url = filled(engine.command, values), f"http://{HOST}:{port}"
+        ours = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]  # of our processes, not of its
+        self._start(["env", *ours, *self._words], self.layout.engine)
+
+        def look() -> str:
+            try:
+                status = fetch(pool, get_bytes(pool, engine.ready), ASK_SECONDS)[0]
+            except TargetUnusable:
+                return f"{url}{engine.ready} did not answer"
+            return "" if status == 200 else f"{url}{engine.ready} answered {status}"
+
+        with connect(url) as pool:
+            self._wait_until(look, say)
+        self.target = Target(url=url, api=engine.api)
+
+    def _start(self, command: list[str], cores: tuple[int, ...]) -> None:
+        self._began = time.monotonic()
         self._child = Child(command, cores=cores, log=self.log)
         self.pid = self._child.pid
 
     def _wait_until(self, look: Callable[[], str], say: Say) -> None:
-        """Until `look` finds nothing missing any more.
-
-        Raises ServerFailed when it gives up or is late, ServerLost when it was killed.
-        """
+        """Until `look` finds nothing missing any more. Raises ServerFailed, ServerLost."""
         assert self._child is not None
-        limit_seconds = self._server.ready_seconds
-        until = time.monotonic() + limit_seconds
-        said = f"all it said is in logs/{self.log.name}"
+        seconds = self._campaign.server.ready_seconds
+        until, said = time.monotonic() + seconds, f"all it said is in logs/{self.log.name}"
         while missing := look():
-            status = self._child.poll()
-            if status is not None:
+            if (status := self._child.poll()) is not None:
                 how = f"({self._child.how_it_ended()}); {said}"
                 if status < 0:
                     raise ServerLost(f"{self.name} was killed while it started {how}")
                 raise ServerFailed(f"{self.name} did not start {how}")
             if time.monotonic() > until:
                 raise ServerFailed(
-                    f"{self.name} was not ready within {limit_seconds:g} s: {missing}; {said}"
+                    f"{self.name} was not ready within {seconds:g} s: {missing}; {said}"
                 )
             say(last_line(self.log) or f"starting {self.name}", None)
             time.sleep(0.05)
 
-    def _told(self, cell: str, info: EngineInfo, load_seconds: float | None) -> CellReady:
+    def ready(self, cell: str) -> CellReady:
+        """Of ours what /v1/placement says; of others their command as it was run."""
+        load_seconds: float | None = self._load_seconds
+        if self._engine is None:
+            with connect(self.target.url) as pool:
+                status, _, body = fetch(pool, get_bytes(pool, "/v1/placement"))
+            if status != 200:
+                raise TargetUnusable(f"{self.target.url}/v1/placement answered {status}")
+            seen = msgspec.json.decode(body)
+            info, load_seconds = info_of(seen), seen.get("load_seconds")
+        else:
+            has_gpu = any(holds_gpu(pid) for pid in family(self.pid or 0))
+            info = EngineInfo(
+                name=self.name,
+                device="gpu" if has_gpu else "cpu",
+                weight_format=self._cell.weight_format,
+                command=shlex.join(self._words),
+            )
+        has_weights = self._engine is None or self._engine.weights != "none"
         return CellReady(
             cell=cell,
             info=info,
             load_seconds=load_seconds,
-            synthetic=self._cell.synthetic,
+            synthetic=has_weights and is_rung(self._cell.model),
             url=self.target.url,
             layout=msgspec.to_builtins(self.layout),
         )
@@ -122,94 +185,12 @@ class Started(Server):
             return f"{self.name} ended ({self._child.how_it_ended()})"
         return None
 
+    def engine_pids(self) -> list[int]:
+        return engine_pids(self.pid or 0) if self.is_ours else []
+
     def stop(self) -> None:
         if self._child is not None:
             self._child.stop(STOP_SECONDS + 10.0)
-
-
-class Local(Started):
-    """A `crossover serve` of our own."""
-
-    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
-        super().__init__(cell, campaign, layout, logs)
-        self._ready_file = logs / f"{cell.key}.ready.json"
-        self._ready_file.unlink(missing_ok=True)
-        # The engine takes its own cores; what the server may use must hold both.
-        cores = tuple(sorted({*layout.engine, *layout.api}))
-        self._start(serve_command(cell, campaign, layout, self._ready_file), cores)
-
-    def wait_ready(self, say: Say) -> None:
-        self._wait_until(lambda: "" if self._ready_file.exists() else "it loads", say)
-        self.target = Target(url=msgspec.json.decode(self._ready_file.read_bytes())["url"])
-
-    def ready(self, cell: str) -> CellReady:
-        """What /v1/placement says, and where everything runs."""
-        with connect(self.target.url) as pool:
-            status, _, body = fetch(pool, get_bytes(pool, "/v1/placement"))
-        if status != 200:
-            raise TargetUnusable(f"{self.target.url}/v1/placement answered {status}")
-        seen = msgspec.json.decode(body)
-        return self._told(cell, info_of(seen), seen.get("load_seconds"))
-
-    def engine_pids(self) -> list[int]:
-        return engine_pids(self.pid or 0)
-
-
-class Command(Started):
-    """An engine of others, started by its command (`engines` of the campaign)."""
-
-    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
-        super().__init__(cell, campaign, layout, logs)
-        self._engine = campaign.engines[cell.engine]
-        self.name = self._engine.name
-        self._words: list[str] = []
-        self._load_seconds: float | None = None
-
-    def wait_ready(self, say: Say) -> None:
-        """Makes or finds its weights, starts it and waits until `ready` answers 200."""
-        cell, engine = self._cell, self._engine
-        model = cell.model
-        try:
-            if engine.weights != "none":
-                model = resolve(
-                    cell.model,
-                    kind=engine.weights,
-                    weight_format=cell.weight_format,
-                    cache=self._server.cache,
-                    progress=say,
-                ).path
-        except ModelError as problem:
-            raise ServerFailed(f"no weights for {engine.name}: {problem}") from problem
-        values = engine_values(cell, self._server, self.layout, model)
-        values["port"] = free_port()
-        url = f"http://{HOST}:{values['port']}"
-        self._words = argv(engine.command, values)
-        own = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]  # those of our processes
-        began = time.monotonic()
-        self._start(["env", *own, *self._words], self.layout.engine)
-
-        def look() -> str:
-            try:
-                status = fetch(pool, get_bytes(pool, engine.ready), ASK_SECONDS)[0]
-            except TargetUnusable:
-                return f"{url}{engine.ready} did not answer"
-            return "" if status == 200 else f"{url}{engine.ready} answered {status}"
-
-        with connect(url) as pool:
-            self._wait_until(look, say)
-        self._load_seconds = round(time.monotonic() - began, 3)
-        self.target = Target(url=url, api=engine.api)
-
-    def ready(self, cell: str) -> CellReady:
-        """Its command as it was run, and where it runs."""
-        has_gpu = any(holds_gpu(pid) for pid in family(self.pid or 0))
-        info = EngineInfo(
-            name=self.name,
-            device="gpu" if has_gpu else "cpu",
-            weight_format=self._cell.weight_format,
-            command=shlex.join(self._words),
-        )
-        return self._told(cell, info, self._load_seconds)
 
 
 def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
@@ -221,19 +202,12 @@ def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
     return any(name.startswith(GPU_FILES) for name in held)
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as one:
-        one.bind((HOST, 0))
-        return int(one.getsockname()[1])
-
-
 def server_of(cell: Cell, campaign: Campaign, layout: Layout | None, logs: Path) -> Server:
-    """The server of a cell: one of ours is starting already."""
+    """The server of a cell, not started yet."""
     if campaign.target is not None or layout is None:
         assert campaign.target is not None
         return Server(campaign.target)
-    return (Command if cell.engine else Local)(cell, campaign, layout, logs)
+    return Started(cell, campaign, layout, logs)
 
 
 def info_of(placement: Mapping[str, Any]) -> EngineInfo:
@@ -255,7 +229,7 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "port": 0,
         "cores": cores_text(layout.engine),
         "api_cores": cores_text(layout.api),
-        "threads": cell.hardware.threads or layout.engine_threads,
+        "threads": campaign.server.threads or layout.engine_threads,
         "ready_file": ready_file.absolute(),
     }
     return [sys.executable, "-m", "crossover", "serve", *arguments(given), "--", cell.model]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -77,6 +76,7 @@ def _compare(options: CompareOptions) -> None:
     crossover compare --fail-on slower A1 A2 A3 -- B1 B2 B3    # begun in turns: A1 B1 A2 B2 A3 B3
     crossover compare old-version/ new-version/                # folders of runs
     """
+    from loadtests.campaign.campaign_text import console_of
     from loadtests.comparison.compare_runs import compare, read_arm
 
     first, second = options.runs, options.second
@@ -88,7 +88,7 @@ def _compare(options: CompareOptions) -> None:
             )
         first, second = first[:1], first[1:]
     found = compare(read_arm(first), read_arm(second), allow=options.allow or ())
-    show_comparison(found, Console(width=None if sys.stdout.isatty() else 200))
+    show_comparison(found, console_of(200))
     if options.fail_on is not None and found.verdict == "not known":
         raise LoadError(f"--fail-on slower: not known: {found.reason}")
     if options.fail_on is not None and found.verdict in ("slower", "different"):
@@ -106,9 +106,9 @@ def show_comparison(found: Comparison, console: Console) -> None:
     if reach and not found.reason:
         span = f"{min(reach):.1%} to {max(reach):.1%}"
         words += f" ({len(reach)} metrics; differences of {span} would have been found)"
-    console.print(f"second against first: {words}", style="bold", markup=False)
+    console.print(f"second against first: {words}", style="bold")
     for note in found.notes:
-        console.print(note, style="dim", markup=False)
+        console.print(note, style="dim")
     table = Table(*COLUMNS.split(","), box=None, pad_edge=False)
     for row in found.rows:
         apart = "-" if row.ratio is None else f"{row.ratio - 1:+.1%}"
@@ -116,11 +116,12 @@ def show_comparison(found: Comparison, console: Console) -> None:
         if row.low is not None and row.high is not None and row.detectable is not None:
             interval = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
             detectable = f"{row.detectable:.1%}"
+        values = (_value(row.metric, row.first), _value(row.metric, row.second))
+        verdict = f"{row.verdict} ({row.reason})" if row.reason else row.verdict
+        runs = f"{row.runs[0]}+{row.runs[1]}"
         table.add_row(
-            *(row.cell, row.load or "-", row.metric, f"{row.runs[0]}+{row.runs[1]}"),
-            *(_value(row.metric, row.first), _value(row.metric, row.second)),
-            *(apart, interval, detectable),
-            f"{row.verdict} ({row.reason})" if row.reason else row.verdict,
+            *(row.cell, row.load or "-", row.metric, runs, *values),
+            *(apart, interval, detectable, verdict),
         )
     console.print(table)
 

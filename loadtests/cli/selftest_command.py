@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,13 +28,15 @@ def selftest() -> None:
 
 def show_selftest(rows: Sequence[Row]) -> None:
     """Print a line a check."""
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    from loadtests.campaign.campaign_text import console_of
+
+    console = console_of(120)
     table = Table("", "", "", "true", "measured", "allowed", box=None)
     for row in rows:
-        mark = "[green]✓[/green]" if row.passed else "[bold red]✗[/bold red]"
+        mark = Text("✓", style="green") if row.passed else Text("✗", style="bold red")
         limit = proof_value(row.limit, row.unit)
         allowed = f"± {limit}" if row.limit else "equal"
         measured = proof_value(row.measured, row.unit) + (f" ({row.note})" if row.note else "")

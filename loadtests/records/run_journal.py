@@ -11,19 +11,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
-from enum import StrEnum
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-FORMAT_VERSION = 4  # goes up when what is written means something else
-
-
-class LevelPurpose(StrEnum):
-    SINGLE_STREAM = "single_stream"  # one request at a time
-    CALIBRATION = "calibration"  # bursts, whose steps the law is made from
-    SEARCH = "search"
-    LOAD = "load"  # `crossover load`
+FORMAT_VERSION = 5  # goes up when what is written means something else
 
 
 CapacityState = Literal["holds", "no_rate_confirmed", "not_even_alone"]
@@ -147,12 +139,11 @@ class Interrupted(Event, frozen=True, kw_only=True):
 
 
 class CellStarted(Event, frozen=True, kw_only=True):
-    """A cell's part of a block is begun. Seconds are of measuring, since the cell's first part."""
+    """A cell's part of a block is begun."""
 
     cell: str
-    budget_seconds: float | None = None  # of all its parts; None: one level of `crossover load`
     block: int = 1
-    until_seconds: float | None = None  # its budget up to the end of this part
+    until_seconds: float  # of measuring that it may have had, all its parts together, at the end
 
 
 class CellReady(Event, frozen=True, kw_only=True):
@@ -161,7 +152,7 @@ class CellReady(Event, frozen=True, kw_only=True):
     cell: str
     info: EngineInfo = EngineInfo()
     load_seconds: float | None = None
-    synthetic: bool | None = None  # random weights; None: not known
+    synthetic: bool = False  # random weights
     url: str | None = None
     layout: dict[str, Any] | None = None  # loadtests.host.cpu_pinning.Layout
     target: dict[str, Any] | None = None  # loadtests.load_generator.openai_endpoint.TargetFacts
@@ -195,7 +186,6 @@ class EngineChosen(Event, frozen=True, kw_only=True):
     weight_format: str
     reason: str
     engines: list[EngineRating]
-    spent_seconds: float  # measuring and making weights for that; not of the budget
 
 
 class Calibrated(Event, frozen=True, kw_only=True):
@@ -216,27 +206,24 @@ class CellSkipped(Event, frozen=True, kw_only=True):
 
 class CellFinished(Event, frozen=True, kw_only=True):
     cell: str
-    capacities: dict[
-        str, Capacity
-    ] = {}  # by the SLO's name, the campaign's first SLO first; empty: `crossover load`
-
-    @property
-    def capacity(self) -> Capacity | None:
-        """The capacity under the campaign's first SLO."""
-        return next(iter(self.capacities.values()), None)
+    capacity: Capacity  # under the campaign's SLO
 
 
 class LevelStarted(Event, frozen=True, kw_only=True):
     cell: str
     level: str
-    purpose: LevelPurpose
-    rate_per_second: float | None = None  # open loop; None: closed loop, or given requests
-    concurrency: int | None = None  # closed loop; None: open loop
+    rate_per_second: float | None = None  # open loop; None: closed loop, or a burst
+    concurrency: int | None = None  # closed loop; None: open loop, or a burst
     warmup_seconds: float = 0.0  # requests due before this do not count
     window_seconds: float  # requests due in [warmup_seconds, warmup_seconds + window_seconds) count
     seed: int = 0
     start: int | None = None  # 1..: which start of the cell's server; None: not known
     started_unix_seconds: float = 0.0  # the moment that RequestRecord's times count from
+
+    @property
+    def is_burst(self) -> bool:
+        """Of a calibration: the law is made from its steps, and it says nothing of a rate."""
+        return self.rate_per_second is None and self.concurrency is None
 
 
 class LevelFinished(Event, frozen=True, kw_only=True):
@@ -258,7 +245,7 @@ class LevelAbandoned(Event, frozen=True, kw_only=True):
     cell: str
     level: str
     reason: str
-    spent_seconds: float | None = None
+    spent_seconds: float = 0.0  # of the budget; a runner that was killed does not say
 
 
 class Waited(Event, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
 
 
 def _name(cell: CellData) -> str:
-    return " ".join(filter(None, (cell.engine_words, cell.hardware, cell.workload)))
+    return cell.engine_words
 
 
 def _row(cell: CellData) -> tuple[str, ...]:

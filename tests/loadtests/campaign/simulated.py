@@ -125,11 +125,11 @@ class Simulated:
 
     def run(self, plan: Plan, out: Path) -> Path:
         progress = Progress(self.said)
-        return run(plan, out, progress, command=["test"], beside_others=True, world=self.world)
+        return run(plan, out, progress, command=["test"], world=self.world)
 
     def resume(self, folder: Path, *, confirm: bool = False) -> Path:
         progress = Progress(self.said)
-        return resume(folder, progress, confirm=confirm, beside_others=True, world=self.world)
+        return resume(folder, progress, confirm=confirm, world=self.world)
 
     @contextlib.contextmanager
     def open(self, state: CellState) -> Iterator[Bench]:
@@ -183,7 +183,6 @@ class Bench:
         started = LevelStarted(
             cell=state.key,
             level=asked.name,
-            purpose=asked.purpose,
             start=state.starts,
             rate_per_second=asked.rate,
             concurrency=1 if asked.requests is not None else None,
@@ -224,7 +223,7 @@ class Bench:
 
     def _records(self, asked: LevelAsk) -> list[RequestRecord]:
         server, state = self.world.server(asked.seed, self.state.starts), self.state
-        workload = state.campaign.workload_of(state.cell)
+        workload = state.campaign.workload
         named = (state.key, asked.name)
         if asked.burst is not None:
             burst = asked.burst
@@ -240,7 +239,7 @@ class Bench:
 
     def _one_by_one(self, server: Serves, asked: LevelAsk) -> list[RequestRecord]:
         state, at, records = self.state, 0.0, []
-        asks = draw(state.campaign.workload_of(state.cell), asked.requests or 1, asked.seed)
+        asks = draw(state.campaign.workload, asked.requests or 1, asked.seed)
         for index, ask in enumerate(asks):
             if at >= asked.window_seconds:
                 break

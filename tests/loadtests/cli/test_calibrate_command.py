@@ -29,7 +29,7 @@ def measured(tmp_path: Path, step_seconds: float) -> Path:
     )
     plan = msgspec.structs.replace(plan, campaign=campaign)
     with Progress() as progress:
-        return run(plan, tmp_path, progress, beside_others=True)
+        return run(plan, tmp_path, progress)
 
 
 @pytest.mark.clock

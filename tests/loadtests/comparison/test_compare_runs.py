@@ -27,7 +27,6 @@ from loadtests.records.run_journal import (
     Capacity,
     CellFinished,
     LevelFinished,
-    LevelPurpose,
     LevelStarted,
 )
 from tests.loadtests.analysis.made import request
@@ -172,7 +171,6 @@ def written(folder: Path, slower: float = 1.0, rates: tuple[float, ...] = (3.0,)
                 LevelStarted(
                     cell="c",
                     level=name,
-                    purpose=LevelPurpose.SEARCH,
                     rate_per_second=rate,
                     window_seconds=60.0,
                     seed=at + 1,
@@ -186,7 +184,7 @@ def written(folder: Path, slower: float = 1.0, rates: tuple[float, ...] = (3.0,)
             run.finish(LevelFinished(cell="c", level=name, due=len(dues), window_seconds=60.0))
         limit = 3.5 / slower * float(rng.uniform(0.99, 1.01))
         capacity = Capacity(state="holds", held=1.6, limit=limit, low=3.0, high=4.0, method="law")
-        run.event(CellFinished(cell="c", capacities={"chat": capacity}))
+        run.event(CellFinished(cell="c", capacity=capacity))
     return folder
 
 

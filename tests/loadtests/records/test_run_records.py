@@ -66,9 +66,8 @@ def test_a_cut_off_last_line_is_left_out_and_the_next_record_begins_a_line(
     path.write_bytes(path.read_bytes()[:-cut])
     kept = [0, 1, 2] if cut == 1 else [0, 1]  # all but the end of its line
     assert indices(tmp_path) == kept
-    folder, read = RunFolder.open_existing(tmp_path)
-    with folder:
-        folder.request(record("l", 9))
+    with RunFolder(tmp_path) as read:
+        read.request(record("l", 9))
     assert [one.index for one in read.requests()] == [*kept, 9] == indices(tmp_path)
     said = ["1 of the lines of requests.jsonl (the first is line 3)"]
     assert read.damage() == ([] if cut == 1 else said)
@@ -126,9 +125,9 @@ def test_two_runners_do_not_work_on_one_run(tmp_path: Path) -> None:
         RunFolder.create(tmp_path, MANIFEST_RECORD),
         pytest.raises(BadRunFolder, match=f"in use by process {os.getpid()};"),
     ):
-        RunFolder.open_existing(tmp_path)
+        RunFolder(tmp_path)
     assert (tmp_path / ".lock").read_text() == f"process {os.getpid()}\n"
-    RunFolder.open_existing(tmp_path)[0].close()  # free again
+    RunFolder(tmp_path).close()  # free again
     with pytest.raises(BadRunFolder, match="holds a run already"):
         RunFolder.create(tmp_path, MANIFEST_RECORD)
 
@@ -180,8 +179,7 @@ def test_whatever_a_kill_leaves_is_a_readable_prefix(
         kept[name] = list(whole[: (text[:size] + b"\n").count(b"}\n")])
     read = read_records(path)
     assert (list(read.requests()), read.events) == (kept[REQUESTS], kept[EVENTS])
-    opened, _ = RunFolder.open_existing(path)
-    with opened:
+    with RunFolder(path) as opened:
         assert opened.events == read.events
         opened.request(record("after", 0))
         opened.event(started("after"))
@@ -199,7 +197,7 @@ def test_every_kind_of_event_has_a_name_of_its_own_and_survives() -> None:
     assert finished("x").kind == "level_finished"
 
 
-@pytest.mark.parametrize(("version", "other"), [(3, "an older"), (5, "a newer")])
+@pytest.mark.parametrize(("version", "other"), [(4, "an older"), (6, "a newer")])
 def test_another_format_is_refused(tmp_path: Path, version: int, other: str) -> None:
     """By one sentence, whatever else its manifest holds."""
     (tmp_path / MANIFEST).write_text(f'{{"format_version": {version}, "something_else": 1}}')
@@ -232,7 +230,7 @@ def test_a_strangers_run_is_not_written_into_files_elsewhere(tmp_path: Path, nam
         (tmp_path / "run" / name).unlink(missing_ok=True)
     (tmp_path / "run" / name).symlink_to(elsewhere)
     with pytest.raises(BadRunFolder, match=f"{name} is a link"):
-        RunFolder.open_existing(tmp_path / "run")
+        RunFolder(tmp_path / "run")
     assert name == "logs" or elsewhere.read_text() == "precious, and cut off"
 
 
