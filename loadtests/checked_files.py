@@ -85,7 +85,7 @@ def _faults(value: Any, kind: Any, name: str) -> Iterator[str]:
 def _faults_of_table(value: dict[str, Any], kind: type[msgspec.Struct], at: str) -> Iterator[str]:
     """Keys that are not known, or missing, and what is wrong with the others."""
     config = kind.__struct_config__
-    if config.tag is not None and value.get(config.tag_field) != config.tag:
+    if config.tag is not None and value.get(str(config.tag_field)) != config.tag:
         return  # another of a tagged union
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     if config.forbid_unknown_fields:

@@ -26,7 +26,7 @@ from loadtests.records.run_folder import (
     RunRecords,
     read_records,
 )
-from loadtests.records.run_journal import CellFinished, EngineChosen, Event
+from loadtests.records.run_journal import CellFinished, Event
 from models import formatting
 from models.ladder import is_rung
 from models.manifest import write_atomically
@@ -125,8 +125,6 @@ def _event(event: Event, own: Mapping[str, str]) -> dict[str, Any]:
     kept: dict[str, Any] = _kept(msgspec.to_builtins(event), own)
     if isinstance(getattr(event, "reason", None), str):
         kept["reason"] = "(left out)"
-    if isinstance(event, EngineChosen):
-        kept["engines"] = [_kept(msgspec.to_builtins(one), own) for one in event.engines]
     if isinstance(event, CellFinished):
         kept["capacity"]["reason"] = ""
     return kept

@@ -307,8 +307,7 @@ def _cell_of(
     finished, calibrated = _last(events, CellFinished), _last(events, Calibrated)
     law = policy = None
     if calibrated is not None and calibrated.law is not None and calibrated.policy is not None:
-        law = msgspec.convert(calibrated.law, StepLaw)
-        policy = msgspec.convert(calibrated.policy, SchedulingPolicy)
+        law, policy = calibrated.law, calibrated.policy
     search = run.manifest.campaign.get("search") or {}
     found, least_seconds = None, search.get("level_seconds") or LEAST_SECONDS
     levels_since = finished and of_kind(events[events.index(finished) :], LevelFinished)

@@ -56,10 +56,10 @@ class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """How the server of each cell is started: options of `crossover serve` of the same names."""
 
     context_tokens: Annotated[Count, key("most tokens of one request, prompt and answer")] = 2048
-    cores: Annotated[  # type: ignore[assignment]
+    cores: Annotated[
         Count | None,
         key("physical cores of the engine; none: all where there are up to 8, else but 1 or 2"),
-    ] = None
+    ] = None  # type: ignore[assignment]
     cache: Annotated[str | None, key("folder of made and downloaded weights")] = None
     ready_seconds: Annotated[
         Positive, key("most that loading may take, making the weights included")
@@ -122,9 +122,6 @@ class Engine(Table, frozen=True):
         key("{model}: a GGUF file, a folder of safetensors (hf), or the name in models (none)"),
     ] = "hf"
     format: Annotated[str | None, key("their format; none: Q4_0 or bf16")] = None
-    api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
-        "completions"
-    )
 
 
 class CampaignFile(Table, frozen=True):
@@ -301,7 +298,8 @@ def _cells_of_backend(model: str, backend: str, file: CampaignFile) -> Iterator[
         if backend == BEST:
             yield _cell(name, "", BEST, slots=file.server.slots, is_best=True)
             return
-        for asked in file.formats or [None]:
+        formats: list[str | None] = [*file.formats] or [None]
+        for asked in formats:
             if asked is None or _takes(backend, asked):
                 kind, weight_format = weights_of(backend, asked)
                 shown = weight_format or DEFAULT_FORMATS.get(kind, "")

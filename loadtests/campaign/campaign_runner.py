@@ -24,44 +24,24 @@ import msgspec
 
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import levels_of
-from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target, check_trust
+from loadtests.campaign import cell_selection
+from loadtests.campaign.campaign_file import Campaign, Cell, Plan, cell_of_target, check_trust
 from loadtests.campaign.cell_runner import CellRun, capacity_of
-from loadtests.campaign.cell_selection import (
-    budget_of,
-    fastest_engine,
-    layout_of,
-    shares,
-    to_confirm,
-    why_not,
-    with_rungs,
-)
-from loadtests.campaign.level_runner import OpenBench, open_bench, wait_until_it_serves
+from loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_it_serves
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, campaign_of, new_run
 from loadtests.campaign.server_launch import Server
 from loadtests.comparison.run_environment import machine_differences
-from loadtests.errors import BadRunFolder, EndpointRefuses, Incomplete, LoadError, ServerFailed
+from loadtests.errors import BadRunFolder, EndpointRefuses, Incomplete, LoadError
 from loadtests.host.child_processes import signals_interrupt
 from loadtests.host.machine_lock import machine_lock
+from loadtests.records import run_journal as journal
 from loadtests.records.run_folder import RunFolder
-from loadtests.records.run_journal import (
-    CellFinished,
-    CellSkipped,
-    CellStarted,
-    Interrupted,
-    LevelAbandoned,
-    LevelFinished,
-    LevelStarted,
-    RunFinished,
-    RunStarted,
-    of_kind,
-)
 from models import formatting
 from models.errors import CrossoverError
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from serving.placement.fastest_backend import BEST
 
-SERVER = "server"  # why a cell was skipped: a later sitting tries again
 CONFIRM_MARGIN = 1.5  # of the seconds that confirming is said to take, and ...
 CONFIRM_SECONDS = 60.0  # ... so many more: warm-up, last answers
 
@@ -83,16 +63,16 @@ def run(
     command: Sequence[str] = (),
     world: World | None = None,
 ) -> Path:
-    """A new run in a folder of its own below `out`. Raises Incomplete when cells are missing.
+    """A new run in a folder of its own below `out`. A cell that cannot be measured is skipped.
 
-    Raises MachineBusy where another campaign measures on this machine.
+    Raises Incomplete where nothing was measured, MachineBusy where another campaign measures here.
     """
     world = world or World()
     with machine_lock(f"campaign {plan.campaign.name}"):
         facts = world.facts()
-        plan = with_rungs(_named(plan, progress), facts, progress)
+        plan = cell_selection.with_rungs(_named(plan, progress), facts, progress)
         with new_run(out, plan, facts, command or sys.argv) as opened:
-            opened.event(RunStarted())
+            opened.event(journal.RunStarted())
             progress.say(f"run {opened.folder}: {len(plan.cells)} cells")
             states = [CellState(opened, plan.campaign, cell) for cell in plan.cells]
             _Sitting(opened, plan.campaign, states, facts, progress, world).go()
@@ -109,7 +89,7 @@ def resume(
 ) -> Path:
     """Goes on with a run; one that is complete is left as it is, but for what is to be confirmed.
 
-    Cells whose server did not start are tried again, also those of a run that is complete.
+    Cells that failed are tried again, also those of a run that is complete.
     `confirm`: cells with an estimate and no confirmed rate get the time that confirming takes.
     Raises Incomplete, BadRunFolder (also on another machine), BadCampaign, MachineBusy.
     """
@@ -122,7 +102,7 @@ def resume(
         states = [CellState(opened, campaign, cell, levels) for cell in cells]
         sitting = _Sitting(opened, campaign, states, world.facts(), progress, world, confirm)
         done = sum(state.ended is not None for state in states)
-        if done == len(states) and of_kind(opened.events, RunFinished):
+        if done == len(states) and journal.of_kind(opened.events, journal.RunFinished):
             what = "every cell is confirmed, or cannot be" if confirm else "nothing to do"
             progress.say(f"{folder} is complete: {what}")
             return folder
@@ -132,9 +112,9 @@ def resume(
             raise BadRunFolder(f"{folder} was begun on another machine ({apart}): start a new run")
         _close_open_level(opened, "the runner ended within it")
         last = opened.events[-1] if opened.events else None
-        if not isinstance(last, RunFinished | Interrupted) or last.cell:
-            opened.event(Interrupted(reason="the runner was killed"))
-        opened.event(RunStarted())
+        if not isinstance(last, journal.RunFinished | journal.Interrupted) or last.cell:
+            opened.event(journal.Interrupted(reason="the runner was killed"))
+        opened.event(journal.RunStarted())
         confirming = f", {len(sitting.again)} to confirm" if sitting.again else ""
         progress.say(
             f"going on with {folder}: {done} of {len(cells)} cells and {len(levels)} levels are "
@@ -148,10 +128,14 @@ def resume(
 
 def _close_open_level(opened: RunFolder, reason: str) -> None:
     """The level that was begun and neither finished nor abandoned."""
-    closed = {e.level for e in opened.events if isinstance(e, LevelFinished | LevelAbandoned)}
-    for level in of_kind(opened.events, LevelStarted):
+    closed = {
+        e.level
+        for e in opened.events
+        if isinstance(e, journal.LevelFinished | journal.LevelAbandoned)
+    }
+    for level in journal.of_kind(opened.events, journal.LevelStarted):
         if level.level not in closed:
-            opened.event(LevelAbandoned(cell=level.cell, level=level.level, reason=reason))
+            opened.event(journal.LevelAbandoned(cell=level.cell, level=level.level, reason=reason))
 
 
 def _named(plan: Plan, progress: Progress) -> Plan:
@@ -159,7 +143,7 @@ def _named(plan: Plan, progress: Progress) -> Plan:
     target = plan.campaign.target
     if target is None or target.model is not None:
         return plan
-    facts = wait_until_it_serves(Server(target), progress)
+    facts = wait_until_it_serves(Server(plan.cells[0], plan.campaign, Path()), progress)
     target = msgspec.structs.replace(target, model=facts.model)
     campaign = msgspec.structs.replace(plan.campaign, target=target)
     return Plan(campaign, [cell_of_target(target)], plan.text)
@@ -181,8 +165,7 @@ class _Sitting:
         """`confirm`: also cells that have ended with an estimate which a level could confirm."""
         self.facts, self._run, self._campaign = facts, opened, campaign
         self._states, self._progress, self._clock = states, progress, world.clock
-        self._open_bench = world.open_bench or (lambda state: open_bench(state, progress))
-        self._given_up: set[str] = set()  # in this sitting
+        self._open_bench = world.open_bench or (lambda state: ServerBench(state, progress).open())
         is_searched = not campaign.search.rates and campaign.target is None
         self._blocks = campaign.search.starts if is_searched else 1
         self.again: dict[str, int] = {}  # cells to confirm after all: their block, behind the last
@@ -192,12 +175,18 @@ class _Sitting:
                 self.again[state.key] = last
             elif confirm and _is_estimated(state):
                 self.again[state.key] = max(last, self._blocks) + 1
-            if state.key in self.again or _had_no_server(state):
+            failed = isinstance(state.ended, journal.CellSkipped) and not state.ended.is_final
+            if failed or state.key in self.again:
                 state.ended = None
-        self._confirmed = to_confirm(campaign, [one.cell for one in states]) | self.again.keys()
+        self._confirmed = (
+            cell_selection.to_confirm(campaign, [one.cell for one in states]) | self.again.keys()
+        )
 
     def go(self) -> None:
-        """Raises Incomplete when cells are missing."""
+        """Raises Incomplete where nothing was measured."""
+        for state in self._states:
+            found = getattr(state.ended, "capacity", None)
+            self._progress.found(state.key, capacity_text.in_words(found) if found else "waits")
         with signals_interrupt():
             try:
                 for state in self._states:
@@ -208,24 +197,24 @@ class _Sitting:
                     if self._blocks > 1:
                         random.Random(f"{self._campaign.seed}/{block}").shuffle(order)
                     for state in order:
-                        if state.ended is None and state.key not in self._given_up:
+                        if state.ended is None:
                             self._part(state, block)
             except KeyboardInterrupt:
                 self._interrupted("stopped by the user")
-                raise self._incomplete("stopped; what was measured is kept") from None
+                raise self._incomplete("stopped, and what was measured is kept") from None
             except BaseException as problem:
                 self._interrupted(f"{type(problem).__name__}: {problem}")
                 raise
-        if missing := [state.key for state in self._states if state.ended is None]:
-            many = f"{len(missing)} of {len(self._states)}"
-            raise self._incomplete(f"{many} cells could not be measured: {', '.join(missing)}")
-        if all(map(_had_no_server, self._states)):
-            self._interrupted("no server started")
-            reason = getattr(self._states[0].ended, "reason", "")
-            raise self._incomplete(f"nothing was measured: {reason}")
-        self._run.event(RunFinished())
+        skipped = [one.ended for one in self._states if isinstance(one.ended, journal.CellSkipped)]
+        if len(skipped) == len(self._states):
+            self._interrupted("nothing was measured")
+            raise self._incomplete(f"nothing was measured: {skipped[0].reason}")
+        self._run.event(journal.RunFinished())
         self._progress.quiet()
         self._progress.say(f"complete: {self._run.folder}")
+        if failed := [one.cell for one in skipped if not one.is_final]:
+            again = f"crossover campaign resume {self._run.folder}"
+            self._progress.say(f"not measured: {', '.join(failed)}; try again with: {again}")
 
     def _incomplete(self, why: str) -> Incomplete:
         return Incomplete(f"{why}; go on with: crossover campaign resume {self._run.folder}")
@@ -233,18 +222,15 @@ class _Sitting:
     def _interrupted(self, reason: str) -> None:
         self._progress.quiet()
         _close_open_level(self._run, reason)
-        self._run.event(Interrupted(reason=reason))
+        self._run.event(journal.Interrupted(reason=reason))
 
     def _part(self, state: CellState, block: int) -> None:
-        """A cell in one block: measured as far as the block goes, or skipped.
-
-        One that has levels is given up for now, not skipped: a later start may be better.
-        """
+        """A cell in one block: measured as far as the block goes, or skipped."""
         place = f"cell {self._states.index(state) + 1} of {len(self._states)}, {state.key}"
-        self._tell_cells(state.key)
-        why = why_not(state.cell, self._campaign, self.facts) or self._choose_engine(state)
+        self._progress.found(state.key, "now", self._left_seconds)
+        why = self._why_not(state.cell) or self._choose_engine(state)
         if why is not None:
-            return self._leave(state, why, place, "")
+            return self._skip(state, place, why, is_final=True)
         part = state.blocks.get(block) or self._begin(state, block, place)
         confirms = state.key in self._confirmed
         cell = CellRun(state, part, self._progress, self._clock, to_confirm=confirms)
@@ -253,44 +239,43 @@ class _Sitting:
         except BadRunFolder:  # nothing can be written any more
             raise
         except LoadError as problem:
-            cause = SERVER if isinstance(problem, ServerFailed) else None
-            if isinstance(problem, EndpointRefuses) and state.cell.url is None:
-                cause = ""
-            return self._leave(state, str(problem), place, cause)
+            is_final = isinstance(problem, EndpointRefuses) and state.cell.url is None
+            return self._skip(state, place, str(problem), is_final=is_final)
         if block >= self._blocks or not confirms:
-            state.event(CellFinished(cell=state.key, capacity=found))
+            state.event(journal.CellFinished(cell=state.key, capacity=found))
+            self._progress.found(state.key, capacity_text.in_words(found))
             self._progress.say(f"{place}: {capacity_text.in_words(found)}", style="bold")
 
-    def _leave(self, state: CellState, reason: str, place: str, cause: str | None) -> None:
-        """Skips a cell; one that has levels, or no cause to be skipped, is given up for now."""
-        if cause is None or state.levels:
-            self._given_up.add(state.key)
-            state.event(Interrupted(cell=state.key, reason=reason))
-            self._progress.say(f"{place}: given up for now, {reason}", style="red")
-        else:
-            state.event(CellSkipped(cell=state.key, cause=cause, reason=reason))
-            self._progress.say(f"{place}: skipped, {reason}", style="red")
+    def _skip(self, state: CellState, place: str, reason: str, *, is_final: bool) -> None:
+        _close_open_level(self._run, reason)
+        state.event(journal.CellSkipped(cell=state.key, reason=reason, is_final=is_final))
+        self._progress.found(state.key, f"skipped, {reason}")
+        self._progress.say(f"{place}: skipped, {reason}", style="red")
+
+    def _why_not(self, cell: Cell) -> str | None:
+        return cell_selection.why_not(cell, self._campaign, self.facts)
 
     def _choose_engine(self, state: CellState) -> str | None:
         """Gives a cell whose backend is `best` its engine; returns why there is none."""
         if state.cell.backend != BEST:
             return None
         try:
-            state.event(fastest_engine(state.cell, self._campaign, self.facts, self._progress))
+            state.event(
+                cell_selection.fastest_engine(
+                    state.cell, self._campaign, self.facts, self._progress
+                )
+            )
         except CrossoverError as problem:
             return str(problem)
-        return why_not(state.cell, self._campaign, self.facts)
+        return self._why_not(state.cell)
 
-    def _begin(self, state: CellState, block: int, place: str) -> CellStarted:
+    def _begin(self, state: CellState, block: int, place: str) -> journal.CellStarted:
         """The cell's part of this block, on record."""
         share = self._share(state) / max(1, self._blocks - block + 1)
         until = round(state.spent_seconds + share, 3)
-        part = state.event(CellStarted(cell=state.key, block=block, until_seconds=until))
+        part = state.event(journal.CellStarted(cell=state.key, block=block, until_seconds=until))
         which = f", start {block} of {self._blocks}" if 1 < self._blocks >= block else ""
         self._progress.say(f"{place}{which}: at most {formatting.duration(share)} of measuring")
-        layout = layout_of(state.cell, self._campaign)
-        for line in layout.shared if layout is not None and block == 1 else ():
-            self._progress.detail(f"  note: {line}")
         return part
 
     def _share(self, state: CellState) -> float:
@@ -301,36 +286,17 @@ class _Sitting:
         to_come = [
             one.cell
             for one in self._states
-            if one is state
-            or not (one.ended or one.key in self._given_up)
-            and why_not(one.cell, self._campaign, self.facts) is None
+            if one is state or (one.ended is None and self._why_not(one.cell) is None)
         ]
-        return shares(to_come, self._confirmed, self._left_seconds)[state.key]
+        return cell_selection.shares(to_come, self._confirmed, self._left_seconds)[state.key]
 
     @property
     def _left_seconds(self) -> float:
-        whole = budget_of(self._campaign, len(self._states))
+        whole = cell_selection.budget_of(self._campaign, len(self._states))
         return max(0.0, whole - sum(state.spent_seconds for state in self._states))
-
-    def _tell_cells(self, now: str) -> None:
-        """All cells for the moving lines, and how much may still be measured."""
-        found: dict[str, str] = {}
-        for state in self._states:
-            ended = state.ended
-            if isinstance(ended, CellFinished):
-                found[state.key] = capacity_text.in_words(ended.capacity)
-            elif isinstance(ended, CellSkipped):
-                found[state.key] = f"skipped, {ended.reason}"
-            else:
-                found[state.key] = "now" if state.key == now else "waits"
-        self._progress.cells(found, self._left_seconds or None)
 
 
 def _is_estimated(state: CellState) -> bool:
     """A cell that has ended with an estimate that a level could confirm."""
-    found = state.ended.capacity if isinstance(state.ended, CellFinished) else None
+    found = state.ended.capacity if isinstance(state.ended, journal.CellFinished) else None
     return found is not None and not found.holds and found.confirm_seconds is not None
-
-
-def _had_no_server(state: CellState) -> bool:
-    return isinstance(state.ended, CellSkipped) and state.ended.cause == SERVER

@@ -28,23 +28,14 @@ from loadtests.analysis.capacity_estimate import (
 from loadtests.analysis.disturbance import in_words
 from loadtests.analysis.level import Level
 from loadtests.analysis.slo import requests_to_hold
-from loadtests.campaign.level_runner import Bench, LevelAsk, OpenBench, level_text
+from loadtests.campaign.level_runner import LevelAsk, OpenBench, ServerBench, level_text
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellRecord, CellState, seed_of
 from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
-from loadtests.records.run_journal import (
-    Calibrated,
-    Capacity,
-    CellStarted,
-    Interrupted,
-    LevelAbandoned,
-    NeverQuiet,
-    Waited,
-)
+from loadtests.records import run_journal as journal
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import measured_reuse
-from loadtests.simulation.step_law import StepLaw
 from models import formatting
 
 ENOUGH = 1.4  # a limit that is higher above the confirmed rate is worth one more level
@@ -72,9 +63,7 @@ class Calibrate(msgspec.Struct, frozen=True):
 
 
 class Restart(msgspec.Struct, frozen=True):
-    """Start the server again, and ask again."""
-
-    reason: str
+    """Requests one at a time miss the SLO: a second start of the server must say so too."""
 
 
 Step = LevelAsk | Calibrate | Restart | None  # None: nothing is left to measure, or to pay for
@@ -83,12 +72,12 @@ Step = LevelAsk | Calibrate | Restart | None  # None: nothing is left to measure
 class CellRun:
     """A cell's part of a block in one sitting."""
 
-    bench: Bench  # while it serves
+    bench: ServerBench  # while it serves
 
     def __init__(
         self,
         state: CellState,
-        part: CellStarted,
+        part: journal.CellStarted,
         progress: Progress,
         clock: Callable[[], float],
         *,
@@ -99,7 +88,7 @@ class CellRun:
         self.search = state.campaign.search
         self.to_confirm = to_confirm
 
-    def run(self, open_bench: OpenBench) -> Capacity:
+    def run(self, open_bench: OpenBench) -> journal.Capacity:
         """The capacity after all that this block pays for. A server that is lost is started again.
 
         Raises ServerFailed, LevelFailed, LoadError.
@@ -113,10 +102,10 @@ class CellRun:
                     again = self._measure()
                 if again is None:
                     break
-                self.progress.say(f"  {again.reason}")
+                self.progress.say("  not even alone: a second start must say so too")
             except ServerLost as problem:
                 lost += 1
-                state.event(Interrupted(cell=state.key, reason=str(problem)))
+                state.event(journal.Interrupted(cell=state.key, reason=str(problem)))
                 self.progress.say(f"  {problem}", style="yellow")
                 reason = f"lost {lost} servers; the last one: {problem}"
         else:
@@ -157,7 +146,7 @@ class CellRun:
                 return None
             if self.start is None or all(a.started.start != self.start for a in self.alone):
                 return single
-            return Restart("requests one at a time miss the SLO: a second start must say so too")
+            return Restart()
         fails_alone = self._verdict(self.alone[-1]) == "fails"
         if fails_alone and self.left_seconds > 0 and len(self.alone) < MOST_ALONE:
             return single  # too few to say so
@@ -250,6 +239,7 @@ class CellRun:
                     if level.rate and not self.search.rates:
                         words = capacity_text.in_words(capacity_of(self.state))
                         self.progress.found(self.state.key, words)
+                        self.progress.detail(f"  so far: {words}")
 
     def _calibrate(self, seconds: float) -> None:
         """Bursts, the law and the first estimate, on record. Those of the journal are not sent
@@ -281,7 +271,7 @@ class CellRun:
         try:
             found = calibrate(ask, workload, slots, seconds, single)
         except LevelInterrupted as problem:
-            state.event(Interrupted(cell=state.key, reason=f"calibration: {problem}"))
+            state.event(journal.Interrupted(cell=state.key, reason=f"calibration: {problem}"))
             self.bench.recover()
             return
         if policy is None and found.slots is not None:  # a server that does not say its settings
@@ -292,11 +282,11 @@ class CellRun:
         took = self.clock() - began
         # The bursts' own time is on record with each: here is what the rest took.
         spent = took - (state.spent_seconds - spent_before)
-        made = Calibrated(
+        made = journal.Calibrated(
             cell=state.key,
             spent_seconds=round(max(0.0, spent), 3),
-            law=None if found.law is None else msgspec.to_builtins(found.law),
-            policy=None if policy is None else msgspec.to_builtins(policy),
+            law=found.law,
+            policy=policy,
             reason=found.reason,
         )
         state.event(made)
@@ -330,7 +320,7 @@ class CellRun:
             say(f"  {level_text(level, self.slo)}", style="yellow")
             by = in_words(taken)
             if left <= 0:
-                state.event(NeverQuiet(cell=state.key, reason=by))
+                state.event(journal.NeverQuiet(cell=state.key, reason=by))
                 say(f"  never quiet: {by}; nothing more is measured", style="yellow")
                 return None
             pauses += 1
@@ -339,7 +329,7 @@ class CellRun:
             took = formatting.duration(pause)
             say(f"  disturbed: {by}; waiting for a quiet machine, {took}", style="yellow")
             self.bench.rest(pause)
-            state.event(Waited(cell=state.key, reason=by, spent_seconds=pause))
+            state.event(journal.Waited(cell=state.key, reason=by, spent_seconds=pause))
 
     def _attempt(self, asked: LevelAsk, number: str) -> Level:
         """One attempt under a name of its own; an interruption is on record.
@@ -354,22 +344,23 @@ class CellRun:
         except LevelInterrupted as problem:
             spent = round(self.clock() - began, 3)
             state.event(
-                LevelAbandoned(cell=state.key, level=name, reason=str(problem), spent_seconds=spent)
+                journal.LevelAbandoned(
+                    cell=state.key, level=name, reason=str(problem), spent_seconds=spent
+                )
             )
             raise
 
 
-def capacity_of(state: CellRecord) -> Capacity:
+def capacity_of(state: CellRecord) -> journal.Capacity:
     """What all levels so far say: by the law, where calibration gave one that fits, else by levels
     alone.
     """
     made, campaign = state.calibrated, state.campaign
-    has_law = made is not None and made.law is not None
     return estimate(
         state.counted,
         campaign.slo,
-        law=msgspec.convert(made.law, StepLaw) if made and has_law else None,
-        policy=msgspec.convert(made.policy, SchedulingPolicy) if made and has_law else None,
+        law=None if made is None else made.law,
+        policy=None if made is None else made.policy,
         workload=campaign.workload,
         arrivals=campaign.arrivals,
         least_seconds=campaign.search.level_seconds,

@@ -7,9 +7,7 @@ shares(cells, confirmed, 600.0)          # {cell key: seconds}
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,10 +22,10 @@ from loadtests.campaign.campaign_file import (
 from loadtests.campaign.progress import Progress
 from loadtests.errors import BadCampaign
 from loadtests.host.cpu_pinning import Layout, divide_cores
-from loadtests.records.run_journal import EngineChosen, EngineRating
+from loadtests.records.run_journal import EngineChosen
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
-from loadtests.simulation.step_law import NUMBERS, StepLaw
+from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.request_lengths import draw
 from models import formatting
 from models.ladder import is_rung, rung
@@ -48,7 +46,6 @@ from serving.placement.fastest_backend import (
 from serving.placement.placement_policy import PlacementRequest, plan
 from serving.server_options import Policy
 
-HOST = "127.0.0.1"  # of an engine of others
 CELL_SECONDS = 600.0  # of measuring, where the campaign does not say
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
 
@@ -57,7 +54,7 @@ STEPS = (
     *("smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"),
     *("qwen2.5-14b", "qwen2.5-32b", "llama-3.3-70b"),
 )
-MEASURED = ("smollm2-135m", "llama-3.2-1b")
+MEASURED = "llama-3.2-1b"
 BACKEND, FORMAT = USUAL[0]  # its weights are made in seconds
 RUNGS = 4  # at most: the largest that keep the SLO alone, and the first that does not
 
@@ -112,13 +109,10 @@ def fastest_engine(
     says what each would hold. Raises CrossoverError where no engine can run the cell.
     """
 
-    def tick(what: str, fraction: float | None) -> None:
-        progress.tick(f"{cell.key}: {what}", fraction=fraction)
-
     def say(line: str) -> None:
         progress.say(f"  {line}")
 
-    found = fastest_backend(question_of(cell, campaign), facts, say, tick)
+    found = fastest_backend(question_of(cell, campaign), facts, say, progress.tick)
     best, reason = (found.backend, found.weight_format), found.reason
     rates = {
         (one.backend, one.weight_format): _held(law_of_times(one.times), campaign).rate
@@ -129,20 +123,9 @@ def fastest_engine(
         best = max(rates, key=lambda engine: rates[engine])
         told = ", ".join(f"{' '.join(one)} {formatting.requests(rates[one])}" for one in rates)
         reason = f"of the engines that can run here it holds most by its step times: {told}"
+    reason += "".join(f"; not {one.name}: {one.why_not}" for one in found.candidates if one.why_not)
     progress.say(f"{cell.key}: best engine: {reason}")
-    ratings = [
-        EngineRating(
-            backend=one.backend,
-            weight_format=one.weight_format,
-            is_chosen=(one.backend, one.weight_format) == best,
-            why_not=one.why_not,
-            requests_per_second=rates.get((one.backend, one.weight_format)),
-        )
-        for one in found.candidates
-    ]
-    return EngineChosen(
-        cell=cell.key, backend=best[0], weight_format=best[1], reason=reason, engines=ratings
-    )
+    return EngineChosen(cell=cell.key, backend=best[0], weight_format=best[1], reason=reason)
 
 
 def _held(law: StepLaw, campaign: Campaign) -> SimulatedCapacity:
@@ -182,27 +165,6 @@ def question_of(cell: Cell, campaign: Campaign) -> Question:
     )
 
 
-def filled(command: str, values: Mapping[str, object]) -> list[str]:
-    """The words of a command, its places filled; one that has no value stays as it is."""
-
-    def fill(place: re.Match[str]) -> str:
-        return str(values.get(place[1], place[0]))
-
-    return [re.sub(r"\{([A-Za-z_]+)\}", fill, word) for word in shlex.split(command)]
-
-
-def engine_values(server: Server, layout: Layout, model: str) -> dict[str, object]:
-    """What the places of an engine's command are filled with, but the port: a free one."""
-    return {
-        "model": model,
-        "host": HOST,
-        "slots": server.slots,
-        "context": server.context_tokens,
-        "kv_tokens": server.kv_tokens or server.slots * server.context_tokens,
-        "threads": server.threads or layout.engine_threads,
-    }
-
-
 # The budget.
 
 
@@ -238,31 +200,23 @@ def shares(cells: Sequence[Cell], confirmed: set[str], seconds: float) -> dict[s
 # The rungs around this machine's limit, for `models = ["auto"]`.
 
 
-def with_rungs(
-    asked: Plan, facts: HardwareFacts, progress: Progress, *, may_measure: bool = True
-) -> Plan:
+def with_rungs(asked: Plan, facts: HardwareFacts, progress: Progress) -> Plan:
     """The plan with rungs in place of "auto"; another plan as it is.
 
-    So too where times are not kept and may not be measured. Raises CrossoverError where measuring
-    fails, BadCampaign without llama_cpp.
+    Raises CrossoverError where measuring fails, BadCampaign without llama_cpp.
     """
-    campaign, laws = asked.campaign, []
+    campaign = asked.campaign
     if asked.cells or AUTO not in campaign.models:
         return asked
     if BACKEND in (missing := missing_backends()):
         raise BadCampaign(f"models 'auto' are chosen by {BACKEND}: {missing[BACKEND]}")
-    for name in MEASURED:
-        cell = Cell(key=name, model=name, weight_format="", backend=BEST)
-        question = msgspec.structs.replace(question_of(cell, campaign), may_measure=may_measure)
-        engine = EngineCandidate(backend=BACKEND, weight_format=FORMAT)
-        times = known_times(
-            question, engine, facts, progress.say, lambda what, part: progress.tick(what)
-        )
-        if times is None:
-            return asked
-        laws.append(law_of_times(times))
-    chosen = around_the_limit(laws, campaign, facts)
-    progress.say(f"models auto: {len(chosen)} rungs, by the step times of {' and '.join(MEASURED)}")
+    cell = Cell(key=MEASURED, model=MEASURED, weight_format="", backend=BEST)
+    engine = EngineCandidate(backend=BACKEND, weight_format=FORMAT)
+    question = question_of(cell, campaign)
+    times = known_times(question, engine, facts, progress.say, progress.tick)
+    assert times is not None  # they were measured
+    chosen = around_the_limit(law_of_times(times), campaign, facts)
+    progress.say(f"models auto: {len(chosen)} rungs, by the step times of {MEASURED}")
     for name, found in chosen.items():
         alone = f"alone {formatting.share(found.alone_share)} of requests are good"
         progress.say(f"  {name}: predicted {formatting.requests(found.rate)}, {alone}")
@@ -270,27 +224,20 @@ def with_rungs(
 
 
 def around_the_limit(
-    laws: Sequence[StepLaw], campaign: Campaign, facts: HardwareFacts
+    law: StepLaw, campaign: Campaign, facts: HardwareFacts
 ) -> dict[str, SimulatedCapacity]:
-    """Of the rungs that fit in memory: the first that fails alone, and those before it."""
+    """Of the rungs that fit in memory: the first that fails alone, and those before it.
+
+    `law`: of MEASURED; another rung's steps take longer as it multiplies with more parameters.
+    """
     server = msgspec.structs.replace(campaign.server, policy=Policy.cpu_only, check_memory=True)
     on_cpu = msgspec.structs.replace(campaign, server=server)
     found: dict[str, SimulatedCapacity] = {}
     for name in STEPS:
         cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND)
         if why_not(cell, on_cpu, facts) is None:
-            found[name] = _held(on_the_line(laws, rung(name).spec.matrix_parameters), on_cpu)
+            parts = (rung(one).spec.matrix_parameters for one in (name, MEASURED))
+            found[name] = _held(law.slower(next(parts) / next(parts)), on_cpu)
             if not found[name].rate:
                 break
     return dict(list(found.items())[-RUNGS:])
-
-
-def on_the_line(laws: Sequence[StepLaw], parameters: int) -> StepLaw:
-    """The law of a model that multiplies a token with so many parameters, MEASURED[0]'s or more."""
-    small, big = (rung(name).spec.matrix_parameters for name in MEASURED)
-    part = (parameters - small) / (big - small)
-    numbers = {}
-    for name in NUMBERS:
-        first, second = (getattr(law, name) for law in laws)
-        numbers[name] = max(first, first + part * (second - first))
-    return StepLaw(**numbers)

@@ -1,6 +1,6 @@
 """Measures levels on the server of one cell and records them.
 
-    with open_bench(state, progress) as bench:
+    with ServerBench(state, progress).open() as bench:
         level = bench.measure(LevelAsk(name="cell#2.1", rate=2.0, window_seconds=60.0))
         level.judge(slo).verdict
 
@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -24,10 +24,10 @@ from loadtests.analysis.disturbance import disturbance_of, is_slight
 from loadtests.analysis.level import Level, LevelRows
 from loadtests.analysis.level_validity import is_valid, level_warnings
 from loadtests.analysis.slo import Slo
-from loadtests.campaign.cell_selection import layout_of, policy_of
+from loadtests.campaign.cell_selection import policy_of
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
-from loadtests.campaign.server_launch import Server, server_of
+from loadtests.campaign.server_launch import Server
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from loadtests.host.prometheus_scrape import EngineClock
 from loadtests.host.resource_sampler import Sampler
@@ -42,7 +42,6 @@ from loadtests.simulation.calibration_bursts import Burst
 from loadtests.workload.request_lengths import Ask
 from models import formatting
 
-START_SECONDS = 120.0  # that a load generator may take to make its prompts
 RECOVERY_SECONDS = 300.0  # that a server of ours gets to bring its engine back
 CHECK_SECONDS = 0.5
 DEATH_SECONDS = 1.0  # between connections that close and the process that ends
@@ -65,67 +64,68 @@ class LevelAsk(msgspec.Struct, frozen=True, kw_only=True):
     counts_slight: bool = False  # it counts if it is slightly disturbed, whatever it shows
 
 
-class Bench(Protocol):
-    """A server that is ready, and what measures on it."""
+class ServerBench:
+    """Measures on one server, which it starts and stops, by one load generator that stays."""
 
-    @property
-    def policy(self) -> SchedulingPolicy | None: ...  # None: the server's settings are not known
+    def __init__(self, state: CellState, progress: Progress) -> None:
+        self.state, self.progress = state, progress
+        self.policy: SchedulingPolicy | None = None
+        self._samples: list[ResourceSample] = []  # of the level that runs now
 
-    def measure(self, asked: LevelAsk) -> Level:
-        """Records events, requests and samples. Raises LevelInterrupted, ServerFailed."""
+    @contextlib.contextmanager
+    def open(self) -> Iterator[ServerBench]:
+        """Raises LoadError."""
+        state, progress = self.state, self.progress
+        campaign, logs = state.campaign, state.run.folder / "logs"
+        self.server = server = Server(state.cell, campaign, logs)
+        with contextlib.ExitStack() as stack:
+            stack.callback(server.stop)
+            began = time.monotonic()
+            server.wait_ready(lambda what, part: progress.tick(f"{state.key}: {what}", part))
+            ready = server.ready(state.key)
+            self._facts = facts = wait_until_it_serves(server, progress)
+            seconds = time.monotonic() - began
+            progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
+            if ready.info.slots:  # the settings of another server are not known
+                seen = {"slots": ready.info.slots, "kv_tokens": ready.info.kv_tokens}
+                self.policy = msgspec.structs.replace(policy_of(campaign.server), **seen)
+            key = os.environ.get(server.target.api_key_env or "")
+            is_crossover = facts.backend is not None
+            self._clock = EngineClock(server.target.url, key) if is_crossover else None
+            cores = server.layout.client if server.layout is not None else ()
+            log = logs / f"{state.key}.locust.log"
+            self._generator = stack.enter_context(LoadGenerator(log=log, cores=cores))
+            self._sampler = stack.enter_context(
+                Sampler(state.key, self._keep, server=server.pid, is_ours=server.is_ours)
+            )
+            target = msgspec.to_builtins(facts)
+            state.event(msgspec.structs.replace(ready, unix_seconds=time.time(), target=target))
+            for note in facts.notes:
+                progress.say(f"  note: {note}")
+            yield self
 
     def rest(self, seconds: float) -> None:
         """Waits."""
-
-    def recover(self) -> None:
-        """Waits until the server serves again. Raises ServerLost, TargetUnusable."""
-
-
-OpenBench = Callable[[CellState], AbstractContextManager[Bench]]
-
-
-class ServerBench:
-    """Measures on one server that is ready, by one load generator that stays."""
-
-    sampler: Sampler  # set once it runs
-
-    def __init__(
-        self,
-        state: CellState,
-        server: Server,
-        facts: TargetFacts,
-        policy: SchedulingPolicy | None,
-        generator: LoadGenerator,
-        progress: Progress,
-    ) -> None:
-        self.state, self.server, self.facts, self.policy = state, server, facts, policy
-        self.generator, self.progress = generator, progress
-        self.samples: list[ResourceSample] = []  # of the level that runs now
-        self._clock: EngineClock | None = None
-        if facts.backend is not None:  # a Crossover server
-            key = os.environ.get(server.target.api_key_env or "")
-            self._clock = EngineClock(server.target.url, key)
-
-    def rest(self, seconds: float) -> None:
         time.sleep(seconds)
 
     def recover(self) -> None:
+        """Waits until the server serves again. Raises ServerLost, TargetUnusable."""
         wait_until_it_serves(self.server, self.progress)
 
-    def keep_sample(self, sample: ResourceSample) -> None:
+    def _keep(self, sample: ResourceSample) -> None:
         """Called by the sampler's thread."""
         self.state.run.sample(sample)
         if sample.level is not None:
-            self.samples.append(sample)
+            self._samples.append(sample)
 
     def measure(self, asked: LevelAsk) -> Level:
+        """Records events, requests and samples. Raises LevelInterrupted, LoadError."""
         state, clock, plan = self.state, self._clock, self._plan(asked)
         self.progress.tick(f"{asked.name}: starting the load generator")
         engines, began, rows = self.server.engine_pids(), time.monotonic(), LevelRows()
-        most = plan.duration_seconds + plan.drain_seconds + plan.target.timeout_seconds
         started, ended, before, has_failures, checked = None, Ended(), None, False, began
         try:
-            for told in self.generator.run(plan):
+            for told in self._generator.run(plan):
                 match told:
                     case Started(unix_seconds):
                         started = self._begin(asked, plan, unix_seconds)
@@ -137,16 +137,13 @@ class ServerBench:
                     case Ended():
                         ended = told
                     case None:
-                        now = time.monotonic()
-                        if now - began > most + START_SECONDS:
-                            raise LevelInterrupted("the load generator did not end")
-                        if now - checked > CHECK_SECONDS:
+                        if time.monotonic() - checked > CHECK_SECONDS:
                             self._check(engines)
-                            checked = now
+                            checked = time.monotonic()
                         if started is not None:
                             self._tell(plan, rows.count, started.started_unix_seconds)
         finally:
-            self.sampler.level, self.sampler.client = None, os.getpid()
+            self._sampler.level, self._sampler.client = None, os.getpid()
         assert started is not None
         self._check(engines)
         # A process that dies closes its connections before it has ended.
@@ -158,10 +155,9 @@ class ServerBench:
         disturbance = None
         if self.server.pid is not None:  # an engine of ours: what was taken from it
             is_ignored = state.campaign.disturbance == "ignore"
-            disturbance = disturbance_of(self.sampler.cores, counts=is_ignored)
-        end = plan.duration_seconds
-        if asked.rate is None:
-            end = rows.last_seconds + A_MOMENT_SECONDS
+            disturbance = disturbance_of(self._sampler.cores, counts=is_ignored)
+        # A closed loop, or a burst, is over with its last answer.
+        end = plan.duration_seconds if asked.rate else rows.last_seconds + A_MOMENT_SECONDS
         finished = LevelFinished(
             cell=started.cell,
             level=started.level,
@@ -173,7 +169,7 @@ class ServerBench:
             generator_busy_share=ended.busy_share,
         )
         level = rows.level(started, finished)
-        level = judged(level, state.campaign.slo, self.samples, asked.counts_slight)
+        level = judged(level, state.campaign.slo, self._samples, asked.counts_slight)
         state.finish(level)
         return level
 
@@ -190,8 +186,8 @@ class ServerBench:
             start=None if self.server.pid is None else self.state.starts,
             started_unix_seconds=unix_seconds,
         )
-        self.samples.clear()
-        self.sampler.client, self.sampler.level = self.generator.pid, asked.name
+        self._samples.clear()
+        self._sampler.client, self._sampler.level = self._generator.pid, asked.name
         return self.state.event(started)
 
     def _check(self, engines: list[int]) -> None:
@@ -200,8 +196,8 @@ class ServerBench:
             raise LevelInterrupted(trouble)
         if self.server.engine_pids() != engines:
             raise LevelInterrupted("the engine was restarted")
-        if self.sampler.failure is not None:
-            raise self.sampler.failure
+        if self._sampler.failure is not None:
+            raise self._sampler.failure
 
     def _tell(self, plan: LoadPlan, answers: int, began_unix_seconds: float) -> None:
         """How far a running level is."""
@@ -209,7 +205,7 @@ class ServerBench:
         left = plan.duration_seconds - now
         phase = f"{formatting.duration(left)} left" if left > 0 else "the last answers"
         words = f"{plan.cell}, {plan.load_in_words}: {answers} answers, {phase}"
-        self.progress.tick(words, fraction=now / plan.duration_seconds)
+        self.progress.tick(words, now / plan.duration_seconds)
 
     def _plan(self, asked: LevelAsk) -> LoadPlan:
         campaign, given = self.state.campaign, dict[str, Any](rate=asked.rate)
@@ -231,9 +227,12 @@ class ServerBench:
             seed=asked.seed,
             cell=self.state.key,
             level=asked.name,
-            facts=self.facts,
+            facts=self._facts,
             **given,
         )
+
+
+OpenBench = Callable[[CellState], AbstractContextManager[ServerBench]]
 
 
 def judged(
@@ -284,42 +283,6 @@ def level_text(level: Level, slo: Slo) -> str:
         f"{found.good}{share} of {found.due} good, TTFT {ttft}, TPOT {tpot}"
         f"{failed and f', failed: {failed}'} -> {words}"
     )
-
-
-@contextlib.contextmanager
-def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
-    """Starts the server of a cell and stops it at the end. Raises LoadError."""
-    campaign, logs = state.campaign, state.run.folder / "logs"
-    layout = layout_of(state.cell, campaign)
-    server = server_of(state.cell, campaign, layout, logs)
-    with contextlib.ExitStack() as stack:
-        stack.callback(server.stop)
-        began = time.monotonic()
-        server.wait_ready(lambda what, part: progress.tick(f"{state.key}: {what}", fraction=part))
-        ready = server.ready(state.key)
-        facts = wait_until_it_serves(server, progress)
-        seconds = time.monotonic() - began
-        progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
-        policy = None  # the settings of another server are not known
-        if ready.info.slots:
-            seen = {"slots": ready.info.slots, "kv_tokens": ready.info.kv_tokens}
-            policy = msgspec.structs.replace(policy_of(campaign.server), **seen)
-        cores = layout.client if layout is not None else ()
-        log = logs / f"{state.key}.locust.log"
-        generator = stack.enter_context(LoadGenerator(log=log, cores=cores))
-        bench = ServerBench(state, server, facts, policy, generator, progress)
-        bench.sampler = Sampler(
-            state.key,
-            bench.keep_sample,
-            server=server.pid,
-            is_ours=server.is_ours,
-        )
-        stack.enter_context(bench.sampler)
-        more = {"target": msgspec.to_builtins(facts)}
-        state.event(msgspec.structs.replace(ready, unix_seconds=time.time(), **more))
-        for note in facts.notes:
-            progress.say(f"  note: {note}")
-        yield bench
 
 
 def wait_until_it_serves(server: Server, progress: Progress) -> TargetFacts:

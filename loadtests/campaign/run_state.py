@@ -22,22 +22,8 @@ import msgspec
 from loadtests.analysis.level import Level
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, plain
 from loadtests.errors import BadRunFolder
+from loadtests.records import run_journal as journal
 from loadtests.records.run_folder import RunFolder, RunManifest
-from loadtests.records.run_journal import (
-    FORMAT_VERSION,
-    Calibrated,
-    CellFinished,
-    CellReady,
-    CellSkipped,
-    CellStarted,
-    E,
-    EngineChosen,
-    Event,
-    LevelAbandoned,
-    LevelFinished,
-    LevelStarted,
-    Waited,
-)
 from serving.hardware.machine_facts import HardwareFacts
 
 PRODUCT = "llm-crossover"
@@ -51,15 +37,19 @@ class CellRecord:
     """What the journal says of one cell."""
 
     def __init__(
-        self, events: Sequence[Event], campaign: Campaign, cell: Cell, levels: Sequence[Level] = ()
+        self,
+        events: Sequence[journal.Event],
+        campaign: Campaign,
+        cell: Cell,
+        levels: Sequence[Level] = (),
     ) -> None:
         """`levels`: the run's finished ones."""
         self.campaign, self.cell, self.key = campaign, cell, cell.key
         self.levels = [one for one in levels if one.cell == cell.key]
-        self.choice: EngineChosen | None = None
-        self.calibrated: Calibrated | None = None
-        self.ended: CellFinished | CellSkipped | None = None
-        self.blocks: dict[int, CellStarted] = {}  # what was said when each was begun
+        self.choice: journal.EngineChosen | None = None
+        self.calibrated: journal.Calibrated | None = None
+        self.ended: journal.CellFinished | journal.CellSkipped | None = None
+        self.blocks: dict[int, journal.CellStarted] = {}  # what was said when each was begun
         self.starts = 0  # servers that were ready so far, the one that serves now included
         self.spent_seconds = 0.0  # of the budget: levels, abandoned ones too, and calibration
         self.lost_seconds = 0.0  # of disturbed levels, and of waiting for a quiet machine
@@ -68,28 +58,28 @@ class CellRecord:
             if event.cell == cell.key:
                 self._note(event)
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: journal.Event) -> None:
         match event:
-            case CellStarted():
+            case journal.CellStarted():
                 self.blocks[event.block] = event
                 self.ended = None
-            case CellReady():
+            case journal.CellReady():
                 self.starts += 1
-            case EngineChosen():
+            case journal.EngineChosen():
                 self.choice = event
                 self.cell = with_engine(self.cell, event)
-            case Calibrated():
+            case journal.Calibrated():
                 self.calibrated = event
                 self.spent_seconds += event.spent_seconds
-            case CellFinished() | CellSkipped():
+            case journal.CellFinished() | journal.CellSkipped():
                 self.ended = event
-            case LevelStarted():
+            case journal.LevelStarted():
                 self._tried[event.level.rpartition(".")[0]] += 1
-            case LevelFinished(disturbance=taken) if taken and taken.is_set_aside:
+            case journal.LevelFinished(disturbance=taken) if taken and taken.is_set_aside:
                 self.lost_seconds += event.spent_seconds  # patience, not budget
-            case LevelFinished() | LevelAbandoned():
+            case journal.LevelFinished() | journal.LevelAbandoned():
                 self.spent_seconds += event.spent_seconds
-            case Waited():
+            case journal.Waited():
                 self.lost_seconds += event.spent_seconds
 
     @property
@@ -111,7 +101,7 @@ class CellState(CellRecord):
         super().__init__(run.events, campaign, cell, levels)
         self.run = run
 
-    def event(self, event: E) -> E:
+    def event(self, event: journal.E) -> journal.E:
         """Writes one line of the journal."""
         self.run.event(event)
         self._note(event)
@@ -125,7 +115,7 @@ class CellState(CellRecord):
         self.levels.append(level)
 
 
-def with_engine(cell: Cell, choice: EngineChosen) -> Cell:
+def with_engine(cell: Cell, choice: journal.EngineChosen) -> Cell:
     """The cell with the engine that was chosen for it."""
     engine, weight_format = choice.backend, choice.weight_format
     return msgspec.structs.replace(cell, backend=engine, weight_format=weight_format)
@@ -161,7 +151,7 @@ def new_run(out: Path, plan: Plan, facts: HardwareFacts, command: Sequence[str])
             versions[package] = importlib.metadata.version(package)
     machine, target = msgspec.to_builtins(facts), plan.campaign.target
     manifest = RunManifest(
-        format_version=FORMAT_VERSION,
+        format_version=journal.FORMAT_VERSION,
         run_id=name,
         created=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         crossover_version=versions.get(PRODUCT, "unknown"),

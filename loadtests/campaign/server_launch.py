@@ -1,6 +1,6 @@
 """The server of a cell: a child process on cores of its own, ours or not, or an endpoint.
 
-server = server_of(cell, campaign, layout, folder / "logs")
+server = Server(cell, campaign, folder / "logs")
 server.wait_ready(say)
 server.target, server.ready(cell.key), server.trouble()
 """
@@ -8,6 +8,7 @@ server.target, server.ready(cell.key), server.trouble()
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign, Cell, Engine
-from loadtests.campaign.cell_selection import HOST, engine_values, filled
+from loadtests.campaign.cell_selection import layout_of
 from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import Layout
@@ -34,60 +35,41 @@ from serving.hardware.cpu_topology import cores_text
 from serving.server_options import arguments
 
 Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
+HOST = "127.0.0.1"  # of an engine of others
 STOP_SECONDS = 15.0  # between SIGTERM and SIGKILL: several processes free a GPU
 ASK_SECONDS = 5.0
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/dxg")
 
 
 class Server:
-    """Whoever serves a cell; this one is an endpoint that others run."""
+    """Whoever serves a cell: a `crossover serve` or an engine of others that it starts, or an
+    endpoint that is there.
+    """
 
-    layout: Layout | None = None
-    pid: int | None = None  # of a server that we started
-    is_ours = False  # a `crossover serve`
+    pid: int | None = None  # of a server that it started
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
-
-    def wait_ready(self, say: Say) -> None:
-        """Starts it, where it is ours to start, and waits until it is loaded."""
-
-    def ready(self, cell: str) -> CellReady:
-        """What it says of itself, and where it runs."""
-        return CellReady(cell=cell, url=self.target.url)
-
-    def trouble(self) -> str | None:
-        """Why a level cannot go on; None when all is well."""
-        return None
-
-    def engine_pids(self) -> list[int]:
-        """Of ours: a level in which they change is none."""
-        return []
-
-    def stop(self) -> None:
-        return
-
-
-class Started(Server):
-    """A process that we start: `crossover serve`, or an engine of others by its command."""
-
-    layout: Layout
-
-    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
-        super().__init__(Target(url=""))
-        self.layout, self._cell, self._campaign = layout, cell, campaign
+    def __init__(self, cell: Cell, campaign: Campaign, logs: Path) -> None:
+        """Starts nothing yet."""
+        self.target = campaign.target or Target(url="")
+        self.layout = layout_of(cell, campaign)
+        self._cell, self._campaign = cell, campaign
         self._engine = campaign.engine_of(cell)
-        self.is_ours = self._engine is None
+        self.is_ours = self.layout is not None and self._engine is None
         self.name = self._engine.name if self._engine else "the server"
         self.log = logs / f"{cell.key}.server.log"
         self._ready_file = logs / f"{cell.key}.ready.json"
-        self._ready_file.unlink(missing_ok=True)
         self._child: Child | None = None
         self._words: list[str] = []
 
     def wait_ready(self, say: Say) -> None:
-        """Raises ServerFailed when it gives up or is late, ServerLost when it was killed."""
+        """Starts it, where it is ours to start, and waits until it is loaded.
+
+        Raises ServerFailed when it gives up or is late, ServerLost when it was killed.
+        """
+        if self.layout is None:
+            return
         if self._engine is None:
+            self._ready_file.unlink(missing_ok=True)
             # The engine takes its own cores; what the server may use must hold both.
             cores = tuple(sorted({*self.layout.engine, *self.layout.api}))
             self._words = serve_command(self._cell, self._campaign, self.layout, self._ready_file)
@@ -96,10 +78,10 @@ class Started(Server):
             url = msgspec.json.decode(self._ready_file.read_bytes())["url"]
             self.target = Target(url=url)
         else:
-            self._start_engine(self._engine, say)
+            self._start_engine(self._engine, self.layout, say)
         self._load_seconds = round(time.monotonic() - self._began, 3)
 
-    def _start_engine(self, engine: Engine, say: Say) -> None:
+    def _start_engine(self, engine: Engine, layout: Layout, say: Say) -> None:
         """Makes or finds its weights, starts it and waits until `ready` answers 200."""
         model, server = self._cell.model, self._campaign.server
         try:
@@ -111,10 +93,18 @@ class Started(Server):
         with socket.socket() as one:  # a port that nobody listens on now
             one.bind((HOST, 0))
             port = one.getsockname()[1]
-        values = {**engine_values(server, self.layout, model), "port": port}
+        values = {
+            "model": model,
+            "host": HOST,
+            "port": port,
+            "slots": server.slots,
+            "context": server.context_tokens,
+            "kv_tokens": server.kv_tokens or server.slots * server.context_tokens,
+            "threads": server.threads or layout.engine_threads,
+        }
         self._words, url = filled(engine.command, values), f"http://{HOST}:{port}"
         ours = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]  # of our processes, not of its
-        self._start(["env", *ours, *self._words], self.layout.engine)
+        self._start(["env", *ours, *self._words], layout.engine)
 
         def look() -> str:
             try:
@@ -125,7 +115,7 @@ class Started(Server):
 
         with connect(url) as pool:
             self._wait_until(look, say)
-        self.target = Target(url=url, api=engine.api)
+        self.target = Target(url=url)
 
     def _start(self, command: list[str], cores: tuple[int, ...]) -> None:
         self._began = time.monotonic()
@@ -152,6 +142,8 @@ class Started(Server):
 
     def ready(self, cell: str) -> CellReady:
         """Of ours what /v1/placement says; of others their command as it was run."""
+        if self.layout is None:
+            return CellReady(cell=cell, url=self.target.url)
         load_seconds: float | None = self._load_seconds
         if self._engine is None:
             with connect(self.target.url) as pool:
@@ -179,13 +171,13 @@ class Started(Server):
         )
 
     def trouble(self) -> str | None:
-        if self._child is None:
-            return "it was not started"
-        if self._child.poll() is not None:
+        """Why a level cannot go on; None when all is well."""
+        if self._child is not None and self._child.poll() is not None:
             return f"{self.name} ended ({self._child.how_it_ended()})"
         return None
 
     def engine_pids(self) -> list[int]:
+        """Of ours: a level in which they change is none."""
         return engine_pids(self.pid or 0) if self.is_ours else []
 
     def stop(self) -> None:
@@ -202,12 +194,12 @@ def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
     return any(name.startswith(GPU_FILES) for name in held)
 
 
-def server_of(cell: Cell, campaign: Campaign, layout: Layout | None, logs: Path) -> Server:
-    """The server of a cell, not started yet."""
-    if campaign.target is not None or layout is None:
-        assert campaign.target is not None
-        return Server(campaign.target)
-    return Started(cell, campaign, layout, logs)
+def filled(command: str, values: Mapping[str, object]) -> list[str]:
+    """The words of a command, split as a shell does, its places filled."""
+    return [
+        re.sub(r"\{([A-Za-z_]+)\}", lambda place: str(values.get(place[1], place[0])), word)
+        for word in shlex.split(command)
+    ]
 
 
 def info_of(placement: Mapping[str, Any]) -> EngineInfo:

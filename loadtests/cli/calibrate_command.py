@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from loadtests.records.run_folder import RunRecords
     from loadtests.simulation.calibration_file import MachineFile
 
+CAMPAIGN = Path(__file__).parents[1] / "calibrate.toml"
 CELL_SECONDS = 120.0  # of measuring, at most, for each model
 CONTEXT_TOKENS = 256.0  # of each stream whose speed is told
 LIBRARIES = {"llama_cpp": "llama-cpp-python", "onnx": "onnxruntime", "torch": "torch"}
@@ -85,30 +86,19 @@ def plan_of(options: CalibrateOptions) -> Plan:
     from loadtests.campaign.campaign_file import parse_campaign
 
     models = list(dict.fromkeys(options.models))
-    keys = {
-        "name": "calibrate",
-        "models": models,
-        "budget_seconds": CELL_SECONDS * len(models),
-        "backends": [options.backend],
-        "server.slots": options.slots,
-        "server.policy": "cpu-only",
-        "workload.preset": "sharegpt",
-        "workload.max_prompt_tokens": 512,
-        "workload.max_output_tokens": 256,
-        "slo.ttft_seconds": 3600.0,  # that no model fails
-        "slo.target": 0.5,
-        "search.confirm": 0,
-    }
-    return parse_campaign("\n".join(f"{key} = {json.dumps(keys[key])}" for key in keys))
+    keys = (
+        f"budget_seconds = {CELL_SECONDS * len(models)}",
+        f"backends = {json.dumps([options.backend])}",
+        f"server.slots = {options.slots}",
+    )
+    return parse_campaign("\n".join((*keys, CAMPAIGN.read_text())), models=models)
 
 
 def machine_of(run: RunRecords, options: CalibrateOptions) -> MachineFile:
     """What the run's calibrations say of this machine. Raises LoadError where none has a law."""
     from loadtests.campaign.run_state import CellRecord, campaign_of
     from loadtests.records.run_journal import CellReady, of_kind
-    from loadtests.simulation.batching_simulator import SchedulingPolicy
     from loadtests.simulation.calibration_file import MachineFile, ModelSteps, hardware_of
-    from loadtests.simulation.step_law import StepLaw
     from models.machine import total_bytes
     from models.resolve import resolve
     from serving.backends.backend_table import weights_of
@@ -118,7 +108,7 @@ def machine_of(run: RunRecords, options: CalibrateOptions) -> MachineFile:
     models = []
     for state in (CellRecord(run.events, campaign, cell) for cell in cells):
         made, cell = state.calibrated, state.cell
-        if made is None or made.law is None:
+        if made is None or made.law is None or made.policy is None:
             why = getattr(state.ended, "reason", "") or (made and made.reason)
             raise LoadError(f"{cell.key} has no step law: {why or 'it was not calibrated'}")
         kind, file_format = weights_of(cell.backend, cell.weight_format)
@@ -130,8 +120,8 @@ def machine_of(run: RunRecords, options: CalibrateOptions) -> MachineFile:
                 model=resolve(cell.model, kind=kind, weight_format=file_format).spec,
                 weight_format=cell.weight_format,
                 threads=of_kind(run.events, CellReady, cell.key)[-1].info.threads,
-                policy=msgspec.convert(made.policy, SchedulingPolicy),
-                law=msgspec.convert(made.law, StepLaw),
+                policy=made.policy,
+                law=made.law,
                 spent_seconds=made.spent_seconds,
             )
         )

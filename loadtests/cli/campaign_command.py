@@ -16,7 +16,7 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         help="Allow what the campaign names: commands, module:Class, the variable of a key. The "
-        "file may be a stranger's: `campaign run FILE --dry-run` shows its commands first.",
+        "file may be a stranger's: without --trust it is refused, and says what it would use.",
     ),
 ]
 Folder = Annotated[Path, typer.Argument(help="The run's folder.")]
@@ -40,14 +40,12 @@ def init_campaign() -> None:
 
 
 DEFAULT = "The campaign file (TOML). Default: that of `make demo`, four models in 8 min."
-DRY = "Say what would be measured, on what and for how long; start nothing."
 
 
 @campaign.command("run")
 def run_campaign(
     file: Annotated[Path | None, typer.Argument(help=DEFAULT)] = None,
     out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
-    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY)] = False,
     trust: Trust = False,
 ) -> None:
     """Measure every cell of a campaign (a model on an engine) into one folder below --out.
@@ -58,12 +56,9 @@ def run_campaign(
     """
     from loadtests.campaign.campaign_file import DEMO, check_trust, read_campaign
     from loadtests.campaign.campaign_runner import run
-    from loadtests.campaign.campaign_text import show_plan
     from loadtests.campaign.progress import Progress
 
     plan = read_campaign(file or DEMO)
-    if dry_run:
-        return show_plan(plan)
     if not trust:
         check_trust(plan)
     with Progress() as progress:

@@ -91,16 +91,20 @@ def measured(options: CommandOptions) -> Level:
                 case Ended():
                     busy_share = told.busy_share
             progress.tick(f"{plan.load_in_words}: {rows.count} answers")
-    name, window = {"cell": plan.cell, "level": plan.level}, plan.window_seconds
     started = LevelStarted(
-        **name,
+        cell=plan.cell,
+        level=plan.level,
         rate_per_second=plan.rate,
         concurrency=plan.concurrency,
-        window_seconds=window,
+        window_seconds=plan.window_seconds,
         started_unix_seconds=began,
     )
     finished = LevelFinished(
-        **name, due=rows.count, window_seconds=window, generator_busy_share=busy_share
+        cell=plan.cell,
+        level=plan.level,
+        due=rows.count,
+        window_seconds=plan.window_seconds,
+        generator_busy_share=busy_share,
     )
     return rows.level(started, finished)
 

@@ -60,6 +60,4 @@ def proof_value(value: float | None, unit: str) -> str:
         return "-"
     if unit == "seconds":
         return formatting.seconds(value, 3) if value else "0 ms"
-    if unit == "count":
-        return f"{value:.0f}"
     return f"{value:.3g}" + ("/s" if unit == "requests/s" else "")

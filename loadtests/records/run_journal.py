@@ -8,12 +8,17 @@ the one struct of a result: in the journal, in reports and in plans.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 import time
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 import msgspec
+
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.step_law import StepLaw
 
 FORMAT_VERSION = 5  # goes up when what is written means something else
 
@@ -168,24 +173,13 @@ class CellReady(Event, frozen=True, kw_only=True):
         return list((self.target or {}).get("notes") or ())
 
 
-class EngineRating(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An engine that was looked at for a cell."""
-
-    backend: str
-    weight_format: str
-    is_chosen: bool = False
-    why_not: str = ""  # why it cannot be chosen; "": it can
-    requests_per_second: float | None = None  # that it would hold; None: it was not measured
-
-
 class EngineChosen(Event, frozen=True, kw_only=True):
     """The engine of a cell whose backend is `best`, chosen when the cell started."""
 
     cell: str
     backend: str
     weight_format: str
-    reason: str
-    engines: list[EngineRating]
+    reason: str  # with what each of the others would hold, or why it cannot be chosen
 
 
 class Calibrated(Event, frozen=True, kw_only=True):
@@ -193,15 +187,15 @@ class Calibrated(Event, frozen=True, kw_only=True):
 
     cell: str
     spent_seconds: float
-    law: dict[str, Any] | None = None  # loadtests.simulation.step_law.StepLaw; None: does not fit
-    policy: dict[str, Any] | None = None  # .batching_simulator.SchedulingPolicy
+    law: StepLaw | None = None  # None: none fits
+    policy: SchedulingPolicy | None = None
     reason: str = ""  # why there is no law
 
 
 class CellSkipped(Event, frozen=True, kw_only=True):
     cell: str
     reason: str
-    cause: str = ""  # "server": it did not start, or ended; a later sitting tries again
+    is_final: bool = False  # it cannot be measured here; else a later sitting tries again
 
 
 class CellFinished(Event, frozen=True, kw_only=True):
@@ -263,22 +257,7 @@ class NeverQuiet(Event, frozen=True, kw_only=True):
     reason: str  # by whom the machine was disturbed
 
 
-AnyEvent = (
-    RunStarted
-    | RunFinished
-    | Interrupted
-    | CellStarted
-    | CellReady
-    | EngineChosen
-    | Calibrated
-    | CellSkipped
-    | CellFinished
-    | LevelStarted
-    | LevelFinished
-    | LevelAbandoned
-    | Waited
-    | NeverQuiet
-)
+AnyEvent: Any = functools.reduce(operator.or_, Event.__subclasses__())  # every kind above
 E = TypeVar("E", bound=Event)
 
 

@@ -117,8 +117,7 @@ def truth_of(
     made = [one for one in of_kind(first.events, Calibrated) if one.law and one.policy]
     if not made or not levels:
         return None
-    law = msgspec.convert(made[-1].law, StepLaw)
-    policy = msgspec.convert(made[-1].policy, SchedulingPolicy)
+    law, policy = made[-1].law, made[-1].policy
     measured = sum(one.judge(slo).good for one in levels)
     low, high = (math.log(one) for one in FACTORS)
     for _ in range(14):  # more good requests: quicker steps

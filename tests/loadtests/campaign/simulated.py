@@ -25,7 +25,7 @@ from loadtests.analysis.disturbance import disturbance_of
 from loadtests.analysis.level import Level, LevelRows
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.campaign.campaign_runner import World, resume, run
-from loadtests.campaign.level_runner import LevelAsk, judged
+from loadtests.campaign.level_runner import LevelAsk, ServerBench, judged
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.errors import LevelInterrupted
@@ -169,14 +169,10 @@ class Simulated:
         )
 
 
-@dataclass
-class Bench:
-    world: Simulated
-    state: CellState
-
-    @property
-    def policy(self) -> SchedulingPolicy | None:
-        return self.world.policy
+class Bench(ServerBench):
+    def __init__(self, world: Simulated, state: CellState) -> None:
+        super().__init__(state, Progress(world.said))
+        self.world, self.policy = world, world.policy
 
     def measure(self, asked: LevelAsk) -> Level:
         world, state = self.world, self.state

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from loadtests.analysis.slo import SLO_PRESETS
-from loadtests.campaign import campaign_text
 from loadtests.campaign.campaign_file import (
     DEMO,
     Campaign,
@@ -26,8 +25,8 @@ from loadtests.campaign.campaign_file import (
     read_campaign,
     slo_of,
 )
-from loadtests.campaign.cell_selection import filled
 from loadtests.campaign.run_state import new_run
+from loadtests.campaign.server_launch import filled
 from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign
 from loadtests.workload.arrivals import Gamma
@@ -248,28 +247,11 @@ def test_it_parses_and_says_nothing_but_the_defaults() -> None:
 # What the command line says before anything is started.
 
 
-def test_a_dry_run_says_what_it_would_do_and_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = msgspec.structs.replace(hardware_facts(), memory_available_bytes=4 << 30)
-    monkeypatch.setattr(campaign_text, "hardware_facts", lambda: small)
+def test_a_command_is_said_and_not_run(tmp_path: Path) -> None:
     file, out, flag = tmp_path / "c.toml", tmp_path / "runs", tmp_path / "started"
-    ours = 'name = "x"\nmodels = ["135m", "70b"]\n'
-    more = "budget_seconds = 90\nworkload = { preset = 'chat', scale = 0.1 }\n"
-    command = f"touch {flag} {{model}} {{port}} {{slots}} {{kv_tokens}} {{threads}}"
-    engine = with_engine(command=command).partition("backends = []\n")[2]
-    file.write_text(ours + more + engine)
-    asked = ["run", str(file), "--out", str(out)]
-    done = CliRunner().invoke(campaign, [*asked, "--dry-run"])
-    assert done.exit_code == 0, done.output
-    for part in (
-        *("for 99 % of requests", "chat lengths x 0.1", "1 min 30 s of measuring"),
-        *("smollm2-135m-Q4_0-llama_cpp: at most ", "engine on cores", "skipped, "),
-        f"runs, only with --trust: touch {flag} smollm2-135m '{{port}}' 16 32768 ",
-    ):
-        assert part in done.output, part
-    refused = CliRunner().invoke(campaign, asked)
-    assert isinstance(refused.exception, BadCampaign), refused.output
+    file.write_text(with_engine(command=f"touch {flag} {{port}}"))
+    refused = CliRunner().invoke(campaign, ["run", str(file), "--out", str(out)])
+    assert f"uses touch {flag} {{port}}; if you trust" in str(refused.exception)
     assert not flag.exists() and not out.exists()
 
 

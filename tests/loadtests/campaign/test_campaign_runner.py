@@ -4,13 +4,16 @@ with.
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.campaign.campaign_runner import run
+from loadtests.campaign.campaign_text import show_run
 from loadtests.campaign.cell_runner import MOST_ATTEMPTS, MOST_SERVERS
 from loadtests.campaign.level_runner import LevelAsk
 from loadtests.campaign.progress import Progress
@@ -77,9 +80,8 @@ def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_
             raise interrupted()
 
     world = Simulated(fate=fate)
-    with pytest.raises(Incomplete, match="1 of 2 cells could not be measured: smollm2-135m-fake"):
-        world.run(campaign(1800, models=TWO), tmp_path)
-    (folder,) = tmp_path.iterdir()
+    folder = world.run(campaign(1800, models=TWO), tmp_path)
+    assert "not measured: smollm2-135m-fake; try again with" in world.said.getvalue()
     abandoned = of_kind(read_records(folder).events, LevelAbandoned)
     assert len(abandoned) == MOST_ATTEMPTS and ended(folder) == ["smollm2-360m-fake"]
     world.fate = lambda state, asked: None
@@ -104,18 +106,19 @@ def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: 
         world.run(campaign(), tmp_path / "all")
     (folder,) = (tmp_path / "all").iterdir()
     (skipped,) = of_kind(read_records(folder).events, CellSkipped)
-    assert skipped.cause == "server" and f"lost {MOST_SERVERS} servers" in skipped.reason
+    assert not skipped.is_final and f"lost {MOST_SERVERS} servers" in skipped.reason
 
 
 @pytest.mark.parametrize(
-    ("error", "cause"),
+    ("error", "is_final"),
     [
-        (ServerFailed("it did not start"), "server"),
-        (EndpointRefuses("400: context of 8 tokens"), ""),
+        (ServerFailed("it did not start"), False),
+        (TargetUnusable("it cannot be reached"), False),
+        (EndpointRefuses("400: context of 8 tokens"), True),
     ],
 )
 def test_a_cell_that_cannot_be_served_is_skipped_and_the_next_is_measured(
-    tmp_path: Path, error: Exception, cause: str
+    tmp_path: Path, error: Exception, is_final: bool
 ) -> None:
     def opening(state: CellState) -> None:
         if "135m" in state.key:
@@ -125,16 +128,16 @@ def test_a_cell_that_cannot_be_served_is_skipped_and_the_next_is_measured(
     folder = world.run(campaign(models=TWO), tmp_path)
     check_folder(folder)
     (skipped,) = of_kind(read_records(folder).events, CellSkipped)
-    assert (skipped.cause, skipped.reason) == (cause, str(error)) and "135m" in skipped.cell
+    assert (skipped.is_final, skipped.reason) == (is_final, str(error)) and "135m" in skipped.cell
     assert ended(folder) == ["smollm2-360m-fake"]
     world.opening = lambda state: None
     world.resume(folder)
     check_folder(folder)
-    tried_again = ["smollm2-135m-fake"] if cause else []
+    tried_again = [] if is_final else ["smollm2-135m-fake"]
     assert ended(folder) == ["smollm2-360m-fake", *tried_again]
 
 
-def test_a_run_whose_servers_all_did_not_start_is_not_complete(tmp_path: Path) -> None:
+def test_a_run_in_which_nothing_was_measured_is_not_complete(tmp_path: Path) -> None:
     def opening(state: CellState) -> None:
         raise ServerFailed("it did not start: giving up: no such model")
 
@@ -152,19 +155,21 @@ def test_a_run_whose_servers_all_did_not_start_is_not_complete(tmp_path: Path) -
     assert ended(folder) == ["smollm2-135m-fake"]
 
 
-def test_an_endpoint_that_does_not_answer_costs_its_cell_for_now(tmp_path: Path) -> None:
-    def opening(state: CellState) -> None:
-        if "135m" in state.key:
-            raise TargetUnusable("it cannot be reached")
-
-    world = Simulated(opening=opening)
-    with pytest.raises(Incomplete, match="smollm2-135m"):
-        world.run(campaign(models=TWO), tmp_path)
-    (folder,) = tmp_path.iterdir()
-    assert len(ended(folder)) == 1
-    world.opening = lambda state: None
+def test_a_killed_confirmation_is_gone_on_with_and_shown_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Simulated()
+    folder = world.run(campaign(search="confirm = 0"), tmp_path)
+    with killed_after(monkeypatch, 5):  # the level has finished, and the cell has not
+        world.resume(folder, confirm=True)
+    assert kinds(folder)[-1] == "level_finished"
+    out = StringIO()
+    show_run(folder, Console(file=out, width=160))
+    assert "not complete" in out.getvalue() and "confirmed" in out.getvalue()
     world.resume(folder)
     check_folder(folder)
+    found = of_kind(read_records(folder).events, CellFinished)
+    assert [one.capacity.holds for one in found] == [False, True]
 
 
 def test_cells_are_measured_in_blocks_each_on_a_server_of_its_own(tmp_path: Path) -> None:
@@ -273,7 +278,7 @@ def test_a_disturbed_burst_is_no_part_of_the_law_after_a_kill_either(
     run = read_records(folder)
     assert any(name.endswith("#burst.2.1") for name in run.finished_levels)
     (made,) = of_kind(run.events, Calibrated)
-    assert made.law is not None and made.law["row_seconds"] == pytest.approx(world.row, rel=0.1)
+    assert made.law is not None and made.law.row_seconds == pytest.approx(world.row, rel=0.1)
 
 
 def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:

@@ -79,8 +79,6 @@ def test_cells_that_are_only_estimated_get_little_and_the_others_share_the_rest(
 
 # models = ["auto"], and backends = ["best"].
 
-# Decode steps of one row and of eight, and prompt tokens/s, of a machine on which 135M takes 5 ms.
-TIMES = {"smollm2-135m": (0.005, 0.022, 880.0), "llama-3.2-1b": (0.025, 0.120, 130.0)}
 AUTO = """
 name = "auto"
 models = ["auto"]
@@ -96,14 +94,13 @@ cache = "{cache}"
 """
 
 
-def times(name: str, speed: float = 1.0) -> EngineTimes:
-    """Of a machine `speed` times as quick."""
-    alone, together, tokens = TIMES[name]
+def times(speed: float = 1.0) -> EngineTimes:
+    """Of MEASURED on a machine `speed` times as quick as one on which 135M takes 5 ms."""
     return EngineTimes(
         slots=8,
-        prompt_tokens_per_second=tokens * speed,
-        decode_seconds=alone / speed,
-        decode_slots_seconds=together / speed,
+        prompt_tokens_per_second=130.0 * speed,
+        decode_seconds=0.025 / speed,
+        decode_slots_seconds=0.120 / speed,
     )
 
 
@@ -122,9 +119,9 @@ def plan_of(cache: Path | str = "c", models: str = '["auto"]') -> Plan:
     ],
 )
 def test_the_rungs_move_with_the_machine(speed: float, gib: float, chosen: list[str]) -> None:
-    laws = [law_of_times(times(name, speed)) for name in MEASURED]
+    law = law_of_times(times(speed))
     facts = msgspec.structs.replace(FACTS, memory_available_bytes=int(gib * 2**30))
-    found = around_the_limit(laws, plan_of().campaign, facts)
+    found = around_the_limit(law, plan_of().campaign, facts)
     assert [name.rpartition("-")[2] for name in found] == chosen
 
 
@@ -132,24 +129,22 @@ def test_the_rungs_move_with_the_machine(speed: float, gib: float, chosen: list[
 def kept(tmp_path: Path) -> Path:
     """A cache with the times of this machine: onnx is twice as quick where it was timed."""
     cache = tmp_path / "cache"
-    for name in MEASURED:
+    for name in ("smollm2-135m", MEASURED):
         cell = Cell(key=name, model=name, weight_format="", backend=BEST)
         question = question_of(cell, plan_of(cache).campaign)
         for (backend, weight_format), speed in zip(USUAL, (1.0, 2.0), strict=True):
             engine = EngineCandidate(backend=backend, weight_format=weight_format)
-            keep(cache, hardware_facts(), question.key(engine), times(name, speed))
+            keep(cache, hardware_facts(), question.key(engine), times(speed))
     return cache
 
 
-def test_the_machine_chooses_rungs_and_says_why(kept: Path, tmp_path: Path) -> None:
+def test_the_machine_chooses_rungs_and_says_why(kept: Path) -> None:
     said = Simulated().said
     plan = with_rungs(plan_of(kept), hardware_facts(), Progress(said))
     models = [cell.model for cell in plan.cells]
     assert models[0] == "smollm2-135m" and len(models) >= 2
-    assert "rungs, by the step times of smollm2-135m and llama-3.2-1b" in said.getvalue()
+    assert "rungs, by the step times of llama-3.2-1b" in said.getvalue()
     assert "smollm2-135m: predicted " in said.getvalue()
-    unknown = with_rungs(plan_of(tmp_path), hardware_facts(), Progress(), may_measure=False)
-    assert not unknown.cells, "what is not measured yet stays open where nothing may be measured"
     demo = parse_campaign(read_campaign(DEMO).text, models=["1b", "135m"])
     assert [cell.model for cell in demo.cells] == ["llama-3.2-1b", "smollm2-135m"]
     assert all(cell.is_best for cell in demo.cells)
@@ -174,8 +169,7 @@ def test_the_fastest_engine_is_the_one_that_would_hold_most(kept: Path, tmp_path
     folder = world.run(best, tmp_path / "runs")
     (choice,) = of_kind(read_records(folder).events, EngineChosen)
     assert (choice.backend, choice.weight_format) == ("onnx", "int8")
-    rates = {one.backend: one.requests_per_second for one in choice.engines}
-    assert rates["onnx"] == pytest.approx(2 * (rates["llama_cpp"] or 0), rel=0.35)
+    assert "llama_cpp Q4_0 " in choice.reason and "onnx int8 " in choice.reason
     assert "best engine: of the engines that can run here" in world.said.getvalue()
     run = read_records(folder)
     campaign, cells = campaign_of(run.manifest)

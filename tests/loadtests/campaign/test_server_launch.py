@@ -13,11 +13,10 @@ import psutil
 import pytest
 
 from loadtests.campaign import server_launch
-from loadtests.campaign.campaign_file import Cell, Plan, parse_campaign
-from loadtests.campaign.cell_selection import layout_of
-from loadtests.campaign.server_launch import Started, holds_gpu, serve_command
+from loadtests.campaign.campaign_file import parse_campaign
+from loadtests.campaign.server_launch import Server, holds_gpu, serve_command
 from loadtests.errors import ServerFailed, ServerLost
-from loadtests.host.cpu_pinning import Layout, divide_cores
+from loadtests.host.cpu_pinning import divide_cores
 
 SCRIPT = Path(__file__).with_name("scripted_server.py")
 ENGINE = """
@@ -35,20 +34,13 @@ context_tokens = 128
 ready_seconds = {ready}
 """
 SCRIPTED = f"{sys.executable} -I -S {SCRIPT} {{port}}"
-Start = Callable[..., Started]
-
-
-def placed(plan: Plan) -> tuple[Cell, Layout]:
-    (cell,) = plan.cells
-    layout = layout_of(cell, plan.campaign)
-    assert layout is not None
-    return cell, layout
+Start = Callable[..., Server]
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """`server = start("never-ready", ready=0.5)`: not started yet."""
-    made: list[Started] = []
+    made: list[Server] = []
     monkeypatch.setattr(server_launch, "STOP_SECONDS", 0.3)
 
     def begin(
@@ -57,11 +49,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         model: str = "135m",
         keys: str = 'weights = "none"',
         ready: float = 20,
-    ) -> Started:
+    ) -> Server:
         words = " ".join((command, *faults))
         plan = parse_campaign(ENGINE.format(command=words, model=model, keys=keys, ready=ready))
-        cell, layout = placed(plan)
-        made.append(Started(cell, plan.campaign, layout, tmp_path))
+        made.append(Server(*plan.cells, plan.campaign, tmp_path))
         return made[-1]
 
     yield begin
@@ -98,8 +89,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
         'name = "x"\nmodels = ["135m"]\nbackends = ["fake"]\n'
         '[server.options]\nfail_cause = "load_failed"'
     )
-    cell, layout = placed(plan)
-    server = Started(cell, plan.campaign, layout, tmp_path)
+    server = Server(*plan.cells, plan.campaign, tmp_path)
     try:
         with pytest.raises(ServerFailed, match=r"\(exit status 1: giving up: .*load_failed"):
             server.wait_ready(say)
