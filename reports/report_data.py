@@ -368,7 +368,7 @@ def _last(events: Sequence[Event], kind: type[E]) -> E | None:
 def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState, str]:
     """How far a cell came, and why no further."""
     ended = [one for one in events if isinstance(one, CellSkipped | CellFinished)]
-    if ended and isinstance(ended[-1], CellSkipped):
+    if ended and isinstance(ended[-1], CellSkipped) and not levels:
         return "skipped", ended[-1].reason
     if not of_kind(events, CellStarted):
         return "not_started", "the campaign ended before it"

@@ -80,9 +80,6 @@ class SloSpec(Table, frozen=True):
     ttft_seconds: Annotated[Positive | None, key("limit of the time to first token")] = None
     tpot_seconds: Annotated[Positive | None, key("limit of the time per output token")] = None
     target: Annotated[Share | None, key("share of requests that must be good, 0..1")] = None
-    confidence: Annotated[
-        Annotated[float, Meta(gt=0.5, lt=1)] | None, key("confidence of a verdict, 0.5..1")
-    ] = None
 
 
 class Search(Table, frozen=True):

@@ -32,7 +32,7 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, campaign_of, new_run
 from loadtests.campaign.server_launch import Server
 from loadtests.comparison.run_environment import machine_differences
-from loadtests.errors import BadRunFolder, EndpointRefuses, Incomplete, LoadError
+from loadtests.errors import BadRunFolder, Incomplete, ServerFailed
 from loadtests.host.child_processes import signals_interrupt
 from loadtests.host.machine_lock import machine_lock
 from loadtests.records import run_journal as journal
@@ -89,7 +89,7 @@ def resume(
 ) -> Path:
     """Goes on with a run; one that is complete is left as it is, but for what is to be confirmed.
 
-    Cells that failed are tried again, also those of a run that is complete.
+    Cells that were skipped are tried again, also those of a run that is complete.
     `confirm`: cells with an estimate and no confirmed rate get the time that confirming takes.
     Raises Incomplete, BadRunFolder (also on another machine), BadCampaign, MachineBusy.
     """
@@ -175,12 +175,10 @@ class _Sitting:
                 self.again[state.key] = last
             elif confirm and _is_estimated(state):
                 self.again[state.key] = max(last, self._blocks) + 1
-            failed = isinstance(state.ended, journal.CellSkipped) and not state.ended.is_final
-            if failed or state.key in self.again:
+            if isinstance(state.ended, journal.CellSkipped) or state.key in self.again:
                 state.ended = None
-        self._confirmed = (
-            cell_selection.to_confirm(campaign, [one.cell for one in states]) | self.again.keys()
-        )
+        smallest = cell_selection.to_confirm(campaign, [state.cell for state in states])
+        self._confirmed = smallest | self.again.keys()
 
     def go(self) -> None:
         """Raises Incomplete where nothing was measured."""
@@ -211,10 +209,8 @@ class _Sitting:
             raise self._incomplete(f"nothing was measured: {skipped[0].reason}")
         self._run.event(journal.RunFinished())
         self._progress.quiet()
-        self._progress.say(f"complete: {self._run.folder}")
-        if failed := [one.cell for one in skipped if not one.is_final]:
-            again = f"crossover campaign resume {self._run.folder}"
-            self._progress.say(f"not measured: {', '.join(failed)}; try again with: {again}")
+        missing = f"; skipped: {', '.join(one.cell for one in skipped)}" if skipped else ""
+        self._progress.say(f"complete: {self._run.folder}{missing}")
 
     def _incomplete(self, why: str) -> Incomplete:
         return Incomplete(f"{why}; go on with: crossover campaign resume {self._run.folder}")
@@ -227,47 +223,32 @@ class _Sitting:
     def _part(self, state: CellState, block: int) -> None:
         """A cell in one block: measured as far as the block goes, or skipped."""
         place = f"cell {self._states.index(state) + 1} of {len(self._states)}, {state.key}"
-        self._progress.found(state.key, "now", self._left_seconds)
-        why = self._why_not(state.cell) or self._choose_engine(state)
-        if why is not None:
-            return self._skip(state, place, why, is_final=True)
-        part = state.blocks.get(block) or self._begin(state, block, place)
+        say, found = self._progress.say, self._progress.found
+        found(state.key, "now", self._left_seconds)
         confirms = state.key in self._confirmed
-        cell = CellRun(state, part, self._progress, self._clock, to_confirm=confirms)
         try:
-            found = cell.run(self._open_bench)
+            if state.cell.backend == BEST:
+                asked = state.cell, self._campaign, self.facts, self._progress
+                state.event(cell_selection.fastest_engine(*asked))
+            if (why := self._why_not(state.cell)) is not None:
+                raise ServerFailed(why)
+            part = state.blocks.get(block) or self._begin(state, block, place)
+            cell = CellRun(state, part, self._progress, self._clock, to_confirm=confirms)
+            capacity = cell.run(self._open_bench)
         except BadRunFolder:  # nothing can be written any more
             raise
-        except LoadError as problem:
-            is_final = isinstance(problem, EndpointRefuses) and state.cell.url is None
-            return self._skip(state, place, str(problem), is_final=is_final)
+        except CrossoverError as problem:
+            _close_open_level(self._run, str(problem))
+            state.event(journal.CellSkipped(cell=state.key, reason=str(problem)))
+            found(state.key, f"skipped, {problem}")
+            return say(f"{place}: skipped, {problem}", style="red")
         if block >= self._blocks or not confirms:
-            state.event(journal.CellFinished(cell=state.key, capacity=found))
-            self._progress.found(state.key, capacity_text.in_words(found))
-            self._progress.say(f"{place}: {capacity_text.in_words(found)}", style="bold")
-
-    def _skip(self, state: CellState, place: str, reason: str, *, is_final: bool) -> None:
-        _close_open_level(self._run, reason)
-        state.event(journal.CellSkipped(cell=state.key, reason=reason, is_final=is_final))
-        self._progress.found(state.key, f"skipped, {reason}")
-        self._progress.say(f"{place}: skipped, {reason}", style="red")
+            state.event(journal.CellFinished(cell=state.key, capacity=capacity))
+            found(state.key, capacity_text.in_words(capacity))
+            say(f"{place}: {capacity_text.in_words(capacity)}", style="bold")
 
     def _why_not(self, cell: Cell) -> str | None:
         return cell_selection.why_not(cell, self._campaign, self.facts)
-
-    def _choose_engine(self, state: CellState) -> str | None:
-        """Gives a cell whose backend is `best` its engine; returns why there is none."""
-        if state.cell.backend != BEST:
-            return None
-        try:
-            state.event(
-                cell_selection.fastest_engine(
-                    state.cell, self._campaign, self.facts, self._progress
-                )
-            )
-        except CrossoverError as problem:
-            return str(problem)
-        return self._why_not(state.cell)
 
     def _begin(self, state: CellState, block: int, place: str) -> journal.CellStarted:
         """The cell's part of this block, on record."""

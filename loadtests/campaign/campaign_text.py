@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -14,19 +13,13 @@ from loadtests.analysis.percentiles import distribution
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cell_runner import capacity_of
 from loadtests.campaign.level_runner import level_text
+from loadtests.campaign.progress import console_of
 from loadtests.campaign.run_state import CellRecord, campaign_of
 from loadtests.records import run_journal as journal
 from loadtests.records.run_folder import read_records
 from loadtests.workload.request_lengths import in_words
 from models import formatting
 from models.errors import printable
-
-
-def console_of(width: int = 160) -> Console:
-    """Standard output; where it is no terminal, as wide as the tables are."""
-    return Console(
-        highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else width
-    )
 
 
 def show_run(folder: Path, console: Console | None = None, *, levels: bool = True) -> None:
@@ -57,7 +50,7 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
             found = capacity_of(state) if state.counted else None
         if levels:
             _show_cell(state, found, console)
-        if isinstance(state.ended, journal.CellSkipped) or found is None:
+        if found is None:
             reason = getattr(state.ended, "reason", "")
             told = ["-", "-", printable(f"skipped: {reason}") if reason else "not measured"]
         else:

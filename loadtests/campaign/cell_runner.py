@@ -31,7 +31,7 @@ from loadtests.analysis.slo import requests_to_hold
 from loadtests.campaign.level_runner import LevelAsk, OpenBench, ServerBench, level_text
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellRecord, CellState, seed_of
-from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
+from loadtests.errors import LevelInterrupted, LoadError, ServerLost
 from loadtests.records import run_journal as journal
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
@@ -49,8 +49,7 @@ NARROW = 1.25  # between the highest rate that held and the lowest that failed
 LOWEST = 1 / 50  # of the first rate that is tried: below it requests hardly ever meet
 LOWER = 0.85  # of a rate that did not hold: where the next level is put at the highest
 
-MOST_ATTEMPTS = 5  # of one level in one sitting
-MOST_SERVERS = 4  # of one cell in one sitting
+MOST_SERVERS = 4  # starts for one cell in one block and sitting
 MOST_WAIT_SECONDS = 30.0  # until a disturbed level is tried again: 2, 4, 8 ... so many
 BURST_TRIES = 2
 PREFILL_TOKENS = 2048  # of a step, where the server does not say
@@ -89,9 +88,8 @@ class CellRun:
         self.to_confirm = to_confirm
 
     def run(self, open_bench: OpenBench) -> journal.Capacity:
-        """The capacity after all that this block pays for. A server that is lost is started again.
-
-        Raises ServerFailed, LevelFailed, LoadError.
+        """The capacity after all that this block pays for. Where a level is interrupted, or the
+        server lost, it is started again. Raises LoadError.
         """
         state, lost = self.state, 0
         for _ in range(MOST_SERVERS):
@@ -103,14 +101,12 @@ class CellRun:
                 if again is None:
                     break
                 self.progress.say("  not even alone: a second start must say so too")
-            except ServerLost as problem:
+            except (LevelInterrupted, ServerLost) as problem:
                 lost += 1
                 state.event(journal.Interrupted(cell=state.key, reason=str(problem)))
-                self.progress.say(f"  {problem}", style="yellow")
-                reason = f"lost {lost} servers; the last one: {problem}"
-        else:
-            if lost:
-                raise ServerFailed(reason)
+                self.progress.say(f"  {problem}; measuring it again", style="yellow")
+                if lost == MOST_SERVERS:
+                    raise LoadError(f"interrupted {lost} times; the last time: {problem}") from None
         return capacity_of(state)
 
     # What to measure next.
@@ -268,12 +264,7 @@ class CellRun:
         policy, workload = self.bench.policy, self.campaign.workload
         single = [one for one in state.counted if one.is_single_stream]
         slots = None if policy is None else policy.slots
-        try:
-            found = calibrate(ask, workload, slots, seconds, single)
-        except LevelInterrupted as problem:
-            state.event(journal.Interrupted(cell=state.key, reason=f"calibration: {problem}"))
-            self.bench.recover()
-            return
+        found = calibrate(ask, workload, slots, seconds, single)
         if policy is None and found.slots is not None:  # a server that does not say its settings
             policy = SchedulingPolicy(slots=found.slots, prefill_tokens=PREFILL_TOKENS)
         if policy is not None:
@@ -295,31 +286,21 @@ class CellRun:
         self.progress.say(f"  calibrated in {formatting.duration(took)}: {words}")
 
     def _level_that_counts(self, asked: LevelAsk) -> Level | None:
-        """One level, measured again where it was interrupted, and after a pause where it was
-        disturbed: that costs the cell's patience, not its budget. None: it is used up.
-
-        Raises LevelFailed.
+        """One level, measured again after a pause where it was disturbed: that costs the cell's
+        patience, not its budget. None: it is used up. Raises LevelInterrupted, LoadError.
         """
-        state, say, pauses, interrupted = self.state, self.progress.say, 0, 0
+        state, say, pauses = self.state, self.progress.say, 0
         patience = min(self.campaign.wait_seconds, self.part.until_seconds)
         while True:
-            left = patience - state.lost_seconds  # for disturbed levels and waiting
-            asked = msgspec.structs.replace(asked, counts_slight=left <= 0)
-            try:
-                level = self._attempt(asked, str(len(state.counted) + 1))
-            except LevelInterrupted as problem:
-                interrupted += 1
-                say(f"  {problem}; measuring it again", style="yellow")
-                if interrupted >= MOST_ATTEMPTS:
-                    raise LevelFailed(f"this was the last of {MOST_ATTEMPTS} tries") from problem
-                self.bench.recover()
-                continue
+            is_patient = patience > state.lost_seconds
+            asked = msgspec.structs.replace(asked, counts_slight=not is_patient)
+            level = self._attempt(asked, str(len(state.counted) + 1))
             taken = level.finished and level.finished.disturbance
             if not taken or not taken.is_set_aside:
                 return level
             say(f"  {level_text(level, self.slo)}", style="yellow")
             by = in_words(taken)
-            if left <= 0:
+            if not is_patient:
                 state.event(journal.NeverQuiet(cell=state.key, reason=by))
                 say(f"  never quiet: {by}; nothing more is measured", style="yellow")
                 return None

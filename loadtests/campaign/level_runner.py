@@ -108,10 +108,6 @@ class ServerBench:
         """Waits."""
         time.sleep(seconds)
 
-    def recover(self) -> None:
-        """Waits until the server serves again. Raises ServerLost, TargetUnusable."""
-        wait_until_it_serves(self.server, self.progress)
-
     def _keep(self, sample: ResourceSample) -> None:
         """Called by the sampler's thread."""
         self.state.run.sample(sample)

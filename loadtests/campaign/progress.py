@@ -29,6 +29,13 @@ from models.errors import printable
 PLAIN_EVERY_SECONDS = 10.0
 
 
+def console_of(width: int = 160) -> Console:
+    """Standard output; where it is no terminal, as wide as the tables are."""
+    return Console(
+        highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else width
+    )
+
+
 class Progress:
     """Writes to `stream`, by default standard error."""
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from msgspec import Meta
 
 from loadtests.errors import LoadError
-from serving.bounds import Count, Positive, Seconds, option
+from serving.bounds import Count, option
 from serving.cli.parameters import command_of
 
 if TYPE_CHECKING:
@@ -44,11 +43,6 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
     backend: Annotated[str, option("", "The engine; best: the CPU's fastest.")] = "llama_cpp"
     slots: Annotated[Count, option("", "Sequences that run at the same time.")] = 8
     out: Annotated[str, option("", "The file to write.", metavar="FILE")] = "machine.json"
-    name: Annotated[
-        str, option("", "What plans call it. Default: its CPU and cores."), Meta(max_length=100)
-    ] = ""
-    watts: Annotated[Positive | None, option("", "Its power under load.")] = None
-    dollars_per_hour: Annotated[Seconds | None, option("", "What an hour of it costs.")] = None
 
 
 def _calibrate(options: CalibrateOptions) -> None:
@@ -63,7 +57,7 @@ def _calibrate(options: CalibrateOptions) -> None:
 
     \b
     crossover calibrate          # two small models, about two minutes; writes machine.json
-    crossover calibrate 135m 1b 3b --backend best --out lab.json --name 'the lab server'
+    crossover calibrate 135m 1b 3b --backend best --out lab.json
     crossover plan plan.toml --machine lab.json          # then, also on another machine
     """
     from loadtests.campaign.campaign_runner import run
@@ -76,7 +70,7 @@ def _calibrate(options: CalibrateOptions) -> None:
         raise LoadError(f"--out {options.out!r}: there is no folder {str(out.parent)!r}")
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         made = run(plan_of(options), Path(folder), progress)
-        found = machine_of(read_records(made), options)
+        found = machine_of(read_records(made))
     write_machine_file(out, found)
     typer.echo("\n".join([*in_words(found), f"written: {options.out}"]))
 
@@ -94,7 +88,7 @@ def plan_of(options: CalibrateOptions) -> Plan:
     return parse_campaign("\n".join((*keys, CAMPAIGN.read_text())), models=models)
 
 
-def machine_of(run: RunRecords, options: CalibrateOptions) -> MachineFile:
+def machine_of(run: RunRecords) -> MachineFile:
     """What the run's calibrations say of this machine. Raises LoadError where none has a law."""
     from loadtests.campaign.run_state import CellRecord, campaign_of
     from loadtests.records.run_journal import CellReady, of_kind
@@ -131,12 +125,10 @@ def machine_of(run: RunRecords, options: CalibrateOptions) -> MachineFile:
     return MachineFile(
         crossover=run.manifest.crossover_version,
         measured_on=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        name=options.name or f"{facts.cpu_model}, {facts.usable_cores:g} cores",
+        name=f"{facts.cpu_model}, {facts.usable_cores:g} cores",
         hardware=hardware_of(facts, total_bytes()),
         models=tuple(models),
         taken_share=round(min(1.0, max(shares)), 4) if shares else None,
-        watts=options.watts,
-        dollars_per_hour=options.dollars_per_hour,
     )
 
 

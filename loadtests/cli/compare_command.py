@@ -9,6 +9,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from loadtests.campaign.progress import console_of
 from loadtests.errors import LoadError
 from models import formatting
 from serving.bounds import option
@@ -69,8 +70,6 @@ comparison.command("compare")(command_of(CompareOptions, _compare))
 
 def show_comparison(found: Comparison) -> None:
     """Print in what two arms of runs differ."""
-    from loadtests.campaign.campaign_text import console_of
-
     console = console_of(200)
     words = f"{found.verdict}: {found.reason}" if found.reason else found.verdict
     reach = [row.detectable for row in found.rows if row.detectable is not None]

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import msgspec
+from rich.table import Table
+
+from loadtests.analysis.level import Level, LevelRows
+from loadtests.analysis.level_validity import level_warnings
+from loadtests.analysis.percentiles import PERCENTILES, distribution
+from loadtests.analysis.slo import SLO_PRESETS, Slo
+from loadtests.campaign.progress import Progress, console_of
 from loadtests.errors import Incomplete, LoadError
+from loadtests.host.child_processes import signals_interrupt
 from loadtests.load_generator.load_options import LoadOptions, plan_of
+from loadtests.load_generator.load_plan import Ended, Started
+from loadtests.load_generator.locust_process import LoadGenerator
+from loadtests.load_generator.openai_endpoint import probe
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.run_journal import LevelFinished, LevelStarted
+from models import formatting
 from serving.bounds import Count, Positive, option
 from serving.cli.parameters import command_of
-
-if TYPE_CHECKING:
-    from loadtests.analysis.level import Level
-    from loadtests.analysis.slo import Slo
 
 
 class CommandOptions(LoadOptions, frozen=True, kw_only=True):
@@ -44,9 +55,6 @@ def _load(options: CommandOptions) -> None:
     crossover load http://127.0.0.1:8000 --concurrency 8 --workload 256x64 --duration 60
     crossover load https://api.example.com/v1 --api chat --api-key-env KEY --rate 0.5
     """
-    from loadtests.analysis.slo import SLO_PRESETS
-    from loadtests.host.child_processes import signals_interrupt
-
     if (options.rate is None) == (options.concurrency is None):
         raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
     if options.concurrency is not None and options.arrivals != "poisson":
@@ -66,14 +74,6 @@ load = command_of(CommandOptions, _load)
 
 def measured(options: CommandOptions) -> Level:
     """The level, when its last answer has come. Raises LoadError."""
-    from loadtests.analysis.level import LevelRows
-    from loadtests.campaign.progress import Progress
-    from loadtests.load_generator.load_plan import Ended, Started
-    from loadtests.load_generator.locust_process import LoadGenerator
-    from loadtests.load_generator.openai_endpoint import probe
-    from loadtests.records.request_record import RequestRecord
-    from loadtests.records.run_journal import LevelFinished, LevelStarted
-
     more = {"concurrency": options.concurrency, "window_seconds": options.duration}
     with Progress() as progress, LoadGenerator() as generator:
         progress.tick(f"probing {options.url}")
@@ -91,33 +91,22 @@ def measured(options: CommandOptions) -> Level:
                 case Ended():
                     busy_share = told.busy_share
             progress.tick(f"{plan.load_in_words}: {rows.count} answers")
-    started = LevelStarted(
-        cell=plan.cell,
-        level=plan.level,
+    cell, name, seconds = plan.cell, plan.level, plan.window_seconds
+    begun = LevelStarted(
+        cell=cell,
+        level=name,
         rate_per_second=plan.rate,
         concurrency=plan.concurrency,
-        window_seconds=plan.window_seconds,
+        window_seconds=seconds,
         started_unix_seconds=began,
     )
-    finished = LevelFinished(
-        cell=plan.cell,
-        level=plan.level,
-        due=rows.count,
-        window_seconds=plan.window_seconds,
-        generator_busy_share=busy_share,
-    )
-    return rows.level(started, finished)
+    end = LevelFinished(cell=cell, level=name, due=rows.count, window_seconds=seconds)
+    end = msgspec.structs.replace(end, generator_busy_share=busy_share)
+    return rows.level(begun, end)
 
 
 def show_level(level: Level, slo: Slo) -> None:
     """Print what one level showed."""
-    from rich.table import Table
-
-    from loadtests.analysis.level_validity import level_warnings
-    from loadtests.analysis.percentiles import PERCENTILES, distribution
-    from loadtests.campaign.campaign_text import console_of
-    from models import formatting
-
     console, judged, counted = console_of(120), level.judge(slo), level.counted
     asked = "" if level.rate is None else f"{formatting.requests(level.rate, 3)} asked, "
     console.print(

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
+from rich.table import Table
+from rich.text import Text
+
+from loadtests.campaign.progress import Progress, console_of
+from models import formatting
 
 if TYPE_CHECKING:
     from loadtests.selftest.selftest_checks import Row
@@ -16,7 +21,6 @@ def selftest() -> None:
 
     A table in about a minute; exit status 1 when something fails.
     """
-    from loadtests.campaign.progress import Progress
     from loadtests.selftest.selftest import run_selftest
 
     with Progress() as progress:
@@ -28,11 +32,6 @@ def selftest() -> None:
 
 def show_selftest(rows: Sequence[Row]) -> None:
     """Print a line a check."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from loadtests.campaign.campaign_text import console_of
-
     console = console_of(120)
     table = Table("", "", "", "true", "measured", "allowed", box=None)
     for row in rows:
@@ -54,8 +53,6 @@ def show_selftest(rows: Sequence[Row]) -> None:
 
 def proof_value(value: float | None, unit: str) -> str:
     """A value of the self-test's table."""
-    from models import formatting
-
     if value is None:
         return "-"
     if unit == "seconds":

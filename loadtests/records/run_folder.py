@@ -88,10 +88,6 @@ class RunRecords:
         """All on record, in the order they ended, those of abandoned levels included."""
         return self._read(REQUESTS, RequestRecord)
 
-    def samples_of(self, level: str) -> list[ResourceSample]:
-        """Of one level, in order of time."""
-        return [sample for sample in self.samples if sample.level == level]
-
     def damage(self) -> list[str]:
         """What is left out of each file that was read, in words."""
         return [

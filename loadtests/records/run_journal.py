@@ -124,10 +124,6 @@ class Event(
     cell: str | None = None  # Cell.key
     level: str | None = None  # unique per attempt
 
-    @property
-    def kind(self) -> str:
-        return str(self.__struct_config__.tag)
-
 
 class RunStarted(Event, frozen=True, kw_only=True):
     """A sitting begins: the first, or one that goes on."""
@@ -195,7 +191,6 @@ class Calibrated(Event, frozen=True, kw_only=True):
 class CellSkipped(Event, frozen=True, kw_only=True):
     cell: str
     reason: str
-    is_final: bool = False  # it cannot be measured here; else a later sitting tries again
 
 
 class CellFinished(Event, frozen=True, kw_only=True):

@@ -116,7 +116,6 @@ class Simulated:
     taken: Callable[[float, float], float] | None = None  # seconds between two moments, as hog
     now: float = 0.0
     opened: list[str] = field(default_factory=list)  # keys of cells
-    recovered: int = 0
     said: StringIO = field(default_factory=StringIO)
 
     @property
@@ -248,9 +247,6 @@ class Bench(ServerBench):
 
     def rest(self, seconds: float) -> None:
         self.world.now += seconds
-
-    def recover(self) -> None:
-        self.world.recovered += 1
 
 
 def fails_once(
