@@ -56,14 +56,11 @@ class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """How the server of each cell is started: options of `crossover serve` of the same names."""
 
     context_tokens: Annotated[Count, key("most tokens of one request, prompt and answer")] = 2048
-    cores: Annotated[
-        Count | None,
-        key("physical cores of the engine; none: all where there are up to 8, else but 1 or 2"),
-    ] = None  # type: ignore[assignment]
+    cores: Annotated[  # type: ignore[assignment]
+        Count | None, key("physical cores of the engine; none: all, of over 8 all but 1-2")
+    ] = None
     cache: Annotated[str | None, key("folder of made and downloaded weights")] = None
-    ready_seconds: Annotated[
-        Positive, key("most that loading may take, making the weights included")
-    ] = 1800.0
+    ready_seconds: Annotated[Positive, key("most that making and loading may take")] = 1800.0
 
 
 # Options of `serve` that a campaign says elsewhere, of its cells, or not at all.
@@ -73,9 +70,7 @@ NOT_OF_SERVER = ("backend", "weight_format", "calibration", "idle_unload_seconds
 class SloSpec(Table, frozen=True):
     """A preset with changes, or an SLO of one's own."""
 
-    preset: Annotated[
-        str | None, key("chat, interactive, reading, batch, ...; none: the limits below")
-    ] = None
+    preset: Annotated[str | None, key("chat, interactive, reading, batch, ...")] = None
     name: Annotated[str | None, key("what reports call it")] = None
     ttft_seconds: Annotated[Positive | None, key("limit of the time to first token")] = None
     tpot_seconds: Annotated[Positive | None, key("limit of the time per output token")] = None
@@ -85,38 +80,26 @@ class SloSpec(Table, frozen=True):
 class Search(Table, frozen=True):
     """How a cell's capacity is found."""
 
-    starts: Annotated[
-        Count, key("server starts that must confirm; 2 for a machine that is to be put to work")
-    ] = 1
+    starts: Annotated[Count, key("server starts that must confirm; 2 for a machine to work on")] = 1
     confirm: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        key("confirm only so many models, the smallest; the others are estimated; none: all"),
+        Annotated[int, Meta(ge=0)] | None, key("confirm so many models, the smallest; none: all")
     ] = None
     single_stream_requests: Annotated[Count, key("requests one at a time, before any load")] = 20
     single_stream_seconds: Annotated[Positive, key("most that they take")] = 20.0
-    level_seconds: Annotated[
-        Positive, key("shortest level that confirms; below 3 requests/s it is twice as long")
-    ] = 60.0
-    rates: Annotated[
-        list[Positive], key("measure levels at these rates (requests/s) in place of a search")
-    ] = []
+    level_seconds: Annotated[Positive, key("shortest level that confirms")] = 60.0
+    rates: Annotated[list[Positive], key("levels at these rates, in place of a search")] = []
 
 
 class Engine(Table, frozen=True):
     """An engine of others, started by a command for each of its cells."""
 
-    name: Annotated[
-        str, key("the engine's, in keys and reports"), Meta(pattern=r"^[A-Za-z0-9][\w.-]*$")
-    ]
-    command: Annotated[
-        str, key("words as a shell splits them; {model} {port} {host} {slots} {context} ... filled")
-    ]
+    name: Annotated[str, key("its name in reports"), Meta(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    command: Annotated[str, key("its words, split as by a shell; {model} {port} ... are filled")]
     ready: Annotated[str, key("path that answers 200 once it serves"), Meta(pattern="^/")] = (
         "/health"
     )
     weights: Annotated[
-        Literal["gguf", "hf", "none"],
-        key("{model}: a GGUF file, a folder of safetensors (hf), or the name in models (none)"),
+        Literal["gguf", "hf", "none"], key("{model}: GGUF file, folder (hf), name in models (none)")
     ] = "hf"
     format: Annotated[str | None, key("their format; none: Q4_0 or bf16")] = None
 
@@ -129,40 +112,26 @@ class CampaignFile(Table, frozen=True):
         list[str], key("sizes of the ladder, files, folders, hub ids; auto: four around the limit")
     ] = []
     formats: Annotated[
-        list[str],
-        key("of weights: each backend takes those that it has; empty: its default"),
+        list[str], key("each backend takes what it has of them; empty: its own")
     ] = []
     backends: Annotated[
-        list[str],
-        key("llama_cpp, onnx, torch; best: tries them for seconds, takes the one that serves most"),
+        list[str], key("llama_cpp, onnx, torch; best: the one that serves most, tried for seconds")
     ] = msgspec.field(default_factory=lambda: ["llama_cpp"])
-    engines: Annotated[
-        list[Engine], key("engines of others, beside backends; only with --trust")
-    ] = []
-    target: Annotated[Target | None, key("an endpoint that runs already, in place of models")] = (
-        None
-    )
+    engines: Annotated[list[Engine], key("engines of others; only with --trust")] = []
+    target: Annotated[Target | None, key("an endpoint that runs, in place of models")] = None
     server: Annotated[Server, key("how the server of each cell is started")] = Server()
-    workload: Annotated[Workload, key("lengths of prompts and answers; none: the preset chat")] = (
-        DEFAULT_WORKLOAD
-    )
+    workload: Annotated[Workload, key("lengths of prompts and answers")] = DEFAULT_WORKLOAD
     arrivals: Annotated[Arrivals, key("when requests are due")] = Poisson()
-    slo: Annotated[
-        str | SloSpec, key("limits that a good request keeps; none: the preset chat")
-    ] = "chat"
+    slo: Annotated[str | SloSpec, key("limits that a good request keeps")] = "chat"
     search: Annotated[Search, key("how a capacity is found")] = Search()
     budget_seconds: Annotated[
-        Positive | None,
-        key("measuring time of all cells together; none: 600 for each"),
+        Positive | None, key("measuring time of all cells; none: 600 for each")
     ] = None
     seed: Annotated[int, key("seed of prompts and arrivals")] = 1
     disturbance: Annotated[
-        Literal["wait", "ignore"],
-        key("disturbed levels are measured again on the quiet machine; ignore: they count"),
+        Literal["wait", "ignore"], key("wait: measure disturbed levels again; ignore: they count")
     ] = "wait"
-    wait_seconds: Annotated[
-        Seconds, key("most that a cell waits for quiet, besides its budget; 0: none")
-    ] = 300.0
+    wait_seconds: Annotated[Seconds, key("most that a cell waits for quiet; 0: none")] = 300.0
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,31 +167,21 @@ class Plan(msgspec.Struct, frozen=True):
 
 def read_campaign(path: Path) -> Plan:
     """The campaign in a TOML file. Raises BadCampaign: the file, and every fault in it."""
-    raw, text = read_toml(path, BadCampaign)
-    try:
-        return _plan_of(raw, text)
-    except BadCampaign as problem:
-        raise BadCampaign(f"{path}: {problem}") from problem
+    return parse_campaign(read_toml(path, BadCampaign)[1], where=f"{path}: ")
 
 
-def parse_campaign(text: str, *, models: Sequence[str] = ()) -> Plan:
+def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") -> Plan:
     """The campaign in a TOML text; `models` take the place of "auto". Raises BadCampaign."""
-    return _plan_of(parse_toml(text, BadCampaign), text, models)
-
-
-def _plan_of(raw: dict[str, Any], text: str, models: Sequence[str] = ()) -> Plan:
-    file = converted(raw, CampaignFile, BadCampaign)
-    faults = list(_faults(file))
     try:
-        slo = slo_of(file.slo)
+        file = converted(parse_toml(text, BadCampaign), CampaignFile, BadCampaign)
+        if faults := list(_faults(file)):
+            raise BadCampaign("; ".join(faults))
+        if models and AUTO in file.models:
+            file = msgspec.structs.replace(file, models=list(models))
+        campaign = Campaign(**(msgspec.structs.asdict(file) | {"slo": slo_of(file.slo)}))
+        return Plan(campaign, [] if AUTO in file.models else _cells_of(file), text)
     except BadCampaign as problem:
-        faults.append(str(problem))
-    if faults:
-        raise BadCampaign("; ".join(faults))
-    if models and AUTO in file.models:
-        file = msgspec.structs.replace(file, models=list(models))
-    campaign = Campaign(**(msgspec.structs.asdict(file) | {"slo": slo}))
-    return Plan(campaign, [] if AUTO in file.models else _cells_of(file), text)
+        raise BadCampaign(f"{where}{problem}") from problem
 
 
 def slo_of(spec: str | SloSpec) -> Slo:
@@ -334,6 +293,10 @@ def plain(text: str) -> str:
 def _faults(file: CampaignFile) -> Iterator[str]:
     """What no single value says: combinations that cannot be."""
     server, target = file.server, file.target
+    try:
+        slo_of(file.slo)
+    except BadCampaign as problem:
+        yield str(problem)
     if target is not None:
         bare = CampaignFile(name="")
         for name in ("models", "engines", "formats", "backends", "server"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -55,17 +56,15 @@ BURST_TRIES = 2
 PREFILL_TOKENS = 2048  # of a step, where the server does not say
 
 
-class Calibrate(msgspec.Struct, frozen=True):
+class Calibrate(NamedTuple):
     """Bursts, within so many seconds; then the law."""
 
     seconds: float
 
 
-class Restart(msgspec.Struct, frozen=True):
-    """Requests one at a time miss the SLO: a second start of the server must say so too."""
-
-
-Step = LevelAsk | Calibrate | Restart | None  # None: nothing is left to measure, or to pay for
+RESTART: Literal["restart"] = "restart"  # the server, and ask again
+# None: nothing is left to measure, or to pay for
+Step = LevelAsk | Calibrate | Literal["restart"] | None
 
 
 class CellRun:
@@ -97,9 +96,8 @@ class CellRun:
                 break  # decided: no server is started
             try:
                 with open_bench(state) as self.bench:
-                    again = self._measure()
-                if again is None:
-                    break
+                    if self._measure():
+                        break
                 self.progress.say("  not even alone: a second start must say so too")
             except (LevelInterrupted, ServerLost) as problem:
                 lost += 1
@@ -132,8 +130,7 @@ class CellRun:
         if rates := self.search.rates:
             if len(self.loaded) >= len(rates):
                 return None
-            rate, seconds = rates[len(self.loaded)], self.search.level_seconds
-            return LevelAsk(rate=rate, window_seconds=seconds, warmup_seconds=self.warmup_seconds)
+            return self._ask(rates[len(self.loaded)], self.search.level_seconds)
         self.found = found = capacity_of(state)
         # of the server that serves now, from 1; None: it cannot be started again
         self.start = None if state.cell.url is not None else state.starts
@@ -142,7 +139,7 @@ class CellRun:
                 return None
             if self.start is None or all(a.started.start != self.start for a in self.alone):
                 return single
-            return Restart()
+            return RESTART
         fails_alone = self._verdict(self.alone[-1]) == "fails"
         if fails_alone and self.left_seconds > 0 and len(self.alone) < MOST_ALONE:
             return single  # too few to say so
@@ -213,29 +210,30 @@ class CellRun:
         if affordable < max(least, proves):
             return None
         wanted = confirming_seconds(self.slo, rate, alone, by_levels=by_levels, least_seconds=least)
-        window = round(min(wanted, affordable), 1)
-        return LevelAsk(rate=rate, window_seconds=window, warmup_seconds=self.warmup_seconds)
+        return self._ask(rate, round(min(wanted, affordable), 1))
+
+    def _ask(self, rate: float, seconds: float) -> LevelAsk:
+        return LevelAsk(rate=rate, window_seconds=seconds, warmup_seconds=self.warmup_seconds)
 
     # Doing it.
 
-    def _measure(self) -> Restart | None:
-        """Steps until nothing is left to measure in this block; Restart: on a new server."""
-        while True:
-            step = self.next_step()
-            match step:
-                case None | Restart():
-                    return step
-                case Calibrate():
-                    self._calibrate(step.seconds)
-                case LevelAsk():
-                    level = self._level_that_counts(step)
-                    if level is None:
-                        return None
-                    self.progress.detail(f"  {level_text(level, self.slo)}")
-                    if level.rate and not self.search.rates:
-                        words = capacity_text.in_words(capacity_of(self.state))
-                        self.progress.found(self.state.key, words)
-                        self.progress.detail(f"  so far: {words}")
+    def _measure(self) -> bool:
+        """Steps until nothing is left to measure in this block; False: on this server."""
+        while (step := self.next_step()) is not None:
+            if step == RESTART:
+                return False
+            if isinstance(step, Calibrate):
+                self._calibrate(step.seconds)
+                continue
+            level = self._level_that_counts(step)
+            if level is None:
+                break
+            self.progress.detail(f"  {level_text(level, self.slo)}")
+            if level.rate and not self.search.rates:
+                words = capacity_text.in_words(capacity_of(self.state))
+                self.progress.found(self.state.key, words)
+                self.progress.detail(f"  so far: {words}")
+        return True
 
     def _calibrate(self, seconds: float) -> None:
         """Bursts, the law and the first estimate, on record. Those of the journal are not sent

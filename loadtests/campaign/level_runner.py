@@ -42,7 +42,7 @@ from loadtests.simulation.calibration_bursts import Burst
 from loadtests.workload.request_lengths import Ask
 from models import formatting
 
-RECOVERY_SECONDS = 300.0  # that a server of ours gets to bring its engine back
+MOST_DRAIN_SECONDS = 300.0  # after the last due time, for answers
 CHECK_SECONDS = 0.5
 DEATH_SECONDS = 1.0  # between connections that close and the process that ends
 A_MOMENT_SECONDS = 1e-4  # more than times are rounded by
@@ -137,7 +137,13 @@ class ServerBench:
                             self._check(engines)
                             checked = time.monotonic()
                         if started is not None:
-                            self._tell(plan, rows.count, started.started_unix_seconds)
+                            now = time.time() - started.started_unix_seconds
+                            left = max(0.0, plan.duration_seconds - now)
+                            self.progress.tick(
+                                f"{plan.cell}, {plan.load_in_words}: {rows.count} answers, "
+                                f"{formatting.duration(left)} left",
+                                now / plan.duration_seconds,
+                            )
         finally:
             self._sampler.level, self._sampler.client = None, os.getpid()
         assert started is not None
@@ -195,14 +201,6 @@ class ServerBench:
         if self._sampler.failure is not None:
             raise self._sampler.failure
 
-    def _tell(self, plan: LoadPlan, answers: int, began_unix_seconds: float) -> None:
-        """How far a running level is."""
-        now = time.time() - began_unix_seconds
-        left = plan.duration_seconds - now
-        phase = f"{formatting.duration(left)} left" if left > 0 else "the last answers"
-        words = f"{plan.cell}, {plan.load_in_words}: {answers} answers, {phase}"
-        self.progress.tick(words, now / plan.duration_seconds)
-
     def _plan(self, asked: LevelAsk) -> LoadPlan:
         campaign, given = self.state.campaign, dict[str, Any](rate=asked.rate)
         if asked.burst is not None:
@@ -211,7 +209,11 @@ class ServerBench:
             given = {"asks": asks, "due": (0.0,) * len(asks)}
         elif asked.rate is None:
             given = {"concurrency": 1, "requests": asked.requests}
-        drain = drain_seconds(campaign.slo, campaign.workload.most_output_tokens)
+        slo, drain = campaign.slo, MOST_DRAIN_SECONDS
+        if slo.ttft_seconds is not None and slo.tpot_seconds is not None:
+            # twice what a good answer may take
+            tokens = min(campaign.workload.most_output_tokens, 1024.0)
+            drain = min(drain, max(10.0, 2 * (slo.ttft_seconds + slo.tpot_seconds * tokens)))
         return LoadPlan(
             target=self.server.target,
             workload=campaign.workload,
@@ -250,14 +252,6 @@ def judged(
     return replace(level, finished=replace(end, is_valid=is_valid(warnings), warnings=codes))
 
 
-def drain_seconds(slo: Slo, most_output_tokens: float) -> float:
-    """How long after the last due time answers may come: twice what a good one may take."""
-    if slo.ttft_seconds is None or slo.tpot_seconds is None:
-        return 300.0
-    most = 2 * (slo.ttft_seconds + slo.tpot_seconds * min(most_output_tokens, 1024.0))
-    return max(10.0, min(300.0, most))
-
-
 def level_text(level: Level, slo: Slo) -> str:
     """A level for people: load, counts, means, verdict."""
     start, found, end = level.started, level.judge(slo), level.finished
@@ -282,12 +276,8 @@ def level_text(level: Level, slo: Slo) -> str:
 
 
 def wait_until_it_serves(server: Server, progress: Progress) -> TargetFacts:
-    """What the endpoint can, once it serves: it gets time to bring its engine back.
-
-    Raises ServerLost, EndpointRefuses, TargetUnusable.
-    """
-    most = server.target.ready_seconds if server.pid is None else RECOVERY_SECONDS
-    until = time.monotonic() + most
+    """What the endpoint can, once it serves. Raises ServerLost, EndpointRefuses, TargetUnusable."""
+    until = time.monotonic() + server.target.ready_seconds
     while True:
         if (trouble := server.trouble()) is not None:
             raise ServerLost(trouble)

@@ -67,7 +67,8 @@ class CellRecord:
                 self.starts += 1
             case journal.EngineChosen():
                 self.choice = event
-                self.cell = with_engine(self.cell, event)
+                engine = {"backend": event.backend, "weight_format": event.weight_format}
+                self.cell = msgspec.structs.replace(self.cell, **engine)
             case journal.Calibrated():
                 self.calibrated = event
                 self.spent_seconds += event.spent_seconds
@@ -115,12 +116,6 @@ class CellState(CellRecord):
         self.levels.append(level)
 
 
-def with_engine(cell: Cell, choice: journal.EngineChosen) -> Cell:
-    """The cell with the engine that was chosen for it."""
-    engine, weight_format = choice.backend, choice.weight_format
-    return msgspec.structs.replace(cell, backend=engine, weight_format=weight_format)
-
-
 def seed_of(seed: int, cell: Cell, level: str) -> int:
     """The seed of one attempt at a level, the same in each cell that has a server of its own.
 
@@ -140,11 +135,11 @@ def new_run(out: Path, plan: Plan, facts: HardwareFacts, command: Sequence[str])
 
     `command`: what started it.
     """
-    first = f"{datetime.now():%Y-%m-%d-%H%M%S}-{plain(plan.campaign.name)}"
-    names = [first, *(f"{first}-{number}" for number in range(1, 1000))]
-    name = next((one for one in names if not (out / one).exists()), None)
-    if name is None:
-        raise BadRunFolder(f"{out} is full of runs of this second")
+    first = name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{plain(plan.campaign.name)}"
+    number = 0
+    while (out / name).exists():
+        number += 1
+        name = f"{first}-{number}"
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

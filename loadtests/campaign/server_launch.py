@@ -73,13 +73,15 @@ class Server:
             # The engine takes its own cores; what the server may use must hold both.
             cores = tuple(sorted({*self.layout.engine, *self.layout.api}))
             self._words = serve_command(self._cell, self._campaign, self.layout, self._ready_file)
-            self._start(self._words, cores)
-            self._wait_until(lambda: "" if self._ready_file.exists() else "it loads", say)
+
+            def look() -> str:
+                return "" if self._ready_file.exists() else "it loads"
+
+            self._start(self._words, cores, look, say)
             url = msgspec.json.decode(self._ready_file.read_bytes())["url"]
             self.target = Target(url=url)
         else:
             self._start_engine(self._engine, self.layout, say)
-        self._load_seconds = round(time.monotonic() - self._began, 3)
 
     def _start_engine(self, engine: Engine, layout: Layout, say: Say) -> None:
         """Makes or finds its weights, starts it and waits until `ready` answers 200."""
@@ -104,7 +106,6 @@ class Server:
         }
         self._words, url = filled(engine.command, values), f"http://{HOST}:{port}"
         ours = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]  # of our processes, not of its
-        self._start(["env", *ours, *self._words], layout.engine)
 
         def look() -> str:
             try:
@@ -114,22 +115,20 @@ class Server:
             return "" if status == 200 else f"{url}{engine.ready} answered {status}"
 
         with connect(url) as pool:
-            self._wait_until(look, say)
+            self._start(["env", *ours, *self._words], layout.engine, look, say)
         self.target = Target(url=url)
 
-    def _start(self, command: list[str], cores: tuple[int, ...]) -> None:
-        self._began = time.monotonic()
-        self._child = Child(command, cores=cores, log=self.log)
-        self.pid = self._child.pid
-
-    def _wait_until(self, look: Callable[[], str], say: Say) -> None:
-        """Until `look` finds nothing missing any more. Raises ServerFailed, ServerLost."""
-        assert self._child is not None
-        seconds = self._campaign.server.ready_seconds
-        until, said = time.monotonic() + seconds, f"all it said is in logs/{self.log.name}"
+    def _start(
+        self, command: list[str], cores: tuple[int, ...], look: Callable[[], str], say: Say
+    ) -> None:
+        """Starts it and waits until `look` finds nothing missing any more."""
+        began, seconds = time.monotonic(), self._campaign.server.ready_seconds
+        self._child = child = Child(command, cores=cores, log=self.log)
+        self.pid = child.pid
+        until, said = began + seconds, f"all it said is in logs/{self.log.name}"
         while missing := look():
-            if (status := self._child.poll()) is not None:
-                how = f"({self._child.how_it_ended()}); {said}"
+            if (status := child.poll()) is not None:
+                how = f"({child.how_it_ended()}); {said}"
                 if status < 0:
                     raise ServerLost(f"{self.name} was killed while it started {how}")
                 raise ServerFailed(f"{self.name} did not start {how}")
@@ -139,6 +138,7 @@ class Server:
                 )
             say(last_line(self.log) or f"starting {self.name}", None)
             time.sleep(0.05)
+        self._load_seconds = round(time.monotonic() - began, 3)
 
     def ready(self, cell: str) -> CellReady:
         """Of ours what /v1/placement says; of others their command as it was run."""

@@ -34,8 +34,7 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         option(
             "",
-            "Sizes of the ladder (135m), files, folders, hub ids. Default: smollm2-135m and "
-            "smollm2-360m, made with random weights if need be.",
+            "Sizes of the ladder (135m), files, folders, hub ids. Default: smollm2-135m and -360m.",
             metavar="MODEL...",
             is_argument=True,
         ),
@@ -49,11 +48,8 @@ def _calibrate(options: CalibrateOptions) -> None:
     """Measure this machine in a minute a model: what it would serve, as a file for plans.
 
     Starts a server of each model, sends requests one at a time and in two bursts, and fits the
-    seconds of a step to what came back. From these laws follows what the machine holds under any
-    workload and SLO; of bigger models, with an error that is stated. Nothing else should run
-    meanwhile: what others took of the CPU is measured, and stands in the file.
-
-    The file names the CPU, its memory and software versions; no host, user, path or serial number.
+    seconds of a step to what came back. Nothing else should run meanwhile. The file names the CPU,
+    its memory and software versions; no host, user, path or serial number.
 
     \b
     crossover calibrate          # two small models, about two minutes; writes machine.json

@@ -15,7 +15,7 @@ from loadtests.campaign.progress import Progress, console_of
 from loadtests.errors import Incomplete, LoadError
 from loadtests.host.child_processes import signals_interrupt
 from loadtests.load_generator.load_options import LoadOptions, plan_of
-from loadtests.load_generator.load_plan import Ended, Started
+from loadtests.load_generator.load_plan import Ended
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import probe
 from loadtests.records.request_record import RequestRecord
@@ -81,28 +81,19 @@ def measured(options: CommandOptions) -> Level:
         progress.say(f"{options.url}: model {facts.model}")
         for note in facts.notes:
             progress.say(f"  note: {note}")
-        rows, began, busy_share = LevelRows(), 0.0, None
+        rows, busy_share = LevelRows(), None
         for told in generator.run(plan):
             match told:
-                case Started(unix_seconds):
-                    began = unix_seconds
                 case RequestRecord():
                     rows.add(told)
                 case Ended():
                     busy_share = told.busy_share
             progress.tick(f"{plan.load_in_words}: {rows.count} answers")
-    cell, name, seconds = plan.cell, plan.level, plan.window_seconds
-    begun = LevelStarted(
-        cell=cell,
-        level=name,
-        rate_per_second=plan.rate,
-        concurrency=plan.concurrency,
-        window_seconds=seconds,
-        started_unix_seconds=began,
-    )
-    end = LevelFinished(cell=cell, level=name, due=rows.count, window_seconds=seconds)
-    end = msgspec.structs.replace(end, generator_busy_share=busy_share)
-    return rows.level(begun, end)
+    name = {"cell": plan.cell, "level": plan.level, "window_seconds": plan.window_seconds}
+    begun = {**name, "rate_per_second": plan.rate, "concurrency": plan.concurrency}
+    end = {**name, "due": rows.count, "generator_busy_share": busy_share}
+    started, finished = msgspec.convert(begun, LevelStarted), msgspec.convert(end, LevelFinished)
+    return rows.level(started, finished)
 
 
 def show_level(level: Level, slo: Slo) -> None:
