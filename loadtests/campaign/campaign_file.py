@@ -12,10 +12,9 @@
     preset = "chat"
     max_prompt_tokens = 512
 
-A key is a field of a struct here (or of one that a struct here holds): its type says what its value
-may be, its description what `crossover campaign init` and docs/campaign.md say of it. A file that
-says something impossible is refused with one sentence a fault, all of them at once, each with key
-and value. Reading a campaign starts nothing and looks at no machine.
+A key is a field of a struct here: its type says what its value may be, its description what
+`crossover campaign init` and docs/campaign.md say of it. All that is wrong with a file is said at
+once, with key and value. Reading a campaign starts nothing and looks at no machine.
 """
 
 from __future__ import annotations

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from loadtests.analysis.slo import SLO_PRESETS
 from loadtests.campaign.campaign_file import (
     DEMO,
     Campaign,
-    CampaignFile,
     Cell,
     check_trust,
     parse_campaign,
@@ -31,7 +25,7 @@ from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign
 from loadtests.workload.arrivals import Gamma
 from serving.hardware.machine_facts import hardware_facts
-from tests.campaign_template import SECTIONS, STARTED, campaign_template, keys_of
+from tests.campaign_template import STARTED, campaign_template
 
 ONE = 'name = "x"\nmodels = ["135m"]\n'
 COMMAND = "vllm serve {model} --port {port}"
@@ -262,62 +256,3 @@ def test_resume_asks_again_for_a_command(tmp_path: Path) -> None:
         assert "in use by" in str(done.exception)
     done = CliRunner().invoke(campaign, ["resume", str(opened.folder)])
     assert isinstance(done.exception, BadCampaign) and "--trust" in str(done.exception)
-
-
-# Any file is a plan, or refused with a sentence.
-
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 4000),
-    st.floats(),
-    st.sampled_from(["", "chat", "135m", "1b", "Q4_0", "fake", "llama_cpp", "poisson", "gamma"]),
-    st.text(max_size=5),
-)
-
-
-def keyed(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    names = {key.name for kind, _ in SECTIONS.values() for key in keys_of(kind)}
-    return st.dictionaries(st.sampled_from(sorted({*names, "kind", "unknown"})), values, max_size=4)
-
-
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | keyed(inner), max_leaves=5
-)
-
-
-def as_toml(value: Any) -> str:
-    if isinstance(value, dict):
-        pairs = [f"{json.dumps(k)} = {as_toml(v)}" for k, v in value.items() if v is not None]
-        return "{" + ", ".join(pairs) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(as_toml(one) for one in value if one is not None) + "]"
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else f"{value}"
-    return json.dumps(value)
-
-
-@settings(max_examples=200, deadline=None)
-@example(changes={"backends": []}, base={"name": "x", "models": ["135m"]})
-@given(
-    changes=st.dictionaries(st.sampled_from(CampaignFile.__struct_fields__), VALUES, max_size=4),
-    base=st.sampled_from(
-        [
-            {},
-            {"name": "x", "models": ["135m"]},
-            {"name": "x", "target": {"url": "http://127.0.0.1:9"}},
-        ]
-    ),
-)
-def test_any_file_is_a_plan_or_is_refused(changes: dict[str, Any], base: dict[str, Any]) -> None:
-    asked = base | changes
-    check_parse("\n".join(f"{k} = {as_toml(v)}" for k, v in asked.items() if v is not None))
-
-
-def check_parse(text: str) -> None:
-    try:
-        plan = parse_campaign(text)
-    except BadCampaign as problem:
-        assert str(problem)
-    else:
-        assert plan.cells and len({cell.key for cell in plan.cells}) == len(plan.cells)
