@@ -55,9 +55,9 @@ class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """How the server of each cell is started: options of `crossover serve` of the same names."""
 
     context_tokens: Annotated[Count, key("most tokens of one request, prompt and answer")] = 2048
-    cores: Annotated[  # type: ignore[assignment]
+    cores: Annotated[
         Count | None, key("physical cores of the engine; none: all, of over 8 all but 1-2")
-    ] = None
+    ] = None  # type: ignore[assignment]
     cache: Annotated[str | None, key("folder of made and downloaded weights")] = None
     ready_seconds: Annotated[Positive, key("most that making and loading may take")] = 1800.0
 

@@ -174,7 +174,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         *("arrivals.kind:", "engines[0].command", "name"),
         *("search.rates[0]", "search.rates[2]", "search.rates[3]", "seed", "target.url"),
     ]
-    with pytest.raises(BadCampaign, match="'auto' are rungs.*; slo.preset must be one of"):
+    with pytest.raises(BadCampaign, match="slo.preset must be one of.*; models 'auto' are rungs"):
         parse_campaign('name = "x"\nmodels = ["auto", "1b"]\nslo = "quick"')
 
 
