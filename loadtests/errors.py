@@ -27,15 +27,11 @@ class ServerFailed(LoadError):
     """The server that the runner started did not become ready."""
 
 
-class LevelFailed(LoadError):
-    """A level of load could not be measured: the load generator ended early or lost requests."""
-
-
-class LevelInterrupted(LevelFailed):
+class LevelInterrupted(LoadError):
     """Conditions changed during the level (engine restart, generator crash). Retry it."""
 
 
-class ServerLost(LevelFailed):
+class ServerLost(LoadError):
     """The server process that the runner started is gone; another one has to be started."""
 
 

@@ -26,7 +26,7 @@ from loadtests.records.run_folder import (
     RunRecords,
     read_records,
 )
-from loadtests.records.run_journal import CellFinished, EngineChosen, Event
+from loadtests.records.run_journal import CellFinished, Event
 from models import formatting
 from models.ladder import is_rung
 from models.manifest import write_atomically
@@ -48,7 +48,7 @@ FACTS = (
     *("cpu_model", "architecture", "isa", "logical_cores", "physical_cores", "allowed_cores"),
     *("memory_total_bytes", "virtualisation", "system"),
 )
-MANIFEST_KEYS = ("format_version", "created", "crossover_version", "seed", "versions")
+MANIFEST_KEYS = ("format_version", "created", "crossover_version", "versions")
 MOST_TEXT = 80
 
 
@@ -111,7 +111,6 @@ def _manifest(run: RunRecords, own: Mapping[str, str]) -> dict[str, Any]:
         slo["name"] = _slo_name(str(slo.get("name")))
     return {
         **{key: whole[key] for key in MANIFEST_KEYS},
-        "git_commit": None,
         "command": ["crossover", "campaign", "run"],
         "campaign": campaign | {"name": "shared"},
         "campaign_text": "",
@@ -126,13 +125,8 @@ def _event(event: Event, own: Mapping[str, str]) -> dict[str, Any]:
     kept: dict[str, Any] = _kept(msgspec.to_builtins(event), own)
     if isinstance(getattr(event, "reason", None), str):
         kept["reason"] = "(left out)"
-    if isinstance(event, EngineChosen):
-        kept["engines"] = [_kept(msgspec.to_builtins(one), own) for one in event.engines]
     if isinstance(event, CellFinished):
-        kept["capacities"] = {
-            _slo_name(name): {**_kept(msgspec.to_builtins(found), own), "reason": ""}
-            for name, found in event.capacities.items()
-        }
+        kept["capacity"]["reason"] = ""
     return kept
 
 

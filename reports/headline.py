@@ -123,6 +123,4 @@ def basis(data: ReportData) -> str:
     if known:
         prompt, output = known[0].mean_prompt, known[0].mean_output
         asked = f"Requests of {prompt:.0f} + {output:.0f} tokens (prompt + answer, means)"
-        if len(data.workloads) > 1:
-            asked += " (the first of several workloads)"
     return f"{asked}; SLO: {slo_words(data.slo)}; {data.manifest.created[:10]}"

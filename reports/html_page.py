@@ -123,8 +123,7 @@ def _facts(data: ReportData) -> list[tuple[str, str]]:
             value = [one.get("name") for one in value]
         said = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         found.append((name, said))
-    commit = data.manifest.git_commit or "not known"
-    version = f"{data.manifest.crossover_version}, commit {commit}"
+    version = data.manifest.crossover_version
     return [*found, *data.manifest.versions.items(), ("crossover", version)]
 
 

@@ -121,7 +121,7 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One (model, format, backend) on one machine, under one workload."""
+    """One (model, format, backend) on one machine."""
 
     key: str
     run_id: str
@@ -132,8 +132,6 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     backend: str
     device: str | None  # cpu or gpu, what served; None: not known
     engine: str = ""  # of others: its name
-    hardware: str = ""  # the name of its hardware budget
-    workload: str = ""  # its name, where the campaign has several
     slots: int | None = None
     state: CellState = "not_started"
     reason: str = ""  # why it was skipped or not finished; "": it was measured
@@ -218,9 +216,8 @@ class ReportData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.manifest.server_facts
 
     @property
-    def workloads(self) -> dict[str, Workload]:
-        """By name; "" where there is one."""
-        return _workloads(self.manifest)
+    def workload(self) -> Workload:
+        return _converted(self.manifest, "workload", Workload)
 
     @property
     def requests(self) -> int:
@@ -265,23 +262,16 @@ def _converted(manifest: RunManifest, key: str, kind: type[T]) -> T:
         ) from problem
 
 
-def _workloads(manifest: RunManifest) -> dict[str, Workload]:
-    several = manifest.campaign.get("workloads")
-    if several:
-        return _converted(manifest, "workloads", dict[str, Workload])
-    return {"": _converted(manifest, "workload", Workload)}
-
-
 def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
     levels: dict[str, list[Level]] = {}
     for level in levels_of(run):
         levels.setdefault(level.cell, []).append(level)
-    workloads = _workloads(run.manifest)
-    traffic = {name: _traffic(run.manifest, one) for name, one in workloads.items()}
+    workload = _converted(run.manifest, "workload", Workload)
+    traffic = _traffic(run.manifest, workload)
     found = []
     for said in run.manifest.cells:
-        name, own = str(said.get("workload") or ""), levels.get(str(said.get("key")), [])
-        found.append(_cell_of(run, said, own, workloads.get(name), traffic.get(name), slo))
+        own = levels.get(str(said.get("key")), [])
+        found.append(_cell_of(run, said, own, workload, traffic, slo))
     return found
 
 
@@ -300,7 +290,7 @@ def _cell_of(
     run: RunRecords,
     said: Mapping[str, Any],
     levels: Sequence[Level],
-    workload: Workload | None,
+    workload: Workload,
     traffic: Traffic | None,
     slo: Slo,
 ) -> CellData:
@@ -317,13 +307,12 @@ def _cell_of(
     finished, calibrated = _last(events, CellFinished), _last(events, Calibrated)
     law = policy = None
     if calibrated is not None and calibrated.law is not None and calibrated.policy is not None:
-        law = msgspec.convert(calibrated.law, StepLaw)
-        policy = msgspec.convert(calibrated.policy, SchedulingPolicy)
+        law, policy = calibrated.law, calibrated.policy
     search = run.manifest.campaign.get("search") or {}
     found, least_seconds = None, search.get("level_seconds") or LEAST_SECONDS
     levels_since = finished and of_kind(events[events.index(finished) :], LevelFinished)
     if finished is not None and not levels_since and slo == _converted(run.manifest, "slo", Slo):
-        found = finished.capacities.get(slo.name)
+        found = finished.capacity
     if found is None and levels:
         found = estimate(
             levels,
@@ -348,8 +337,6 @@ def _cell_of(
         backend=backend,
         device=info.device or said.get("device"),
         engine=str(said.get("engine") or ""),
-        hardware=str((said.get("hardware") or {}).get("name") or ""),
-        workload=str(said.get("workload") or ""),
         slots=info.slots or said.get("slots"),
         state=state,
         reason=reason,
@@ -381,7 +368,7 @@ def _last(events: Sequence[Event], kind: type[E]) -> E | None:
 def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState, str]:
     """How far a cell came, and why no further."""
     ended = [one for one in events if isinstance(one, CellSkipped | CellFinished)]
-    if ended and isinstance(ended[-1], CellSkipped):
+    if ended and isinstance(ended[-1], CellSkipped) and not levels:
         return "skipped", ended[-1].reason
     if not of_kind(events, CellStarted):
         return "not_started", "the campaign ended before it"

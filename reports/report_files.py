@@ -53,7 +53,6 @@ def _cell_record(cell: CellData) -> dict[str, Any]:
         "run": cell.run_id,
         **{name: getattr(cell, name) for name in same},
         "backend": cell.engine or cell.backend,
-        "workload": cell.workload or None,
         "reason": cell.reason or None,
         "load_seconds": list(cell.loads),
     }
@@ -76,7 +75,6 @@ def _level_record(cell: CellData, one: LevelData) -> dict[str, Any]:
         "cell": cell.key,
         "model": cell.model,
         "level": level.name,
-        "purpose": level.started.purpose,
         "rate_per_second": level.rate,
         "concurrency": level.started.concurrency,
         "window_seconds": level.window_seconds,

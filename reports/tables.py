@@ -137,7 +137,7 @@ def levels_table(data: ReportData) -> Table:
             *latencies, lag = (formatting.seconds(one.quantile(*which)) for which in times)
             rows.append(
                 (
-                    f"{cell.model} {cell.weight_format} {cell.workload}".strip(),
+                    f"{cell.model} {cell.weight_format}".strip(),
                     one.load,
                     f"{one.judged.good} of {one.judged.due}",
                     one.judged.verdict,

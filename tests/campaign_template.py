@@ -14,8 +14,6 @@ from loadtests.campaign.campaign_file import (
     NOT_OF_SERVER,
     CampaignFile,
     Engine,
-    Hardware,
-    OneCell,
     Search,
     Server,
     SloSpec,
@@ -30,13 +28,11 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "workload": (Workload, {"preset": "chat", "max_prompt_tokens": 512, "max_output_tokens": 256}),
     "server": (Server, {}),
     "search": (Search, {}),
-    "hardware": (Hardware, {}),
     "target": (Target, {}),
-    "cells": (OneCell, {}),
     "engines": (Engine, {"name": "vllm", "command": "vllm serve {model} --port {port}"}),
 }
-LISTS = ("hardware", "cells", "engines")  # [[...]]
-ABSENT = ("target", "cells", "engines")  # a file has them only where it wants them
+LISTS = ("engines",)  # [[...]]
+ABSENT = ("target", "engines")  # a file has them only where it wants them
 STARTED = {"name": "my-campaign", "models": ["smollm2-135m"], "budget_seconds": 600.0}
 
 
@@ -72,7 +68,7 @@ def keys_of(kind: type[msgspec.Struct]) -> list[Key]:
 def campaign_template() -> str:
     """The file. It parses; a key without a value is commented out."""
     keys = keys_of(CampaignFile)
-    tables = (*SECTIONS, "arrivals", "workloads")
+    tables = (*SECTIONS, "arrivals")
     out = ["# A campaign: crossover campaign run FILE. Every key; name, models, budget_seconds"]
     out += ["# and the caps of [workload] are examples, the other values are the defaults."]
     out += [_line(key, STARTED) for key in keys if key.name not in tables]

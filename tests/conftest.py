@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tests.tools.forks import Forks
 # Engines in a test's own process: other workers of the suite use the cores too, and a thread that
 # spins keeps them from the one that it waits for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# One campaign at a time measures on a machine: each worker of the suite has a lock of its own.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="crossover-tests-")
 
 
 def has_gpu() -> bool:

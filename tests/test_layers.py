@@ -35,7 +35,7 @@ def test_only_the_locust_side_imports_locust_since_that_patches_the_process() ->
 
 
 def test_processes_are_started_where_secrets_and_folders_are_thought_of() -> None:
-    """models/isolated.py starts every Python; the others start git, and a command as it was given.
+    """models/isolated.py starts every Python; the other a command as it was given.
 
     multiprocessing and the like would run code of the current folder, and unpickle answers.
     """
@@ -53,7 +53,6 @@ def test_processes_are_started_where_secrets_and_folders_are_thought_of() -> Non
     }
     assert found == {
         "models/isolated.py",
-        "loadtests/campaign/run_state.py",
         "loadtests/host/parent_bound.py",
     }
 

@@ -13,59 +13,35 @@ is no difference between cells.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import levels_of
-from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target, check_trust
+from loadtests.campaign import cell_selection
+from loadtests.campaign.campaign_file import Campaign, Cell, Plan, cell_of_target, check_trust
 from loadtests.campaign.cell_runner import CellRun, capacity_of
-from loadtests.campaign.cell_selection import (
-    budget_of,
-    fastest_engine,
-    layout_of,
-    shares,
-    to_confirm,
-    why_not,
-    with_engine,
-    with_rungs,
-)
-from loadtests.campaign.level_runner import OpenBench, open_bench, wait_until_it_serves
+from loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_it_serves
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellState, campaign_of, manifest_of, new_folder
+from loadtests.campaign.run_state import CellState, campaign_of, new_run
 from loadtests.campaign.server_launch import Server
 from loadtests.comparison.run_environment import machine_differences
-from loadtests.errors import BadRunFolder, EndpointRefuses, Incomplete, LoadError, ServerFailed
+from loadtests.errors import BadRunFolder, Incomplete, ServerFailed
 from loadtests.host.child_processes import signals_interrupt
 from loadtests.host.machine_lock import machine_lock
+from loadtests.records import run_journal as journal
 from loadtests.records.run_folder import RunFolder
-from loadtests.records.run_journal import (
-    CellFinished,
-    CellSkipped,
-    CellStarted,
-    EngineChosen,
-    Interrupted,
-    LevelAbandoned,
-    LevelFinished,
-    LevelStarted,
-    RunFinished,
-    RunStarted,
-    of_kind,
-)
 from models import formatting
 from models.errors import CrossoverError
-from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
+from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from serving.placement.fastest_backend import BEST
 
-SERVER = "server"  # why a cell was skipped: a later sitting tries again
 CONFIRM_MARGIN = 1.5  # of the seconds that confirming is said to take, and ...
 CONFIRM_SECONDS = 60.0  # ... so many more: warm-up, last answers
 
@@ -85,26 +61,22 @@ def run(
     progress: Progress,
     *,
     command: Sequence[str] = (),
-    beside_others: bool = False,
     world: World | None = None,
 ) -> Path:
-    """A new run in a folder of its own below `out`. Raises Incomplete when cells are missing.
+    """A new run in a folder of its own below `out`. A cell that cannot be measured is skipped.
 
-    Raises MachineBusy where another campaign measures on this machine, unless `beside_others`.
+    Raises Incomplete where nothing was measured, MachineBusy where another campaign measures here.
     """
-    with _lock(f"campaign {plan.campaign.name}", beside_others):
-        plan = _named(plan, progress)
-        world = world or World()
+    world = world or World()
+    with machine_lock(f"campaign {plan.campaign.name}"):
         facts = world.facts()
-        plan = with_rungs(plan, facts, progress)
-        folder = new_folder(out, plan.campaign.name)
-        manifest = manifest_of(plan, folder.name, facts, command or sys.argv)
-        with RunFolder.create(folder, manifest) as opened:
-            opened.event(RunStarted())
-            progress.say(f"run {folder}: {len(plan.cells)} cells")
+        plan = cell_selection.with_rungs(_named(plan, progress), facts, progress)
+        with new_run(out, plan, facts, command or sys.argv) as opened:
+            opened.event(journal.RunStarted())
+            progress.say(f"run {opened.folder}: {len(plan.cells)} cells")
             states = [CellState(opened, plan.campaign, cell) for cell in plan.cells]
             _Sitting(opened, plan.campaign, states, facts, progress, world).go()
-    return folder
+    return opened.folder
 
 
 def resume(
@@ -113,74 +85,57 @@ def resume(
     *,
     confirm: bool = False,
     trust: bool = False,
-    beside_others: bool = False,
     world: World | None = None,
 ) -> Path:
     """Goes on with a run; one that is complete is left as it is, but for what is to be confirmed.
 
-    Cells whose server did not start are tried again, also those of a run that is complete.
+    Cells that were skipped are tried again, also those of a run that is complete.
     `confirm`: cells with an estimate and no confirmed rate get the time that confirming takes.
     Raises Incomplete, BadRunFolder (also on another machine), BadCampaign, MachineBusy.
     """
     world = world or World()
-    opened, records = RunFolder.open_existing(folder)
-    with opened, _lock(f"run {folder}", beside_others):
+    with RunFolder(folder) as opened, machine_lock(f"run {folder}"):
         campaign, cells = campaign_of(opened.manifest)
         if not trust:
             check_trust(Plan(campaign, cells, ""))
-        levels = levels_of(records)
-        states = [
-            CellState(opened, campaign, cell, [one for one in levels if one.cell == cell.key])
-            for cell in cells
-        ]
-        again = [state for state in states if confirm and _is_estimated(state)]
-        retried = [state for state in states if _had_no_server(state)]
-        if of_kind(opened.events, RunFinished) and not again and not retried:
+        levels = levels_of(opened)
+        states = [CellState(opened, campaign, cell, levels) for cell in cells]
+        sitting = _Sitting(opened, campaign, states, world.facts(), progress, world, confirm)
+        done = sum(state.ended is not None for state in states)
+        if done == len(states) and journal.of_kind(opened.events, journal.RunFinished):
             what = "every cell is confirmed, or cannot be" if confirm else "nothing to do"
             progress.say(f"{folder} is complete: {what}")
             return folder
-        facts = world.facts()
-        if found := machine_differences(opened.manifest, msgspec.to_builtins(facts)):
+        facts = msgspec.to_builtins(sitting.facts)
+        if found := machine_differences(opened.manifest, facts):
             apart = "; ".join(f"{one.name} {one.first} then, {one.second} now" for one in found)
             raise BadRunFolder(f"{folder} was begun on another machine ({apart}): start a new run")
-        last = opened.events[-1] if opened.events else None
         _close_open_level(opened, "the runner ended within it")
-        if not isinstance(last, RunFinished | Interrupted) or last.cell:
-            opened.event(Interrupted(reason="the runner was killed"))
-        opened.event(RunStarted())
-        done = sum(state.ended is not None for state in states) - len(retried)
-        for state in (*retried, *again):
-            state.ended = None
+        last = opened.events[-1] if opened.events else None
+        if not isinstance(last, journal.RunFinished | journal.Interrupted) or last.cell:
+            opened.event(journal.Interrupted(reason="the runner was killed"))
+        opened.event(journal.RunStarted())
+        confirming = f", {len(sitting.again)} to confirm" if sitting.again else ""
         progress.say(
             f"going on with {folder}: {done} of {len(cells)} cells and {len(levels)} levels are "
-            f"done{f', {len(again)} to confirm' if again else ''}"
+            f"done{confirming}"
         )
-        for damage in records.damage():
+        for damage in opened.damage():
             progress.say(f"left out: {damage}", style="yellow")
-        _Sitting(opened, campaign, states, facts, progress, world, again).go()
+        sitting.go()
     return folder
-
-
-def _is_estimated(state: CellState) -> bool:
-    """A cell that has ended with an estimate that a level could confirm."""
-    found = state.ended.capacity if isinstance(state.ended, CellFinished) else None
-    return found is not None and not found.holds and found.confirm_seconds is not None
-
-
-def _had_no_server(state: CellState) -> bool:
-    return isinstance(state.ended, CellSkipped) and state.ended.cause == SERVER
-
-
-def _lock(what: str, beside_others: bool) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if beside_others else machine_lock(what)
 
 
 def _close_open_level(opened: RunFolder, reason: str) -> None:
     """The level that was begun and neither finished nor abandoned."""
-    closed = {e.level for e in opened.events if isinstance(e, LevelFinished | LevelAbandoned)}
-    for level in of_kind(opened.events, LevelStarted):
+    closed = {
+        e.level
+        for e in opened.events
+        if isinstance(e, journal.LevelFinished | journal.LevelAbandoned)
+    }
+    for level in journal.of_kind(opened.events, journal.LevelStarted):
         if level.level not in closed:
-            opened.event(LevelAbandoned(cell=level.cell, level=level.level, reason=reason))
+            opened.event(journal.LevelAbandoned(cell=level.cell, level=level.level, reason=reason))
 
 
 def _named(plan: Plan, progress: Progress) -> Plan:
@@ -188,10 +143,10 @@ def _named(plan: Plan, progress: Progress) -> Plan:
     target = plan.campaign.target
     if target is None or target.model is not None:
         return plan
-    facts = wait_until_it_serves(Server(target), progress)
+    facts = wait_until_it_serves(Server(plan.cells[0], plan.campaign, Path()), progress)
     target = msgspec.structs.replace(target, model=facts.model)
-    cells = [cell_of_target(target, cell.workload) for cell in plan.cells]
-    return Plan(msgspec.structs.replace(plan.campaign, target=target), cells, plan.text)
+    campaign = msgspec.structs.replace(plan.campaign, target=target)
+    return Plan(campaign, [cell_of_target(target)], plan.text)
 
 
 class _Sitting:
@@ -205,168 +160,124 @@ class _Sitting:
         facts: HardwareFacts,
         progress: Progress,
         world: World,
-        again: Sequence[CellState] = (),
+        confirm: bool = False,
     ) -> None:
-        """`again`: cells that had ended and are to be confirmed now."""
-        self._run = opened
-        self._campaign = campaign
-        self.states = states
-        self._facts = facts
-        self._progress = progress
-        self._clock = world.clock
-        self._open_bench = world.open_bench or (lambda state: open_bench(state, progress))
-        self._given_up: set[str] = set()  # in this sitting
-        self._again = {state.key for state in again}
+        """`confirm`: also cells that have ended with an estimate which a level could confirm."""
+        self.facts, self._run, self._campaign = facts, opened, campaign
+        self._states, self._progress, self._clock = states, progress, world.clock
+        self._open_bench = world.open_bench or (lambda state: ServerBench(state, progress).open())
         is_searched = not campaign.search.rates and campaign.target is None
         self._blocks = campaign.search.starts if is_searched else 1
-        self._confirmed = to_confirm(campaign, [state.cell for state in states]) | self._again
+        self.again: dict[str, int] = {}  # cells to confirm after all: their block, behind the last
+        for state in states:
+            last = max(state.blocks, default=0)
+            if state.ended is None and last > self._blocks:  # a runner was killed within it
+                self.again[state.key] = last
+            elif confirm and _is_estimated(state):
+                self.again[state.key] = max(last, self._blocks) + 1
+            if isinstance(state.ended, journal.CellSkipped) or state.key in self.again:
+                state.ended = None
+        smallest = cell_selection.to_confirm(campaign, [state.cell for state in states])
+        self._confirmed = smallest | self.again.keys()
 
     def go(self) -> None:
+        """Raises Incomplete where nothing was measured."""
+        for state in self._states:
+            found = getattr(state.ended, "capacity", None)
+            self._progress.found(state.key, capacity_text.in_words(found) if found else "waits")
         with signals_interrupt():
             try:
-                for state in self.states:
-                    if state.key in self._again:
-                        self._part(state, max(state.parts, default=0) + 1)
+                for state in self._states:
+                    if state.key in self.again:
+                        self._part(state, self.again[state.key])
                 for block in range(1, self._blocks + 1):
-                    self._block(block)
+                    order = list(self._states)
+                    if self._blocks > 1:
+                        random.Random(f"{self._campaign.seed}/{block}").shuffle(order)
+                    for state in order:
+                        if state.ended is None:
+                            self._part(state, block)
             except KeyboardInterrupt:
                 self._interrupted("stopped by the user")
-                raise Incomplete(
-                    "stopped; what was measured is kept. Go on with: "
-                    f"crossover campaign resume {self._run.folder}"
-                ) from None
+                raise self._incomplete("stopped, and what was measured is kept") from None
             except BaseException as problem:
                 self._interrupted(f"{type(problem).__name__}: {problem}")
                 raise
-        if missing := [state.key for state in self.states if state.ended is None]:
-            raise Incomplete(
-                f"{len(missing)} of {len(self.states)} cells could not be measured: "
-                f"{', '.join(missing)}; "
-                f"try again with: crossover campaign resume {self._run.folder}"
-            )
-        if all(map(_had_no_server, self.states)):
-            self._interrupted("no server started")
-            first = self.states[0].ended
-            raise Incomplete(
-                f"nothing was measured: {getattr(first, 'reason', '')}; "
-                f"try again with: crossover campaign resume {self._run.folder}"
-            )
-        self._run.event(RunFinished())
+        skipped = [one.ended for one in self._states if isinstance(one.ended, journal.CellSkipped)]
+        if len(skipped) == len(self._states):
+            self._interrupted("nothing was measured")
+            raise self._incomplete(f"nothing was measured: {skipped[0].reason}")
+        self._run.event(journal.RunFinished())
         self._progress.quiet()
-        self._progress.say(f"complete: {self._run.folder}")
+        missing = f"; skipped: {', '.join(one.cell for one in skipped)}" if skipped else ""
+        self._progress.say(f"complete: {self._run.folder}{missing}")
+
+    def _incomplete(self, why: str) -> Incomplete:
+        return Incomplete(f"{why}; go on with: crossover campaign resume {self._run.folder}")
 
     def _interrupted(self, reason: str) -> None:
         self._progress.quiet()
         _close_open_level(self._run, reason)
-        self._run.event(Interrupted(reason=reason))
-
-    def _block(self, block: int) -> None:
-        """Each cell that is not done, on a server of its own."""
-        order = list(self.states)
-        if self._blocks > 1:
-            random.Random(f"{self._campaign.seed}/{block}").shuffle(order)
-        for state in order:
-            if state.ended is None and state.key not in self._given_up:
-                self._part(state, block)
+        self._run.event(journal.Interrupted(reason=reason))
 
     def _part(self, state: CellState, block: int) -> None:
-        """A cell in one block: measured as far as the block goes, or skipped.
-
-        One that has levels is given up for now, not skipped: a later start may be better.
-        """
-        place = f"cell {self.states.index(state) + 1} of {len(self.states)}, {state.key}"
-        self._tell_cells(state.key)
-        why = why_not(state.cell, self._campaign, self._facts) or self._settle(state)
-        if why is not None:
-            return self._leave(state, why, place, "")
-        part = state.parts.get(block) or self._begin(state, block, place)
+        """A cell in one block: measured as far as the block goes, or skipped."""
+        place = f"cell {self._states.index(state) + 1} of {len(self._states)}, {state.key}"
+        say, found = self._progress.say, self._progress.found
+        found(state.key, "now", self._left_seconds)
         confirms = state.key in self._confirmed
-        cell = CellRun(state, part, self._progress, self._clock, to_confirm=confirms)
         try:
-            found = cell.run(self._open_bench)
+            if state.cell.backend == BEST:
+                asked = state.cell, self._campaign, self.facts, self._progress
+                state.event(cell_selection.fastest_engine(*asked))
+            if (why := self._why_not(state.cell)) is not None:
+                raise ServerFailed(why)
+            part = state.blocks.get(block) or self._begin(state, block, place)
+            cell = CellRun(state, part, self._progress, self._clock, to_confirm=confirms)
+            capacity = cell.run(self._open_bench)
         except BadRunFolder:  # nothing can be written any more
             raise
-        except LoadError as problem:
-            cause = SERVER if isinstance(problem, ServerFailed) else None
-            if isinstance(problem, EndpointRefuses) and state.cell.url is None:
-                cause = ""
-            return self._leave(state, str(problem), place, cause)
+        except CrossoverError as problem:
+            _close_open_level(self._run, str(problem))
+            state.event(journal.CellSkipped(cell=state.key, reason=str(problem)))
+            found(state.key, f"skipped, {problem}")
+            return say(f"{place}: skipped, {problem}", style="red")
         if block >= self._blocks or not confirms:
-            state.event(CellFinished(cell=state.key, capacities={self._campaign.slo.name: found}))
-            self._progress.say(f"{place}: {capacity_text.in_words(found)}", style="bold")
+            state.event(journal.CellFinished(cell=state.key, capacity=capacity))
+            found(state.key, capacity_text.in_words(capacity))
+            say(f"{place}: {capacity_text.in_words(capacity)}", style="bold")
 
-    def _leave(self, state: CellState, reason: str, place: str, cause: str | None) -> None:
-        """Skips a cell; one that has levels, or no cause to be skipped, is given up for now."""
-        if cause is None or state.levels:
-            self._given_up.add(state.key)
-            state.event(Interrupted(cell=state.key, reason=reason))
-            self._progress.say(f"{place}: given up for now, {reason}", style="red")
-        else:
-            state.event(CellSkipped(cell=state.key, cause=cause, reason=reason))
-            self._progress.say(f"{place}: skipped, {reason}", style="red")
+    def _why_not(self, cell: Cell) -> str | None:
+        return cell_selection.why_not(cell, self._campaign, self.facts)
 
-    def _settle(self, state: CellState) -> str | None:
-        """Gives a cell whose backend is `best` its engine; returns why there is none."""
-        if state.cell.backend != BEST:
-            return None
-        if not of_kind(self._run.events, EngineChosen, state.key):
-            try:
-                choice = fastest_engine(state.cell, self._campaign, self._facts, self._progress)
-            except CrossoverError as problem:
-                return str(problem)
-            state.event(choice)
-        state.cell = with_engine(state.cell, self._run.events)
-        return why_not(state.cell, self._campaign, self._facts)
-
-    def _begin(self, state: CellState, block: int, place: str) -> CellStarted:
+    def _begin(self, state: CellState, block: int, place: str) -> journal.CellStarted:
         """The cell's part of this block, on record."""
-        spent, share = state.spent_seconds, self._share(state)
-        until = spent + share / max(1, self._blocks - block + 1)
-        part = CellStarted(
-            cell=state.key,
-            budget_seconds=round(spent + share, 3),
-            block=block,
-            until_seconds=round(until, 3),
-        )
-        state.event(part)
+        share = self._share(state) / max(1, self._blocks - block + 1)
+        until = round(state.spent_seconds + share, 3)
+        part = state.event(journal.CellStarted(cell=state.key, block=block, until_seconds=until))
         which = f", start {block} of {self._blocks}" if 1 < self._blocks >= block else ""
-        self._progress.say(
-            f"{place}{which}: at most {formatting.duration(until - spent)} of measuring"
-        )
-        if block == 1:
-            layout = layout_of(state.cell, allowed_cores())
-            for line in layout.shared if layout is not None else ():
-                self._progress.detail(f"  note: {line}")
+        self._progress.say(f"{place}{which}: at most {formatting.duration(share)} of measuring")
         return part
 
     def _share(self, state: CellState) -> float:
         """Seconds of measuring that the cell may still have: its share of what is left."""
-        if state.key in self._again:
+        if state.key in self.again:
             needed = capacity_of(state).confirm_seconds or 0.0
             return CONFIRM_MARGIN * needed + CONFIRM_SECONDS
         to_come = [
             one.cell
-            for one in self.states
-            if one is state
-            or not (one.ended or one.key in self._given_up)
-            and why_not(one.cell, self._campaign, self._facts) is None
+            for one in self._states
+            if one is state or (one.ended is None and self._why_not(one.cell) is None)
         ]
-        return shares(to_come, self._confirmed, self._left_seconds)[state.key]
+        return cell_selection.shares(to_come, self._confirmed, self._left_seconds)[state.key]
 
     @property
     def _left_seconds(self) -> float:
-        whole = budget_of(self._campaign, len(self.states))
-        return max(0.0, whole - sum(state.spent_seconds for state in self.states))
+        whole = cell_selection.budget_of(self._campaign, len(self._states))
+        return max(0.0, whole - sum(state.spent_seconds for state in self._states))
 
-    def _tell_cells(self, now: str) -> None:
-        """All cells for the moving lines, and how much may still be measured."""
-        found: dict[str, str] = {}
-        for state in self.states:
-            ended = state.ended
-            if isinstance(ended, CellFinished):
-                found[state.key] = capacity_text.in_words(ended.capacity)
-            elif isinstance(ended, CellSkipped):
-                found[state.key] = f"skipped, {ended.reason}"
-            else:
-                found[state.key] = "now" if state.key == now else "waits"
-        self._progress.cells(found, self._left_seconds or None)
+
+def _is_estimated(state: CellState) -> bool:
+    """A cell that has ended with an estimate that a level could confirm."""
+    found = state.ended.capacity if isinstance(state.ended, journal.CellFinished) else None
+    return found is not None and not found.holds and found.confirm_seconds is not None

@@ -1,96 +1,68 @@
-"""A run, finished or not, and a campaign that has not begun, printed."""
+"""A run, finished or not, printed."""
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from loadtests.analysis import capacity_text
-from loadtests.analysis.level import Level, levels_of
+from loadtests.analysis.level import levels_of
 from loadtests.analysis.percentiles import distribution
-from loadtests.campaign.campaign_file import Campaign, Plan
-from loadtests.campaign.cell_selection import (
-    argv,
-    budget_of,
-    engine_values,
-    layout_of,
-    shares,
-    to_confirm,
-    why_not,
-    with_rungs,
-)
+from loadtests.campaign.campaign_file import Campaign
+from loadtests.campaign.cell_runner import capacity_of
 from loadtests.campaign.level_runner import level_text
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import campaign_of
-from loadtests.records.run_folder import RunRecords, read_records
-from loadtests.records.run_journal import (
-    Capacity,
-    CellFinished,
-    CellSkipped,
-    EngineChosen,
-    Interrupted,
-    LevelAbandoned,
-    LevelPurpose,
-    RunFinished,
-    of_kind,
-)
+from loadtests.campaign.progress import console_of
+from loadtests.campaign.run_state import CellRecord, campaign_of
+from loadtests.records import run_journal as journal
+from loadtests.records.run_folder import read_records
 from loadtests.workload.request_lengths import in_words
 from models import formatting
 from models.errors import printable
-from serving.hardware.cpu_topology import cores_text
-from serving.hardware.machine_facts import allowed_cores, hardware_facts
-
-ANSWER = ("model", "one at a time", "holds", "limit", "grade")
-
-
-def console_of() -> Console:
-    """Standard output; where it is no terminal, as wide as the tables are."""
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
 def show_run(folder: Path, console: Console | None = None, *, levels: bool = True) -> None:
-    """Print the answer's table, and with `levels` all that was measured. Raises BadRunFolder."""
+    """Print the answer's table, and with `levels` all that was measured. Raises BadRunFolder.
+
+    Of a cell that is not done it says what its levels so far tell.
+    """
     console = console or console_of()
     run = read_records(folder)
     campaign, cells = campaign_of(run.manifest)
-    measured: dict[str, list[Level]] = {cell.key: [] for cell in cells}
-    for level in levels_of(run):
-        measured[level.cell].append(level)
-    state = "complete" if of_kind(run.events, RunFinished) else "not complete"
+    measured = levels_of(run)
+    is_complete = run.events and isinstance(run.events[-1], journal.RunFinished)
+    stops, lost = journal.Interrupted, journal.LevelAbandoned
     console.print(
-        f"run {run.manifest.run_id}: {state}, {sum(map(len, measured.values()))} levels, "
-        f"{len(of_kind(run.events, Interrupted))} interruptions, "
-        f"{len(of_kind(run.events, LevelAbandoned))} levels abandoned"
+        f"run {run.manifest.run_id}: {'complete' if is_complete else 'not complete'}, "
+        f"{len(measured)} levels, {len(journal.of_kind(run.events, stops))} interruptions, "
+        f"{len(journal.of_kind(run.events, lost))} levels abandoned"
     )
     for what in run.damage():
-        console.print(f"left out: {what}", style="yellow", markup=False)
-    table = Table(*ANSWER, box=None, pad_edge=False)
+        console.print(f"left out: {what}", style="yellow")
+    table = Table("model", "one at a time", "holds", "limit", "grade", box=None, pad_edge=False)
     confirming = 0.0
-    for key, own in measured.items():
-        ended = [e for e in of_kind(run.events, CellFinished, key) if e.capacity is not None]
-        found = ended[-1].capacity if ended else None
-        if levels:
-            _show_cell(key, campaign, run, own, found, console)
-        if found is not None:
-            table.add_row(key, _alone(own), *_capacity_cells(found))
-            confirming += 0.0 if found.holds else found.confirm_seconds or 0.0
+    for cell in cells:
+        state = CellRecord(run.events, campaign, cell, measured)
+        if isinstance(state.ended, journal.CellFinished):
+            found: journal.Capacity | None = state.ended.capacity
         else:
-            skipped = of_kind(run.events, CellSkipped, key)
-            words = f"skipped: {skipped[-1].reason}" if skipped else "not measured"
-            table.add_row(key, _alone(own), "-", "-", printable(words))
-    console.print(f"\n{_asked(campaign)}", style="bold", markup=False)
+            found = capacity_of(state) if state.counted else None
+        if levels:
+            _show_cell(state, found, console)
+        if found is None:
+            reason = getattr(state.ended, "reason", "")
+            told = ["-", "-", printable(f"skipped: {reason}") if reason else "not measured"]
+        else:
+            told = _capacity_cells(found)
+            confirming += 0.0 if found.holds else found.confirm_seconds or 0.0
+        table.add_row(cell.key, _alone(state), *told)
+    console.print(f"\n{_asked(campaign)}", style="bold")
     console.print(table)
     if confirming:
         console.print(
             f"Confirming what is estimated would take about {formatting.duration(confirming)}: "
-            f"crossover campaign resume {folder} --confirm",
-            markup=False,
+            f"crossover campaign resume {folder} --confirm"
         )
 
 
@@ -99,14 +71,13 @@ def _asked(campaign: Campaign) -> str:
     slo = campaign.slo
     limits = [("TTFT", slo.ttft_seconds), ("TPOT", slo.tpot_seconds)]
     told = [f"{name} {formatting.limit(value)}" for name, value in limits if value is not None]
-    lengths = [f"{name}: {in_words(one)}" for name, one in campaign.workloads.items()]
     return (
         f"SLO {slo.name}: {', '.join(told) or 'no limits'} for {100 * slo.target:.4g} % of "
-        f"requests; {'; '.join(lengths) or in_words(campaign.workload)}"
+        f"requests; {in_words(campaign.workload)}"
     )
 
 
-def _capacity_cells(found: Capacity) -> list[str]:
+def _capacity_cells(found: journal.Capacity) -> list[str]:
     """holds, limit, grade."""
     if found.state == "not_even_alone":
         return [capacity_text.state_words(found), "-", "confirmed" if found.starts > 1 else ""]
@@ -116,9 +87,9 @@ def _capacity_cells(found: Capacity) -> list[str]:
     return ["-", limit, "estimated" if found.method == "law" and found.limit else found.reason]
 
 
-def _alone(levels: Sequence[Level]) -> str:
+def _alone(state: CellRecord) -> str:
     """Median TTFT and TPOT of the last single-stream requests that count."""
-    alone = [one for one in levels if one.is_single_stream and one.counts]
+    alone = [one for one in state.counted if one.is_single_stream and one.counts]
     if not alone:
         return "-"
     columns = (alone[-1].ttft, alone[-1].tpot)
@@ -126,52 +97,14 @@ def _alone(levels: Sequence[Level]) -> str:
     return f"TTFT {formatting.seconds(ttft)}, TPOT {formatting.seconds(tpot)}"
 
 
-def _show_cell(
-    key: str,
-    campaign: Campaign,
-    run: RunRecords,
-    levels: Sequence[Level],
-    found: Capacity | None,
-    console: Console,
-) -> None:
-    console.print(f"\n{key}", style="bold", markup=False)
-    for choice in of_kind(run.events, EngineChosen, key):
-        console.print(f"fastest engine: {choice.reason}", style="dim", markup=False)
-    for level in levels:
-        if level.started.purpose is not LevelPurpose.CALIBRATION:
-            console.print(f"  {level_text(level, campaign.slo)}", markup=False)
+def _show_cell(state: CellRecord, found: journal.Capacity | None, console: Console) -> None:
+    console.print(f"\n{state.key}", style="bold")
+    if state.choice is not None:
+        console.print(f"fastest engine: {state.choice.reason}", style="dim")
+    for level in state.levels:
+        if not level.started.is_burst:
+            console.print(f"  {level_text(level, state.campaign.slo)}")
     if found is not None:
-        console.print(capacity_text.in_words(found), markup=False)
+        console.print(capacity_text.in_words(found))
         for text in filter(None, (found.reason, capacity_text.speed_words(found))):
-            console.print(f"  {text}", style="dim", markup=False)
-
-
-def show_plan(plan: Plan) -> None:
-    """Print each cell of a campaign that has not begun: skipped and why, or its share of the
-    budget and the command of an engine of others whole.
-    """
-    facts = hardware_facts()
-    with Progress() as progress:
-        plan = with_rungs(plan, facts, progress, may_measure=False)
-    settings, cells = plan.campaign, plan.cells
-    what = "rungs that some 20 s of measuring choose" if plan.is_auto else f"{len(cells)} cells"
-    typer.echo(f"{settings.name}: {what}\n  {_asked(settings)}")
-    reasons = {cell.key: why_not(cell, settings, facts) for cell in cells}
-    can = [cell for cell in cells if reasons[cell.key] is None]
-    whole = budget_of(settings, len(can))
-    seconds = shares(can, to_confirm(settings, cells), whole)
-    for cell in cells:
-        if (why := reasons[cell.key]) is not None:
-            typer.echo(f"  {cell.key}: skipped, {why}")
-            continue
-        layout = layout_of(cell, allowed_cores())
-        place = cell.url if layout is None else f"engine on cores {cores_text(layout.engine)}"
-        typer.echo(f"  {cell.key}: at most {formatting.duration(seconds[cell.key])}, {place}")
-        if cell.engine and layout is not None:
-            values = engine_values(cell, settings.server, layout, cell.model)
-            command = shlex.join(argv(settings.engines[cell.engine].command, values))
-            typer.echo(f"    runs, only with --trust: {printable(command)}")
-    typer.echo(
-        f"at most {formatting.duration(whole)} of measuring, "
-        "beside making and loading the models; nothing was started"
-    )
+            console.print(f"  {text}", style="dim")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import NormalDist
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -29,70 +29,53 @@ from loadtests.analysis.capacity_estimate import (
 from loadtests.analysis.disturbance import in_words
 from loadtests.analysis.level import Level
 from loadtests.analysis.slo import requests_to_hold
-from loadtests.campaign.level_runner import Bench, LevelAsk, OpenBench, level_text
+from loadtests.campaign.level_runner import LevelAsk, OpenBench, ServerBench, level_text
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellState, seed_of
-from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
-from loadtests.records.run_journal import (
-    Calibrated,
-    Capacity,
-    CellStarted,
-    Interrupted,
-    LevelAbandoned,
-    LevelPurpose,
-    NeverQuiet,
-    Waited,
-)
+from loadtests.campaign.run_state import CellRecord, CellState, seed_of
+from loadtests.errors import LevelInterrupted, LoadError, ServerLost
+from loadtests.records import run_journal as journal
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import measured_reuse
-from loadtests.simulation.step_law import StepLaw
 from models import formatting
 
 ENOUGH = 1.4  # a limit that is higher above the confirmed rate is worth one more level
-MOST_LEVELS = 2  # at a start, for one SLO: a level at 0.8 Y, and one more
+MOST_LEVELS = 2  # at a start: a level at 0.8 Y, and one more
+MOST_TRIES = 4  # levels while none has held
 MOST_ALONE = 4  # levels of single streams, where a few slow requests do not tell yet
 NEAR = 0.5  # of the limit: lower levels do not count as tries
-CALIBRATION_SECONDS = 30.0
-LEAST_CALIBRATION_SECONDS = 5.0
+CALIBRATION_SECONDS, LEAST_CALIBRATION_SECONDS = 30.0, 5.0
 LEAST_WARMUP_SECONDS, MOST_WARMUP_SECONDS = 5.0, 20.0
-MOST_TRIES = 4  # levels while none has held
-MORE = 1.2  # times the seconds that would just prove a rate: the share may turn out lower
 NARROW = 1.25  # between the highest rate that held and the lowest that failed
 LOWEST = 1 / 50  # of the first rate that is tried: below it requests hardly ever meet
 LOWER = 0.85  # of a rate that did not hold: where the next level is put at the highest
 
-MOST_ATTEMPTS = 5  # of one level in one sitting
-MOST_SERVERS = 4  # of one cell in one sitting
+MOST_SERVERS = 4  # starts for one cell in one block and sitting
 MOST_WAIT_SECONDS = 30.0  # until a disturbed level is tried again: 2, 4, 8 ... so many
 BURST_TRIES = 2
 PREFILL_TOKENS = 2048  # of a step, where the server does not say
 
 
-class Calibrate(msgspec.Struct, frozen=True):
+class Calibrate(NamedTuple):
     """Bursts, within so many seconds; then the law."""
 
     seconds: float
 
 
-class Restart(msgspec.Struct, frozen=True):
-    """Start the server again, and ask again."""
-
-    reason: str
-
-
-Step = LevelAsk | Calibrate | Restart | None  # None: nothing is left to measure, or to pay for
+RESTART: Literal["restart"] = "restart"  # the server, and ask again
+# None: nothing is left to measure, or to pay for
+Step = LevelAsk | Calibrate | Literal["restart"] | None
 
 
 class CellRun:
     """A cell's part of a block in one sitting."""
 
-    bench: Bench  # while it serves
+    bench: ServerBench  # while it serves
 
     def __init__(
         self,
         state: CellState,
-        part: CellStarted,
+        part: journal.CellStarted,
         progress: Progress,
         clock: Callable[[], float],
         *,
@@ -103,10 +86,9 @@ class CellRun:
         self.search = state.campaign.search
         self.to_confirm = to_confirm
 
-    def run(self, open_bench: OpenBench) -> Capacity:
-        """The capacity after all that this block pays for. A server that is lost is started again.
-
-        Raises ServerFailed, LevelFailed, LoadError.
+    def run(self, open_bench: OpenBench) -> journal.Capacity:
+        """The capacity after all that this block pays for. Where a level is interrupted, or the
+        server lost, it is started again. Raises LoadError.
         """
         state, lost = self.state, 0
         for _ in range(MOST_SERVERS):
@@ -114,31 +96,28 @@ class CellRun:
                 break  # decided: no server is started
             try:
                 with open_bench(state) as self.bench:
-                    again = self._measure()
-                if again is None:
-                    break
-                self.progress.say(f"  {again.reason}")
-            except ServerLost as problem:
+                    if self._measure():
+                        break
+                self.progress.say("  not even alone: a second start must say so too")
+            except (LevelInterrupted, ServerLost) as problem:
                 lost += 1
-                state.event(Interrupted(cell=state.key, reason=str(problem)))
-                self.progress.say(f"  {problem}", style="yellow")
-                reason = f"lost {lost} servers; the last one: {problem}"
-        else:
-            if lost:
-                raise ServerFailed(reason)
+                state.event(journal.Interrupted(cell=state.key, reason=str(problem)))
+                self.progress.say(f"  {problem}; measuring it again", style="yellow")
+                if lost == MOST_SERVERS:
+                    raise LoadError(f"interrupted {lost} times; the last time: {problem}") from None
         return capacity_of(state)
 
+    # What to measure next.
+
     def next_step(self) -> Step:
-        """What to measure next, given all that is in the journal."""
+        """By all that is in the journal."""
         state = self.state
-        levels = state.counted
-        self.alone = [level for level in levels if level.is_single_stream]
-        self.loaded = [level for level in levels if level.rate is not None]
+        self.alone = [level for level in state.counted if level.is_single_stream]
+        self.loaded = [level for level in state.counted if level.rate is not None]
         known = [seconds for one in self.alone if (seconds := one.mean(one.e2e)) is not None]
         # of a single-stream request, in the mean; None where none ended
         self.alone_seconds = sum(known) / len(known) if known else None
-        # of the budget, in this block
-        self.left_seconds = (self.part.until_seconds or 0.0) - state.spent_seconds
+        self.left_seconds = self.part.until_seconds - state.spent_seconds
         # two answers of an idle server: its queue has to fill first
         warmup = max(LEAST_WARMUP_SECONDS, 2 * (self.alone_seconds or 0.0))
         self.warmup_seconds = round(min(warmup, MOST_WARMUP_SECONDS), 1)
@@ -151,13 +130,8 @@ class CellRun:
         if rates := self.search.rates:
             if len(self.loaded) >= len(rates):
                 return None
-            return LevelAsk(
-                rate=rates[len(self.loaded)],
-                window_seconds=self.search.level_seconds,
-                warmup_seconds=self.warmup_seconds,
-            )
+            return self._ask(rates[len(self.loaded)], self.search.level_seconds)
         self.found = found = capacity_of(state)
-        fails_alone = self._verdict(self.alone[-1]) == "fails"
         # of the server that serves now, from 1; None: it cannot be started again
         self.start = None if state.cell.url is not None else state.starts
         if found.state == "not_even_alone":
@@ -165,15 +139,15 @@ class CellRun:
                 return None
             if self.start is None or all(a.started.start != self.start for a in self.alone):
                 return single
-            return Restart("requests one at a time miss the SLO: a second start must say so too")
+            return RESTART
+        fails_alone = self._verdict(self.alone[-1]) == "fails"
         if fails_alone and self.left_seconds > 0 and len(self.alone) < MOST_ALONE:
             return single  # too few to say so
         # Without a limit of latency a law tells nothing.
         has_limit = self.slo.ttft_seconds is not None or self.slo.tpot_seconds is not None
-        if has_limit and state.calibrated is None:
-            seconds = min(CALIBRATION_SECONDS, self.left_seconds)
-            if seconds >= LEAST_CALIBRATION_SECONDS:
-                return Calibrate(seconds)
+        seconds = min(CALIBRATION_SECONDS, self.left_seconds)
+        if has_limit and state.calibrated is None and seconds >= LEAST_CALIBRATION_SECONDS:
+            return Calibrate(seconds)
         if not self.to_confirm or fails_alone:
             return None
         if found.method == "law" and has_limit:
@@ -202,31 +176,9 @@ class CellRun:
             return self._level(asked)
         failed = [one.rate or 0.0 for one in self.loaded if self._verdict(one) == "fails"]
         rate = CONFIRMING_SHARE * min([limit, *failed])
-        last = (self.loaded[-1].rate or 0.0) if self.loaded and not found.held else None
-        if last is not None and last * LOWER < rate:
-            # Levels at one rate count together: what nearly told is measured there again.
-            more = self._seconds_to_prove(last)
-            return self._level(LOWER * last) if more is None else self._level(last, more)
+        if self.loaded and not found.held:
+            rate = min(rate, LOWER * (self.loaded[-1].rate or 0.0))
         return self._level(rate)
-
-    def _seconds_to_prove(self, rate: float) -> float | None:
-        """So many more, at the share of good requests seen there; None: a lower rate is quicker.
-
-        Wilson's lower bound reaches p where n = z^2 p (1 - p) / (share - p)^2 (score test).
-        """
-        target, least = self.slo.target, self.search.level_seconds
-        same = [one for one in self.loaded if one.rate == rate]
-        told = [one.judge(self.slo) for one in same]
-        count = sum(one.effective for one in told)
-        good = sum(one.effective * (one.share or 0.0) for one in told)
-        bad = any(one.verdict == "fails" or one.steady is False for one in told)
-        if bad or good <= target * count:
-            return None
-        z = NormalDist().inv_cdf(self.slo.confidence)
-        needed = z * z * target * (1 - target) / (good / count - target) ** 2
-        more = MORE * sum(one.window_seconds for one in same) * (needed / count - 1)
-        usual = confirming_seconds(self.slo, rate, self.alone_seconds, least_seconds=least)
-        return max(more, least) if more <= 2 * usual else None
 
     def _searching(self) -> LevelAsk | None:
         """By levels alone: the rate that narrows, then the level that confirms the low side."""
@@ -237,19 +189,17 @@ class CellRun:
             is_up = is_open and (told.share or 0.0) >= self.slo.target
             tried.append((level.rate or 0.0, told.verdict == "holds" or is_up))
         start = self.found.limit or (1 / self.alone_seconds if self.alone_seconds else None)
-        if start is None:
+        rate = None if start is None else next_rate(tried, start)
+        if rate is None:
             return None
-        rate = next_rate(tried, start)
         again = sum(level.rate == rate for level in self.loaded)
         if again and not any(self._verdict(one) == "fails" for one in self.loaded):
             rate = NARROW * min(at for at, is_up in tried if not is_up)  # it bounds nothing yet
-        elif rate is None or again > MOST_LEVELS or (again and self.found.holds):
+        elif again > MOST_LEVELS or (again and self.found.holds):
             return None
         return self._level(rate, by_levels=True)
 
-    def _level(
-        self, rate: float, seconds: float | None = None, *, by_levels: bool = False
-    ) -> LevelAsk | None:
+    def _level(self, rate: float, *, by_levels: bool = False) -> LevelAsk | None:
         """A level as long as it takes to tell, as far as the budget pays; None: it does not.
 
         By levels alone, one in which not even all requests good would prove the rate tells nothing.
@@ -259,48 +209,39 @@ class CellRun:
         proves = AS_ONE_BY_LEVELS * requests_to_hold(self.slo) / rate if by_levels else 0.0
         if affordable < max(least, proves):
             return None
-        wanted = seconds or confirming_seconds(
-            self.slo, rate, alone, by_levels=by_levels, least_seconds=least
-        )
-        window = round(min(wanted, affordable), 1)
-        return LevelAsk(rate=rate, window_seconds=window, warmup_seconds=self.warmup_seconds)
+        wanted = confirming_seconds(self.slo, rate, alone, by_levels=by_levels, least_seconds=least)
+        return self._ask(rate, round(min(wanted, affordable), 1))
+
+    def _ask(self, rate: float, seconds: float) -> LevelAsk:
+        return LevelAsk(rate=rate, window_seconds=seconds, warmup_seconds=self.warmup_seconds)
 
     # Doing it.
 
-    @property
-    def _patience_seconds(self) -> float:
-        """What is left for disturbed levels and waiting, besides the budget."""
-        most = min(self.campaign.wait_seconds, self.part.budget_seconds or math.inf)
-        return most - self.state.lost_seconds
-
-    def _measure(self) -> Restart | None:
-        """Steps until nothing is left to measure in this block; Restart: on a new server."""
-        while True:
-            step = self.next_step()
-            match step:
-                case None | Restart():
-                    return step
-                case Calibrate():
-                    self._calibrate(step.seconds)
-                case LevelAsk():
-                    level = self._level_that_counts(step)
-                    if level is None:
-                        return None
-                    self.progress.detail(f"  {level_text(level, self.slo)}")
-                    if level.rate and not self.search.rates:
-                        words = capacity_text.in_words(capacity_of(self.state))
-                        self.progress.found(self.state.key, words)
+    def _measure(self) -> bool:
+        """Steps until nothing is left to measure in this block; False: on this server."""
+        while (step := self.next_step()) is not None:
+            if step == RESTART:
+                return False
+            if isinstance(step, Calibrate):
+                self._calibrate(step.seconds)
+                continue
+            level = self._level_that_counts(step)
+            if level is None:
+                break
+            self.progress.detail(f"  {level_text(level, self.slo)}")
+            if level.rate and not self.search.rates:
+                words = capacity_text.in_words(capacity_of(self.state))
+                self.progress.found(self.state.key, words)
+                self.progress.detail(f"  so far: {words}")
+        return True
 
     def _calibrate(self, seconds: float) -> None:
         """Bursts, the law and the first estimate, on record. Those of the journal are not sent
         again. A burst that is disturbed is sent again once, then left out.
         """
         state, began, spent_before = self.state, self.clock(), self.state.spent_seconds
-        before = {
-            one.name.rpartition(".")[0]: one
-            for one in state.levels
-            if one.started.purpose is LevelPurpose.CALIBRATION and not one.is_set_aside
-        }
+        sent = [one for one in state.levels if one.started.is_burst and not one.is_set_aside]
+        before = {one.name.rpartition(".")[0]: one for one in sent}
         number = 0
 
         def ask(burst: Burst) -> Level | None:
@@ -318,69 +259,56 @@ class CellRun:
                     return level
             return None
 
-        policy, workload = self.bench.policy, self.campaign.workload_of(state.cell)
+        policy, workload = self.bench.policy, self.campaign.workload
         single = [one for one in state.counted if one.is_single_stream]
         slots = None if policy is None else policy.slots
-        try:
-            found = calibrate(ask, workload, slots, seconds, single)
-        except LevelInterrupted as problem:
-            state.event(Interrupted(cell=state.key, reason=f"calibration: {problem}"))
-            self.bench.recover()
-            return
+        found = calibrate(ask, workload, slots, seconds, single)
         if policy is None and found.slots is not None:  # a server that does not say its settings
             policy = SchedulingPolicy(slots=found.slots, prefill_tokens=PREFILL_TOKENS)
         if policy is not None:
             reused = measured_reuse(workload, single)
             policy = msgspec.structs.replace(policy, reused_share=reused)
+        took = self.clock() - began
         # The bursts' own time is on record with each: here is what the rest took.
-        spent = self.clock() - began - (state.spent_seconds - spent_before)
-        made = Calibrated(
+        spent = took - (state.spent_seconds - spent_before)
+        made = journal.Calibrated(
             cell=state.key,
             spent_seconds=round(max(0.0, spent), 3),
-            law=None if found.law is None else msgspec.to_builtins(found.law),
-            policy=None if policy is None else msgspec.to_builtins(policy),
+            law=found.law,
+            policy=policy,
             reason=found.reason,
         )
         state.event(made)
         limit = capacity_text.in_words(capacity_of(state))
-        took = formatting.duration(self.clock() - began)
         words = limit if found.law is not None else f"no law, {found.reason}"
-        self.progress.say(f"  calibrated in {took}: {words}")
+        self.progress.say(f"  calibrated in {formatting.duration(took)}: {words}")
 
     def _level_that_counts(self, asked: LevelAsk) -> Level | None:
-        """One level, measured again where it was interrupted, and after a pause where it was
-        disturbed: that costs the cell's patience, not its budget. None: it is used up.
-
-        Raises LevelFailed.
+        """One level, measured again after a pause where it was disturbed: that costs the cell's
+        patience, not its budget. None: it is used up. Raises LevelInterrupted, LoadError.
         """
-        say, pauses, interrupted = self.progress.say, 0, 0
+        state, say, pauses = self.state, self.progress.say, 0
+        patience = min(self.campaign.wait_seconds, self.part.until_seconds)
         while True:
-            is_patient = self._patience_seconds > 0
+            is_patient = patience > state.lost_seconds
             asked = msgspec.structs.replace(asked, counts_slight=not is_patient)
-            try:
-                level = self._attempt(asked, self.state.next_number)
-            except LevelInterrupted as problem:
-                interrupted += 1
-                say(f"  {problem}; measuring it again", style="yellow")
-                if interrupted >= MOST_ATTEMPTS:
-                    raise LevelFailed(f"this was the last of {MOST_ATTEMPTS} tries") from problem
-                self.bench.recover()
-                continue
+            level = self._attempt(asked, str(len(state.counted) + 1))
             taken = level.finished and level.finished.disturbance
             if not taken or not taken.is_set_aside:
                 return level
             say(f"  {level_text(level, self.slo)}", style="yellow")
             by = in_words(taken)
             if not is_patient:
-                self.state.event(NeverQuiet(cell=self.state.key, reason=by))
+                state.event(journal.NeverQuiet(cell=state.key, reason=by))
                 say(f"  never quiet: {by}; nothing more is measured", style="yellow")
                 return None
             pauses += 1
-            pause = max(0.0, min(2.0**pauses, MOST_WAIT_SECONDS, self._patience_seconds))
+            left = max(0.0, patience - state.lost_seconds)
+            pause = round(min(2.0**pauses, MOST_WAIT_SECONDS, left), 3)
             took = formatting.duration(pause)
             say(f"  disturbed: {by}; waiting for a quiet machine, {took}", style="yellow")
             self.bench.rest(pause)
-            self.state.event(Waited(cell=self.state.key, reason=by, spent_seconds=round(pause, 3)))
+            state.event(journal.Waited(cell=state.key, reason=by, spent_seconds=pause))
 
     def _attempt(self, asked: LevelAsk, number: str) -> Level:
         """One attempt under a name of its own; an interruption is on record.
@@ -388,31 +316,31 @@ class CellRun:
         Raises LevelInterrupted, ServerFailed.
         """
         state, began = self.state, self.clock()
-        name = f"{state.key}#{number}.{state.next_attempt(number)}"
+        name = state.next_name(number)
         seed = seed_of(self.campaign.seed, state.cell, name)
-        asked = msgspec.structs.replace(asked, name=name, seed=seed)
         try:
-            return self.bench.measure(asked)
+            return self.bench.measure(msgspec.structs.replace(asked, name=name, seed=seed))
         except LevelInterrupted as problem:
             spent = round(self.clock() - began, 3)
             state.event(
-                LevelAbandoned(cell=state.key, level=name, reason=str(problem), spent_seconds=spent)
+                journal.LevelAbandoned(
+                    cell=state.key, level=name, reason=str(problem), spent_seconds=spent
+                )
             )
             raise
 
 
-def capacity_of(state: CellState) -> Capacity:
+def capacity_of(state: CellRecord) -> journal.Capacity:
     """What all levels so far say: by the law, where calibration gave one that fits, else by levels
     alone.
     """
     made, campaign = state.calibrated, state.campaign
-    has_law = made is not None and made.law is not None
     return estimate(
         state.counted,
         campaign.slo,
-        law=msgspec.convert(made.law, StepLaw) if made and has_law else None,
-        policy=msgspec.convert(made.policy, SchedulingPolicy) if made and has_law else None,
-        workload=campaign.workload_of(state.cell),
+        law=None if made is None else made.law,
+        policy=None if made is None else made.policy,
+        workload=campaign.workload,
         arrivals=campaign.arrivals,
         least_seconds=campaign.search.level_seconds,
     )

@@ -7,21 +7,25 @@ shares(cells, confirmed, 600.0)          # {cell key: seconds}
 
 from __future__ import annotations
 
-import re
-import shlex
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.campaign.campaign_file import Campaign, Cell, Plan, Server, parse_campaign
+from loadtests.campaign.campaign_file import (
+    AUTO,
+    Campaign,
+    Cell,
+    Plan,
+    Server,
+    parse_campaign,
+)
 from loadtests.campaign.progress import Progress
 from loadtests.errors import BadCampaign
 from loadtests.host.cpu_pinning import Layout, divide_cores
-from loadtests.records.run_journal import EngineChosen, EngineRating, Event, of_kind
+from loadtests.records.run_journal import EngineChosen
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
-from loadtests.simulation.step_law import NUMBERS, StepLaw
+from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.request_lengths import draw
 from models import formatting
 from models.ladder import is_rung, rung
@@ -42,7 +46,6 @@ from serving.placement.fastest_backend import (
 from serving.placement.placement_policy import PlacementRequest, plan
 from serving.server_options import Policy
 
-HOST = "127.0.0.1"  # of an engine of others
 CELL_SECONDS = 600.0  # of measuring, where the campaign does not say
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
 
@@ -51,19 +54,15 @@ STEPS = (
     *("smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"),
     *("qwen2.5-14b", "qwen2.5-32b", "llama-3.3-70b"),
 )
-MEASURED = ("smollm2-135m", "llama-3.2-1b")
+MEASURED = "llama-3.2-1b"
 BACKEND, FORMAT = USUAL[0]  # its weights are made in seconds
-BELOW = 3  # rungs that keep the SLO alone
+RUNGS = 4  # at most: the largest that keep the SLO alone, and the first that does not
 
 
 def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
     """With the arithmetic; None when the cell can run here, or when only trying tells."""
-    if (
-        cell.url is not None
-        or not is_rung(cell.model)
-        or cell.backend not in BACKENDS
-        or not BACKENDS[cell.backend].has_weights
-    ):
+    known = BACKENDS.get(cell.backend)
+    if cell.url or not is_rung(cell.model) or known is None or not known.has_weights:
         return None
     asked = _placement(campaign, rung(cell.model).spec, campaign.server.policy)
     named = {"backend": cell.backend, "weight_format": cell.weight_format}
@@ -75,25 +74,30 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
 
 
 def _placement(campaign: Campaign, spec: ModelSpec, policy: Policy) -> PlacementRequest:
-    server = campaign.server
-    return PlacementRequest(
-        model=spec,
-        policy=policy,
-        slots=server.slots,
-        context_tokens=server.context_tokens,
-        kv_tokens=server.kv_tokens,
-        kv_dtype=server.kv_dtype,
-        check_memory=server.check_memory,
-    )
+    names = ("slots", "context_tokens", "kv_tokens", "kv_dtype", "check_memory")
+    settings = {name: getattr(campaign.server, name) for name in names}
+    return PlacementRequest(model=spec, policy=policy, **settings)
 
 
-def with_engine(cell: Cell, events: Iterable[Event]) -> Cell:
-    """The cell with the engine that was chosen for it; as it is where none was."""
-    chosen = of_kind(events, EngineChosen, cell.key)
-    if cell.backend != BEST or not chosen:
-        return cell
-    last = chosen[-1]
-    return msgspec.structs.replace(cell, backend=last.backend, weight_format=last.weight_format)
+def policy_of(server: Server) -> SchedulingPolicy:
+    """The scheduler's settings of a server of ours that is started so."""
+    names = ("slots", "prefill_tokens", "kv_tokens", "step_seconds_target")
+    return SchedulingPolicy(**{name: getattr(server, name) for name in names})
+
+
+def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> Layout | None:
+    """The cores of a cell, of the usable ones (none: all that this process may use); None for an
+    endpoint. Raises BadCampaign for more than there are.
+    """
+    if cell.url is not None:
+        return None
+    try:
+        return divide_cores(usable or allowed_cores(), campaign.server.cores)
+    except ValueError as problem:
+        raise BadCampaign(f"server.cores: {problem}") from problem
+
+
+# The fastest engine.
 
 
 def fastest_engine(
@@ -104,49 +108,28 @@ def fastest_engine(
     Step times of seconds, kept in this machine's table, make a law of each candidate; capacity()
     says what each would hold. Raises CrossoverError where no engine can run the cell.
     """
-    began = time.monotonic()
 
-    def tick(what: str, fraction: float | None) -> None:
-        progress.tick(f"{cell.key}: {what}", fraction=fraction)
+    def say(line: str) -> None:
+        progress.say(f"  {line}")
 
-    found = fastest_backend(
-        question_of(cell, campaign),
-        facts,
-        lambda line: progress.say(f"  {line}"),
-        tick,
-    )
-    workload, policy = campaign.workload_of(cell), policy_of(campaign.server)
+    found = fastest_backend(question_of(cell, campaign), facts, say, progress.tick)
     best, reason = (found.backend, found.weight_format), found.reason
-    rates: dict[tuple[str, str], float] = {}
-    for one in found.candidates:
-        if one.times is not None and not one.why_not:
-            held = capacity(law_of_times(one.times), policy, workload, campaign.slo)
-            rates[one.backend, one.weight_format] = held.rate
+    rates = {
+        (one.backend, one.weight_format): _held(law_of_times(one.times), campaign).rate
+        for one in found.candidates
+        if one.times is not None and not one.why_not
+    }
     if len(rates) > 1 and max(rates.values()) > 0:
         best = max(rates, key=lambda engine: rates[engine])
-        told = ", ".join(
-            f"{' '.join(engine)} {formatting.requests(rate)}" for engine, rate in rates.items()
-        )
+        told = ", ".join(f"{' '.join(one)} {formatting.requests(rates[one])}" for one in rates)
         reason = f"of the engines that can run here it holds most by its step times: {told}"
+    reason += "".join(f"; not {one.name}: {one.why_not}" for one in found.candidates if one.why_not)
     progress.say(f"{cell.key}: best engine: {reason}")
-    ratings = [
-        EngineRating(
-            backend=one.backend,
-            weight_format=one.weight_format,
-            is_chosen=(one.backend, one.weight_format) == best,
-            why_not=one.why_not,
-            requests_per_second=rates.get((one.backend, one.weight_format)),
-        )
-        for one in found.candidates
-    ]
-    return EngineChosen(
-        cell=cell.key,
-        backend=best[0],
-        weight_format=best[1],
-        reason=reason,
-        engines=ratings,
-        spent_seconds=round(time.monotonic() - began, 3),
-    )
+    return EngineChosen(cell=cell.key, backend=best[0], weight_format=best[1], reason=reason)
+
+
+def _held(law: StepLaw, campaign: Campaign) -> SimulatedCapacity:
+    return capacity(law, policy_of(campaign.server), campaign.workload, campaign.slo)
 
 
 def law_of_times(times: EngineTimes) -> StepLaw:
@@ -160,70 +143,29 @@ def law_of_times(times: EngineTimes) -> StepLaw:
     )
 
 
-def policy_of(server: Server) -> SchedulingPolicy:
-    """The scheduler's settings of a server of ours that is started so."""
-    return SchedulingPolicy(
-        slots=server.slots,
-        prefill_tokens=server.prefill_tokens,
-        kv_tokens=server.kv_tokens,
-        step_seconds_target=server.step_seconds_target,
-    )
-
-
 def question_of(cell: Cell, campaign: Campaign) -> Question:
     """What the cell's engines are timed with."""
-    server = campaign.server
-    layout = layout_of(cell, allowed_cores())
+    server, layout = campaign.server, layout_of(cell, campaign)
     assert layout is not None
     if is_rung(cell.model):
         spec = rung(cell.model).spec
     else:
         kind = "gguf" if is_gguf(cell.model) else "hf"
         spec = resolve(cell.model, kind=kind, cache=server.cache).spec
-    asks = draw(campaign.workload_of(cell), 1000, 1)
-    prompts = sum(ask.prompt_tokens for ask in asks) / len(asks)
-    outputs = sum(ask.output_tokens for ask in asks) / len(asks)
+    asks = draw(campaign.workload, 1000, 1)
     return Question(
         source=cell.model,
         request=_placement(campaign, spec, Policy.cpu_only),
-        prompt_tokens=prompts,
-        output_tokens=outputs,
-        threads=cell.hardware.threads or layout.engine_threads,
+        prompt_tokens=sum(ask.prompt_tokens for ask in asks) / len(asks),
+        output_tokens=sum(ask.output_tokens for ask in asks) / len(asks),
+        threads=server.threads or layout.engine_threads,
         cores=layout.engine,
-        formats=(cell.weight_format,) if cell.weight_format else tuple(campaign.formats),
+        formats=tuple(campaign.formats),
         cache=server.cache,
     )
 
 
-def layout_of(cell: Cell, usable: tuple[int, ...]) -> Layout | None:
-    """The cores of a cell; None for an endpoint. Raises BadCampaign for more than there are."""
-    if cell.url is not None:
-        return None
-    try:
-        return divide_cores(usable, cell.hardware.cores)
-    except ValueError as problem:
-        raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
-
-
-def argv(command: str, values: Mapping[str, object]) -> list[str]:
-    """The words of a command, its places filled; one that has no value stays as it is."""
-
-    def fill(place: re.Match[str]) -> str:
-        return str(values.get(place[1], place[0]))
-
-    return [re.sub(r"\{([A-Za-z_]+)\}", fill, word) for word in shlex.split(command)]
-
-
-def engine_values(cell: Cell, server: Server, layout: Layout, model: str) -> dict[str, object]:
-    """What the places of an engine's command are filled with, but the port: a free one."""
-    return {
-        "model": model,
-        "host": HOST,
-        "slots": server.slots,
-        "context": server.context_tokens,
-        "kv_tokens": server.kv_tokens or server.slots * server.context_tokens,
-        "threads": cell.hardware.threads or layout.engine_threads,
-    }
+# The budget.
 
 
 def to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
@@ -258,71 +200,44 @@ def shares(cells: Sequence[Cell], confirmed: set[str], seconds: float) -> dict[s
 # The rungs around this machine's limit, for `models = ["auto"]`.
 
 
-def with_rungs(
-    asked: Plan, facts: HardwareFacts, progress: Progress, *, may_measure: bool = True
-) -> Plan:
+def with_rungs(asked: Plan, facts: HardwareFacts, progress: Progress) -> Plan:
     """The plan with rungs in place of "auto"; another plan as it is.
 
-    So too where times are not kept and may not be measured. Raises CrossoverError where measuring
-    fails, BadCampaign without llama_cpp.
+    Raises CrossoverError where measuring fails, BadCampaign without llama_cpp.
     """
-    if not asked.is_auto:
+    campaign = asked.campaign
+    if asked.cells or AUTO not in campaign.models:
         return asked
     if BACKEND in (missing := missing_backends()):
         raise BadCampaign(f"models 'auto' are chosen by {BACKEND}: {missing[BACKEND]}")
-    campaign, laws = asked.campaign, []
-    for name in MEASURED:
-        cell = Cell(key=name, model=name, weight_format="", backend=BEST)
-        question = msgspec.structs.replace(question_of(cell, campaign), may_measure=may_measure)
-        times = known_times(
-            question,
-            EngineCandidate(backend=BACKEND, weight_format=FORMAT),
-            facts,
-            progress.say,
-            lambda what, fraction: progress.tick(what, fraction=fraction),
-        )
-        if times is None:
-            return asked
-        laws.append(law_of_times(times))
-    chosen = around_the_limit(forecasts(laws, campaign, facts))
-    progress.say(f"models auto: {len(chosen)} rungs, by the step times of {' and '.join(MEASURED)}")
+    cell = Cell(key=MEASURED, model=MEASURED, weight_format="", backend=BEST)
+    engine = EngineCandidate(backend=BACKEND, weight_format=FORMAT)
+    question = question_of(cell, campaign)
+    times = known_times(question, engine, facts, progress.say, progress.tick)
+    assert times is not None  # they were measured
+    chosen = around_the_limit(law_of_times(times), campaign, facts)
+    progress.say(f"models auto: {len(chosen)} rungs, by the step times of {MEASURED}")
     for name, found in chosen.items():
         alone = f"alone {formatting.share(found.alone_share)} of requests are good"
         progress.say(f"  {name}: predicted {formatting.requests(found.rate)}, {alone}")
     return parse_campaign(asked.text, models=list(chosen))
 
 
-def forecasts(
-    laws: Sequence[StepLaw], campaign: Campaign, facts: HardwareFacts
+def around_the_limit(
+    law: StepLaw, campaign: Campaign, facts: HardwareFacts
 ) -> dict[str, SimulatedCapacity]:
-    """Of the rungs that fit in memory, smallest first, up to the first that fails alone."""
+    """Of the rungs that fit in memory: the first that fails alone, and those before it.
+
+    `law`: of MEASURED; another rung's steps take longer as it multiplies with more parameters.
+    """
     server = msgspec.structs.replace(campaign.server, policy=Policy.cpu_only, check_memory=True)
     on_cpu = msgspec.structs.replace(campaign, server=server)
-    found = {}
+    found: dict[str, SimulatedCapacity] = {}
     for name in STEPS:
         cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND)
-        if why_not(cell, on_cpu, facts) is not None:
-            continue
-        law = on_the_line(laws, rung(name).spec.matrix_parameters)
-        found[name] = capacity(law, policy_of(server), campaign.workload, campaign.slo)
-        if not found[name].rate:
-            break
-    return found
-
-
-def around_the_limit(found: Mapping[str, SimulatedCapacity]) -> dict[str, SimulatedCapacity]:
-    """The first rung that fails alone and the BELOW before it; without one, the largest four."""
-    keep = [name for name, one in found.items() if one.rate]
-    fail = [name for name, one in found.items() if not one.rate][:1]
-    return {name: found[name] for name in [*keep[-(BELOW + 1 - len(fail)) :], *fail]}
-
-
-def on_the_line(laws: Sequence[StepLaw], parameters: int) -> StepLaw:
-    """The law of a model that multiplies a token with so many parameters, MEASURED[0]'s or more."""
-    small, big = (rung(name).spec.matrix_parameters for name in MEASURED)
-    part = (parameters - small) / (big - small)
-    numbers = {}
-    for name in NUMBERS:
-        first, second = (getattr(law, name) for law in laws)
-        numbers[name] = max(first, first + part * (second - first))
-    return StepLaw(**numbers)
+        if why_not(cell, on_cpu, facts) is None:
+            parts = (rung(one).spec.matrix_parameters for one in (name, MEASURED))
+            found[name] = _held(law.slower(next(parts) / next(parts)), on_cpu)
+            if not found[name].rate:
+                break
+    return dict(list(found.items())[-RUNGS:])

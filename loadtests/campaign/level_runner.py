@@ -1,6 +1,6 @@
 """Measures levels on the server of one cell and records them.
 
-    with open_bench(state, progress) as bench:
+    with ServerBench(state, progress).open() as bench:
         level = bench.measure(LevelAsk(name="cell#2.1", rate=2.0, window_seconds=60.0))
         level.judge(slo).verdict
 
@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -24,10 +24,10 @@ from loadtests.analysis.disturbance import disturbance_of, is_slight
 from loadtests.analysis.level import Level, LevelRows
 from loadtests.analysis.level_validity import is_valid, level_warnings
 from loadtests.analysis.slo import Slo
-from loadtests.campaign.cell_selection import layout_of, policy_of
+from loadtests.campaign.cell_selection import policy_of
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
-from loadtests.campaign.server_launch import Command, Server, server_of
+from loadtests.campaign.server_launch import Server
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from loadtests.host.prometheus_scrape import EngineClock
 from loadtests.host.resource_sampler import Sampler
@@ -36,15 +36,13 @@ from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import TargetFacts, probe
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
-from loadtests.records.run_journal import LevelFinished, LevelPurpose, LevelStarted
+from loadtests.records.run_journal import LevelFinished, LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst
 from loadtests.workload.request_lengths import Ask
 from models import formatting
-from serving.hardware.machine_facts import allowed_cores
 
-START_SECONDS = 120.0  # that a load generator may take to make its prompts
-RECOVERY_SECONDS = 300.0  # that a server of ours gets to bring its engine back
+MOST_DRAIN_SECONDS = 300.0  # after the last due time, for answers
 CHECK_SECONDS = 0.5
 DEATH_SECONDS = 1.0  # between connections that close and the process that ends
 A_MOMENT_SECONDS = 1e-4  # more than times are rounded by
@@ -61,89 +59,73 @@ class LevelAsk(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None
     requests: int | None = None
     burst: Burst | None = None
-    is_given: bool = False  # on the command line of `crossover load`
     name: str = ""
     seed: int = 0
     counts_slight: bool = False  # it counts if it is slightly disturbed, whatever it shows
 
-    @property
-    def purpose(self) -> LevelPurpose:
-        if self.burst is not None:
-            return LevelPurpose.CALIBRATION
-        if self.requests is not None:
-            return LevelPurpose.SINGLE_STREAM
-        return LevelPurpose.LOAD if self.is_given else LevelPurpose.SEARCH
 
+class ServerBench:
+    """Measures on one server, which it starts and stops, by one load generator that stays."""
 
-class Bench(Protocol):
-    """A server that is ready, and what measures on it."""
+    def __init__(self, state: CellState, progress: Progress) -> None:
+        self.state, self.progress = state, progress
+        self.policy: SchedulingPolicy | None = None
+        self._samples: list[ResourceSample] = []  # of the level that runs now
 
-    @property
-    def policy(self) -> SchedulingPolicy | None: ...  # None: the server's settings are not known
-
-    def measure(self, asked: LevelAsk) -> Level:
-        """Records events, requests and samples. Raises LevelInterrupted, ServerFailed."""
+    @contextlib.contextmanager
+    def open(self) -> Iterator[ServerBench]:
+        """Raises LoadError."""
+        state, progress = self.state, self.progress
+        campaign, logs = state.campaign, state.run.folder / "logs"
+        self.server = server = Server(state.cell, campaign, logs)
+        with contextlib.ExitStack() as stack:
+            stack.callback(server.stop)
+            began = time.monotonic()
+            server.wait_ready(lambda what, part: progress.tick(f"{state.key}: {what}", part))
+            ready = server.ready(state.key)
+            self._facts = facts = wait_until_it_serves(server, progress)
+            seconds = time.monotonic() - began
+            progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
+            if ready.info.slots:  # the settings of another server are not known
+                seen = {"slots": ready.info.slots, "kv_tokens": ready.info.kv_tokens}
+                self.policy = msgspec.structs.replace(policy_of(campaign.server), **seen)
+            key = os.environ.get(server.target.api_key_env or "")
+            is_crossover = facts.backend is not None
+            self._clock = EngineClock(server.target.url, key) if is_crossover else None
+            cores = server.layout.client if server.layout is not None else ()
+            log = logs / f"{state.key}.locust.log"
+            self._generator = stack.enter_context(LoadGenerator(log=log, cores=cores))
+            self._sampler = stack.enter_context(
+                Sampler(state.key, self._keep, server=server.pid, is_ours=server.is_ours)
+            )
+            target = msgspec.to_builtins(facts)
+            state.event(msgspec.structs.replace(ready, unix_seconds=time.time(), target=target))
+            for note in facts.notes:
+                progress.say(f"  note: {note}")
+            yield self
 
     def rest(self, seconds: float) -> None:
         """Waits."""
-
-    def recover(self) -> None:
-        """Waits until the server serves again. Raises ServerLost, TargetUnusable."""
-
-
-OpenBench = Callable[[CellState], AbstractContextManager[Bench]]
-
-
-class ServerBench:
-    """Measures on one server that is ready, by one load generator that stays."""
-
-    sampler: Sampler  # set once it runs
-
-    def __init__(
-        self,
-        state: CellState,
-        server: Server,
-        facts: TargetFacts,
-        policy: SchedulingPolicy | None,
-        generator: LoadGenerator,
-        progress: Progress,
-    ) -> None:
-        self.state, self.server, self.facts, self.policy = state, server, facts, policy
-        self.generator, self.progress = generator, progress
-        self.workload = state.campaign.workload_of(state.cell)
-        self.samples: list[ResourceSample] = []  # of the level that runs now
-        self._clock: EngineClock | None = None
-        if facts.backend is not None:  # a Crossover server
-            key = os.environ.get(server.target.api_key_env or "")
-            self._clock = EngineClock(server.target.url, key)
-
-    def rest(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def recover(self) -> None:
-        wait_until_it_serves(self.server, self.progress)
-
-    def keep_sample(self, sample: ResourceSample) -> None:
+    def _keep(self, sample: ResourceSample) -> None:
         """Called by the sampler's thread."""
         self.state.run.sample(sample)
         if sample.level is not None:
-            self.samples.append(sample)
+            self._samples.append(sample)
 
-    def measure(self, asked: LevelAsk, plan: LoadPlan | None = None) -> Level:
-        """`plan`: what is sent, where the caller says it (`crossover load`)."""
-        state, server, sampler, clock = self.state, self.server, self.sampler, self._clock
-        plan = plan or self._plan(asked)
+    def measure(self, asked: LevelAsk) -> Level:
+        """Records events, requests and samples. Raises LevelInterrupted, LoadError."""
+        state, clock, plan = self.state, self._clock, self._plan(asked)
         self.progress.tick(f"{asked.name}: starting the load generator")
-        engines, began, rows = server.engine_pids(), time.monotonic(), LevelRows()
-        most = plan.duration_seconds + plan.drain_seconds + plan.target.timeout_seconds
-        started, ended, engine_time, has_failures = None, Ended(), None, False
-        checked = began
+        engines, began, rows = self.server.engine_pids(), time.monotonic(), LevelRows()
+        started, ended, before, has_failures, checked = None, Ended(), None, False, began
         try:
-            for told in self.generator.run(plan):
+            for told in self._generator.run(plan):
                 match told:
                     case Started(unix_seconds):
                         started = self._begin(asked, plan, unix_seconds)
-                        engine_time = clock.read() if clock is not None else None
+                        before = clock.read() if clock is not None else None
                     case RequestRecord():
                         state.run.request(told)
                         rows.add(told)
@@ -151,16 +133,19 @@ class ServerBench:
                     case Ended():
                         ended = told
                     case None:
-                        now = time.monotonic()
-                        if now - began > most + START_SECONDS:
-                            raise LevelInterrupted("the load generator did not end")
-                        if now - checked > CHECK_SECONDS:
+                        if time.monotonic() - checked > CHECK_SECONDS:
                             self._check(engines)
-                            checked = now
+                            checked = time.monotonic()
                         if started is not None:
-                            self._tell(plan, rows.count, started.started_unix_seconds)
+                            now = time.time() - started.started_unix_seconds
+                            left = max(0.0, plan.duration_seconds - now)
+                            self.progress.tick(
+                                f"{plan.cell}, {plan.load_in_words}: {rows.count} answers, "
+                                f"{formatting.duration(left)} left",
+                                now / plan.duration_seconds,
+                            )
         finally:
-            sampler.level, sampler.client = None, os.getpid()
+            self._sampler.level, self._sampler.client = None, os.getpid()
         assert started is not None
         self._check(engines)
         # A process that dies closes its connections before it has ended.
@@ -168,16 +153,13 @@ class ServerBench:
         while time.monotonic() < until:
             time.sleep(0.05)
             self._check(engines)
-        if engine_time is not None and clock is not None:
-            now_engine = clock.read()
-            engine_time = None if now_engine is None else now_engine.since(engine_time)
+        after = clock.read() if clock is not None and before is not None else None
         disturbance = None
-        if server.pid is not None:  # an engine of ours: what was taken from it
+        if self.server.pid is not None:  # an engine of ours: what was taken from it
             is_ignored = state.campaign.disturbance == "ignore"
-            disturbance = disturbance_of(sampler.cores, counts=is_ignored)
-        end = plan.duration_seconds
-        if asked.burst is not None or plan.requests is not None:
-            end = rows.last_seconds + A_MOMENT_SECONDS
+            disturbance = disturbance_of(self._sampler.cores, counts=is_ignored)
+        # A closed loop, or a burst, is over with its last answer.
+        end = plan.duration_seconds if asked.rate else rows.last_seconds + A_MOMENT_SECONDS
         finished = LevelFinished(
             cell=started.cell,
             level=started.level,
@@ -185,11 +167,11 @@ class ServerBench:
             window_seconds=round(max(0.0, end - plan.warmup_seconds), 6),
             spent_seconds=round(time.monotonic() - began, 3),
             disturbance=disturbance,
-            engine_time=engine_time,
+            engine_time=after.since(before) if after is not None and before is not None else None,
             generator_busy_share=ended.busy_share,
         )
         level = rows.level(started, finished)
-        level = judged(level, state.campaign.slo, self.samples, asked.counts_slight)
+        level = judged(level, state.campaign.slo, self._samples, asked.counts_slight)
         state.finish(level)
         return level
 
@@ -198,7 +180,6 @@ class ServerBench:
         started = LevelStarted(
             cell=plan.cell,
             level=asked.name,
-            purpose=asked.purpose,
             rate_per_second=asked.rate,
             concurrency=plan.concurrency,
             warmup_seconds=asked.warmup_seconds,
@@ -207,8 +188,8 @@ class ServerBench:
             start=None if self.server.pid is None else self.state.starts,
             started_unix_seconds=unix_seconds,
         )
-        self.samples.clear()
-        self.sampler.client, self.sampler.level = self.generator.pid, asked.name
+        self._samples.clear()
+        self._sampler.client, self._sampler.level = self._generator.pid, asked.name
         return self.state.event(started)
 
     def _check(self, engines: list[int]) -> None:
@@ -217,32 +198,26 @@ class ServerBench:
             raise LevelInterrupted(trouble)
         if self.server.engine_pids() != engines:
             raise LevelInterrupted("the engine was restarted")
-        if self.sampler.failure is not None:
-            raise self.sampler.failure
-
-    def _tell(self, plan: LoadPlan, answers: int, began_unix_seconds: float) -> None:
-        """How far a running level is."""
-        now = time.time() - began_unix_seconds
-        left = plan.duration_seconds - now
-        phase = f"{formatting.duration(left)} left" if left > 0 else "the last answers"
-        self.progress.tick(
-            f"{plan.cell}, {plan.load_in_words}: {answers} answers, {phase}",
-            fraction=min(1.0, now / plan.duration_seconds),
-        )
+        if self._sampler.failure is not None:
+            raise self._sampler.failure
 
     def _plan(self, asked: LevelAsk) -> LoadPlan:
-        slo, given = self.state.campaign.slo, dict[str, Any](rate=asked.rate)
+        campaign, given = self.state.campaign, dict[str, Any](rate=asked.rate)
         if asked.burst is not None:
             pairs = zip(asked.burst.prompt_tokens, asked.burst.output_tokens, strict=True)
             asks = tuple(Ask(i, prompt, output) for i, (prompt, output) in enumerate(pairs))
             given = {"asks": asks, "due": (0.0,) * len(asks)}
         elif asked.rate is None:
             given = {"concurrency": 1, "requests": asked.requests}
-        drain = drain_seconds(slo, self.workload.most_output_tokens)
+        slo, drain = campaign.slo, MOST_DRAIN_SECONDS
+        if slo.ttft_seconds is not None and slo.tpot_seconds is not None:
+            # twice what a good answer may take
+            tokens = min(campaign.workload.most_output_tokens, 1024.0)
+            drain = min(drain, max(10.0, 2 * (slo.ttft_seconds + slo.tpot_seconds * tokens)))
         return LoadPlan(
             target=self.server.target,
-            workload=self.workload,
-            arrivals=self.state.campaign.arrivals,
+            workload=campaign.workload,
+            arrivals=campaign.arrivals,
             warmup_seconds=asked.warmup_seconds,
             window_seconds=asked.window_seconds,
             drain_seconds=drain,
@@ -250,9 +225,12 @@ class ServerBench:
             seed=asked.seed,
             cell=self.state.key,
             level=asked.name,
-            facts=self.facts,
+            facts=self._facts,
             **given,
         )
+
+
+OpenBench = Callable[[CellState], AbstractContextManager[ServerBench]]
 
 
 def judged(
@@ -274,18 +252,10 @@ def judged(
     return replace(level, finished=replace(end, is_valid=is_valid(warnings), warnings=codes))
 
 
-def drain_seconds(slo: Slo, most_output_tokens: float) -> float:
-    """How long after the last due time answers may come: twice what a good one may take."""
-    if slo.ttft_seconds is None or slo.tpot_seconds is None:
-        return 300.0
-    most = 2 * (slo.ttft_seconds + slo.tpot_seconds * min(most_output_tokens, 1024.0))
-    return max(10.0, min(300.0, most))
-
-
 def level_text(level: Level, slo: Slo) -> str:
     """A level for people: load, counts, means, verdict."""
     start, found, end = level.started, level.judge(slo), level.finished
-    if start.purpose is LevelPurpose.CALIBRATION:
+    if start.is_burst:
         return f"a burst of {len(level.due)}"
     words: str = found.verdict
     if end is not None:
@@ -305,63 +275,16 @@ def level_text(level: Level, slo: Slo) -> str:
     )
 
 
-@contextlib.contextmanager
-def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
-    """Starts the server of a cell and stops it at the end. Raises LoadError."""
-    campaign, logs = state.campaign, state.run.folder / "logs"
-    layout = layout_of(state.cell, allowed_cores())
-    server = server_of(state.cell, campaign, layout, logs)
-    with contextlib.ExitStack() as stack:
-        stack.callback(server.stop)
-        began = time.monotonic()
-        server.wait_ready(
-            lambda what, fraction: progress.tick(f"{state.key}: {what}", fraction=fraction)
-        )
-        ready = server.ready(state.key)
-        facts = wait_until_it_serves(server, progress)
-        seconds = time.monotonic() - began
-        progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
-        policy = None  # the settings of another server are not known
-        if ready.info.slots:
-            seen = {"slots": ready.info.slots, "kv_tokens": ready.info.kv_tokens}
-            policy = msgspec.structs.replace(policy_of(campaign.server), **seen)
-        generator = stack.enter_context(
-            LoadGenerator(
-                log=logs / f"{state.key}.locust.log",
-                cores=layout.client if layout is not None else (),
-            )
-        )
-        bench = ServerBench(state, server, facts, policy, generator, progress)
-        bench.sampler = Sampler(
-            state.key,
-            bench.keep_sample,
-            server=server.pid,
-            is_ours=not isinstance(server, Command),
-        )
-        stack.enter_context(bench.sampler)
-        more = {"target": msgspec.to_builtins(facts)}
-        state.event(msgspec.structs.replace(ready, unix_seconds=time.time(), **more))
-        for note in facts.notes:
-            progress.say(f"  note: {note}")
-        yield bench
-
-
 def wait_until_it_serves(server: Server, progress: Progress) -> TargetFacts:
-    """What the endpoint can, once it serves: it gets time to bring its engine back.
-
-    Raises ServerLost, EndpointRefuses, TargetUnusable.
-    """
-    most = RECOVERY_SECONDS if server.layout is not None else server.target.ready_seconds
-    until = time.monotonic() + most
+    """What the endpoint can, once it serves. Raises ServerLost, EndpointRefuses, TargetUnusable."""
+    until = time.monotonic() + server.target.ready_seconds
     while True:
         if (trouble := server.trouble()) is not None:
             raise ServerLost(trouble)
         try:
             return probe(server.target)
-        except EndpointRefuses:
-            raise
-        except LoadError:
-            if time.monotonic() > until:
+        except LoadError as problem:
+            if isinstance(problem, EndpointRefuses) or time.monotonic() > until:
                 raise
         progress.tick(f"waiting until {server.target.url} serves")
         time.sleep(0.2)

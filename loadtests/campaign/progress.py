@@ -1,7 +1,7 @@
 """Progress of a run that a person follows: a line a cell that changes, and lines that stay.
 
     with Progress() as progress:
-        progress.cells({"360m": "waiting"}, left_seconds=480)
+        progress.found("360m", "now", left_seconds=480)
         progress.say("cell 1 of 2, 360m: at most 4 min of measuring")
         progress.tick("360m: 1.6 requests/s: 84 of 86 good, 43 s left", fraction=0.4)
         progress.found("360m", "limit about 2.0/s (1.6-2.5)")
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -28,6 +27,13 @@ from models import formatting
 from models.errors import printable
 
 PLAIN_EVERY_SECONDS = 10.0
+
+
+def console_of(width: int = 160) -> Console:
+    """Standard output; where it is no terminal, as wide as the tables are."""
+    return Console(
+        highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else width
+    )
 
 
 class Progress:
@@ -51,16 +57,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.quiet()
 
-    def cells(self, found: Mapping[str, str], left_seconds: float | None = None) -> None:
-        """All cells with what is known of each, and how long all of it may still take at most."""
-        self._found = dict(found)
-        self._until = None if left_seconds is None else time.monotonic() + left_seconds
-
-    def found(self, cell: str, words: str) -> None:
-        """What is known of a cell now."""
-        if self._found.get(cell) != words:
-            self._found[cell] = words
-            self.detail(f"  so far: {words}")
+    def found(self, cell: str, words: str, left_seconds: float | None = None) -> None:
+        """What is known of a cell now, and how long all cells may still take at most."""
+        self._found[cell] = words
+        if left_seconds is not None:
+            self._until = time.monotonic() + left_seconds
 
     def say(self, text: str, style: str | None = None) -> None:
         """A line that stays, with the time since the start in front of it."""
@@ -75,7 +76,7 @@ class Progress:
         if not self._console.is_terminal:
             self.say(text)
 
-    def tick(self, what: str, *, fraction: float | None = None) -> None:
+    def tick(self, what: str, fraction: float | None = None) -> None:
         """How far the present thing is; may be called as often as one likes."""
         part = "" if fraction is None else f", {min(1.0, max(0.0, fraction)):.0%}"
         self._now = printable(what) + part

@@ -9,9 +9,9 @@ before each step, so that it goes on after a kill as if nothing had happened.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -21,59 +21,88 @@ import msgspec
 
 from loadtests.analysis.level import Level
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, plain
-from loadtests.campaign.cell_selection import with_engine
 from loadtests.errors import BadRunFolder
+from loadtests.records import run_journal as journal
 from loadtests.records.run_folder import RunFolder, RunManifest
-from loadtests.records.run_journal import (
-    FORMAT_VERSION,
-    Calibrated,
-    CellFinished,
-    CellReady,
-    CellSkipped,
-    CellStarted,
-    E,
-    Event,
-    LevelAbandoned,
-    LevelFinished,
-    LevelPurpose,
-    LevelStarted,
-    Waited,
-)
 from serving.hardware.machine_facts import HardwareFacts
 
+PRODUCT = "llm-crossover"
 PACKAGES = (
-    *("llm-crossover", "locust", "gevent", "numpy", "llama-cpp-python", "onnxruntime", "torch"),
+    *(PRODUCT, "locust", "gevent", "numpy", "llama-cpp-python", "onnxruntime", "torch"),
     *("transformers", "tokenizers", "uvicorn", "starlette", "msgspec"),
 )
 
 
-class CellState:
+class CellRecord:
+    """What the journal says of one cell."""
+
+    def __init__(
+        self,
+        events: Sequence[journal.Event],
+        campaign: Campaign,
+        cell: Cell,
+        levels: Sequence[Level] = (),
+    ) -> None:
+        """`levels`: the run's finished ones."""
+        self.campaign, self.cell, self.key = campaign, cell, cell.key
+        self.levels = [one for one in levels if one.cell == cell.key]
+        self.choice: journal.EngineChosen | None = None
+        self.calibrated: journal.Calibrated | None = None
+        self.ended: journal.CellFinished | journal.CellSkipped | None = None
+        self.blocks: dict[int, journal.CellStarted] = {}  # what was said when each was begun
+        self.starts = 0  # servers that were ready so far, the one that serves now included
+        self.spent_seconds = 0.0  # of the budget: levels, abandoned ones too, and calibration
+        self.lost_seconds = 0.0  # of disturbed levels, and of waiting for a quiet machine
+        self._tried: Counter[str] = Counter()  # attempts by the level's name without the attempt
+        for event in events:
+            if event.cell == cell.key:
+                self._note(event)
+
+    def _note(self, event: journal.Event) -> None:
+        match event:
+            case journal.CellStarted():
+                self.blocks[event.block] = event
+                self.ended = None
+            case journal.CellReady():
+                self.starts += 1
+            case journal.EngineChosen():
+                self.choice = event
+                engine = {"backend": event.backend, "weight_format": event.weight_format}
+                self.cell = msgspec.structs.replace(self.cell, **engine)
+            case journal.Calibrated():
+                self.calibrated = event
+                self.spent_seconds += event.spent_seconds
+            case journal.CellFinished() | journal.CellSkipped():
+                self.ended = event
+            case journal.LevelStarted():
+                self._tried[event.level.rpartition(".")[0]] += 1
+            case journal.LevelFinished(disturbance=taken) if taken and taken.is_set_aside:
+                self.lost_seconds += event.spent_seconds  # patience, not budget
+            case journal.LevelFinished() | journal.LevelAbandoned():
+                self.spent_seconds += event.spent_seconds
+            case journal.Waited():
+                self.lost_seconds += event.spent_seconds
+
+    @property
+    def counted(self) -> list[Level]:
+        """The finished levels of load and single streams, without those that were set aside."""
+        return [one for one in self.levels if not (one.started.is_burst or one.is_set_aside)]
+
+    def next_name(self, number: str) -> str:
+        """Of the next attempt at the level of this number: "cell#2.1"."""
+        return f"{self.key}#{number}.{self._tried[f'{self.key}#{number}'] + 1}"
+
+
+class CellState(CellRecord):
     """One cell of a run that is open for writing."""
 
     def __init__(
         self, run: RunFolder, campaign: Campaign, cell: Cell, levels: Sequence[Level] = ()
     ) -> None:
-        """`levels`: its finished ones."""
+        super().__init__(run.events, campaign, cell, levels)
         self.run = run
-        self.campaign = campaign
-        self.cell = with_engine(cell, run.events)
-        self.levels = list(levels)
-        self.calibrated: Calibrated | None = None
-        self.ended: CellFinished | CellSkipped | None = None
-        self.parts: dict[int, CellStarted] = {}  # by block: what was said when it was begun
-        self.starts = 0  # servers that were ready so far, the one that serves now included
-        self.spent_seconds = 0.0  # of the budget: levels, abandoned ones too, and calibration
-        self.lost_seconds = 0.0  # of disturbed levels, and of waiting for a quiet machine
-        self._tried: Counter[str] = Counter()  # attempts by the level's name without the attempt
-        for event in run.events:
-            if event.cell == cell.key:
-                self._note(event)
 
-    @property
-    def key(self) -> str:
-        return self.cell.key
-
-    def event(self, event: E) -> E:
+    def event(self, event: journal.E) -> journal.E:
         """Writes one line of the journal."""
         self.run.event(event)
         self._note(event)
@@ -85,46 +114,6 @@ class CellState:
         self.run.finish(level.finished)
         self._note(level.finished)
         self.levels.append(level)
-
-    def _note(self, event: Event) -> None:
-        match event:
-            case CellStarted():
-                self.parts[event.block] = event
-            case CellReady():
-                self.starts += 1
-            case Calibrated():
-                self.calibrated = event
-                self.spent_seconds += event.spent_seconds
-            case CellFinished() | CellSkipped():
-                self.ended = event
-            case LevelStarted():
-                self._tried[event.level.rpartition(".")[0]] += 1
-            case LevelFinished(disturbance=taken) if taken and taken.is_set_aside:
-                self.lost_seconds += event.spent_seconds  # patience, not budget
-            case LevelFinished():
-                self.spent_seconds += event.spent_seconds
-            case LevelAbandoned():
-                self.spent_seconds += event.spent_seconds or 0.0
-            case Waited():
-                self.lost_seconds += event.spent_seconds
-
-    @property
-    def counted(self) -> list[Level]:
-        """The finished levels of load and single streams, without those that were set aside."""
-        return [
-            one
-            for one in self.levels
-            if one.started.purpose is not LevelPurpose.CALIBRATION and not one.is_set_aside
-        ]
-
-    def next_attempt(self, number: str) -> int:
-        """Which attempt at a level of this number would be next, 1.."""
-        return self._tried[f"{self.key}#{number}"] + 1
-
-    @property
-    def next_number(self) -> str:
-        """Of the next level."""
-        return str(len(self.counted) + 1)
 
 
 def seed_of(seed: int, cell: Cell, level: str) -> int:
@@ -141,58 +130,35 @@ def seed_of(seed: int, cell: Cell, level: str) -> int:
 # The run as a whole.
 
 
-def new_folder(out: Path, name: str) -> Path:
-    """A folder name that is not taken: date, time, campaign."""
-    stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    text = plain(name)
-    for number in range(1000):
-        folder = out / (f"{stamp}-{text}" + (f"-{number}" if number else ""))
-        if not folder.exists():
-            return folder
-    raise BadRunFolder(f"{out} is full of runs of this second")
+def new_run(out: Path, plan: Plan, facts: HardwareFacts, command: Sequence[str]) -> RunFolder:
+    """A run folder below `out` whose name is not taken: date, time, campaign. Raises BadRunFolder.
 
-
-def manifest_of(
-    plan: Plan, run_id: str, facts: HardwareFacts, command: Sequence[str]
-) -> RunManifest:
-    """What a run is, written once when it starts."""
-    machine = msgspec.to_builtins(facts)
-    target = plan.campaign.target
-    return RunManifest(
-        format_version=FORMAT_VERSION,
-        run_id=run_id,
-        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        crossover_version=_version("llm-crossover") or "unknown",
-        git_commit=_git_commit(),
+    `command`: what started it.
+    """
+    first = name = f"{datetime.now():%Y-%m-%d-%H%M%S}-{plain(plan.campaign.name)}"
+    number = 0
+    while (out / name).exists():
+        number += 1
+        name = f"{first}-{number}"
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    machine, target = msgspec.to_builtins(facts), plan.campaign.target
+    manifest = RunManifest(
+        format_version=journal.FORMAT_VERSION,
+        run_id=name,
+        created=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        crossover_version=versions.get(PRODUCT, "unknown"),
         command=list(command),
         campaign=msgspec.to_builtins(plan.campaign),
         campaign_text=plan.text,
         cells=[msgspec.to_builtins(cell) for cell in plan.cells],
         server_facts=machine if target is None else {"url": target.url},
         client_facts=machine,
-        versions={name: version for name in PACKAGES if (version := _version(name)) is not None},
-        seed=plan.campaign.seed,
+        versions=versions,
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git_commit() -> str | None:
-    """The commit of the checkout that this file lies in; None outside one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return asked.stdout.strip() or None if asked.returncode == 0 else None
+    return RunFolder.create(out / name, manifest)
 
 
 def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:

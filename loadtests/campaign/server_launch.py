@@ -1,6 +1,6 @@
 """The server of a cell: a child process on cores of its own, ours or not, or an endpoint.
 
-server = server_of(cell, campaign, layout, folder / "logs")
+server = Server(cell, campaign, folder / "logs")
 server.wait_ready(say)
 server.target, server.ready(cell.key), server.trouble()
 """
@@ -8,6 +8,7 @@ server.target, server.ready(cell.key), server.trouble()
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import sys
@@ -18,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from loadtests.campaign.campaign_file import Campaign, Cell
-from loadtests.campaign.cell_selection import HOST, argv, engine_values
+from loadtests.campaign.campaign_file import Campaign, Cell, Engine
+from loadtests.campaign.cell_selection import layout_of
 from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import Layout
@@ -28,165 +29,83 @@ from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.run_journal import CellReady, EngineInfo
 from models.errors import ModelError
+from models.ladder import is_rung
 from models.resolve import resolve
 from serving.hardware.cpu_topology import cores_text
 from serving.server_options import arguments
 
 Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
+HOST = "127.0.0.1"  # of an engine of others
 STOP_SECONDS = 15.0  # between SIGTERM and SIGKILL: several processes free a GPU
 ASK_SECONDS = 5.0
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/dxg")
 
 
 class Server:
-    """Whoever serves a cell; this one is an endpoint that others run."""
+    """Whoever serves a cell: a `crossover serve` or an engine of others that it starts, or an
+    endpoint that is there.
+    """
 
-    layout: Layout | None = None
-    pid: int | None = None  # of a server that we started
+    pid: int | None = None  # of a server that it started
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, cell: Cell, campaign: Campaign, logs: Path) -> None:
+        """Starts nothing yet."""
+        self.target = campaign.target or Target(url="")
+        self.layout = layout_of(cell, campaign)
+        self._cell, self._campaign = cell, campaign
+        self._engine = campaign.engine_of(cell)
+        self.is_ours = self.layout is not None and self._engine is None
+        self.name = self._engine.name if self._engine else "the server"
+        self.log = logs / f"{cell.key}.server.log"
+        self._ready_file = logs / f"{cell.key}.ready.json"
+        self._child: Child | None = None
+        self._words: list[str] = []
 
     def wait_ready(self, say: Say) -> None:
-        """Until it is loaded, where it is ours."""
-
-    def ready(self, cell: str) -> CellReady:
-        return CellReady(cell=cell, url=self.target.url)
-
-    def trouble(self) -> str | None:
-        """Why a level cannot go on; None when all is well."""
-        return None
-
-    def engine_pids(self) -> list[int]:
-        """Of ours: a level in which they change is none."""
-        return []
-
-    def stop(self) -> None:
-        return
-
-
-class Started(Server):
-    """One that we start."""
-
-    layout: Layout
-    name = "the server"
-
-    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
-        super().__init__(Target(url=""))
-        self.layout = layout
-        self.log = logs / f"{cell.key}.server.log"
-        self._cell, self._server = cell, campaign.server
-        self._child: Child | None = None
-
-    def _start(self, command: list[str], cores: tuple[int, ...] = ()) -> None:
-        self._child = Child(command, cores=cores, log=self.log)
-        self.pid = self._child.pid
-
-    def _wait_until(self, look: Callable[[], str], say: Say) -> None:
-        """Until `look` finds nothing missing any more.
+        """Starts it, where it is ours to start, and waits until it is loaded.
 
         Raises ServerFailed when it gives up or is late, ServerLost when it was killed.
         """
-        assert self._child is not None
-        limit_seconds = self._server.ready_seconds
-        until = time.monotonic() + limit_seconds
-        said = f"all it said is in logs/{self.log.name}"
-        while missing := look():
-            status = self._child.poll()
-            if status is not None:
-                how = f"({self._child.how_it_ended()}); {said}"
-                if status < 0:
-                    raise ServerLost(f"{self.name} was killed while it started {how}")
-                raise ServerFailed(f"{self.name} did not start {how}")
-            if time.monotonic() > until:
-                raise ServerFailed(
-                    f"{self.name} was not ready within {limit_seconds:g} s: {missing}; {said}"
-                )
-            say(last_line(self.log) or f"starting {self.name}", None)
-            time.sleep(0.05)
+        if self.layout is None:
+            return
+        if self._engine is None:
+            self._ready_file.unlink(missing_ok=True)
+            # The engine takes its own cores; what the server may use must hold both.
+            cores = tuple(sorted({*self.layout.engine, *self.layout.api}))
+            self._words = serve_command(self._cell, self._campaign, self.layout, self._ready_file)
 
-    def _told(self, cell: str, info: EngineInfo, load_seconds: float | None) -> CellReady:
-        return CellReady(
-            cell=cell,
-            info=info,
-            load_seconds=load_seconds,
-            synthetic=self._cell.synthetic,
-            url=self.target.url,
-            layout=msgspec.to_builtins(self.layout),
-        )
+            def look() -> str:
+                return "" if self._ready_file.exists() else "it loads"
 
-    def trouble(self) -> str | None:
-        if self._child is None:
-            return "it was not started"
-        if self._child.poll() is not None:
-            return f"{self.name} ended ({self._child.how_it_ended()})"
-        return None
+            self._start(self._words, cores, look, say)
+            url = msgspec.json.decode(self._ready_file.read_bytes())["url"]
+            self.target = Target(url=url)
+        else:
+            self._start_engine(self._engine, self.layout, say)
 
-    def stop(self) -> None:
-        if self._child is not None:
-            self._child.stop(STOP_SECONDS + 10.0)
-
-
-class Local(Started):
-    """A `crossover serve` of our own."""
-
-    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
-        super().__init__(cell, campaign, layout, logs)
-        self._ready_file = logs / f"{cell.key}.ready.json"
-        self._ready_file.unlink(missing_ok=True)
-        # The engine takes its own cores; what the server may use must hold both.
-        cores = tuple(sorted({*layout.engine, *layout.api}))
-        self._start(serve_command(cell, campaign, layout, self._ready_file), cores)
-
-    def wait_ready(self, say: Say) -> None:
-        self._wait_until(lambda: "" if self._ready_file.exists() else "it loads", say)
-        self.target = Target(url=msgspec.json.decode(self._ready_file.read_bytes())["url"])
-
-    def ready(self, cell: str) -> CellReady:
-        """What /v1/placement says, and where everything runs."""
-        with connect(self.target.url) as pool:
-            status, _, body = fetch(pool, get_bytes(pool, "/v1/placement"))
-        if status != 200:
-            raise TargetUnusable(f"{self.target.url}/v1/placement answered {status}")
-        seen = msgspec.json.decode(body)
-        return self._told(cell, info_of(seen), seen.get("load_seconds"))
-
-    def engine_pids(self) -> list[int]:
-        return engine_pids(self.pid or 0)
-
-
-class Command(Started):
-    """An engine of others, started by its command (`engines` of the campaign)."""
-
-    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
-        super().__init__(cell, campaign, layout, logs)
-        self._engine = campaign.engines[cell.engine]
-        self.name = self._engine.name
-        self._words: list[str] = []
-        self._load_seconds: float | None = None
-
-    def wait_ready(self, say: Say) -> None:
+    def _start_engine(self, engine: Engine, layout: Layout, say: Say) -> None:
         """Makes or finds its weights, starts it and waits until `ready` answers 200."""
-        cell, engine = self._cell, self._engine
-        model = cell.model
+        model, server = self._cell.model, self._campaign.server
         try:
             if engine.weights != "none":
-                model = resolve(
-                    cell.model,
-                    kind=engine.weights,
-                    weight_format=cell.weight_format,
-                    cache=self._server.cache,
-                    progress=say,
-                ).path
+                weights = {"kind": engine.weights, "weight_format": self._cell.weight_format}
+                model = resolve(model, **weights, cache=server.cache, progress=say).path
         except ModelError as problem:
             raise ServerFailed(f"no weights for {engine.name}: {problem}") from problem
-        values = engine_values(cell, self._server, self.layout, model)
-        values["port"] = free_port()
-        url = f"http://{HOST}:{values['port']}"
-        self._words = argv(engine.command, values)
-        own = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]  # those of our processes
-        began = time.monotonic()
-        self._start(["env", *own, *self._words], self.layout.engine)
+        with socket.socket() as one:  # a port that nobody listens on now
+            one.bind((HOST, 0))
+            port = one.getsockname()[1]
+        values = {
+            "model": model,
+            "host": HOST,
+            "port": port,
+            "slots": server.slots,
+            "context": server.context_tokens,
+            "kv_tokens": server.kv_tokens or server.slots * server.context_tokens,
+            "threads": server.threads or layout.engine_threads,
+        }
+        self._words, url = filled(engine.command, values), f"http://{HOST}:{port}"
+        ours = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]  # of our processes, not of its
 
         def look() -> str:
             try:
@@ -196,20 +115,74 @@ class Command(Started):
             return "" if status == 200 else f"{url}{engine.ready} answered {status}"
 
         with connect(url) as pool:
-            self._wait_until(look, say)
+            self._start(["env", *ours, *self._words], layout.engine, look, say)
+        self.target = Target(url=url)
+
+    def _start(
+        self, command: list[str], cores: tuple[int, ...], look: Callable[[], str], say: Say
+    ) -> None:
+        """Starts it and waits until `look` finds nothing missing any more."""
+        began, seconds = time.monotonic(), self._campaign.server.ready_seconds
+        self._child = child = Child(command, cores=cores, log=self.log)
+        self.pid = child.pid
+        until, said = began + seconds, f"all it said is in logs/{self.log.name}"
+        while missing := look():
+            if (status := child.poll()) is not None:
+                how = f"({child.how_it_ended()}); {said}"
+                if status < 0:
+                    raise ServerLost(f"{self.name} was killed while it started {how}")
+                raise ServerFailed(f"{self.name} did not start {how}")
+            if time.monotonic() > until:
+                raise ServerFailed(
+                    f"{self.name} was not ready within {seconds:g} s: {missing}; {said}"
+                )
+            say(last_line(self.log) or f"starting {self.name}", None)
+            time.sleep(0.05)
         self._load_seconds = round(time.monotonic() - began, 3)
-        self.target = Target(url=url, api=engine.api)
 
     def ready(self, cell: str) -> CellReady:
-        """Its command as it was run, and where it runs."""
-        has_gpu = any(holds_gpu(pid) for pid in family(self.pid or 0))
-        info = EngineInfo(
-            name=self.name,
-            device="gpu" if has_gpu else "cpu",
-            weight_format=self._cell.weight_format,
-            command=shlex.join(self._words),
+        """Of ours what /v1/placement says; of others their command as it was run."""
+        if self.layout is None:
+            return CellReady(cell=cell, url=self.target.url)
+        load_seconds: float | None = self._load_seconds
+        if self._engine is None:
+            with connect(self.target.url) as pool:
+                status, _, body = fetch(pool, get_bytes(pool, "/v1/placement"))
+            if status != 200:
+                raise TargetUnusable(f"{self.target.url}/v1/placement answered {status}")
+            seen = msgspec.json.decode(body)
+            info, load_seconds = info_of(seen), seen.get("load_seconds")
+        else:
+            has_gpu = any(holds_gpu(pid) for pid in family(self.pid or 0))
+            info = EngineInfo(
+                name=self.name,
+                device="gpu" if has_gpu else "cpu",
+                weight_format=self._cell.weight_format,
+                command=shlex.join(self._words),
+            )
+        has_weights = self._engine is None or self._engine.weights != "none"
+        return CellReady(
+            cell=cell,
+            info=info,
+            load_seconds=load_seconds,
+            synthetic=has_weights and is_rung(self._cell.model),
+            url=self.target.url,
+            layout=msgspec.to_builtins(self.layout),
         )
-        return self._told(cell, info, self._load_seconds)
+
+    def trouble(self) -> str | None:
+        """Why a level cannot go on; None when all is well."""
+        if self._child is not None and self._child.poll() is not None:
+            return f"{self.name} ended ({self._child.how_it_ended()})"
+        return None
+
+    def engine_pids(self) -> list[int]:
+        """Of ours: a level in which they change is none."""
+        return engine_pids(self.pid or 0) if self.is_ours else []
+
+    def stop(self) -> None:
+        if self._child is not None:
+            self._child.stop(STOP_SECONDS + 10.0)
 
 
 def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
@@ -221,19 +194,12 @@ def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
     return any(name.startswith(GPU_FILES) for name in held)
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as one:
-        one.bind((HOST, 0))
-        return int(one.getsockname()[1])
-
-
-def server_of(cell: Cell, campaign: Campaign, layout: Layout | None, logs: Path) -> Server:
-    """The server of a cell: one of ours is starting already."""
-    if campaign.target is not None or layout is None:
-        assert campaign.target is not None
-        return Server(campaign.target)
-    return (Command if cell.engine else Local)(cell, campaign, layout, logs)
+def filled(command: str, values: Mapping[str, object]) -> list[str]:
+    """The words of a command, split as a shell does, its places filled."""
+    return [
+        re.sub(r"\{([A-Za-z_]+)\}", lambda place: str(values.get(place[1], place[0])), word)
+        for word in shlex.split(command)
+    ]
 
 
 def info_of(placement: Mapping[str, Any]) -> EngineInfo:
@@ -255,7 +221,7 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "port": 0,
         "cores": cores_text(layout.engine),
         "api_cores": cores_text(layout.api),
-        "threads": cell.hardware.threads or layout.engine_threads,
+        "threads": campaign.server.threads or layout.engine_threads,
         "ready_file": ready_file.absolute(),
     }
     return [sys.executable, "-m", "crossover", "serve", *arguments(given), "--", cell.model]

@@ -11,21 +11,14 @@ from typing import Annotated
 import typer
 
 TEMPLATE = Path(__file__).parents[1] / "campaign.toml"
-Beside = Annotated[
-    bool,
-    typer.Option(
-        "--beside-others", help="Measure although another campaign measures on this machine."
-    ),
-]
 Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
         help="Allow what the campaign names: commands, module:Class, the variable of a key. The "
-        "file may be a stranger's: `campaign run FILE --dry-run` shows its commands first.",
+        "file may be a stranger's: without --trust it is refused, and says what it would use.",
     ),
 ]
-Out = Annotated[Path, typer.Option(help="The folder in which run folders are made.")]
 Folder = Annotated[Path, typer.Argument(help="The run's folder.")]
 
 campaign = typer.Typer(
@@ -46,23 +39,14 @@ def init_campaign() -> None:
     typer.echo(TEMPLATE.read_text(), nl=False)
 
 
+DEFAULT = "The campaign file (TOML). Default: that of `make demo`, four models in 8 min."
+
+
 @campaign.command("run")
 def run_campaign(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            help="The campaign file (TOML). Default: that of `make demo`, four models in 8 min."
-        ),
-    ] = None,
-    out: Out = Path("runs"),
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Say what would be measured, on what and for how long; start nothing."
-        ),
-    ] = False,
+    file: Annotated[Path | None, typer.Argument(help=DEFAULT)] = None,
+    out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
     trust: Trust = False,
-    beside_others: Beside = False,
 ) -> None:
     """Measure every cell of a campaign (a model on an engine) into one folder below --out.
 
@@ -71,34 +55,25 @@ def run_campaign(
     A run that was killed goes on by `crossover campaign resume FOLDER`; nothing is measured twice.
     """
     from loadtests.campaign.campaign_file import DEMO, check_trust, read_campaign
-
-    plan = read_campaign(file or DEMO)
-    if not (trust or dry_run):
-        check_trust(plan)
-    if dry_run:
-        from loadtests.campaign.campaign_text import show_plan
-
-        show_plan(plan)
-        return
     from loadtests.campaign.campaign_runner import run
     from loadtests.campaign.progress import Progress
 
+    plan = read_campaign(file or DEMO)
+    if not trust:
+        check_trust(plan)
     with Progress() as progress:
-        folder = run(plan, out, progress, beside_others=beside_others)
+        folder = run(plan, out, progress)
     _answer(folder)
+
+
+CONFIRM = "Confirm also what was only estimated, however long that takes."
 
 
 @campaign.command("resume")
 def resume_campaign(
     folder: Folder,
-    confirm: Annotated[
-        bool,
-        typer.Option(
-            "--confirm", help="Confirm also what was only estimated, however long that takes."
-        ),
-    ] = False,
+    confirm: Annotated[bool, typer.Option("--confirm", help=CONFIRM)] = False,
     trust: Trust = False,
-    beside_others: Beside = False,
 ) -> None:
     """Go on with a run that was stopped or killed.
 
@@ -108,7 +83,7 @@ def resume_campaign(
     from loadtests.campaign.progress import Progress
 
     with Progress() as progress:
-        resume(folder, progress, confirm=confirm, trust=trust, beside_others=beside_others)
+        resume(folder, progress, confirm=confirm, trust=trust)
     _answer(folder)
 
 

@@ -2,55 +2,32 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
-from typer.core import TyperCommand
 
+from loadtests.campaign.progress import console_of
 from loadtests.errors import LoadError
 from models import formatting
 from serving.bounds import option
 from serving.cli.parameters import command_of
 
 if TYPE_CHECKING:
-    from loadtests.comparison.compare_runs import Comparison
-
+    from loadtests.comparison.compare_runs import Comparison, Row
 
 COLUMNS = "cell,load,metric,runs,first,second,difference,95 % interval,detectable,verdict"
-
-
-class TwoArms(TyperCommand):
-    """`A1 A2 -- B1 B2`: what stands behind `--` are runs of the second arm."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--" in args:
-            at = args.index("--")
-            args = args[:at] + [f"--second={path}" for path in args[at + 1 :]]
-        rest: list[str] = super().parse_args(ctx, args)
-        return rest
 
 
 class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover compare`."""
 
-    runs: Annotated[
-        list[Path],
-        option(
-            "",
-            "Run folders, or folders of runs: the first arm, `--`, the second arm. "
-            "Two alone are one arm each.",
-            metavar="A... -- B...",
-            is_argument=True,
-        ),
+    first: Annotated[
+        Path, option("", "The first arm: a run, or a folder of runs.", "", "A", is_argument=True)
     ]
-    second: Annotated[
-        list[Path] | None, option("", "A run of the second arm, as behind `--`.", metavar="B")
-    ] = None
+    second: Annotated[Path, option("", "The second arm.", "", "B", is_argument=True)]
     allow: Annotated[
         list[str] | None,
         option(
@@ -74,21 +51,13 @@ def _compare(options: CompareOptions) -> None:
     workload, settings) are refused with both values, unless --allow names it.
 
     \b
-    crossover compare --fail-on slower A1 A2 A3 -- B1 B2 B3    # begun in turns: A1 B1 A2 B2 A3 B3
-    crossover compare old-version/ new-version/                # folders of runs
+    crossover compare --fail-on slower A B       # folders of runs begun in turns: A1 B1 A2 B2 A3 B3
     """
     from loadtests.comparison.compare_runs import compare, read_arm
 
-    first, second = options.runs, options.second
-    if not second:
-        if len(first) != 2:
-            raise LoadError(
-                f"{len(first)} runs and no `--`: write the first arm, `--`, the second arm: "
-                "crossover compare A1 A2 A3 -- B1 B2 B3"
-            )
-        first, second = first[:1], first[1:]
-    found = compare(read_arm(first), read_arm(second), allow=options.allow or ())
-    show_comparison(found, Console(width=None if sys.stdout.isatty() else 200))
+    arms = read_arm([options.first]), read_arm([options.second])
+    found = compare(*arms, allow=options.allow or ())
+    show_comparison(found)
     if options.fail_on is not None and found.verdict == "not known":
         raise LoadError(f"--fail-on slower: not known: {found.reason}")
     if options.fail_on is not None and found.verdict in ("slower", "different"):
@@ -96,38 +65,42 @@ def _compare(options: CompareOptions) -> None:
 
 
 comparison = typer.Typer(add_completion=False)
-comparison.command("compare", cls=TwoArms)(command_of(CompareOptions, _compare))
+comparison.command("compare")(command_of(CompareOptions, _compare))
 
 
-def show_comparison(found: Comparison, console: Console) -> None:
+def show_comparison(found: Comparison) -> None:
     """Print in what two arms of runs differ."""
+    console = console_of(200)
     words = f"{found.verdict}: {found.reason}" if found.reason else found.verdict
     reach = [row.detectable for row in found.rows if row.detectable is not None]
     if reach and not found.reason:
         span = f"{min(reach):.1%} to {max(reach):.1%}"
         words += f" ({len(reach)} metrics; differences of {span} would have been found)"
-    console.print(f"second against first: {words}", style="bold", markup=False)
+    console.print(f"second against first: {words}", style="bold")
     for note in found.notes:
-        console.print(note, style="dim", markup=False)
+        console.print(note, style="dim")
     table = Table(*COLUMNS.split(","), box=None, pad_edge=False)
     for row in found.rows:
-        apart = "-" if row.ratio is None else f"{row.ratio - 1:+.1%}"
-        interval = detectable = "-"
-        if row.low is not None and row.high is not None and row.detectable is not None:
-            interval = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
-            detectable = f"{row.detectable:.1%}"
-        table.add_row(
-            *(row.cell, row.load or "-", row.metric, f"{row.runs[0]}+{row.runs[1]}"),
-            *(_value(row.metric, row.first), _value(row.metric, row.second)),
-            *(apart, interval, detectable),
-            f"{row.verdict} ({row.reason})" if row.reason else row.verdict,
-        )
+        table.add_row(*_cells(row))
     console.print(table)
 
 
-def _value(metric: str, value: float | None) -> str:
-    if metric == "limit":
-        return formatting.rate(value, 3)
-    if metric == "output tokens/s" and value is not None:
-        return f"{value:.3g}/s"
-    return formatting.seconds(value, 3, "-")
+def _cells(row: Row) -> list[str]:
+    """A row of the table."""
+
+    def value(of: float | None) -> str:
+        if row.metric == "limit":
+            return formatting.rate(of, 3)
+        if row.metric == "output tokens/s" and of is not None:
+            return f"{of:.3g}/s"
+        return formatting.seconds(of, 3, "-")
+
+    apart = interval = detectable = "-"
+    if row.ratio is not None:
+        apart = f"{row.ratio - 1:+.1%}"
+    if row.low is not None and row.high is not None and row.detectable is not None:
+        interval = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
+        detectable = f"{row.detectable:.1%}"
+    verdict = f"{row.verdict} ({row.reason})" if row.reason else row.verdict
+    told = [row.cell, row.load or "-", row.metric, f"{row.runs[0]}+{row.runs[1]}"]
+    return [*told, value(row.first), value(row.second), apart, interval, detectable, verdict]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
+from rich.table import Table
+from rich.text import Text
+
+from loadtests.campaign.progress import Progress, console_of
+from models import formatting
 
 if TYPE_CHECKING:
     from loadtests.selftest.selftest_checks import Row
@@ -17,7 +21,6 @@ def selftest() -> None:
 
     A table in about a minute; exit status 1 when something fails.
     """
-    from loadtests.campaign.progress import Progress
     from loadtests.selftest.selftest import run_selftest
 
     with Progress() as progress:
@@ -29,13 +32,10 @@ def selftest() -> None:
 
 def show_selftest(rows: Sequence[Row]) -> None:
     """Print a line a check."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = console_of(120)
     table = Table("", "", "", "true", "measured", "allowed", box=None)
     for row in rows:
-        mark = "[green]✓[/green]" if row.passed else "[bold red]✗[/bold red]"
+        mark = Text("✓", style="green") if row.passed else Text("✗", style="bold red")
         limit = proof_value(row.limit, row.unit)
         allowed = f"± {limit}" if row.limit else "equal"
         measured = proof_value(row.measured, row.unit) + (f" ({row.note})" if row.note else "")
@@ -53,12 +53,8 @@ def show_selftest(rows: Sequence[Row]) -> None:
 
 def proof_value(value: float | None, unit: str) -> str:
     """A value of the self-test's table."""
-    from models import formatting
-
     if value is None:
         return "-"
     if unit == "seconds":
         return formatting.seconds(value, 3) if value else "0 ms"
-    if unit == "count":
-        return f"{value:.0f}"
     return f"{value:.3g}" + ("/s" if unit == "requests/s" else "")

@@ -28,7 +28,7 @@ from loadtests.analysis.percentiles import distribution
 from loadtests.comparison.run_environment import CELL, FACTS, differences, versions_apart
 from loadtests.errors import BadRunFolder, NotComparable
 from loadtests.records.run_folder import MANIFEST, RunManifest, RunRecords, read_records
-from loadtests.records.run_journal import CellFinished, EngineChosen, LevelPurpose, of_kind
+from loadtests.records.run_journal import CellFinished, EngineChosen, of_kind
 from models import formatting
 
 ALPHA = 0.05
@@ -46,7 +46,7 @@ class CellValues(msgspec.Struct, frozen=True):
     """One cell of one run: one number a metric, above 0, by load ("alone", "2.000/s", "")."""
 
     key: str
-    facts: dict[str, str]  # of run_environment.CELL, and the workload's name
+    facts: dict[str, str]  # of run_environment.CELL
     values: dict[str, dict[str, float]]
     left_out: int = 0  # levels that were not valid, or with requests missing
 
@@ -118,21 +118,19 @@ def _cell(run: RunRecords, cell: dict[str, Any], levels: Sequence[Level]) -> Cel
     key = str(cell["key"])
     for chosen in of_kind(run.events, EngineChosen, key):
         cell = {**cell, "backend": chosen.backend, "weight_format": chosen.weight_format}
-    hardware = {**(cell.get("hardware") or {}), "name": None}
-    asked = [one for one in levels if one.started.purpose is not LevelPurpose.CALIBRATION]
+    asked = [one for one in levels if not one.started.is_burst]
     by_load: dict[str, list[Level]] = defaultdict(list)
     for level in (one for one in asked if one.counts):
         by_load[formatting.load(level.rate, level.started.concurrency, 4)].append(level)
     values = {load: _mean([_values_of(one) for one in same]) for load, same in by_load.items()}
     ended = of_kind(run.events, CellFinished, key)
-    if ended and ended[-1].capacity is not None and ended[-1].capacity.limit:
+    if ended and ended[-1].capacity.limit:
         values[""] = {LIMIT: ended[-1].capacity.limit}
     return CellValues(
         key=key,
         facts={
-            **{name: str(cell.get(name) or "") for name in ("model", "backend", "url", "workload")},
+            **{name: str(cell.get(name) or "") for name in ("model", "backend", "url")},
             "format": str(cell.get("weight_format") or ""),
-            "hardware": ", ".join(f"{k} {v}" for k, v in sorted(hardware.items()) if v is not None),
         },
         values=values,
         left_out=len(asked) - sum(map(len, by_load.values())),
@@ -245,7 +243,7 @@ def _pairs(
     first: Sequence[RunValues], second: Sequence[RunValues], allow: Sequence[str]
 ) -> list[tuple[Cells, Cells]]:
     """Cells that are the same thing but for what may differ; the very same where there is one."""
-    keys = [fact for fact in (*CELL, "workload") if fact not in allow]
+    keys = [fact for fact in (*CELL,) if fact not in allow]
     ours, others = _cells(first), _cells(second)
     found: list[tuple[Cells, Cells]] = []
     for mine in ours:

@@ -28,13 +28,13 @@ MACHINE: dict[str, str] = {
     "memory_total_bytes": "memory",
     "gpus": "GPUs",
 }
-CAMPAIGN: tuple[str, ...] = ("workload", "workloads", "arrivals", "slo", "engines", "seed")
+CAMPAIGN: tuple[str, ...] = ("workload", "arrivals", "slo", "engines", "seed")
 SERVER: tuple[str, ...] = (
     *("slots", "context_tokens", "kv_tokens", "kv_dtype", "policy", "prefill_tokens"),
-    *("step_seconds_target", "prefix_reuse", "options"),
+    *("step_seconds_target", "prefix_reuse", "options", "cores", "threads"),
 )
 # Matched cell by cell, not run by run.
-CELL: tuple[str, ...] = ("model", "format", "backend", "hardware", "url")
+CELL: tuple[str, ...] = ("model", "format", "backend", "url")
 FACTS: tuple[str, ...] = (*MACHINE, *CAMPAIGN, *SERVER, *CELL)
 SHOWN: dict[str, Callable[[Any], Any]] = {
     "memory_total_bytes": formatting.size,
@@ -72,10 +72,7 @@ def machine_differences(run: RunManifest, facts: Mapping[str, Any]) -> list[Fact
 
 def versions_apart(one: RunManifest, other: RunManifest) -> list[str]:
     """ "llama-cpp-python 0.3.35 and 0.3.36" ...: what software changed between two runs."""
-    mine, theirs = (
-        {"crossover": run.crossover_version, "commit": run.git_commit, **run.versions}
-        for run in (one, other)
-    )
+    mine, theirs = ({"crossover": run.crossover_version, **run.versions} for run in (one, other))
     return [
         f"{name} {(mine.get(name) or 'none')[:12]} and {(theirs.get(name) or 'none')[:12]}"
         for name in dict.fromkeys([*mine, *theirs])

@@ -55,7 +55,7 @@ def machine_lock(what: str, *, file: Path | None = None) -> Iterator[None]:
     if isinstance(lock, str):
         raise MachineBusy(
             f"{lock} measures on this machine now, and two campaigns at once would measure each "
-            "other: wait for it, or add --beside-others"
+            "other: wait for it"
         )
     try:
         yield

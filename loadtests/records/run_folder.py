@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -47,11 +46,10 @@ SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 LOCK = ".lock"
 
+# What a terminal would obey, in JSON: as it is, or escaped.
 _CONTROL = re.compile(
     rb"\\u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE
 )
-_MARKS = (b"\\u00", b"\x7f", b"\xc2")
-
 T = TypeVar("T")
 
 
@@ -62,7 +60,6 @@ class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     created: str  # ISO 8601, UTC
     crossover_version: str
-    git_commit: str | None
     command: list[str]
     campaign: dict[str, Any]  # the campaign as read, defaults filled in
     campaign_text: str  # the file itself
@@ -70,7 +67,6 @@ class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
     server_facts: dict[str, Any]  # HardwareFacts of the machine that serves, or the endpoint's url
     client_facts: dict[str, Any]
     versions: dict[str, str]
-    seed: int
 
 
 class RunRecords:
@@ -83,25 +79,14 @@ class RunRecords:
         self._broken: dict[str, list[int]] = {}  # by file: numbers (1..) of lines that are none
         self.events: list[Event] = list(self._read(EVENTS, AnyEvent))
         self.samples: list[ResourceSample] = list(self._read(SAMPLES, ResourceSample))
-
-    @cached_property
-    def started_levels(self) -> dict[str, LevelStarted]:
-        """All levels that were begun, by name, in order."""
-        return {event.level: event for event in of_kind(self.events, LevelStarted)}
-
-    @cached_property
-    def finished_levels(self) -> dict[str, LevelFinished]:
-        """The levels that were measured to their end, by name, in order."""
-        begun = self.started_levels
-        return {e.level: e for e in of_kind(self.events, LevelFinished) if e.level in begun}
+        # Levels that were begun, and of these the ones measured to their end; by name, in order.
+        self.started_levels = {e.level: e for e in of_kind(self.events, LevelStarted)}
+        ended = of_kind(self.events, LevelFinished)
+        self.finished_levels = {e.level: e for e in ended if e.level in self.started_levels}
 
     def requests(self) -> Iterator[RequestRecord]:
         """All on record, in the order they ended, those of abandoned levels included."""
         return self._read(REQUESTS, RequestRecord)
-
-    def samples_of(self, level: str) -> list[ResourceSample]:
-        """Of one level, in order of time."""
-        return [sample for sample in self.samples if sample.level == level]
 
     def damage(self) -> list[str]:
         """What is left out of each file that was read, in words."""
@@ -128,36 +113,33 @@ class RunRecords:
         except FileNotFoundError:
             return
         except OSError as problem:
-            raise BadRunFolder(
-                f"{self.folder / name} cannot be read: {problem.strerror}"
-            ) from problem
+            raise BadRunFolder(f"{self.folder / name} cannot be read: {problem.strerror}") from None
 
 
 read_records = RunRecords
 
 
-class RunFolder:
+class RunFolder(RunRecords):
     """The folder of one run, open for writing by this process alone: a second writer is refused."""
 
-    def __init__(self, folder: Path, manifest: RunManifest) -> None:
-        """Of a new run use `create`. Raises BadRunFolder, OSError."""
-        self.folder = folder
-        self.manifest = manifest
-        self.events: list[Event] = []  # the journal: what was read at first, and all since
+    def __init__(self, folder: Path) -> None:
+        """A run that is there, to go on with. Raises BadRunFolder."""
+        read_manifest(folder)  # nothing is written where there is no run
         for path in (*folder.glob("*"), *folder.glob("logs/*")):
             if path.is_symlink():  # a stranger's run would have ours written into any file
-                raise BadRunFolder(
-                    f"{path} is a link: a run is written into its own files alone; put the file in "
-                    "its place, or remove it"
-                )
-        lock = take_lock(folder / LOCK, f"process {os.getpid()}")
-        if isinstance(lock, str):
-            raise BadRunFolder(f"{folder} is in use by {lock}; wait for it, or end it")
-        self._lock = open(lock)  # closed once, at the end
-        self._events: Appender[Event] = Appender(folder / EVENTS)
-        self._samples: Appender[ResourceSample] = Appender(folder / SAMPLES)
-        self._requests: Appender[RequestRecord] = Appender(folder / REQUESTS)
+                raise BadRunFolder(f"{path} is a link, and a run is written into its own files")
+        try:
+            lock = take_lock(folder / LOCK, f"process {os.getpid()}")
+            if isinstance(lock, str):
+                raise BadRunFolder(f"{folder} is in use by {lock}; wait for it, or end it")
+            self._lock = open(lock)  # closed once, at the end
+            self._events: Appender[Event] = Appender(folder / EVENTS)
+            self._samples: Appender[ResourceSample] = Appender(folder / SAMPLES)
+            self._requests: Appender[RequestRecord] = Appender(folder / REQUESTS)
+        except OSError as problem:
+            raise BadRunFolder(f"{folder} cannot be written: {problem.strerror}") from problem
         self.sample, self.request = self._samples.append, self._requests.append
+        super().__init__(folder)  # `events`: those on record, and all since
 
     @classmethod
     def create(cls, folder: Path, manifest: RunManifest) -> RunFolder:
@@ -169,21 +151,9 @@ class RunFolder:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
             write_atomically(folder / MANIFEST, text)
-            return cls(folder, manifest)
         except OSError as problem:
             raise BadRunFolder(f"{folder} cannot be written: {problem.strerror}") from problem
-
-    @classmethod
-    def open_existing(cls, folder: Path) -> tuple[RunFolder, RunRecords]:
-        """A run to go on with, and what is on record. Raises BadRunFolder."""
-        manifest = read_manifest(folder)
-        try:
-            opened = cls(folder, manifest)
-        except OSError as problem:
-            raise BadRunFolder(f"{folder} cannot be written: {problem.strerror}") from problem
-        records = read_records(folder)
-        opened.events = list(records.events)
-        return opened, records
+        return cls(folder)
 
     def event(self, event: E) -> E:
         """Writes one line of the journal."""
@@ -213,42 +183,44 @@ class RunFolder:
 
 
 class Appender(Generic[T]):
-    """Appends records to one file, each as one line in one write(). Raises BadRunFolder."""
+    """Appends records to one file, each as one line in one write()."""
 
     def __init__(self, path: Path) -> None:
+        """Raises OSError."""
         self._encode = msgspec.json.Encoder().encode
-        self._file = open(path, "a+b", buffering=0, opener=_private)
+        self._file = open(
+            path, "a+b", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)
+        )
         size = self._file.seek(0, os.SEEK_END)
         last = os.pread(self._file.fileno(), 1, max(0, size - 1))
         self._is_torn = last not in (b"", b"\n")  # the last line is cut off
         self.close = self._file.close
 
     def append(self, record: T) -> None:
-        """Where the disk is full, the records before are whole."""
+        """Where the disk is full, the records before are whole. Raises BadRunFolder."""
         line = b"\n" * self._is_torn + self._encode(record) + b"\n"
         try:
             self._is_torn = self._file.write(line) != len(line)
         except OSError as problem:
-            raise self._unwritable(problem) from problem
+            what = f"{self._file.name} cannot be written: {problem.strerror}"
+            raise BadRunFolder(what) from problem
         if self._is_torn:
             raise BadRunFolder(f"{self._file.name}: a record was written in part: full disk?")
 
     def sync(self) -> None:
-        """Returns when all is on disk."""
+        """Returns when all is on disk. Raises BadRunFolder."""
         try:
             os.fsync(self._file)
         except OSError as problem:
-            raise self._unwritable(problem) from problem
-
-    def _unwritable(self, problem: OSError) -> BadRunFolder:
-        return BadRunFolder(f"{self._file.name} cannot be written: {problem.strerror}")
+            what = f"{self._file.name} cannot be written: {problem.strerror}"
+            raise BadRunFolder(what) from problem
 
 
 def cleaned(text: bytes) -> bytes:
     """JSON without what a terminal would obey."""
-    if any(mark in text for mark in _MARKS):  # hardly ever, and the expression takes time
-        text = _CONTROL.sub(rb"\\ufffd", text)
-    return text
+    # The expression takes time, and hardly ever is there any of it.
+    is_suspect = b"\\u00" in text or b"\x7f" in text or b"\xc2" in text
+    return _CONTROL.sub(rb"\\ufffd", text) if is_suspect else text
 
 
 def read_manifest(folder: Path) -> RunManifest:
@@ -257,8 +229,7 @@ def read_manifest(folder: Path) -> RunManifest:
     try:
         check_plain(path)
         raw = msgspec.json.decode(cleaned(path.read_bytes()))
-        version = raw["format_version"]
-        if version != FORMAT_VERSION:
+        if (version := raw["format_version"]) != FORMAT_VERSION:
             other = "a newer" if version > FORMAT_VERSION else "an older"
             raise BadRunFolder(
                 f"{path} has format_version {version}; this crossover reads {FORMAT_VERSION}: "
@@ -267,7 +238,7 @@ def read_manifest(folder: Path) -> RunManifest:
         return msgspec.convert(raw, RunManifest)
     except OSError as problem:
         raise BadRunFolder(
-            f"{path.parent} holds no run: {path.name} cannot be read ({problem.strerror})"
+            f"{folder} holds no run: {path.name} cannot be read ({problem.strerror})"
         ) from problem
     except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError) as problem:
         raise BadRunFolder(f"{path} is no manifest: {problem}") from problem
@@ -277,7 +248,3 @@ def check_plain(path: Path) -> None:
     """Raises BadRunFolder for a pipe or device, which may have no end."""
     if path.exists() and not path.is_file():
         raise BadRunFolder(f"{path} is no plain file")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

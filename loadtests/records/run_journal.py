@@ -8,22 +8,19 @@ the one struct of a result: in the journal, in reports and in plans.
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 import time
 from collections.abc import Iterable
-from enum import StrEnum
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-FORMAT_VERSION = 4  # goes up when what is written means something else
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.step_law import StepLaw
 
-
-class LevelPurpose(StrEnum):
-    SINGLE_STREAM = "single_stream"  # one request at a time
-    CALIBRATION = "calibration"  # bursts, whose steps the law is made from
-    SEARCH = "search"
-    LOAD = "load"  # `crossover load`
+FORMAT_VERSION = 5  # goes up when what is written means something else
 
 
 CapacityState = Literal["holds", "no_rate_confirmed", "not_even_alone"]
@@ -127,10 +124,6 @@ class Event(
     cell: str | None = None  # Cell.key
     level: str | None = None  # unique per attempt
 
-    @property
-    def kind(self) -> str:
-        return str(self.__struct_config__.tag)
-
 
 class RunStarted(Event, frozen=True, kw_only=True):
     """A sitting begins: the first, or one that goes on."""
@@ -147,12 +140,11 @@ class Interrupted(Event, frozen=True, kw_only=True):
 
 
 class CellStarted(Event, frozen=True, kw_only=True):
-    """A cell's part of a block is begun. Seconds are of measuring, since the cell's first part."""
+    """A cell's part of a block is begun."""
 
     cell: str
-    budget_seconds: float | None = None  # of all its parts; None: one level of `crossover load`
     block: int = 1
-    until_seconds: float | None = None  # its budget up to the end of this part
+    until_seconds: float  # of measuring that it may have had, all its parts together, at the end
 
 
 class CellReady(Event, frozen=True, kw_only=True):
@@ -161,7 +153,7 @@ class CellReady(Event, frozen=True, kw_only=True):
     cell: str
     info: EngineInfo = EngineInfo()
     load_seconds: float | None = None
-    synthetic: bool | None = None  # random weights; None: not known
+    synthetic: bool = False  # random weights
     url: str | None = None
     layout: dict[str, Any] | None = None  # loadtests.host.cpu_pinning.Layout
     target: dict[str, Any] | None = None  # loadtests.load_generator.openai_endpoint.TargetFacts
@@ -177,25 +169,13 @@ class CellReady(Event, frozen=True, kw_only=True):
         return list((self.target or {}).get("notes") or ())
 
 
-class EngineRating(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An engine that was looked at for a cell."""
-
-    backend: str
-    weight_format: str
-    is_chosen: bool = False
-    why_not: str = ""  # why it cannot be chosen; "": it can
-    requests_per_second: float | None = None  # that it would hold; None: it was not measured
-
-
 class EngineChosen(Event, frozen=True, kw_only=True):
     """The engine of a cell whose backend is `best`, chosen when the cell started."""
 
     cell: str
     backend: str
     weight_format: str
-    reason: str
-    engines: list[EngineRating]
-    spent_seconds: float  # measuring and making weights for that; not of the budget
+    reason: str  # with what each of the others would hold, or why it cannot be chosen
 
 
 class Calibrated(Event, frozen=True, kw_only=True):
@@ -203,40 +183,36 @@ class Calibrated(Event, frozen=True, kw_only=True):
 
     cell: str
     spent_seconds: float
-    law: dict[str, Any] | None = None  # loadtests.simulation.step_law.StepLaw; None: does not fit
-    policy: dict[str, Any] | None = None  # .batching_simulator.SchedulingPolicy
+    law: StepLaw | None = None  # None: none fits
+    policy: SchedulingPolicy | None = None
     reason: str = ""  # why there is no law
 
 
 class CellSkipped(Event, frozen=True, kw_only=True):
     cell: str
     reason: str
-    cause: str = ""  # "server": it did not start, or ended; a later sitting tries again
 
 
 class CellFinished(Event, frozen=True, kw_only=True):
     cell: str
-    capacities: dict[
-        str, Capacity
-    ] = {}  # by the SLO's name, the campaign's first SLO first; empty: `crossover load`
-
-    @property
-    def capacity(self) -> Capacity | None:
-        """The capacity under the campaign's first SLO."""
-        return next(iter(self.capacities.values()), None)
+    capacity: Capacity  # under the campaign's SLO
 
 
 class LevelStarted(Event, frozen=True, kw_only=True):
     cell: str
     level: str
-    purpose: LevelPurpose
-    rate_per_second: float | None = None  # open loop; None: closed loop, or given requests
-    concurrency: int | None = None  # closed loop; None: open loop
+    rate_per_second: float | None = None  # open loop; None: closed loop, or a burst
+    concurrency: int | None = None  # closed loop; None: open loop, or a burst
     warmup_seconds: float = 0.0  # requests due before this do not count
     window_seconds: float  # requests due in [warmup_seconds, warmup_seconds + window_seconds) count
     seed: int = 0
     start: int | None = None  # 1..: which start of the cell's server; None: not known
     started_unix_seconds: float = 0.0  # the moment that RequestRecord's times count from
+
+    @property
+    def is_burst(self) -> bool:
+        """Of a calibration: the law is made from its steps, and it says nothing of a rate."""
+        return self.rate_per_second is None and self.concurrency is None
 
 
 class LevelFinished(Event, frozen=True, kw_only=True):
@@ -258,7 +234,7 @@ class LevelAbandoned(Event, frozen=True, kw_only=True):
     cell: str
     level: str
     reason: str
-    spent_seconds: float | None = None
+    spent_seconds: float = 0.0  # of the budget; a runner that was killed does not say
 
 
 class Waited(Event, frozen=True, kw_only=True):
@@ -276,22 +252,7 @@ class NeverQuiet(Event, frozen=True, kw_only=True):
     reason: str  # by whom the machine was disturbed
 
 
-AnyEvent = (
-    RunStarted
-    | RunFinished
-    | Interrupted
-    | CellStarted
-    | CellReady
-    | EngineChosen
-    | Calibrated
-    | CellSkipped
-    | CellFinished
-    | LevelStarted
-    | LevelFinished
-    | LevelAbandoned
-    | Waited
-    | NeverQuiet
-)
+AnyEvent: Any = functools.reduce(operator.or_, Event.__subclasses__())  # every kind above
 E = TypeVar("E", bound=Event)
 
 

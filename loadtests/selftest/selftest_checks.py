@@ -20,7 +20,7 @@ import numpy.typing as npt
 from loadtests.analysis.level import Level, failure_of
 from loadtests.analysis.level_validity import send_lag_p99
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import Capacity, LevelPurpose, LevelStarted
+from loadtests.records.run_journal import Capacity, LevelStarted
 
 # Request id -> what the server did (loadtests.selftest.reference_server).
 Log = Mapping[str, Mapping[str, Any]]
@@ -151,9 +151,7 @@ def capacity_rows(
 def _level_of(records: Sequence[RequestRecord]) -> Level:
     """All of them, as one level."""
     last = max((record.due_seconds for record in records), default=0.0)
-    started = LevelStarted(
-        cell="", level="", purpose=LevelPurpose.LOAD, rate_per_second=1.0, window_seconds=last + 1
-    )
+    started = LevelStarted(cell="", level="", rate_per_second=1.0, window_seconds=last + 1)
     return Level.of(records, started)
 
 

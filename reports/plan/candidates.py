@@ -47,8 +47,7 @@ def asked_of(raw: dict[str, object], folder: Path) -> Question:
             cell = _cell_of(data, str(tables.get("model", "")))
             if cell is None:
                 continue
-            of_run = data.workloads[cell.workload]
-            tables.setdefault("workload", msgspec.to_builtins(of_run))
+            tables.setdefault("workload", msgspec.to_builtins(data.workload))
             tables.setdefault("format", cell.weight_format or None)
             slo: dict[str, object] = msgspec.to_builtins(data.slo)
             slo.pop("source")

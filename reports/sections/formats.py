@@ -23,7 +23,7 @@ def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     return Section(
         slug="formats",
         title="Formats and engines",
-        sentence=f"{_name(best)} serves most of {best.model}.",
+        sentence=f"{best.engine_words} serves most of {best.model}.",
         grades=("measured",),
         table=table(
             ("model", "engine", "capacity", "reads", "writes", "memory", "quality"),
@@ -35,10 +35,6 @@ def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     )
 
 
-def _name(cell: CellData) -> str:
-    return " ".join(filter(None, (cell.engine_words, cell.hardware, cell.workload)))
-
-
 def _row(cell: CellData) -> tuple[str, ...]:
     ready, speed = cell.ready, speeds(cell)
     tokens = [formatting.NOT_MEASURED] * 2
@@ -47,7 +43,7 @@ def _row(cell: CellData) -> tuple[str, ...]:
     quality = None if ready is None or ready.synthetic else ready.info.quality_kl_nats
     return (
         cell.model,
-        _name(cell),
+        cell.engine_words,
         in_words(cell.capacity) if cell.capacity is not None else cell.reason,
         *tokens,
         formatting.size(cell.memory.peak_bytes or cell.memory.predicted_bytes),
@@ -57,24 +53,17 @@ def _row(cell: CellData) -> tuple[str, ...]:
 
 def _chosen(data: ReportData) -> Section | None:
     rows = [
-        (
-            cell.model,
-            f"{one.backend} {one.weight_format}",
-            formatting.rate(one.requests_per_second),
-            "chosen" if one.is_chosen else one.why_not,
-        )
+        (cell.model, cell.engine_words, cell.choice.reason)
         for cell in data.cells
         if cell.choice is not None
-        for one in cell.choice.engines
     ]
     if not rows:
         return None
-    chosen = (f"{model}: {engine}" for model, engine, _, why in rows if why == "chosen")
     return Section(
         slug="formats",
-        title="Engines that were chosen from",
-        sentence=", ".join(chosen) + ".",
+        title="Engines that were chosen",
+        sentence=", ".join(f"{model}: {engine}" for model, engine, _ in rows) + ".",
         grades=("estimated",),
-        table=table(("model", "engine", "would hold", "why"), rows, words=("engine", "why")),
+        table=table(("model", "engine", "why"), rows, words=("engine", "why")),
         note="From step times that seconds of calibration gave of each candidate.",
     )

@@ -21,7 +21,7 @@ import numpy as np
 from loadtests.analysis.level import Level
 from loadtests.analysis.slo import Slo
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import LevelPurpose, LevelStarted
+from loadtests.records.run_journal import LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.workload.arrivals import Arrivals, Gamma, Poisson, due_times
 from loadtests.workload.request_lengths import Workload, draw
@@ -64,9 +64,7 @@ class World:
         )
         level = Level.of(
             records,
-            LevelStarted(
-                cell="c", level="l", purpose=LevelPurpose.SEARCH, window_seconds=float(due[-1])
-            ),
+            LevelStarted(cell="c", level="l", window_seconds=float(due[-1])),
         )
         good = level.good(self.slo)
         return float(good[len(good) // 50 :].mean())

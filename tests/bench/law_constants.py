@@ -26,7 +26,7 @@ import numpy as np
 from loadtests.analysis.level import Level
 from loadtests.analysis.slo import Slo
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import LevelFinished, LevelPurpose, LevelStarted
+from loadtests.records.run_journal import LevelFinished, LevelStarted
 from loadtests.simulation import step_observation
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import (
@@ -111,7 +111,6 @@ def _level(begun: dict[str, Any], ended: dict[str, Any], records: list[RequestRe
     started = LevelStarted(
         cell=begun["cell"],
         level=begun["level"],
-        purpose=LevelPurpose.SEARCH,
         rate_per_second=begun.get("rate_per_second"),
         window_seconds=end,
     )

@@ -85,7 +85,6 @@ def one(name: str, seed: int) -> End:
     with tempfile.TemporaryDirectory() as out:
         run = read_records(simulated.run(plan_of(world, seed), Path(out)))
         (ended,) = of_kind(run.events, CellFinished)
-    assert ended.capacity is not None
     truth = 0.0
     if world.has_capacity:
         next_start = 100 * seed + STARTS if world.start_spread else 1

@@ -26,9 +26,8 @@ from loadtests.analysis.level import Level, levels_of
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, read_campaign
 from loadtests.campaign.campaign_runner import run
-from loadtests.campaign.cell_selection import with_engine
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import campaign_of
+from loadtests.campaign.run_state import CellRecord, campaign_of
 from loadtests.records.run_folder import RunRecords, read_records
 from loadtests.records.run_journal import Calibrated, Capacity, CellFinished, of_kind
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
@@ -79,7 +78,7 @@ def measure(plan: Plan, cell: Cell, out: Path, minutes: float, seconds: float) -
         rates = [float(f"{part * (found.limit or 0.0):.3g}") for part in RATES]
         if not found.limit:
             return Row(cell=cell.key, found=found, truth=None, plain=None, levels=[])
-        chosen = with_engine(cell, records.events)
+        chosen = CellRecord(records.events, plan.campaign, cell).cell
         again = only(plan, chosen, rates=rates, level_seconds=seconds)
         seeded = msgspec.structs.replace(again.campaign, seed=plan.campaign.seed + 1000)
         second = run(Plan(seeded, again.cells, plan.text), out, progress)
@@ -118,8 +117,7 @@ def truth_of(
     made = [one for one in of_kind(first.events, Calibrated) if one.law and one.policy]
     if not made or not levels:
         return None
-    law = msgspec.convert(made[-1].law, StepLaw)
-    policy = msgspec.convert(made[-1].policy, SchedulingPolicy)
+    law, policy = made[-1].law, made[-1].policy
     measured = sum(one.judge(slo).good for one in levels)
     low, high = (math.log(one) for one in FACTORS)
     for _ in range(14):  # more good requests: quicker steps
@@ -127,7 +125,7 @@ def truth_of(
         good = sum(_simulated_good(law.slower(math.exp(middle)), policy, x, slo) for x in levels)
         low, high = (middle, high) if good > measured else (low, middle)
     factor = math.exp((low + high) / 2)
-    workload = campaign.workload_of(cell)
+    workload = campaign.workload
     return capacity(
         law.slower(factor), policy, workload, slo, arrivals=campaign.arrivals, requests=20_000
     ).rate

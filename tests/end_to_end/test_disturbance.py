@@ -38,7 +38,6 @@ CAMPAIGN = """
 name = "not quiet"
 models = ["135m"]
 backends = ["fake"]
-hardware = [{{ {hardware} }}]
 wait_seconds = {wait}
 disturbance = "wait"
 workload = {{ prompt_tokens = 24, output_tokens = 8 }}
@@ -48,6 +47,7 @@ ttft_seconds = 1.0
 target = 0.7
 [server]
 slots = 2
+{hardware}
 context_tokens = 128
 options = {{ step_seconds = 0.01, is_busy = true }}
 [search]
@@ -83,7 +83,7 @@ def measure(out: Path, wait_seconds: float, hardware: str = "") -> tuple[Path, s
     text = CAMPAIGN.format(wait=wait_seconds, hardware=hardware)
     plan = parse_campaign(text)
     with Progress(said, plain_every_seconds=0.5) as progress:
-        return run(plan, out, progress, beside_others=True), said.getvalue()
+        return run(plan, out, progress), said.getvalue()
 
 
 def wait_for_level(out: Path, number: int) -> None:
@@ -136,7 +136,7 @@ def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
     check_folder(folder)
     events = read_records(folder).events
     (ended,) = of_kind(events, CellFinished)
-    assert ended.capacity is not None and not ended.capacity.holds
+    assert not ended.capacity.holds
     (found,) = of_kind(events, NeverQuiet)
     assert f"(pid {busy}, " in found.reason and "% of the CPU time" in found.reason
     assert found.reason in said

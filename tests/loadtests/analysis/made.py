@@ -15,7 +15,6 @@ from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_journal import (
     Disturbance,
     LevelFinished,
-    LevelPurpose,
     LevelStarted,
 )
 
@@ -81,11 +80,9 @@ def level(
 ) -> Level:
     """A finished level of these records, its window `seconds` after the warm-up."""
     records = list(records)
-    is_single = concurrency == 1
     begun = LevelStarted(
         cell="c",
         level=name,
-        purpose=LevelPurpose.SINGLE_STREAM if is_single else LevelPurpose.SEARCH,
         rate_per_second=rate,
         concurrency=concurrency,
         warmup_seconds=warmup,

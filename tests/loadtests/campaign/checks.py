@@ -30,4 +30,4 @@ def check_folder(folder: Path) -> None:
 
 
 def kinds(folder: Path) -> list[str]:
-    return [event.kind for event in read_records(folder).events]
+    return [str(event.__struct_config__.tag) for event in read_records(folder).events]

@@ -25,7 +25,7 @@ from loadtests.analysis.disturbance import disturbance_of
 from loadtests.analysis.level import Level, LevelRows
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.campaign.campaign_runner import World, resume, run
-from loadtests.campaign.level_runner import LevelAsk, judged
+from loadtests.campaign.level_runner import LevelAsk, ServerBench, judged
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.errors import LevelInterrupted
@@ -116,7 +116,6 @@ class Simulated:
     taken: Callable[[float, float], float] | None = None  # seconds between two moments, as hog
     now: float = 0.0
     opened: list[str] = field(default_factory=list)  # keys of cells
-    recovered: int = 0
     said: StringIO = field(default_factory=StringIO)
 
     @property
@@ -125,11 +124,11 @@ class Simulated:
 
     def run(self, plan: Plan, out: Path) -> Path:
         progress = Progress(self.said)
-        return run(plan, out, progress, command=["test"], beside_others=True, world=self.world)
+        return run(plan, out, progress, command=["test"], world=self.world)
 
     def resume(self, folder: Path, *, confirm: bool = False) -> Path:
         progress = Progress(self.said)
-        return resume(folder, progress, confirm=confirm, beside_others=True, world=self.world)
+        return resume(folder, progress, confirm=confirm, world=self.world)
 
     @contextlib.contextmanager
     def open(self, state: CellState) -> Iterator[Bench]:
@@ -169,21 +168,16 @@ class Simulated:
         )
 
 
-@dataclass
-class Bench:
-    world: Simulated
-    state: CellState
-
-    @property
-    def policy(self) -> SchedulingPolicy | None:
-        return self.world.policy
+class Bench(ServerBench):
+    def __init__(self, world: Simulated, state: CellState) -> None:
+        super().__init__(state, Progress(world.said))
+        self.world, self.policy = world, world.policy
 
     def measure(self, asked: LevelAsk) -> Level:
         world, state = self.world, self.state
         started = LevelStarted(
             cell=state.key,
             level=asked.name,
-            purpose=asked.purpose,
             start=state.starts,
             rate_per_second=asked.rate,
             concurrency=1 if asked.requests is not None else None,
@@ -224,7 +218,7 @@ class Bench:
 
     def _records(self, asked: LevelAsk) -> list[RequestRecord]:
         server, state = self.world.server(asked.seed, self.state.starts), self.state
-        workload = state.campaign.workload_of(state.cell)
+        workload = state.campaign.workload
         named = (state.key, asked.name)
         if asked.burst is not None:
             burst = asked.burst
@@ -240,7 +234,7 @@ class Bench:
 
     def _one_by_one(self, server: Serves, asked: LevelAsk) -> list[RequestRecord]:
         state, at, records = self.state, 0.0, []
-        asks = draw(state.campaign.workload_of(state.cell), asked.requests or 1, asked.seed)
+        asks = draw(state.campaign.workload, asked.requests or 1, asked.seed)
         for index, ask in enumerate(asks):
             if at >= asked.window_seconds:
                 break
@@ -253,9 +247,6 @@ class Bench:
 
     def rest(self, seconds: float) -> None:
         self.world.now += seconds
-
-    def recover(self) -> None:
-        self.world.recovered += 1
 
 
 def fails_once(

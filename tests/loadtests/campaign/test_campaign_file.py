@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from loadtests.analysis.slo import SLO_PRESETS
-from loadtests.campaign import campaign_text
 from loadtests.campaign.campaign_file import (
     DEMO,
     Campaign,
-    CampaignFile,
     Cell,
     check_trust,
     parse_campaign,
     read_campaign,
     slo_of,
 )
-from loadtests.campaign.cell_selection import argv
-from loadtests.campaign.run_state import manifest_of
+from loadtests.campaign.run_state import new_run
+from loadtests.campaign.server_launch import filled
 from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign
-from loadtests.records.run_folder import RunFolder
 from loadtests.workload.arrivals import Gamma
 from serving.hardware.machine_facts import hardware_facts
-from tests.campaign_template import SECTIONS, STARTED, campaign_template, keys_of
+from tests.campaign_template import STARTED, campaign_template
 
 ONE = 'name = "x"\nmodels = ["135m"]\n'
 COMMAND = "vllm serve {model} --port {port}"
@@ -48,7 +40,7 @@ def keys(text: str) -> list[str]:
     return [cell.key for cell in parse_campaign(text).cells]
 
 
-def test_models_formats_backends_hardware_and_workloads_are_multiplied() -> None:
+def test_models_and_backends_are_multiplied_with_the_formats_that_each_has() -> None:
     assert keys('name = "x"\nmodels = ["135m", "1b"]\nformats = ["Q4_0", "Q8_0"]') == [
         f"{model}-{weights}-llama_cpp"
         for model in ("smollm2-135m", "llama-3.2-1b")
@@ -57,24 +49,9 @@ def test_models_formats_backends_hardware_and_workloads_are_multiplied() -> None
     backends = '["llama_cpp", "torch", "onnx", "fake"]'
     cells = parse_campaign(f"{ONE}backends = {backends}").cells
     assert [cell.weight_format for cell in cells] == ["Q4_0", "bf16", "int4", ""]
-    text = """
-        hardware = [{ name = "one", cores = 1 }, { name = "all" }]
-        cells = [{ model = "1b", format = "Q8_0" }]
-        [workloads.short]
-        prompt_tokens = 16
-        output_tokens = 8
-        [workloads.code]
-        preset = "code"
-        """
-    plan = parse_campaign(ONE + text)
-    assert [cell.key for cell in plan.cells] == [
-        f"{cell}-{budget}-{workload}"
-        for cell in ("smollm2-135m-Q4_0-llama_cpp", "llama-3.2-1b-Q8_0-llama_cpp")
-        for budget in ("one", "all")
-        for workload in ("short", "code")
+    assert keys(f'{ONE}backends = ["llama_cpp", "onnx"]\nformats = ["Q8_0", "int8"]') == [
+        *("smollm2-135m-Q8_0-llama_cpp", "smollm2-135m-int8-onnx")
     ]
-    assert [cell.hardware.cores for cell in plan.cells[::2]] == [1, None, 1, None]
-    assert plan.campaign.workload_of(plan.cells[1]).preset == "code"
 
 
 def test_an_endpoint_that_is_there_already_is_one_cell() -> None:
@@ -94,13 +71,13 @@ def test_cells_of_engines_stand_beside_ours() -> None:
         *("smollm2-135m-Q4_0-llama_cpp", "smollm2-135m-BF16-llama_cpp", "smollm2-135m-Q4_0-vllm"),
     ]
     last = plan.cells[-1]
-    assert (last.engine, last.synthetic, last.url, last.slots) == ("vllm", True, None, None)
+    assert (last.engine, last.url, last.slots) == ("vllm", None, None)
     for more, weight_format in (("", "bf16"), ('weights = "none"', "")):
         assert parse_campaign(with_engine(more)).cells[-1].weight_format == weight_format
 
 
 def test_words_of_a_command_are_split_and_filled_without_a_shell() -> None:
-    words = argv("serve '{model}' --port={port} {other} $HOME; ls", {"model": "/a b", "port": 80})
+    words = filled("serve '{model}' --port={port} {other} $HOME; ls", {"model": "/a b", "port": 80})
     assert words == ["serve", "/a b", "--port=80", "{other}", "$HOME;", "ls"]
 
 
@@ -139,42 +116,28 @@ def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: st
         (f"{ONE}[server]\nslotz = 1", "server.slotz is no key; known here: backend, weight_form"),
         (f'{ONE}[server]\nslots = "many"', "server.slots must be a whole number, got 'many'"),
         (f'{ONE}[server]\npolicy = "fast"', "policy must be one of 'auto', .*, got 'fast'"),
-        (f"{ONE}[server]\nthreads = 2", "server.threads = 2 is not said here, but of cells"),
-        (f"{ONE}hardware = [{{ cpus = 1 }}]", r"hardware\[0\].cpus is no key; known here: name"),
-        (f"{ONE}hardware = [{{ threads = -1 }}]", r"hardware\[0\].threads must be at least 1"),
-        (f"{ONE}hardware = [{{ cores = 1 }}, {{}}]", "is there twice; hardware budgets need names"),
+        (f'{ONE}[server]\nbackend = "x"', "server.backend = 'x' is not said here, but of cells"),
         (f"{ONE}search = {{ rates = [1.0, 0.0] }}", r"search.rates\[1\] must be above 0, got 0.0"),
         (f'{ONE}[workload]\npreset = "tea"', "workload: preset 'tea' is not one of chat"),
-        (f'{ONE}[workloads.a]\npresent = "code"', "workloads.a.present is no key; known here: pr"),
-        (
-            f"{ONE}[workload]\npreset = 'chat'\n[workloads.a]\npreset = 'code'",
-            "workload and workloads: give one of them",
-        ),
         (f'{ONE}slo = "quick"', "slo.preset must be one of chat, .* got 'quick'"),
         (f"{ONE}[slo]\ntarget = 1.5", "slo.target must be below 1, got 1.5"),
         (f'{ONE}arrivals = {{ kind = "gama" }}', "arrivals.kind.*'gama'"),
         ('name = "x"\nmodels = ["99b"]', "'99b' is no rung of the ladder; there are smollm2-135m"),
         ('name = "x"\nmodels = ["135m", "smollm2-135m"]', "135m-Q4_0-llama_cpp is there twice"),
         (f'{ONE}backends = ["vllm"]', r"unknown backend .*; other engines are \[\[engines\]\]"),
-        (f'{ONE}formats = ["Q9"]', "no weight format 'Q9'; it has"),
+        (f'{ONE}formats = ["int8"]', "formats: 'int8' is of no backend here; there are .* Q4_0"),
         (
             f"{ONE}server.context_tokens = 128\nworkload = {{ prompt_tokens = 99, output_tokens "
             "= 99 }",
             "prompts of 99 and outputs of 99 tokens do not fit in server.context_tokens = 128",
         ),
-        (with_engine(command="vllm serve {model}"), r"engines\[0\].command: it has no \{port\}"),
+        (with_engine(command="vllm serve {model}"), r"engines\[0\].command has no \{port\}"),
         (with_engine(command="vllm {modle} {port}"), r"\{modle\} is not one of \{model\}, \{port"),
         (with_engine(command='vllm "serve {port}'), "cannot be split into words: no closing"),
-        (with_engine(command=""), "it is empty"),
-        (with_engine('ready = "health"'), "ready: it must be a path such as /health"),
-        (with_engine('format = "Q4_0"'), "'Q4_0' is not one of bf16, fp16, fp32"),
+        (with_engine('ready = "health"'), r"engines\[0\].ready: Expected .* got 'health'"),
         (with_engine("wieghts = 1"), r"\[0\].wieghts is no key; known here: name, command"),
-        (with_engine().replace('"vllm"', '"best"'), "a file's name, and of no other engine"),
-        (with_engine().replace('"vllm"', '"../x"'), "a file's name, and of no other engine"),
-        (
-            with_engine().replace('["135m"]', '[]\ncells = [{ model = "135m" }]'),
-            "engines are measured on models",
-        ),
+        (with_engine().replace('"vllm"', '"best"'), "name 'best' is of an engine of ours"),
+        (with_engine().replace('"vllm"', '"../x"'), r"engines\[0\].name: .* got '../x'"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
@@ -199,24 +162,23 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         assert re.search(rf"(^|; ){name}\S* (must be|is no key)", str(problem.value)), name
     text = """
     seed = "a"
-    cells = [{ format = "Q4_0" }]
+    engines = [{ name = "e" }]
     target = { url = 5 }
     arrivals = { kind = "zipf" }
-    hardware = [3]
     [search]
     rates = [0, 1.0, -1, -2]
     """
     with pytest.raises(BadCampaign) as problem:
         parse_campaign(text)
     assert sorted(one.partition(" ")[0] for one in str(problem.value).split("; ")) == [
-        *("arrivals.kind:", "cells[0].model", "hardware[0]", "name"),
+        *("arrivals.kind:", "engines[0].command", "name"),
         *("search.rates[0]", "search.rates[2]", "search.rates[3]", "seed", "target.url"),
     ]
-    with pytest.raises(BadCampaign, match="'auto' are rungs.*; slo.preset must be one of"):
+    with pytest.raises(BadCampaign, match="slo.preset must be one of.*; models 'auto' are rungs"):
         parse_campaign('name = "x"\nmodels = ["auto", "1b"]\nslo = "quick"')
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_file_is_named_in_what_is_wrong_with_it(tmp_path: Path) -> None:
     with pytest.raises(BadCampaign, match="nowhere.toml cannot be read"):
         read_campaign(tmp_path / "nowhere.toml")
     (tmp_path / "bad.toml").write_text("name = 1")
@@ -279,99 +241,18 @@ def test_it_parses_and_says_nothing_but_the_defaults() -> None:
 # What the command line says before anything is started.
 
 
-def test_a_dry_run_says_what_it_would_do_and_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = msgspec.structs.replace(hardware_facts(), memory_available_bytes=4 << 30)
-    monkeypatch.setattr(campaign_text, "hardware_facts", lambda: small)
+def test_a_command_is_said_and_not_run(tmp_path: Path) -> None:
     file, out, flag = tmp_path / "c.toml", tmp_path / "runs", tmp_path / "started"
-    ours = 'name = "x"\nmodels = ["135m", "70b"]\n'
-    more = "budget_seconds = 90\nworkload = { preset = 'chat', scale = 0.1 }\n"
-    command = f"touch {flag} {{model}} {{port}} {{slots}} {{kv_tokens}} {{threads}}"
-    engine = with_engine(command=command).partition("backends = []\n")[2]
-    file.write_text(ours + more + engine)
-    asked = ["run", str(file), "--out", str(out)]
-    done = CliRunner().invoke(campaign, [*asked, "--dry-run"])
-    assert done.exit_code == 0, done.output
-    for part in (
-        *("for 99 % of requests", "chat lengths x 0.1", "1 min 30 s of measuring"),
-        *("smollm2-135m-Q4_0-llama_cpp: at most ", "engine on cores", "skipped, "),
-        f"runs, only with --trust: touch {flag} smollm2-135m '{{port}}' 16 32768 ",
-    ):
-        assert part in done.output, part
-    refused = CliRunner().invoke(campaign, asked)
-    assert isinstance(refused.exception, BadCampaign), refused.output
+    file.write_text(with_engine(command=f"touch {flag} {{port}}"))
+    refused = CliRunner().invoke(campaign, ["run", str(file), "--out", str(out)])
+    assert f"uses touch {flag} {{port}}; if you trust" in str(refused.exception)
     assert not flag.exists() and not out.exists()
 
 
 def test_resume_asks_again_for_a_command(tmp_path: Path) -> None:
     """The command that would run is the one in the run folder, which may be a stranger's."""
-    plan, folder = parse_campaign(with_engine()), tmp_path / "run"
-    RunFolder.create(folder, manifest_of(plan, "run", hardware_facts(), ())).close()
-    done = CliRunner().invoke(campaign, ["resume", str(folder)])
+    with new_run(tmp_path, parse_campaign(with_engine()), hardware_facts(), ()) as opened:
+        done = CliRunner().invoke(campaign, ["resume", str(opened.folder)])
+        assert "in use by" in str(done.exception)
+    done = CliRunner().invoke(campaign, ["resume", str(opened.folder)])
     assert isinstance(done.exception, BadCampaign) and "--trust" in str(done.exception)
-
-
-# Any file is a plan, or refused with a sentence.
-
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 4000),
-    st.floats(),
-    st.sampled_from(["", "chat", "135m", "1b", "Q4_0", "fake", "llama_cpp", "poisson", "gamma"]),
-    st.text(max_size=5),
-)
-
-
-def keyed(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    names = {key.name for kind, _ in SECTIONS.values() for key in keys_of(kind)}
-    return st.dictionaries(st.sampled_from(sorted({*names, "kind", "unknown"})), values, max_size=4)
-
-
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | keyed(inner), max_leaves=5
-)
-
-
-def as_toml(value: Any) -> str:
-    if isinstance(value, dict):
-        pairs = [f"{json.dumps(k)} = {as_toml(v)}" for k, v in value.items() if v is not None]
-        return "{" + ", ".join(pairs) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(as_toml(one) for one in value if one is not None) + "]"
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else f"{value}"
-    return json.dumps(value)
-
-
-@settings(max_examples=200, deadline=None)
-@example(changes={"backends": []}, base={"name": "x", "models": ["135m"]})
-@given(
-    changes=st.dictionaries(st.sampled_from(CampaignFile.__struct_fields__), VALUES, max_size=4),
-    base=st.sampled_from(
-        [
-            {},
-            {"name": "x", "models": ["135m"]},
-            {"name": "x", "target": {"url": "http://127.0.0.1:9"}},
-        ]
-    ),
-)
-def test_any_file_is_a_plan_or_is_refused(changes: dict[str, Any], base: dict[str, Any]) -> None:
-    asked = base | changes
-    check_parse("\n".join(f"{k} = {as_toml(v)}" for k, v in asked.items() if v is not None))
-
-
-@settings(max_examples=200, deadline=None)
-@given(text=st.text(alphabet="ab=[]{}\"'.,#\n 01-", max_size=40))
-def test_any_text_is_a_plan_or_is_refused(text: str) -> None:
-    check_parse(text)
-
-
-def check_parse(text: str) -> None:
-    try:
-        plan = parse_campaign(text)
-    except BadCampaign as problem:
-        assert str(problem)
-    else:
-        assert plan.cells and len({cell.key for cell in plan.cells}) == len(plan.cells)

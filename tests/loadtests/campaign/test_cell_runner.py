@@ -12,7 +12,6 @@ from loadtests.records.run_journal import (
     Calibrated,
     Capacity,
     CellFinished,
-    LevelPurpose,
     LevelStarted,
     NeverQuiet,
     Waited,
@@ -22,8 +21,6 @@ from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law import StepLaw
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, campaign
-
-ONE_AT_A_TIME, CALIBRATION = LevelPurpose.SINGLE_STREAM, LevelPurpose.CALIBRATION
 
 
 def started(folder: Path) -> list[LevelStarted]:
@@ -35,9 +32,7 @@ def rates(folder: Path) -> list[float]:
 
 
 def found_in(folder: Path) -> Capacity:
-    ended = of_kind(read_records(folder).events, CellFinished)[-1]
-    assert ended.capacity is not None
-    return ended.capacity
+    return of_kind(read_records(folder).events, CellFinished)[-1].capacity
 
 
 def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path) -> None:
@@ -46,8 +41,7 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     plan = campaign()
     folder = world.run(plan, tmp_path)
     check_folder(folder)
-    purposes = [one.purpose for one in started(folder)]
-    assert purposes == [ONE_AT_A_TIME, CALIBRATION, CALIBRATION, LevelPurpose.SEARCH]
+    assert [one.is_burst for one in started(folder)] == [False, True, True, False]
     found, (rate,) = found_in(folder), rates(folder)
     law = StepLaw(base_seconds=0.02, row_seconds=0.005, prompt_token_seconds=0.001)
     assert world.policy is not None
@@ -92,19 +86,11 @@ def test_where_steps_cannot_be_told_levels_alone_say_between(tmp_path: Path) -> 
     assert 1.0 < found.low < 2.1 < found.high < 3.2
     assert tried[1] == pytest.approx(2 * tried[0], rel=0.01), "doubled while it held"
 
-
-def test_a_level_too_short_to_prove_its_rate_is_not_run_by_levels_alone(tmp_path: Path) -> None:
-    world = Simulated(chunk=4)
-    folder = world.run(campaign(budget=60, search="level_seconds = 30"), tmp_path)
-    assert rates(folder) == []
-    found = found_in(folder)
-    assert found.state == "no_rate_confirmed" and (found.confirm_seconds or 0) > 60
-
-
-def test_an_slo_without_limits_is_searched_by_levels(tmp_path: Path) -> None:
     text = campaign(1200).text.replace("ttft_seconds = 1.0", "").replace("tpot_seconds = 0.2", "")
-    folder = Simulated().run(parse_campaign(text), tmp_path)
-    assert found_in(folder).method == "levels"
+    unlimited = Simulated().run(parse_campaign(text), tmp_path)
+    assert found_in(unlimited).method == "levels", "without limits a law tells nothing"
+    short = world.run(campaign(budget=60, search="level_seconds = 30"), tmp_path)
+    assert rates(short) == [], "too short to prove its rate"
 
 
 def test_a_second_start_confirms_again_at_the_rate_that_held(tmp_path: Path) -> None:
@@ -114,7 +100,7 @@ def test_a_second_start_confirms_again_at_the_rate_that_held(tmp_path: Path) -> 
     first, second = rates(folder)
     assert first == second and [one.start for one in started(folder)][-1] == 2
     assert found_in(folder).starts == 2 and len(world.opened) == 2
-    assert sum(one.purpose is CALIBRATION for one in started(folder)) == 2, "once"
+    assert sum(one.is_burst for one in started(folder)) == 2, "once"
 
 
 def test_only_the_smallest_are_confirmed_and_the_others_say_what_that_takes(tmp_path: Path) -> None:
@@ -123,9 +109,9 @@ def test_only_the_smallest_are_confirmed_and_the_others_say_what_that_takes(tmp_
     folder = world.run(plan, tmp_path)
     check_folder(folder)
     big, small = (of_kind(read_records(folder).events, CellFinished, c.key) for c in plan.cells)
-    assert small[0].capacity is not None and small[0].capacity.state == "holds"
+    assert small[0].capacity.state == "holds"
     estimated = big[0].capacity
-    assert estimated is not None and estimated.state == "no_rate_confirmed"
+    assert estimated.state == "no_rate_confirmed"
     assert estimated.limit is not None and (estimated.confirm_seconds or 0) >= 60
     measured = len(started(folder))
     world.resume(folder)

@@ -13,12 +13,10 @@ import psutil
 import pytest
 
 from loadtests.campaign import server_launch
-from loadtests.campaign.campaign_file import Cell, Plan, parse_campaign
-from loadtests.campaign.cell_selection import layout_of
-from loadtests.campaign.server_launch import Command, Local, holds_gpu, serve_command
+from loadtests.campaign.campaign_file import parse_campaign
+from loadtests.campaign.server_launch import Server, holds_gpu, serve_command
 from loadtests.errors import ServerFailed, ServerLost
-from loadtests.host.cpu_pinning import Layout, divide_cores
-from serving.hardware.machine_facts import allowed_cores
+from loadtests.host.cpu_pinning import divide_cores
 
 SCRIPT = Path(__file__).with_name("scripted_server.py")
 ENGINE = """
@@ -36,20 +34,13 @@ context_tokens = 128
 ready_seconds = {ready}
 """
 SCRIPTED = f"{sys.executable} -I -S {SCRIPT} {{port}}"
-Start = Callable[..., Command]
-
-
-def placed(plan: Plan) -> tuple[Cell, Layout]:
-    (cell,) = plan.cells
-    layout = layout_of(cell, allowed_cores())
-    assert layout is not None
-    return cell, layout
+Start = Callable[..., Server]
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """`server = start("never-ready", ready=0.5)`: not started yet."""
-    made: list[Command] = []
+    made: list[Server] = []
     monkeypatch.setattr(server_launch, "STOP_SECONDS", 0.3)
 
     def begin(
@@ -58,11 +49,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         model: str = "135m",
         keys: str = 'weights = "none"',
         ready: float = 20,
-    ) -> Command:
+    ) -> Server:
         words = " ".join((command, *faults))
         plan = parse_campaign(ENGINE.format(command=words, model=model, keys=keys, ready=ready))
-        cell, layout = placed(plan)
-        made.append(Command(cell, plan.campaign, layout, tmp_path))
+        made.append(Server(*plan.cells, plan.campaign, tmp_path))
         return made[-1]
 
     yield begin
@@ -76,8 +66,9 @@ def say(what: str, fraction: float | None) -> None:
 
 def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
     plan = parse_campaign(
-        'name = "x"\nmodels = ["135m"]\nhardware = [{ threads = 3 }]\n'
-        "[server]\nslots = 4\nprefix_reuse = false\n[server.options]\nflash = true\nn_batch = 64"
+        'name = "x"\nmodels = ["135m"]\n\n'
+        "[server]\nthreads = 3\nslots = 4\nprefix_reuse = false\n"
+        "[server.options]\nflash = true\nn_batch = 64"
     )
     command = serve_command(plan.cells[0], plan.campaign, divide_cores((0, 1)), tmp_path / "ready")
     text = " ".join(command)
@@ -98,8 +89,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
         'name = "x"\nmodels = ["135m"]\nbackends = ["fake"]\n'
         '[server.options]\nfail_cause = "load_failed"'
     )
-    cell, layout = placed(plan)
-    server = Local(cell, plan.campaign, layout, tmp_path)
+    server = Server(*plan.cells, plan.campaign, tmp_path)
     try:
         with pytest.raises(ServerFailed, match=r"\(exit status 1: giving up: .*load_failed"):
             server.wait_ready(say)
@@ -118,7 +108,7 @@ def test_an_engine_of_others_serves_says_what_it_is_and_ends(
     assert ready.info.command is not None and ready.load_seconds is not None
     port = server.target.url.rpartition(":")[2]
     assert ready.info.command.endswith(f"scripted_server.py {port}")
-    assert ready.info.slots is None and ready.synthetic is None and ready.layout is not None
+    assert ready.info.slots is None and not ready.synthetic and ready.layout is not None
     process = psutil.Process(server.pid)
     seen = process.environ()
     assert seen["MINE"] == "visible"

@@ -41,7 +41,7 @@ CAMPAIGN: dict[str, Any] = {
     "arrivals": {"kind": "poisson"},
     "server": {"slots": 8, "context_tokens": 256},
 }
-CELL = dict.fromkeys(("model", "format", "backend", "hardware", "url", "workload"), "")
+CELL = dict.fromkeys(("model", "format", "backend", "url"), "")
 CELL |= {"model": "smollm2-135m", "format": "Q4_0", "backend": "llama_cpp"}
 
 
@@ -57,7 +57,6 @@ def manifest(
         run_id=name,
         created=f"2026-05-28T10:{at // 60:02}:{at % 60:02}Z",
         crossover_version="0.1.0",
-        git_commit=None,
         command=[],
         campaign=campaign,
         campaign_text="",
@@ -65,7 +64,6 @@ def manifest(
         server_facts=machine,
         client_facts=machine,
         versions=versions,
-        seed=1,
     )
 
 

@@ -32,7 +32,7 @@ def test_a_second_campaign_is_refused_and_told_who_measures(tmp_path: Path) -> N
     with (
         pytest.raises(
             MachineBusy,
-            match=rf"process {first.pid} \(runs/a\) measures on this machine now.*--beside-others",
+            match=rf"process {first.pid} \(runs/a\) measures on this machine now.*wait for it",
         ),
         machine_lock("b", file=file),
     ):

@@ -7,7 +7,6 @@ from loadtests.records.run_folder import RunManifest
 from loadtests.records.run_journal import (
     FORMAT_VERSION,
     LevelFinished,
-    LevelPurpose,
     LevelStarted,
 )
 
@@ -16,7 +15,6 @@ MANIFEST_RECORD = RunManifest(
     run_id="r",
     created="2026-01-01T00:00:00Z",
     crossover_version="0",
-    git_commit=None,
     command=["x"],
     campaign={},
     campaign_text="",
@@ -24,7 +22,6 @@ MANIFEST_RECORD = RunManifest(
     server_facts={},
     client_facts={},
     versions={},
-    seed=1,
 )
 
 
@@ -39,7 +36,6 @@ def started(level: str) -> LevelStarted:
         unix_seconds=1.0,
         cell="c",
         level=level,
-        purpose=LevelPurpose.SEARCH,
         rate_per_second=2.0,
         warmup_seconds=1.0,
         window_seconds=10.0,

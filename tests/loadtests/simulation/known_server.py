@@ -12,7 +12,7 @@ import numpy as np
 
 from loadtests.analysis.level import Level
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import LevelFinished, LevelPurpose, LevelStarted
+from loadtests.records.run_journal import LevelFinished, LevelStarted
 from loadtests.simulation.calibration_bursts import Burst
 from loadtests.simulation.step_law import StepLaw
 
@@ -59,7 +59,6 @@ class KnownServer:
         started = LevelStarted(
             cell="c",
             level="l",
-            purpose=LevelPurpose.SEARCH,
             rate_per_second=1.0,
             window_seconds=seconds,
         )
