@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def selftest() -> None:
     """Check the accuracy of the load generator on this machine against servers of known truth.
 
-    A table in about a minute; exit status 1 when something fails.
+    A table in half a minute; exit status 1 when something fails.
     """
     from loadtests.campaign.progress import Progress
     from loadtests.selftest.selftest import run_selftest
@@ -36,29 +36,28 @@ def show_selftest(rows: Sequence[Row]) -> None:
     table = Table("", "", "", "true", "measured", "allowed", box=None)
     for row in rows:
         mark = "[green]✓[/green]" if row.passed else "[bold red]✗[/bold red]"
-        limit = proof_value(row.limit, row.unit)
+        truth, measured, limit = (
+            _in_unit(value, row.unit) for value in (row.truth, row.measured, row.limit)
+        )
         allowed = f"± {limit}" if row.limit else "equal"
-        measured = proof_value(row.measured, row.unit) + (f" ({row.note})" if row.note else "")
-        truth = proof_value(row.truth, row.unit)
-        allowed = f"at most {limit}" if row.truth is None else allowed
+        if row.truth is None:
+            allowed = f"at most {limit}"
+        measured += f" ({row.note})" if row.note else ""
         table.add_row(mark, row.world, row.what, truth, measured, allowed)
     console.print(table)
     passed = sum(row.passed for row in rows)
     console.print(f"{passed} of {len(rows)} checks pass")
     if passed < len(rows):
-        console.print(
-            "other work on the machine makes times late: repeat on a quiet one", style="bold"
-        )
+        console.print("other work on the machine makes times late: repeat on a quiet one")
 
 
-def proof_value(value: float | None, unit: str) -> str:
-    """A value of the self-test's table."""
+def _in_unit(value: float | None, unit: str) -> str:
     from models import formatting
 
     if value is None:
         return "-"
     if unit == "seconds":
-        return formatting.seconds(value, 3) if value else "0 ms"
+        return formatting.seconds(value, 3)
     if unit == "count":
         return f"{value:.0f}"
     return f"{value:.3g}" + ("/s" if unit == "requests/s" else "")

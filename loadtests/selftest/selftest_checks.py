@@ -20,7 +20,7 @@ import numpy.typing as npt
 from loadtests.analysis.level import Level, failure_of
 from loadtests.analysis.level_validity import send_lag_p99
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import Capacity, LevelPurpose, LevelStarted
+from loadtests.records.run_journal import Capacity, LevelFinished, LevelPurpose, LevelStarted
 
 # Request id -> what the server did (loadtests.selftest.reference_server).
 Log = Mapping[str, Mapping[str, Any]]
@@ -28,9 +28,7 @@ Unit = Literal["seconds", "count", "number", "requests/s"]
 QUANTILES = (0.50, 0.95, 0.99)
 SHARE = 0.01  # of a time: what it may be off by, or so many seconds where that is more
 FLOOR_SECONDS = {"TTFT": 0.001, "TPOT": 0.0001, "E2E": 0.001}  # a TPOT is a mean
-# 1 in 1,000 right processes of 1,800 arrivals has a larger distance: 1.95 / sqrt(n)
-KOLMOGOROV = 1.95
-DISPERSION_SIGMA = 3.3  # standard deviations: about 0.1 % as well
+DISPERSION_SIGMA = 3.3  # standard deviations: about 1 in 1,000 right processes has more
 CAPACITY_SHARE = 0.15
 CONFIRMED_SHARE = 0.05  # that a confirmed rate may be above the truth: a minute may be lucky
 
@@ -65,26 +63,26 @@ def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[R
     rows = [Row(world, "answers", len(log), len(entries), 0, "count")]
     if not entries:
         return rows
-    level = _level_of(records)
+    level = level_of(records)
     first = np.array([entry["chunks"][0] for entry in entries])
     last = np.array([entry["chunks"][-1] for entry in entries])
     arrived = np.array([entry["arrived"] for entry in entries])
     later = np.array([entry["tokens"] - entry["first_tokens"] for entry in entries])
     pairs = {
         "TTFT": (first - arrived, level.ttft),
-        "TPOT": ((last - first)[later > 0] / later[later > 0], level.tpot),
+        "TPOT": ((last - first)[later > 0] / later[later > 0], level.tpot[~np.isnan(level.tpot)]),
         "E2E": (last - arrived, level.e2e),
     }
     for name, (values, seen) in pairs.items():
-        for share in QUANTILES if len(values) else ():
-            truth = _quantile(values, share)
+        for share in QUANTILES:
+            truth, measured = (
+                float(np.quantile(one, share, method="inverted_cdf")) for one in (values, seen)
+            )
             limit = max(SHARE * truth, FLOOR_SECONDS[name])
-            what = f"{name} p{share * 100:g}"
-            rows.append(Row(world, what, truth, _quantile(seen, share), limit, "seconds"))
+            rows.append(Row(world, f"{name} p{share * 100:g}", truth, measured, limit, "seconds"))
     gaps = np.concatenate([np.diff(entry["chunks"]) for entry in entries])
-    if len(gaps):
-        truth, most = float(gaps.max()), float(level.itl.max(initial=0.0))
-        rows.append(Row(world, "longest gap", truth, most, max(SHARE * truth, 0.001), "seconds"))
+    truth, most = float(gaps.max()), float(level.itl.max(initial=0.0))
+    rows.append(Row(world, "longest gap", truth, most, max(SHARE * truth, 0.001), "seconds"))
     if stalls := int((gaps > 1.0).sum()):
         rows.append(Row(world, "stalls", stalls, int((level.itl > 1.0).sum()), 0, "count"))
     return rows
@@ -102,64 +100,58 @@ def failure_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list
     return [Row(world, name, true[name], seen[name], 0, "count") for name in sorted(true | seen)]
 
 
-def arrival_rows(world: str, arrived: npt.NDArray[np.float64], rate: float) -> list[Row]:
-    """The server's arrivals against Poisson: gaps by Kolmogorov-Smirnov, and counts of windows.
+def arrival_row(world: str, arrived: npt.NDArray[np.float64], rate: float) -> Row:
+    """The server's arrivals (ascending, seconds) against Poisson.
 
-    `arrived`: ascending, seconds. Gaps that are right one by one may still come in clumps: that is
-    in the index of dispersion (variance / mean of the counts, Poisson: 1).
+    The index of dispersion of their counts in short windows (variance / mean) is 1 for Poisson,
+    less where they come evenly, more where they come in clumps.
     """
-    from scipy.stats import kstest
-
-    gaps = np.diff(arrived)
-    distance = float(kstest(gaps, "expon", args=(0, 1 / rate)).statistic)
     windows = int((arrived[-1] - arrived[0]) * rate / 2)  # of two mean gaps each
     counts, _ = np.histogram(arrived, bins=windows)
     spread = float(counts.var(ddof=1) / counts.mean())
-    most = KOLMOGOROV / math.sqrt(len(gaps))
     several = DISPERSION_SIGMA * math.sqrt(2 / windows)
-    return [
-        Row(world, "distance from Poisson", None, distance, most, "number"),
-        Row(world, "index of dispersion", 1.0, spread, several, "number"),
-    ]
+    return Row(world, "index of dispersion", 1.0, spread, several, "number")
 
 
 def lag_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) -> Row:
     """How late the requests left, p99."""
-    lag = send_lag_p99(_level_of(records))
+    lag = send_lag_p99(level_of(records))
     return Row(world, "send lag p99", None, lag, limit_seconds, "seconds")
 
 
-def capacity_rows(
-    world: str, found: Capacity, truth: float, low: float | None = None, high: float | None = None
-) -> list[Row]:
+def capacity_rows(world: str, found: Capacity, truth: float) -> list[Row]:
     """The estimate within CAPACITY_SHARE, inside an interval that holds the truth; what is
-    confirmed is no more than the truth. `low`, `high`: of a server whose speed changes.
+    confirmed is no more than the truth.
     """
-    low, high = low or truth, high or truth
-    limit = max(CAPACITY_SHARE * truth, high * (1 + CAPACITY_SHARE) - truth)
     note = f"wrong: {found.reason}"
     if found.low is not None and found.high is not None:
-        holds = found.low <= high and low <= found.high
+        holds = found.low <= truth <= found.high
         note = f"{'' if holds else 'wrong '}interval {found.low:.3g} to {found.high:.3g}"
-    most = high * (1 + CONFIRMED_SHARE)
+    most = truth * (1 + CONFIRMED_SHARE)
     return [
-        Row(world, "limit", truth, found.limit, limit, "requests/s", note),
+        Row(world, "limit", truth, found.limit, CAPACITY_SHARE * truth, "requests/s", note),
         Row(world, "confirmed", None, found.held, most, "requests/s"),
     ]
 
 
-def _level_of(records: Sequence[RequestRecord]) -> Level:
-    """All of them, as one level."""
-    last = max((record.due_seconds for record in records), default=0.0)
+def level_of(
+    records: Sequence[RequestRecord],
+    rate: float | None = 1.0,
+    concurrency: int | None = None,
+    window_seconds: float | None = None,
+    warmup_seconds: float = 0.0,
+) -> Level:
+    """A finished level; without a window all of them are in it."""
+    if window_seconds is None:
+        window_seconds = max((record.due_seconds for record in records), default=0.0) + 1
+    name, purpose = {"cell": "", "level": ""}, LevelPurpose.LOAD
     started = LevelStarted(
-        cell="", level="", purpose=LevelPurpose.LOAD, rate_per_second=1.0, window_seconds=last + 1
+        purpose=purpose,
+        rate_per_second=None if concurrency else rate,
+        concurrency=concurrency,
+        warmup_seconds=warmup_seconds,
+        window_seconds=window_seconds,
+        **name,
     )
-    return Level.of(records, started)
-
-
-def _quantile(values: npt.NDArray[np.float64], share: float) -> float:
-    """By nearest rank, of those that are defined; nan for none."""
-    known = np.sort(values[~np.isnan(values)])
-    if not len(known):
-        return math.nan
-    return float(known[max(0, math.ceil(share * len(known) - 1e-9) - 1)])
+    ended = LevelFinished(due=len(records), window_seconds=window_seconds, **name)
+    return Level.of(records, started, ended)
