@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from loadtests.comparison.compare_runs import Comparison
 
 
-COLUMNS = "cell,load,metric,runs,first,second,difference,95 % interval,detectable,verdict"
+COLUMNS = "cell,load,metric,runs,first,second,difference,95 % interval,verdict"
 
 
 class TwoArms(TyperCommand):
@@ -102,32 +102,23 @@ comparison.command("compare", cls=TwoArms)(command_of(CompareOptions, _compare))
 def show_comparison(found: Comparison, console: Console) -> None:
     """Print in what two arms of runs differ."""
     words = f"{found.verdict}: {found.reason}" if found.reason else found.verdict
-    reach = [row.detectable for row in found.rows if row.detectable is not None]
-    if reach and not found.reason:
-        span = f"{min(reach):.1%} to {max(reach):.1%}"
-        words += f" ({len(reach)} metrics; differences of {span} would have been found)"
     console.print(f"second against first: {words}", style="bold", markup=False)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
     table = Table(*COLUMNS.split(","), box=None, pad_edge=False)
     for row in found.rows:
-        apart = "-" if row.ratio is None else f"{row.ratio - 1:+.1%}"
-        interval = detectable = "-"
-        if row.low is not None and row.high is not None and row.detectable is not None:
+        interval = "-"
+        if row.low is not None and row.high is not None:
             interval = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
-            detectable = f"{row.detectable:.1%}"
         table.add_row(
             *(row.cell, row.load or "-", row.metric, f"{row.runs[0]}+{row.runs[1]}"),
             *(_value(row.metric, row.first), _value(row.metric, row.second)),
-            *(apart, interval, detectable),
-            f"{row.verdict} ({row.reason})" if row.reason else row.verdict,
+            *(f"{row.ratio - 1:+.1%}", interval, row.verdict),
         )
     console.print(table)
 
 
-def _value(metric: str, value: float | None) -> str:
+def _value(metric: str, value: float) -> str:
     if metric == "limit":
         return formatting.rate(value, 3)
-    if metric == "output tokens/s" and value is not None:
-        return f"{value:.3g}/s"
-    return formatting.seconds(value, 3, "-")
+    return f"{value:.3g}/s" if metric == "output tokens/s" else formatting.seconds(value, 3)
