@@ -38,8 +38,12 @@ def is_steady(
     if len(filled) < BATCHES - 2:
         return None
     means = np.bincount(part, ttft, minlength=BATCHES)[filled] / counts[filled]
-    moments = (filled + 0.5) / BATCHES  # of the window
-    slope, error = _line(moments, means)
+    centred = (filled + 0.5) / BATCHES
+    centred -= centred.mean()
+    squares = float(np.dot(centred, centred))
+    slope = float(np.dot(centred, means)) / squares  # a window
+    rest = means - means.mean() - slope * centred
+    error = float(np.sqrt(np.dot(rest, rest) / (len(filled) - 2) / squares))
     from scipy.special import stdtrit  # Student's t, inverse; by its own degrees of freedom
 
     if slope <= float(stdtrit(len(filled) - 2, 0.95)) * error:
@@ -47,15 +51,6 @@ def is_steady(
     if limit_seconds is None:
         return slope < float(means.mean())
     return float(means.mean()) + 2.5 * slope <= limit_seconds
-
-
-def _line(x: Array, y: Array) -> tuple[float, float]:
-    """The least-squares slope and its standard error."""
-    centred = x - x.mean()
-    squares = float(np.dot(centred, centred))
-    slope = float(np.dot(centred, y)) / squares
-    rest = y - y.mean() - slope * centred
-    return slope, float(np.sqrt(np.dot(rest, rest) / (len(x) - 2) / squares))
 
 
 def grows(first: float, last: float) -> bool:

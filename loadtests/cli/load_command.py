@@ -184,11 +184,8 @@ def show_level(level: Level, slo: Slo, run: RunRecords) -> None:
         ("send lag", level.send_lag[counted]),
     ):
         found = distribution(values)
-        shown = [formatting.seconds(found.mean, 3, "-")]
-        for name, _ in PERCENTILES:
-            value = formatting.seconds(getattr(found, name), 3, "-")
-            shown.append("never" if name in found.never else value)
-        table.add_row(title, *shown)
+        shown = (found.mean, *(getattr(found, name) for name, _ in PERCENTILES))
+        table.add_row(title, *(formatting.seconds(value, 3, "-") for value in shown))
     console.print(table)
     if (tokens := level.output_tokens_per_second) is not None:
         in_flight = level.mean_in_flight(*level.window)

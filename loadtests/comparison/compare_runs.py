@@ -122,10 +122,10 @@ def _values(run: RunRecords, key: str, levels: Sequence[Level]) -> dict[tuple[st
         for name, column in (("TTFT", level.ttft), ("TPOT", level.tpot), ("E2E", level.e2e)):
             times = distribution(column[level.counted])
             found |= {f"{name} p50": times.p50, f"{name} p95": times.p95}
-            if times.p50 is None and not times.late:
+            if times.p50 is None and not level.failures:
                 found[f"{name} mean"] = times.mean
         for name, value in found.items():
-            if value:
+            if value and value < math.inf:
                 seen[load, name].append(value)
     for ended in of_kind(run.events, CellFinished, key)[-1:]:
         if ended.capacity is not None and ended.capacity.limit:
