@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from loadtests.analysis.good_share_interval import LEAST_AS_ONE, wilson
 from loadtests.analysis.level import Judged, Level
+from loadtests.analysis.level_statistics import LEAST_AS_ONE, wilson
 from loadtests.analysis.slo import Slo, requests_to_hold
 from loadtests.records.run_journal import Capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy
@@ -89,7 +89,7 @@ def estimate(
         told = [(one.rate, factor) for one in loaded if (factor := _factor(law, one.level, policy))]
 
         def simulate(factor: float) -> SimulatedCapacity:
-            return _simulated(policy, workload, slo, law.slower(factor), arrivals)
+            return _simulated(law.slower(factor), policy, workload, slo, arrivals=arrivals)
 
         found = _by_law(simulate, told)
     return _confirmed(_below(found, failed), seen, slo, least_seconds)
@@ -103,18 +103,9 @@ def confirmed_rate(
     return _confirmed(found, _counted(levels, slo), slo, least_seconds).held
 
 
-_factor = functools.lru_cache(maxsize=64)(level_factor)  # its steps may be many
-
-
-@functools.lru_cache(maxsize=64)  # a cell is asked for again after each level, a report once more
-def _simulated(
-    policy: SchedulingPolicy,
-    workload: Lengths | Workload,
-    slo: Slo,
-    law: StepLaw,
-    arrivals: Arrivals | None,
-) -> SimulatedCapacity:
-    return capacity(law, policy, workload, slo, arrivals=arrivals)
+# A cell is asked for again after each level, and once more by a report.
+_factor = functools.lru_cache(maxsize=64)(level_factor)
+_simulated = functools.lru_cache(maxsize=64)(capacity)
 
 
 def _counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:

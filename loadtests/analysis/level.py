@@ -23,9 +23,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.good_share_interval import counted_as_one, wilson
+from loadtests.analysis.level_statistics import counted_as_one, grows, is_steady, wilson
 from loadtests.analysis.slo import Slo, Verdict
-from loadtests.analysis.steady_state import grows, is_steady
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_folder import RunRecords
 from loadtests.records.run_journal import LevelFinished, LevelStarted
@@ -42,7 +41,7 @@ _FIELDS = {  # column -> field of a record
         name: name
         for name in (
             *("prompt_tokens", "cached_tokens", "output_tokens", "first_chunk_tokens"),
-            *("asked_prompt_tokens", "asked_output_tokens", "turn", "stand_in"),
+            *("asked_prompt_tokens", "asked_output_tokens"),
         )
     },
 }
@@ -84,8 +83,6 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     first_chunk_tokens: Floats
     asked_prompt_tokens: Floats
     asked_output_tokens: Floats
-    turn: Floats  # of its session, from 0; nan: no session
-    stand_in: Floats  # 1: due before the answer it continues, so filler was sent; else 0
     failure: tuple[str | None, ...]  # why a request is not ok, in one word; None: it is
     backend: tuple[str | None, ...]  # X-Crossover-Backend
 
@@ -272,20 +269,17 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def output_tokens_per_second(self) -> float | None:
         """Tokens of the chunks that arrived in the window; None: the server did not count.
 
-        The first chunk holds its tokens, the others share the rest equally. Chunks of a stream that
-        was cut off hold the mean tokens of those that were counted.
+        The chunks of an answer share its tokens equally; those of one that was cut off hold as many
+        as others do.
         """
         counts = self.chunk_counts
         told = ~np.isnan(self.output_tokens) & (counts > 0)
         if not told.any():
             return None if (counts > 0).any() else 0.0
-        usual = float(self.output_tokens[told].sum() / counts[told].sum())
-        first = np.where(np.isnan(self.tokens_of_first_chunk), usual, self.tokens_of_first_chunk)
-        later = np.where(told, (self.output_tokens - first) / np.maximum(1, counts - 1), usual)
-        tokens = np.repeat(later, counts)
-        tokens[self.chunk_offsets[:-1][counts > 0]] = first[counts > 0]
+        each = np.full(len(counts), self.output_tokens[told].sum() / counts[told].sum())
+        each[told] = self.output_tokens[told] / counts[told]
         inside = (self.chunks >= self.window[0]) & (self.chunks < self.window[1])
-        return float(tokens[inside].sum()) / self.window_seconds
+        return float(np.repeat(each, counts)[inside].sum()) / self.window_seconds
 
     def mean(self, column: Floats) -> float | None:
         """Of the counted requests that are ok and have a value; None where none has."""

@@ -37,7 +37,6 @@ ADVICE = {
     "FellBack": "see the server's placement",
     "TokensUnknown": "ask the endpoint for stream_options.include_usage",
     "ShortAnswers": "the endpoint ignores ignore_eos or min_tokens, or has its own limit",
-    "StandIns": "less of the prompt is reused; raise think_seconds",
     "PromptsOff": "the tokenizer is not the server's, or its chat template adds tokens",
     "Throttled": "raise the power cap or the cooling",
     DISTURBED: 'measure on a quiet machine, or take this one as it is with disturbance = "ignore"',
@@ -129,10 +128,6 @@ def _of_answers(level: Level) -> Found:
     if short > SHORT_SHARE * told.sum():
         text = f"{short} of {int(told.sum())} answers were shorter than asked"
         yield "ShortAnswers", WARNING, f"{text}: the load is lighter than the workload says"
-    later = level.counted & (level.turn > 0)
-    if fillers := int(level.stand_in[later].sum()):
-        text = f"{fillers} of {int(later.sum())} later turns were due before the answer that they"
-        yield "StandIns", WARNING, f"{text} continue: filler of the same length was sent"
     both = level.counted & np.isfinite(level.prompt_tokens) & (level.asked_prompt_tokens > 0)
     if both.any():
         counted = float(level.prompt_tokens[both].mean())

@@ -24,7 +24,7 @@ import numpy as np
 
 from loadtests.analysis.level import Level, levels_of
 from loadtests.analysis.percentiles import distribution
-from loadtests.comparison.run_environment import CELL, FACTS, differences, versions_apart
+from loadtests.comparison.run_environment import CELL, FACTS, differences
 from loadtests.errors import BadRunFolder, NotComparable
 from loadtests.records.run_folder import MANIFEST, RunManifest, RunRecords, read_records
 from loadtests.records.run_journal import CellFinished, EngineChosen, LevelPurpose, of_kind
@@ -188,7 +188,6 @@ def _check(
                 continue
             ids = f"{one.manifest.run_id} and {other.manifest.run_id}"
             raise NotComparable(f"runs {ids} differ in {what}; {how}")
-        notes += [f"versions differ: {v}" for v in versions_apart(one.manifest, other.manifest)]
     return list(dict.fromkeys(notes))
 
 
@@ -200,15 +199,13 @@ def _pairs(
     ours, others = (
         dict.fromkeys(facts for run in arm for facts in run.keys) for arm in (first, second)
     )
+
+    def fixed(facts: Facts) -> list[str]:
+        return [fact for name, fact in zip(names, facts, strict=True) if name not in allow]
+
     found: list[tuple[Facts, Facts]] = []
     for mine in ours:
-        alike = [
-            theirs
-            for theirs in others
-            if all(
-                a == b for name, a, b in zip(names, mine, theirs, strict=True) if name not in allow
-            )
-        ]
+        alike = [theirs for theirs in others if fixed(theirs) == fixed(mine)]
         found += [(mine, theirs) for theirs in ([mine] if mine in alike else alike)]
     if found:
         return found
@@ -216,8 +213,7 @@ def _pairs(
     name, one, other = next(one for one in both if one[1] != one[2] and one[0] not in allow)
     raise NotComparable(
         f"no cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}: their "
-        f"first cells differ in {name}, {one!r} and {other!r}; compare them all the same with "
-        f"--allow {name}"
+        f"first cells differ in {name}, {one!r} and {other!r}; allow it with --allow {name}"
     )
 
 

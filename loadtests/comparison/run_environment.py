@@ -4,7 +4,7 @@
         difference.fact, difference.first, difference.second
 
 Facts are of the machine, the campaign, the server and the cell. Versions of software are none:
-they are what one compares, and `versions_apart` lists them.
+they are what one compares.
 """
 
 from __future__ import annotations
@@ -73,19 +73,6 @@ def differences(one: RunManifest, other: RunManifest) -> list[FactDifference]:
 def machine_differences(run: RunManifest, facts: Mapping[str, Any]) -> list[FactDifference]:
     """Facts in which the machine that began a run differs from one with these facts."""
     return _of_machines(run.client_facts, facts)
-
-
-def versions_apart(one: RunManifest, other: RunManifest) -> list[str]:
-    """ "llama-cpp-python 0.3.35 and 0.3.36" ...: what software changed between two runs."""
-    mine, theirs = (
-        {"crossover": run.crossover_version, "commit": run.git_commit, **run.versions}
-        for run in (one, other)
-    )
-    return [
-        f"{name} {(mine.get(name) or 'none')[:12]} and {(theirs.get(name) or 'none')[:12]}"
-        for name in dict.fromkeys([*mine, *theirs])
-        if mine.get(name) != theirs.get(name)
-    ]
 
 
 def _of_machines(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[FactDifference]:

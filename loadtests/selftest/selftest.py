@@ -3,7 +3,7 @@
 A server with known truth (reference_server.py) is loaded as any endpoint would be, and the records
 are compared with what the server says it did.
 
-    times    one and four tokens a chunk, with and without stalls: TTFT, TPOT, E2E, gaps
+    times    one and four tokens a chunk, a third of the answers with a stall: TTFT, TPOT, E2E, gaps
     counts   answers that are cut off, and 429s of a full queue
     pace     Poisson arrivals as the server saw them, send lag, the client's CPU
     limit    a server that batches by a known step law: bursts, a law, a level, as a campaign does
@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -68,12 +68,7 @@ ALONE = 10  # requests one at a time
 LIMIT_SECONDS = 8.0  # of the level that confirms
 
 
-class Loaded(NamedTuple):
-    """A level as it came out: what the client wrote down, and what the server did."""
-
-    records: list[RequestRecord]
-    account: Ended
-    log: dict[str, Any]
+Loaded = tuple[list[RequestRecord], Ended, dict[str, Any]]  # what both ends wrote down
 
 
 class Bench:
@@ -109,7 +104,7 @@ class Bench:
         records = [one for one in told if isinstance(one, RequestRecord)]
         (account,) = [one for one in told if isinstance(one, Ended)]
         log = {name: entry for name, entry in after.items() if name not in before}
-        return Loaded(records, account, log)
+        return records, account, log
 
     def load(self, rate: float, seconds: float, tokens: int, **truth: Any) -> Loaded:
         """One level of requests with so many tokens on a server of its own."""
@@ -135,24 +130,16 @@ def times(bench: Bench) -> list[Row]:
     for chunk in (1, 4):
         truth = {"ttft": 0.06, "gap": GAP_SECONDS * chunk, "chunk_tokens": chunk, **stalls}
         records, _, log = bench.load(50.0, 2.0, TOKENS, **truth)
-        smooth = {
-            name: entry
-            for name, entry in log.items()
-            if np.diff(entry["chunks"]).max(initial=0.0) < STALL_SECONDS / 2
-        }
         world = "one token a chunk" if chunk == 1 else f"{chunk} tokens a chunk"
-        even = [one for one in records if one.request_id in smooth]
-        rows += times_rows(world, even, smooth)
-        rows += times_rows(f"{world}, stalls", records, log)
-        rows.append(lag_row(world, records, 0.001))
+        rows += [*times_rows(world, records, log), lag_row(world, records, 0.001)]
     return rows
 
 
 def counts(bench: Bench) -> list[Row]:
     """Failures of every kind at once, on a server that is too slow."""
     truth = {"ttft": 0.03, "gap": 0.004, "slots": 2, "waiting": 4, "cut_every": 5}
-    loaded = bench.load(60.0, 2.0, 8, **truth)
-    return failure_rows("failures and refusals", loaded.records, loaded.log)
+    records, _, log = bench.load(60.0, 2.0, 8, **truth)
+    return failure_rows("failures and refusals", records, log)
 
 
 def pace(bench: Bench) -> list[Row]:
@@ -179,19 +166,20 @@ def limit(bench: Bench) -> list[Row]:
         def ask(burst: Burst) -> Level:
             pairs = zip(burst.prompt_tokens, burst.output_tokens, strict=True)
             asks = tuple(Ask(i, *pair) for i, pair in enumerate(pairs))
-            return level_of(bench.send(url, asks=asks, due=(0.0,) * len(asks)).records)
+            return level_of(bench.send(url, asks=asks, due=(0.0,) * len(asks))[0])
 
-        sent = bench.send(url, workload=WORKLOAD, concurrency=1, requests=ALONE)
-        alone = level_of(sent.records, concurrency=1)
-        made = calibrate(ask, WORKLOAD, SLOTS, alone=[alone])
+        records, _, _ = bench.send(url, workload=WORKLOAD, concurrency=1, requests=ALONE)
+        alone = level_of(records, concurrency=1)
+        made = calibrate(ask, WORKLOAD, SLOTS, 20.0, [alone])
         known: dict[str, Any] = {"law": made.law, "policy": policy, "workload": WORKLOAD}
         known["least_seconds"] = LIMIT_SECONDS
         found = estimate([alone], SLO, **known)
         if found.limit:
             rate = CONFIRMING_SHARE * found.limit
-            load = {"rate": rate, "window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
-            sent = bench.send(url, workload=WORKLOAD, **load)
-            found = estimate([alone, level_of(sent.records, **load)], SLO, **known)
+            lasts = {"window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
+            records, _, _ = bench.send(url, workload=WORKLOAD, rate=rate, **lasts)
+            level = level_of(records, rate_per_second=rate, **lasts)
+            found = estimate([alone, level], SLO, **known)
     return capacity_rows("known step law", found, truth)
 
 

@@ -134,24 +134,9 @@ def capacity_rows(world: str, found: Capacity, truth: float) -> list[Row]:
     ]
 
 
-def level_of(
-    records: Sequence[RequestRecord],
-    rate: float | None = 1.0,
-    concurrency: int | None = None,
-    window_seconds: float | None = None,
-    warmup_seconds: float = 0.0,
-) -> Level:
-    """A finished level; without a window all of them are in it."""
-    if window_seconds is None:
-        window_seconds = max((record.due_seconds for record in records), default=0.0) + 1
-    name, purpose = {"cell": "", "level": ""}, LevelPurpose.LOAD
-    started = LevelStarted(
-        purpose=purpose,
-        rate_per_second=None if concurrency else rate,
-        concurrency=concurrency,
-        warmup_seconds=warmup_seconds,
-        window_seconds=window_seconds,
-        **name,
-    )
-    ended = LevelFinished(due=len(records), window_seconds=window_seconds, **name)
-    return Level.of(records, started, ended)
+def level_of(records: Sequence[RequestRecord], **asked: Any) -> Level:
+    """A finished level; `asked`: of its LevelStarted; without a window all of them are in it."""
+    last = max((record.due_seconds for record in records), default=0.0)
+    same = {"cell": "", "level": "", "window_seconds": asked.pop("window_seconds", last + 1)}
+    started = LevelStarted(purpose=LevelPurpose.LOAD, **same, **asked)
+    return Level.of(records, started, LevelFinished(due=len(records), **same))

@@ -23,7 +23,7 @@ from loadtests.analysis.slo import Slo
 from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import Array, SchedulingPolicy, Simulated, simulate
 from loadtests.simulation.step_law import StepLaw
-from loadtests.workload.arrivals import Arrivals, OnOff, Piecewise, Poisson, due_times, generator
+from loadtests.workload.arrivals import Arrivals, Poisson, due_times, generator
 from loadtests.workload.request_lengths import Workload, draw
 
 # Chosen on 10 cells of recorded runs, checked on 9 others (`python -m tests.bench.law_constants`,
@@ -39,8 +39,6 @@ LEAST_TELLING = 0.7
 SEED = 0
 REQUESTS = 8_000  # a rate: the seed then leaves 2 % of the capacity; 2,000 leave 3 to 5 %
 QUICK_REQUESTS = 2_000  # for sliders
-CYCLES = 50  # of on/off or stepped arrivals that are played, while that is at most ...
-MOST_REQUESTS = 40_000
 WARM_UP, COOL_DOWN = 0.05, 0.03  # of the duration: its requests do not count
 PRECISION = 0.02  # of ln(rate), between the two rates that the answer lies between
 SLOWER = 1.1  # factor of all step times that the steepness is told from
@@ -64,16 +62,6 @@ class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
     rate: float  # requests/s; 0.0: not even alone, or at no rate
     steepness: float  # d ln(rate) / d ln(time of a step), at least 1
     alone_share: float  # of good requests with one at a time
-
-
-class CurvePoint(msgspec.Struct, frozen=True):
-    """Latency at one rate, seconds. None: no answer has more than one token."""
-
-    rate: float
-    ttft_p50: float
-    ttft_p90: float
-    tpot_p50: float | None
-    tpot_p90: float | None
 
 
 def lengths_of(workload: Workload, n: int, seed: int, reused_share: float = 0.0) -> Lengths:
@@ -136,27 +124,6 @@ def capacity(
     return SimulatedCapacity(rate=rate, steepness=steepness, alone_share=alone)
 
 
-def latency_curve(
-    law: StepLaw,
-    policy: SchedulingPolicy,
-    workload: Lengths | Workload,
-    rates: Sequence[float],
-    *,
-    arrivals: Arrivals | None = None,
-    requests: int = QUICK_REQUESTS,
-) -> list[CurvePoint]:
-    """TTFT and TPOT against rate, for a chart."""
-    server = Server(law, policy, workload, arrivals, count=requests)
-    points = []
-    for rate in rates:
-        played = server.play(rate)
-        ttft = np.quantile(played.ttft, (0.5, 0.9))
-        tpot = played.tpot[~np.isnan(played.tpot)]
-        known = np.quantile(tpot, (0.5, 0.9)).tolist() if len(tpot) else (None, None)
-        points.append(CurvePoint(rate, *ttft.tolist(), *known))
-    return points
-
-
 class Server:
     """The simulated server at any rate, with the same draws at each; what was played is kept."""
 
@@ -191,21 +158,15 @@ class Server:
     def play(self, rate: float) -> Simulated:
         """About `count` requests at this rate, those of warm-up and cool-down left out."""
         if rate not in self.played:
-            count = self.count
-            if cycle := _cycle_seconds(self.arrivals):
-                count = max(count, min(MOST_REQUESTS, math.ceil(CYCLES * cycle * rate)))
-            seconds = count / rate
+            seconds = self.count / rate
             due = due_times(self.arrivals, rate, seconds, SEED)
             played = self._simulated(due)
             part = played.due / seconds
             counts = (part >= WARM_UP) & (part < 1.0 - COOL_DOWN)
             if not counts.any():
-                raise LoadError(
-                    "the arrivals leave too long without a request: no simulated request counts"
-                )
-            self.played[rate] = Simulated(
-                played.due[counts], played.ttft[counts], played.tpot[counts]
-            )
+                raise LoadError("the arrivals leave too long without a request to simulate")
+            columns = (played.due, played.ttft, played.tpot)
+            self.played[rate] = Simulated(*(column[counts] for column in columns))
         return self.played[rate]
 
     def share(self, rate: float, slo: Slo) -> float:
@@ -248,13 +209,3 @@ class Server:
         at = np.arange(len(due)) % len(lengths.prompt)
         columns = (lengths.prompt[at], lengths.output[at], lengths.cached[at])
         return simulate(self.law, self.policy, due, *columns)
-
-
-def _cycle_seconds(arrivals: Arrivals) -> float:
-    """How long a cycle of the arrivals lasts; 0.0: they do not come in cycles."""
-    match arrivals:
-        case OnOff():
-            return arrivals.on_seconds + arrivals.off_seconds
-        case Piecewise():
-            return sum(seconds for seconds, _ in arrivals.steps)
-    return 0.0

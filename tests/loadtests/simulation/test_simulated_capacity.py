@@ -15,7 +15,6 @@ from loadtests.simulation.simulated_capacity import (
     QUICK_REQUESTS,
     Lengths,
     Server,
-    latency_curve,
     lengths_of,
     measured_reuse,
 )
@@ -136,16 +135,6 @@ def test_prompts_of_thousands_of_tokens_and_many_slots(slots):
     policy = SchedulingPolicy(slots=slots, kv_tokens=60_000, step_seconds_target=0.3)
     found = capacity(LAW.slower(0.5), policy, long, slo, requests=n)
     assert 0 < found.rate < 1 / (0.00025 * 5000)
-
-
-def test_latency_rises_with_the_rate():
-    rate = capacity(LAW, POLICY, CHAT, SLO).rate
-    points = latency_curve(LAW, POLICY, CHAT, [0.2 * rate, 0.8 * rate, 1.1 * rate])
-    for name in ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90"):
-        values = [getattr(point, name) for point in points]
-        assert values == sorted(values), name
-    one = Workload(prompt_tokens=20, output_tokens=1)
-    assert latency_curve(LAW, POLICY, one, [1.0])[0].tpot_p90 is None
 
 
 def test_nothing_to_simulate_from_is_an_error():
