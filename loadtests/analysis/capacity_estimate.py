@@ -253,7 +253,7 @@ def _confirmed(
                 held_seconds=seconds,
                 held_requests=due,
                 held_share=sum(one.judged.good for one in own) / due,
-                starts=_starts(own),
+                starts=len({one.level.started.start for one in own}),
                 limit=found.limit if is_law else middle,
                 method="law" if is_law else "levels",
                 low=max(found.low or 0.0, held),
@@ -271,7 +271,10 @@ def _confirmed(
     elif loaded:
         why = "no level was steady and long enough"
     return msgspec.structs.replace(
-        found, starts=_starts(seen), confirm_seconds=needed, reason=found.reason or why
+        found,
+        starts=len({one.level.started.start for one in seen}),
+        confirm_seconds=needed,
+        reason=found.reason or why,
     )
 
 
@@ -297,8 +300,3 @@ def _is_proven(own: Sequence[Counted], loaded: Sequence[Counted], slo: Slo, is_l
     share = sum(one.good for one in below) / sum(one.due for one in below)
     proven = wilson(good, total, 1 - (1 - slo.confidence) / tries)[0]
     return share >= slo.target and proven >= slo.target
-
-
-def _starts(seen: Sequence[Counted]) -> int:
-    """Starts of the server that levels ran on; where that is not on record, one."""
-    return len({one.level.started.start for one in seen})

@@ -166,27 +166,20 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return np.diff(self.chunk_offsets)
 
     @cached_property
-    def tokens_of_first_chunk(self) -> Floats:
-        """As the server said, else the mean chunk (at least 1); nan: no token count."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            mean = np.maximum(1.0, np.round(self.output_tokens / self.chunk_counts))
-        told = np.isfinite(self.first_chunk_tokens)
-        return np.where(
-            told, self.first_chunk_tokens, np.where(self.chunk_counts > 0, mean, np.nan)
-        )
-
-    @cached_property
     def tpot(self) -> Floats:
         """Seconds per token after the first chunk; nan: one chunk only; inf: failed or cut off.
 
-        Without a token count, or with one that leaves none for the later chunks, a chunk stands for
-        a token: it holds at least one, so no request is called good that is not.
+        Tokens of the first chunk are as the server said, else those of a mean chunk. Without a
+        count of tokens, or with one that leaves none for the later chunks, a chunk stands for a
+        token: it holds at least one, so no request is called good that is not.
         """
-        counted = self.output_tokens - self.tokens_of_first_chunk
-        is_unknown = np.isnan(self.output_tokens) | (counted <= 0)
-        tokens = np.where(is_unknown, self.chunk_counts - 1.0, counted)
-        several = (self.chunk_counts > 1) & (tokens > 0)
-        seconds = (self.last - self.first) / np.where(several, tokens, np.nan)
+        later = np.maximum(self.chunk_counts - 1.0, 0.0)
+        mean = np.round(self.output_tokens / np.maximum(self.chunk_counts, 1))
+        told = np.isfinite(self.first_chunk_tokens)
+        first = np.where(told, self.first_chunk_tokens, np.maximum(1.0, mean))
+        counted = self.output_tokens - first  # nan: no token count
+        tokens = np.where(counted > 0, counted, later)
+        seconds = (self.last - self.first) / np.where(later > 0, tokens, np.nan)
         return np.where(self.failed, np.inf, seconds)
 
     @cached_property

@@ -140,7 +140,7 @@ def _of_answers(level: Level) -> Found:
 def _of_machine(level: Level, samples: Sequence[ResourceSample]) -> Found:
     """What became of its memory, cores and clocks."""
     swap = [one.swap_used_bytes for one in samples if one.swap_used_bytes is not None]
-    if len(swap) > 1 and (grown := max(swap) - swap[0]) >= SWAP_GROWTH_BYTES:
+    if swap and (grown := max(swap) - swap[0]) >= SWAP_GROWTH_BYTES:
         yield "Swapping", WARNING, f"swap in use grew by {formatting.size(grown)} during the level"
     held = [one for one in samples if one.gpu_throttled]
     if len(held) > HELD_BACK_SHARE * len(samples):

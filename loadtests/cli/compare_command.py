@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperCommand
 
 from loadtests.errors import LoadError
 from models import formatting
@@ -24,33 +23,15 @@ if TYPE_CHECKING:
 COLUMNS = "cell,load,metric,runs,first,second,difference,95 % interval,verdict"
 
 
-class TwoArms(TyperCommand):
-    """`A1 A2 -- B1 B2`: what stands behind `--` are runs of the second arm."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--" in args:
-            at = args.index("--")
-            args = args[:at] + [f"--second={path}" for path in args[at + 1 :]]
-        rest: list[str] = super().parse_args(ctx, args)
-        return rest
-
-
 class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover compare`."""
 
-    runs: Annotated[
-        list[Path],
-        option(
-            "",
-            "Run folders, or folders of runs: the first arm, `--`, the second arm. "
-            "Two alone are one arm each.",
-            metavar="A... -- B...",
-            is_argument=True,
-        ),
+    first: Annotated[
+        Path, option("", "A run folder, or a folder of runs.", metavar="A", is_argument=True)
     ]
     second: Annotated[
-        list[Path] | None, option("", "A run of the second arm, as behind `--`.", metavar="B")
-    ] = None
+        Path, option("", "The same, of what is compared with it.", metavar="B", is_argument=True)
+    ]
     allow: Annotated[
         list[str] | None,
         option(
@@ -66,28 +47,21 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _compare(options: CompareOptions) -> None:
-    """Say where runs are faster or slower than others, by a test whose unit is the run.
+    """Say where the runs of one folder are faster or slower than those of another.
 
-    At least three runs an arm (a side of the comparison), begun in turns; with fewer the
-    differences are shown and the verdict is "not known". Compared are TTFT, TPOT, E2E and the
-    output at loads that both arms measured, and the limit. Runs that differ in a fact (machine,
-    workload, settings) are refused with both values, unless --allow names it.
+    At least three runs a side, begun in turns; with fewer the differences are shown and the verdict
+    is "not known". Compared are TTFT, TPOT, E2E and the output at loads that both sides measured,
+    and the limit. Runs that differ in a fact (machine, workload, settings) are refused with both
+    values, unless --allow names it.
 
     \b
-    crossover compare --fail-on slower A1 A2 A3 -- B1 B2 B3    # begun in turns: A1 B1 A2 B2 A3 B3
-    crossover compare old-version/ new-version/                # folders of runs
+    crossover compare old-version/ new-version/
+    crossover compare --fail-on slower A B
     """
     from loadtests.comparison.compare_runs import compare, read_arm
 
-    first, second = options.runs, options.second
-    if not second:
-        if len(first) != 2:
-            raise LoadError(
-                f"{len(first)} runs and no `--`: write the first arm, `--`, the second arm: "
-                "crossover compare A1 A2 A3 -- B1 B2 B3"
-            )
-        first, second = first[:1], first[1:]
-    found = compare(read_arm(first), read_arm(second), allow=options.allow or ())
+    arms = read_arm(options.first), read_arm(options.second)
+    found = compare(*arms, allow=options.allow or ())
     show_comparison(found, Console(width=None if sys.stdout.isatty() else 200))
     if options.fail_on is not None and found.verdict == "not known":
         raise LoadError(f"--fail-on slower: not known: {found.reason}")
@@ -96,7 +70,7 @@ def _compare(options: CompareOptions) -> None:
 
 
 comparison = typer.Typer(add_completion=False)
-comparison.command("compare", cls=TwoArms)(command_of(CompareOptions, _compare))
+comparison.command("compare")(command_of(CompareOptions, _compare))
 
 
 def show_comparison(found: Comparison, console: Console) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from loadtests.selftest.selftest_checks import Row
+    from loadtests.selftest.selftest import Row
 
 
 def selftest() -> None:
@@ -36,12 +36,11 @@ def show_selftest(rows: Sequence[Row]) -> None:
     table = Table("", "", "", "true", "measured", "allowed", box=None)
     for row in rows:
         mark = "[green]✓[/green]" if row.passed else "[bold red]✗[/bold red]"
-        truth, measured, limit = (
-            _in_unit(value, row.unit) for value in (row.truth, row.measured, row.limit)
+        allowed = f"± {row.limit:.3g}" if row.limit else "equal"
+        allowed = f"at most {row.limit:.3g}" if row.truth is None else allowed
+        truth, measured = (
+            "-" if value is None else f"{value:.4g}" for value in (row.truth, row.measured)
         )
-        allowed = f"± {limit}" if row.limit else "equal"
-        if row.truth is None:
-            allowed = f"at most {limit}"
         measured += f" ({row.note})" if row.note else ""
         table.add_row(mark, row.world, row.what, truth, measured, allowed)
     console.print(table)
@@ -49,15 +48,3 @@ def show_selftest(rows: Sequence[Row]) -> None:
     console.print(f"{passed} of {len(rows)} checks pass")
     if passed < len(rows):
         console.print("other work on the machine makes times late: repeat on a quiet one")
-
-
-def _in_unit(value: float | None, unit: str) -> str:
-    from models import formatting
-
-    if value is None:
-        return "-"
-    if unit == "seconds":
-        return formatting.seconds(value, 3)
-    if unit == "count":
-        return f"{value:.0f}"
-    return f"{value:.3g}" + ("/s" if unit == "requests/s" else "")

@@ -1,6 +1,6 @@
 """Two arms of runs: where the second is faster or slower, beyond what differs from run to run.
 
-    found = compare(read_arm([a1, a2, a3]), read_arm([b1, b2, b3]))
+    found = compare(read_arm(Path("A")), read_arm(Path("B")))
     found.verdict                     # "slower": at least one metric is, beyond chance
 
 The unit is the run: a metric of a cell at a load is one number a run, so that what differs from run
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,10 +42,9 @@ Facts = tuple[str, ...]  # of a cell: those of run_environment.CELL, and the wor
 
 
 class RunValues(msgspec.Struct, frozen=True):
-    """One run: of each cell its key in the run, and one number a metric and load."""
+    """One run: of each cell one number a metric and load."""
 
     manifest: RunManifest
-    keys: dict[Facts, str]
     values: dict[Facts, dict[tuple[str, str], float]]
 
 
@@ -78,13 +77,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
 
 
-def read_arm(paths: Iterable[Path]) -> list[RunValues]:
-    """The runs of one arm: run folders, or folders that hold some. Raises BadRunFolder."""
-    found: list[RunValues] = []
-    for path in paths:
-        inside = sorted(one.parent for one in path.glob(f"*/{MANIFEST}"))
-        found += map(read, inside if inside and not (path / MANIFEST).exists() else [path])
-    return found
+def read_arm(path: Path) -> list[RunValues]:
+    """The runs of one arm: a run folder, or a folder that holds some. Raises BadRunFolder."""
+    inside = sorted(one.parent for one in path.glob(f"*/{MANIFEST}"))
+    return list(map(read, inside if inside and not (path / MANIFEST).exists() else [path]))
 
 
 def read(folder: Path) -> RunValues:
@@ -93,13 +89,11 @@ def read(folder: Path) -> RunValues:
     levels = levels_of(run)
     if not levels:
         raise BadRunFolder(f"{folder} has no finished level to compare")
-    found = RunValues(run.manifest, {}, {})
+    values = {}
     for cell in run.manifest.cells:
-        key = str(cell["key"])
-        if own := [one for one in levels if one.cell == key]:
-            facts = _facts(run, cell)
-            found.keys[facts], found.values[facts] = key, _values(run, key, own)
-    return found
+        if own := [one for one in levels if one.cell == cell["key"]]:
+            values[_facts(run, cell)] = _values(run, cell["key"], own)
+    return RunValues(run.manifest, values)
 
 
 def _facts(run: RunRecords, cell: dict[str, Any]) -> Facts:
@@ -144,7 +138,7 @@ def compare(
     notes = _check(first, second, allow)
     rows: list[Row] = []
     for mine, theirs in _pairs(first, second, allow):
-        cell = next(run.keys[mine] for run in first if mine in run.keys)
+        cell = " ".join(filter(None, mine))
         ours, others = _of_arm(first, mine), _of_arm(second, theirs)
         own = [_row(cell, at, ours[at], others[at]) for at in ours if at in others]
         if not any(row.load not in ("", "alone") for row in own):
@@ -156,11 +150,8 @@ def compare(
     verdict: Verdict | Literal["different"] = next((w for w in order if w in said), "not known")
     if {"faster", "slower"} <= said:
         verdict = "different"
-    reason = ""
-    if verdict == "not known":
-        reason = "no metric is in enough runs of both arms"
-        if min(len(first), len(second)) < LEAST_RUNS:
-            reason = f"{len(first)} and {len(second)} runs; {LEAST_RUNS} an arm are needed"
+    few = f"{len(first)} and {len(second)} runs; {LEAST_RUNS} an arm that have a metric are needed"
+    reason = few if verdict == "not known" else ""
     return Comparison(verdict=verdict, reason=reason, rows=rows, notes=notes)
 
 
@@ -170,8 +161,6 @@ def _check(
     """Notes of what differs, and may. Raises NotComparable for what may not."""
     if unknown := sorted(set(allow) - set(FACTS)):
         raise NotComparable(f"--allow {unknown[0]!r} is no fact; there are {', '.join(FACTS)}")
-    if not first or not second:
-        raise NotComparable("two arms are compared: name at least one run for each")
     run_id, times = Counter(run.manifest.run_id for run in (*first, *second)).most_common(1)[0]
     if times > 1:
         raise NotComparable(f"run {run_id} is named {times} times: a run is one value of one arm")
@@ -188,7 +177,7 @@ def _check(
                 continue
             ids = f"{one.manifest.run_id} and {other.manifest.run_id}"
             raise NotComparable(f"runs {ids} differ in {what}; {how}")
-    return list(dict.fromkeys(notes))
+    return notes
 
 
 def _pairs(
@@ -197,7 +186,7 @@ def _pairs(
     """Cells that are the same thing but for what may differ; the very same where there is one."""
     names = (*CELL, "workload")
     ours, others = (
-        dict.fromkeys(facts for run in arm for facts in run.keys) for arm in (first, second)
+        dict.fromkeys(facts for run in arm for facts in run.values) for arm in (first, second)
     )
 
     def fixed(facts: Facts) -> list[str]:

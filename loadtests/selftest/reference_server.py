@@ -28,6 +28,7 @@ clock = time.perf_counter
 MODEL = "true-model"
 STEP_TOKENS = 2048  # most prompt tokens of a step in which nobody decodes
 PREFILL_TOKENS = 256  # most of one in which somebody does
+STALL_AT = 6
 json_bytes = msgspec.json.Encoder().encode
 Body = dict[str, Any]
 
@@ -38,9 +39,7 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttft: float = 0.02  # from having a slot to the first chunk
     gap: float = 0.005  # between chunks
     chunk_tokens: int = 1
-    stall_at: int | None = None  # before this chunk ...
-    stall: float = 0.0  # ... this much longer ...
-    stall_every: int = 1  # ... in one of so many requests
+    stall: float = 0.0  # before the chunk STALL_AT of every third answer this much longer
     cut_every: int = 0  # one of so many answers is cut off in its middle; 0: none
     slots: int = 1_000_000
     # requests that may wait for a slot; more are answered with 429. None: any number
@@ -219,7 +218,10 @@ class Server:
                 path = first.split(" ")[1]
                 status, said = self.say(path, headers, body)
                 if status == 200 and path.endswith("completions"):
-                    await self.complete(path, msgspec.json.decode(body), clock(), reader, writer)
+                    number, arrived, asked = len(self.log) + 1, clock(), msgspec.json.decode(body)
+                    entry = {"arrived": arrived, "chunks": [], "status": 200}
+                    self.log[f"request-{number}"] = entry
+                    await self.answer(self.stream(path, number, asked, entry, reader, writer))
                 else:
                     answer(writer, status, said)
         writer.close()
@@ -233,20 +235,11 @@ class Server:
             return 200, {"tokens": [len(word) for word in words], "count": len(words)}
         return 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
-    async def complete(
-        self,
-        path: str,
-        body: Body,
-        arrived: float,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        """One request, to the end of its answer."""
-        number = len(self.log) + 1
-        entry = self.log[f"request-{number}"] = {"arrived": arrived, "chunks": [], "status": 200}
-        await self.answer(Stream(self.truth, number, body, entry, reader, writer))
+    def stream(self, path: str, *asked: Any) -> Stream:
+        return Stream(self.truth, *asked)
 
     async def answer(self, stream: Stream) -> None:
+        """One request, to the end of its answer."""
         truth = stream.truth
         if truth.law is not None:
             self._batch.waiting.append(stream)
@@ -267,7 +260,7 @@ class Server:
     async def _at_its_times(self, stream: Stream) -> None:
         truth, moment, written = stream.truth, clock() + stream.truth.ttft, 0
         while not stream.is_over:
-            if written == truth.stall_at and stream.number % truth.stall_every == 0:
+            if written == STALL_AT and stream.number % 3 == 0:
                 moment += truth.stall
             await asyncio.sleep(moment - clock())
             stream.write()

@@ -7,24 +7,30 @@ are compared with what the server says it did.
     counts   answers that are cut off, and 429s of a full queue
     pace     Poisson arrivals as the server saw them, send lag, the client's CPU
     limit    a server that batches by a known step law: bursts, a law, a level, as a campaign does
+
+Times may differ by 1 % or 1 ms (0.1 ms for a TPOT), whichever is more; counts not at all.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from loadtests.analysis.capacity_estimate import CONFIRMING_SHARE, estimate
-from loadtests.analysis.level import Level
+from loadtests.analysis.level import Level, failure_of
+from loadtests.analysis.level_validity import send_lag_p99
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.progress import Progress
 from loadtests.errors import LoadError
@@ -35,15 +41,7 @@ from loadtests.load_generator.load_plan import Ended, LoadPlan
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import Target, probe
 from loadtests.records.request_record import RequestRecord
-from loadtests.selftest.selftest_checks import (
-    Row,
-    arrival_row,
-    capacity_rows,
-    failure_rows,
-    lag_row,
-    level_of,
-    times_rows,
-)
+from loadtests.records.run_journal import Capacity, LevelFinished, LevelPurpose, LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import capacity
@@ -51,7 +49,6 @@ from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.request_lengths import Ask, Workload
 from serving.hardware.machine_facts import allowed_cores
 
-TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 1.2
 RATE, PACE_SECONDS = 600.0, 3.0
 # An engine some ten times as fast as a small model's on a CPU, so that a short level sees enough.
 LAW = StepLaw(
@@ -67,8 +64,15 @@ SLO = Slo("selftest", ttft_seconds=0.25, tpot_seconds=0.02, target=0.9)
 ALONE = 10  # requests one at a time
 LIMIT_SECONDS = 8.0  # of the level that confirms
 
-
-Loaded = tuple[list[RequestRecord], Ended, dict[str, Any]]  # what both ends wrote down
+# Request id -> what the server did (loadtests.selftest.reference_server).
+Log = Mapping[str, Mapping[str, Any]]
+QUANTILES = (0.50, 0.95, 0.99)
+SHARE = 0.01  # of a time: what it may be off by, or so many seconds where that is more
+FLOOR_SECONDS = {"TTFT": 0.001, "TPOT": 0.0001, "E2E": 0.001}  # a TPOT is a mean
+DISPERSION_SIGMA = 3.3  # standard deviations: about 1 in 1,000 right processes has more
+CAPACITY_SHARE = 0.15
+CONFIRMED_SHARE = 0.05  # that a confirmed rate may be above the truth: a minute may be lucky
+Loaded = tuple[list[RequestRecord], Ended, Log]  # what both ends wrote down
 
 
 class Bench:
@@ -126,10 +130,9 @@ def open_bench() -> Iterator[Bench]:
 def times(bench: Bench) -> list[Row]:
     """Chunks of one and of four tokens; a third of the answers stall."""
     rows: list[Row] = []
-    stalls = {"stall": STALL_SECONDS, "stall_at": 6, "stall_every": 3}
     for chunk in (1, 4):
-        truth = {"ttft": 0.06, "gap": GAP_SECONDS * chunk, "chunk_tokens": chunk, **stalls}
-        records, _, log = bench.load(50.0, 2.0, TOKENS, **truth)
+        truth = {"ttft": 0.06, "gap": 0.008 * chunk, "chunk_tokens": chunk, "stall": 1.2}
+        records, _, log = bench.load(50.0, 2.0, 48, **truth)
         world = "one token a chunk" if chunk == 1 else f"{chunk} tokens a chunk"
         rows += [*times_rows(world, records, log), lag_row(world, records, 0.001)]
     return rows
@@ -150,9 +153,9 @@ def pace(bench: Bench) -> list[Row]:
     ok = sum(record.error is None for record in records)
     cpu = account.cpu_seconds / PACE_SECONDS
     return [
-        Row(world, "answers", len(log), ok, 0, "count"),
+        Row(world, "answers", len(log), ok, 0),
         lag_row(world, records, 0.002),
-        Row(world, "client CPU of one core", None, cpu, 0.5, "number"),
+        Row(world, "client CPU of one core", None, cpu, 0.5),
         arrival_row(world, arrived, RATE),
     ]
 
@@ -192,3 +195,112 @@ def run_selftest(progress: Progress) -> list[Row]:
             progress.tick((part.__doc__ or "").split("\n")[0], fraction=number / len(parts))
             rows += part(bench)
     return rows
+
+
+# Whether the client measured what happened. Pure.
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One line of the table. `truth` None: `limit` is an upper bound."""
+
+    world: str
+    what: str
+    truth: float | None
+    measured: float | None
+    limit: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """The measured value is within `limit` of the truth, or at most `limit`."""
+        if self.measured is None or self.note.startswith("wrong"):
+            return False
+        return abs(self.measured - (self.truth or 0.0)) <= self.limit * (1 + 1e-9)
+
+
+def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Row]:
+    """TTFT, TPOT, E2E at three quantiles, and the longest gap between chunks, of one world.
+
+    True are the moments at which the server had read the request and wrote each chunk, so the
+    client's delays of sending and receiving count as error.
+    """
+    found = [log.get(record.request_id or "") for record in records]
+    entries = [entry for entry in found if entry is not None and entry["chunks"]]
+    rows = [Row(world, "answers", len(log), len(entries), 0)]
+    if not entries:
+        return rows
+    level = level_of(records)
+    first = np.array([entry["chunks"][0] for entry in entries])
+    last = np.array([entry["chunks"][-1] for entry in entries])
+    arrived = np.array([entry["arrived"] for entry in entries])
+    later = np.array([entry["tokens"] - entry["first_tokens"] for entry in entries])
+    pairs = {
+        "TTFT": (first - arrived, level.ttft),
+        "TPOT": ((last - first)[later > 0] / later[later > 0], level.tpot[~np.isnan(level.tpot)]),
+        "E2E": (last - arrived, level.e2e),
+    }
+    for name, (values, seen) in pairs.items():
+        for share in QUANTILES:
+            truth, measured = (
+                float(np.quantile(one, share, method="inverted_cdf")) for one in (values, seen)
+            )
+            limit = max(SHARE * truth, FLOOR_SECONDS[name])
+            rows.append(Row(world, f"{name} p{share * 100:g}, s", truth, measured, limit))
+    gaps = np.concatenate([np.diff(entry["chunks"]) for entry in entries])
+    truth, most = float(gaps.max()), float(level.itl.max(initial=0.0))
+    rows.append(Row(world, "longest gap, s", truth, most, max(SHARE * truth, 0.001)))
+    return rows
+
+
+def failure_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Row]:
+    """Whole, refused and cut-off answers, each as often as the server says."""
+    true = Counter(
+        "refused (429)" if one["status"] == 429 else "whole" if one.get("whole") else "cut off"
+        for one in log.values()
+    )
+    names = {None: "whole", "refused": "refused (429)", "cut_off": "cut off"}
+    kinds = [failure_of(record) for record in records]
+    seen = Counter(names.get(kind, kind or "") for kind in kinds)
+    return [Row(world, name, true[name], seen[name], 0) for name in sorted(true | seen)]
+
+
+def arrival_row(world: str, arrived: npt.NDArray[np.float64], rate: float) -> Row:
+    """The server's arrivals (ascending, seconds) against Poisson.
+
+    The index of dispersion of their counts in short windows (variance / mean) is 1 for Poisson,
+    less where they come evenly, more where they come in clumps.
+    """
+    windows = int((arrived[-1] - arrived[0]) * rate / 2)  # of two mean gaps each
+    counts, _ = np.histogram(arrived, bins=windows)
+    spread = float(counts.var(ddof=1) / counts.mean())
+    several = DISPERSION_SIGMA * math.sqrt(2 / windows)
+    return Row(world, "index of dispersion", 1.0, spread, several)
+
+
+def lag_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) -> Row:
+    """How late the requests left, p99."""
+    lag = send_lag_p99(level_of(records))
+    return Row(world, "send lag p99, s", None, lag, limit_seconds)
+
+
+def capacity_rows(world: str, found: Capacity, truth: float) -> list[Row]:
+    """The estimate within CAPACITY_SHARE, inside an interval that holds the truth; what is
+    confirmed is no more than the truth.
+    """
+    note = f"wrong: {found.reason}"
+    if found.low is not None and found.high is not None:
+        holds = found.low <= truth <= found.high
+        note = f"{'' if holds else 'wrong '}interval {found.low:.3g} to {found.high:.3g}"
+    most = truth * (1 + CONFIRMED_SHARE)
+    return [
+        Row(world, "limit, requests/s", truth, found.limit, CAPACITY_SHARE * truth, note),
+        Row(world, "confirmed, requests/s", None, found.held, most),
+    ]
+
+
+def level_of(records: Sequence[RequestRecord], **asked: Any) -> Level:
+    """A finished level; `asked`: of its LevelStarted; without a window all of them are in it."""
+    last = max((record.due_seconds for record in records), default=0.0)
+    same = {"cell": "", "level": "", "window_seconds": asked.pop("window_seconds", last + 1)}
+    started = LevelStarted(purpose=LevelPurpose.LOAD, **same, **asked)
+    return Level.of(records, started, LevelFinished(due=len(records), **same))

@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from loadtests.errors import LoadError
 from loadtests.simulation.step_law import StepLaw
 from serving.bounds import Count
 from serving.engine.prefill_budget import (
@@ -81,9 +80,6 @@ def simulate(
     `cached_tokens`: of each prompt, not computed again; one token is computed in any case.
     """
     count = len(due)
-    for lengths in (prompt_tokens, output_tokens):
-        if len(lengths) != count:
-            raise LoadError(f"{len(lengths)} lengths for {count} due times")
     engine = _Engine(law, policy, due, prompt_tokens, output_tokens, cached_tokens)
     engine.play()
     due = np.asarray(due, dtype=np.float64)

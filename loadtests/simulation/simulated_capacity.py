@@ -107,7 +107,7 @@ def capacity(
     """The simulated capacity.
 
     Arrivals None: Poisson. Where even what saturates the server meets the SLO, the rate is that of
-    saturation. Raises LoadError for no lengths.
+    saturation.
     """
     server = Server(law, policy, workload, arrivals, count=requests)
     alone = float(server.alone().good(slo.ttft_seconds, slo.tpot_seconds).mean())
@@ -138,8 +138,6 @@ class Server:
     ) -> None:
         if isinstance(workload, Workload):
             workload = lengths_of(workload, count, SEED, policy.reused_share)
-        if not len(workload.prompt):
-            raise LoadError("no lengths of requests to simulate a capacity from")
         self.law, self.policy, self.lengths = law, policy, workload
         self.arrivals = Poisson() if arrivals is None else arrivals
         self.count = count

@@ -83,32 +83,26 @@ class FaultyServer(Server):
             body = body.replace(b'"prompt"', b'"nothing"').replace(b'"content"', b'"prompt"')
         return super().say(path, headers, body)
 
-    async def complete(
-        self,
-        path: str,
-        body: Body,
-        arrived: float,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def stream(self, path: str, *asked: Any) -> Stream:
+        number, body = asked[:2]
         truth = msgspec.structs.replace(self.truth, **body.get("truth", {}))
-        number = len(self.log) + 1
-        entry = self.log[f"request-{number}"] = {"arrived": arrived, "chunks": [], "status": 200}
         is_failing = number > truth.fail_after and number % truth.fail_every == 0
-        fail = truth.fail if is_failing else ""
         fields = body.keys() | (body.get("stream_options") or {}).keys()
-        if fields & set(truth.refuse):
-            fail = "status:400"
-        stream = FaultyStream(fail, path, truth, number, body, entry, reader, writer)
+        fail = "status:400" if fields & set(truth.refuse) else truth.fail if is_failing else ""
+        return FaultyStream(fail, path, truth, *asked)
+
+    async def answer(self, stream: Stream) -> None:
+        assert isinstance(stream, FaultyStream)
+        fail, writer = stream.fail, stream.writer
         if fail == "slam":
             writer.transport.abort()
         elif fail == "hang":
-            await reader.read(1)
+            await stream.reader.read(1)
         elif fail.startswith("status:"):
-            entry["status"] = int(fail[7:])
-            reference_server.answer(writer, entry["status"], {"error": {"message": "as told"}})
+            status = stream.entry["status"] = int(fail[7:])
+            reference_server.answer(writer, status, {"error": {"message": "as told"}})
         else:
-            await self.answer(stream)
+            await super().answer(stream)
 
 
 if __name__ == "__main__":

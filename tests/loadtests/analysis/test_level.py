@@ -101,7 +101,7 @@ def test_every_request_has_one_outcome(record: RequestRecord, why: str | None) -
 
 def test_times_that_are_not_there_are_missing() -> None:
     never = one(RequestRecord(cell="c", level="l", index=0, due_seconds=1.0))
-    assert np.isnan(never.send_lag).all() and np.isnan(never.tokens_of_first_chunk).all()
+    assert np.isnan(never.send_lag).all()
     assert never.ttft.tolist() == never.e2e.tolist() == [math.inf] and len(never.itl) == 0
 
 

@@ -79,5 +79,5 @@ class Servers:
             values["alone", "TPOT mean"], values["alone", "TTFT mean"] = scale * 0.023, scale * 0.1
             values["", "limit"] = 3.0 / scale * math.exp(0.03 * rng.normal())
             run = manifest(f"{name}{i}", at=2 * i + (name > "a"))
-            found.append(RunValues(run, {CELL: "c"}, {CELL: values}))
+            found.append(RunValues(run, {CELL: values}))
         return found

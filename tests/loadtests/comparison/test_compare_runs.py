@@ -73,14 +73,14 @@ def test_without_repeats_nothing_is_known() -> None:
     servers = Servers(0.02, seed=3)
     found = compare(servers.arm("a", 1), servers.arm("b", 1, slower=2.0))
     assert found.verdict == "not known"
-    assert found.reason == "1 and 1 runs; 3 an arm are needed"
+    assert found.reason == "1 and 1 runs; 3 an arm that have a metric are needed"
     assert {row.verdict for row in found.rows} == {"not known"}
     row = next(row for row in found.rows if row.metric == "TPOT mean")
     assert row.ratio == pytest.approx(2.0, rel=0.1) and (row.p, row.low) == (None, None)
 
 
 def run(name: str, cell: Facts = CELL, load: str = "1/s", **changes: Any) -> RunValues:
-    return RunValues(manifest(name, **changes), {cell: "c"}, {cell: {(load, "TTFT p50"): 1.0}})
+    return RunValues(manifest(name, **changes), {cell: {(load, "TTFT p50"): 1.0}})
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,6 @@ def test_what_cannot_be_compared_is_refused() -> None:
     a, b = run("a"), run("b", cell=(CELL[0], "Q8_0", *CELL[2:]))
     for arms, allow, message in (
         (([a, b], [a]), (), "run a is named 2 times"),
-        (([a], []), (), "name at least one run for each"),
         (([a], [b]), (), "differ in format, 'Q4_0' and 'Q8_0'"),
         (([a], [b]), ("colour",), "--allow 'colour' is no fact; there are cpu_model"),
     ):
@@ -176,25 +175,24 @@ def test_a_run_is_one_number_a_metric(tmp_path: Path) -> None:
 
 def test_the_verb_compares_run_folders_and_folders_of_runs(tmp_path: Path) -> None:
     """Folders as a campaign writes them: a table, JSON, and a status for pipelines."""
-    first = [str(written(tmp_path / "a" / f"a{i}", 1 + 0.01 * i)) for i in range(3)]
-    second = [str(written(tmp_path / "b" / f"b{i}", 1.25 + 0.01 * i)) for i in range(3)]
+    for i in range(3):
+        written(tmp_path / "a" / f"a{i}", 1 + 0.01 * i)
+        written(tmp_path / "b" / f"b{i}", 1.25 + 0.01 * i)
+    a, b = (str(tmp_path / arm) for arm in "ab")
 
     def asked(*args: str) -> Any:
         return CliRunner().invoke(app, ["compare", *args])
 
-    done = asked(*first, "--", *second)
+    done = asked(a, b)
     assert done.exit_code == 0, done.output
     for part in (": slower", "TTFT p50", "3.000/s", "3+3", "limit"):
         assert part in done.output, part
-    assert ": slower" in asked(str(tmp_path / "a"), str(tmp_path / "b")).output
     slower = ["--fail-on", "slower"]
-    assert asked(*slower, *first, "--", *second).exit_code == 1
-    assert asked(*slower, *second, "--", *first).exit_code == 0
-    one = asked(first[0], second[0])
+    assert asked(*slower, a, b).exit_code == 1 and asked(*slower, b, a).exit_code == 0
+    one = asked(f"{a}/a0", f"{b}/b0")
     assert one.exit_code == 0 and "not known: 1 and 1 runs" in one.output
     assert "+2" in one.output, "the difference as a number"
-    refused = asked(*slower, first[0], second[0])
+    refused = asked(*slower, f"{a}/a0", f"{b}/b0")
     assert refused.exit_code != 0 and "not known" in str(refused.exception)
-    assert "3 runs and no `--`" in str(asked(*first).exception)
     with pytest.raises(BadRunFolder, match="holds no run"):
         read(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_journal import Capacity
-from loadtests.selftest.selftest_checks import (
+from loadtests.selftest.selftest import (
     arrival_row,
     capacity_rows,
     failure_rows,
@@ -88,10 +88,10 @@ def without_stalls(record: RequestRecord) -> RequestRecord:
 @pytest.mark.parametrize(
     ("chunk", "wrong", "caught"),
     [
-        (4, one_token_a_chunk, {"TPOT p50", "TPOT p95", "TPOT p99"}),
-        (1, late_clock, {"TTFT p50", "TTFT p95", "TTFT p99"}),
-        (1, read_in_blocks, {"TTFT p50", "TPOT p50", "longest gap"}),
-        (1, without_stalls, {"stalls", "longest gap"}),
+        (4, one_token_a_chunk, {"TPOT p50, s", "TPOT p95, s", "TPOT p99, s"}),
+        (1, late_clock, {"TTFT p50, s", "TTFT p95, s", "TTFT p99, s"}),
+        (1, read_in_blocks, {"TTFT p50, s", "TPOT p50, s", "longest gap, s"}),
+        (1, without_stalls, {"E2E p95, s", "longest gap, s"}),
     ],
 )
 def test_a_wrong_client_is_caught(chunk: int, wrong: Any, caught: set[str]) -> None:
@@ -134,10 +134,10 @@ def test_arrivals_that_are_not_poisson_are_caught() -> None:
     ("low", "limit", "high", "held", "wrong"),
     [
         (5.5, 6.89, 7.0, 4.8, set()),
-        (5.5, 6.91, 7.5, 4.8, {"limit"}),  # 15 % off, however wide the interval
-        (6.1, 6.5, 7.0, 4.8, {"limit"}),  # near, and too sure of it
-        (5.5, 6.0, 7.0, 6.4, {"confirmed"}),  # more than there is
-        (None, None, None, None, {"limit", "confirmed"}),
+        (5.5, 6.91, 7.5, 4.8, {"limit, requests/s"}),  # 15 % off, however wide the interval
+        (6.1, 6.5, 7.0, 4.8, {"limit, requests/s"}),  # near, and too sure of it
+        (5.5, 6.0, 7.0, 6.4, {"confirmed, requests/s"}),  # more than there is
+        (None, None, None, None, {"limit, requests/s", "confirmed, requests/s"}),
     ],
 )
 def test_a_capacity_may_be_off_by_15_percent_and_no_more_is_confirmed_than_there_is(

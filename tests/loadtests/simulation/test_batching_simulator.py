@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import SchedulingPolicy as Policy
 from loadtests.simulation.batching_simulator import simulate
 from loadtests.simulation.step_law import StepLaw
@@ -189,8 +188,3 @@ def test_steps_that_only_decode_are_not_played_one_by_one():
     began = time.process_time()
     simulate(LAW, Policy(slots=8, step_seconds_target=0.3), due, *lengths)
     assert time.process_time() - began < 0.5
-
-
-def test_inputs_that_cannot_be_are_errors():
-    with pytest.raises(LoadError, match="3 lengths for 2 due times"):
-        simulate(LAW, Policy(), [0.0, 1.0], [1, 1, 1], [1, 1])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from loadtests.analysis.slo import Slo
-from loadtests.errors import LoadError
 from loadtests.simulation import simulated_capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import (
@@ -124,20 +123,3 @@ def test_how_much_a_server_found_in_its_cache_is_measured():
     assert measured_reuse(CHAT, levels) == 0.0
     untold = msgspec.structs.replace(levels[1], cached_tokens=np.array([np.nan]))
     assert measured_reuse(shared, [untold]) == 0.0
-
-
-@pytest.mark.parametrize("slots", [1, 64])
-def test_prompts_of_thousands_of_tokens_and_many_slots(slots):
-    rng = np.random.default_rng(1)
-    n = 2000
-    long = Lengths(rng.integers(2000, 8000, n), rng.integers(20, 200, n), np.zeros(n, np.int64))
-    slo = Slo("x", 20.0, 0.5, target=0.9)
-    policy = SchedulingPolicy(slots=slots, kv_tokens=60_000, step_seconds_target=0.3)
-    found = capacity(LAW.slower(0.5), policy, long, slo, requests=n)
-    assert 0 < found.rate < 1 / (0.00025 * 5000)
-
-
-def test_nothing_to_simulate_from_is_an_error():
-    none = np.empty(0, dtype=np.int64)
-    with pytest.raises(LoadError, match="no lengths"):
-        capacity(LAW, POLICY, Lengths(none, none, none), SLO)
