@@ -238,10 +238,9 @@ def _confirmed(
     least = ROUNDING * _least_seconds(slo, alone, least_seconds)
     is_law = found.limit is not None  # else the levels alone say
     fit = [one for one in loaded if one.judged.steady and one.level.window_seconds >= least]
-    most = math.inf if found.limit is None else found.limit
     for rate in sorted({one.rate for one in fit if one.rate < failed}, reverse=True):
         own = [one for one in fit if one.rate == rate]
-        if rate <= most and _is_proven(own, loaded, slo, is_law):
+        if rate <= (found.limit or math.inf) and _is_proven(own, loaded, slo, is_law):
             seconds = sum(one.level.window_seconds for one in own)
             due = sum(one.judged.due for one in own)
             held = min(rate, due / seconds)
@@ -265,11 +264,8 @@ def _confirmed(
             slo, rate, alone, by_levels=not is_law, least_seconds=least_seconds
         )
     why = "no level of open load was measured"
-    if fit:
-        due = sum(one.judged.due for one in fit)
-        why = f"{due} requests under load: too few were good, or too few were asked"
-    elif loaded:
-        why = "no level was steady and long enough"
+    if loaded:
+        why = "no level was long and steady enough, with requests good enough, to prove a rate"
     return msgspec.structs.replace(
         found,
         starts=len({one.level.started.start for one in seen}),

@@ -31,19 +31,14 @@ from loadtests.records.run_journal import LevelFinished, LevelStarted
 
 Floats = npt.NDArray[np.float64]
 
+_TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens", "first_chunk_tokens")
 _FIELDS = {  # column -> field of a record
     "due": "due_seconds",
     "sent": "sent_seconds",
     "first": "first_content_seconds",
     "last": "last_content_seconds",
     "ended": "ended_seconds",
-    **{
-        name: name
-        for name in (
-            *("prompt_tokens", "cached_tokens", "output_tokens", "first_chunk_tokens"),
-            *("asked_prompt_tokens", "asked_output_tokens"),
-        )
-    },
+    **{name: name for name in (*_TOKENS, "asked_prompt_tokens", "asked_output_tokens")},
 }
 
 

@@ -18,7 +18,6 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     What never came is infinite; the mean is over the others.
     """
 
-    count: int
     mean: float | None = None
     p50: float | None = None
     p90: float | None = None
@@ -37,7 +36,6 @@ def distribution(values: npt.NDArray[np.float64]) -> Distribution:
     finite = known[np.isfinite(known)]
     given = [(n, q) for n, q in PERCENTILES if len(known) * (1 - q) >= BEYOND - 1e-9]
     return Distribution(
-        count=len(known),
         mean=float(finite.mean()) if len(finite) else None,
         **{name: float(known[math.ceil(q * len(known) - 1e-9) - 1]) for name, q in given},
     )

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from loadtests.comparison.compare_runs import Comparison
 
 
-COLUMNS = "cell,load,metric,runs,first,second,difference,95 % interval,verdict"
-
-
 class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover compare`."""
 
@@ -79,7 +76,8 @@ def show_comparison(found: Comparison, console: Console) -> None:
     console.print(f"second against first: {words}", style="bold", markup=False)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
-    table = Table(*COLUMNS.split(","), box=None, pad_edge=False)
+    columns = "cell,load,metric,runs,first,second,difference,95 % interval,verdict"
+    table = Table(*columns.split(","), box=None, pad_edge=False)
     for row in found.rows:
         interval = "-"
         if row.low is not None and row.high is not None:

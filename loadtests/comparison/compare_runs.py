@@ -217,7 +217,7 @@ def _of_arm(arm: Sequence[RunValues], cell: Facts) -> Values:
 
 def _row(cell: str, at: tuple[str, str], first: Sequence[float], second: Sequence[float]) -> Row:
     """One metric, tested by itself where there are runs enough."""
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     if min(len(first), len(second)) >= LEAST_RUNS:
         from scipy import stats  # takes a second to import
 

@@ -78,11 +78,12 @@ def machine_differences(run: RunManifest, facts: Mapping[str, Any]) -> list[Fact
 def _of_machines(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[FactDifference]:
     found = []
     for fact, name in MACHINE.items():
-        both = mine.get(fact), theirs.get(fact)
-        if fact == "memory_total_bytes" and all(both) and min(both) > (1 - SAME_MEMORY) * max(both):
-            continue
-        shown = ["not known" if one is None else str(SHOWN.get(fact, str)(one)) for one in both]
-        found += _apart(fact, name, *shown)
+        one, other = mine.get(fact), theirs.get(fact)
+        if fact == "memory_total_bytes" and one and other:
+            if abs(one - other) <= SAME_MEMORY * max(one, other):
+                continue
+        both = ("not known" if v is None else str(SHOWN.get(fact, str)(v)) for v in (one, other))
+        found += _apart(fact, name, *both)
     return found
 
 
