@@ -12,12 +12,10 @@ from loadtests.simulation import simulated_capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import (
     QUICK_REQUESTS,
-    Lengths,
     Server,
     lengths_of,
     measured_reuse,
 )
-from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import Gamma, OnOff, Poisson, due_times
 from loadtests.workload.request_lengths import Workload
 from tests.loadtests.simulation.known_server import LAW, KnownServer
@@ -37,32 +35,6 @@ def test_the_capacity_is_where_the_share_of_good_requests_is_the_target():
     played = simulate(LAW, POLICY, due[:n], lengths.prompt[:n], lengths.output[:n])
     assert played.good(2.0, 0.2).mean() == pytest.approx(0.9, abs=0.03)
     assert found.alone_share == 1.0 and found.steepness >= 1.0
-
-
-def test_one_server_of_constant_service_has_the_capacity_of_m_d_1():
-    """P(wait <= t) of M/D/1 (Erlang 1909); the longest wait of nine in ten is the limit."""
-    service, limit = 1.0, 3.0
-    law = StepLaw(base_seconds=service / 100)
-    ones, hundreds = np.ones(8000, dtype=np.int64), np.full(8000, 100)
-    lengths = Lengths(ones, hundreds, 0 * ones)
-    # The first token comes a step after the wait.
-    slo = Slo("x", limit + 1.5 * service / 100, None, target=0.9)
-    policy = SchedulingPolicy(slots=1)
-
-    def waits_at_most(load: float) -> float:
-        terms = range(math.floor(limit / service) + 1)
-        return (1 - load) * sum(
-            math.exp(load * (limit / service - k))
-            * (load * (k - limit / service)) ** k
-            / math.factorial(k)
-            for k in terms
-        )
-
-    loads = np.linspace(0.3, 0.95, 500)
-    exact = float(loads[np.argmin([abs(waits_at_most(load) - 0.9) for load in loads])])
-    assert capacity(law, policy, lengths, slo, requests=40_000).rate == pytest.approx(
-        exact / service, rel=0.03
-    )
 
 
 def test_the_steepness_is_that_of_a_slower_machine():

@@ -34,15 +34,6 @@ def test_the_error_is_that_of_what_was_left_out():
     assert not fit_law(seen(LAW, 400, noise=0.4)).fits
 
 
-def test_no_number_is_below_0():
-    falling = [
-        StepObservation(seconds=1.0 / rows, rows=rows, prompt_tokens=0, context_tokens=0)
-        for rows in (1, 2, 3, 4, 5, 6)
-    ]
-    found = fit_law(falling)
-    assert all(getattr(found, name) >= 0 for name in NUMBERS)
-
-
 def test_a_slower_machine_takes_longer_for_every_step():
     one = seen(LAW, 5)[3]
     assert LAW.slower(1.3).of(one) == pytest.approx(1.3 * LAW.of(one))
