@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from loadtests.analysis.capacity_estimate import LEAST_SECONDS, estimate
-from loadtests.analysis.energy import Energy, energy_of
 from loadtests.analysis.level import Judged, Level, levels_of
 from loadtests.analysis.level_validity import NamedWarning, level_warnings
+from loadtests.analysis.power import watts_of
 from loadtests.analysis.slo import Slo
 from loadtests.errors import BadRunFolder, LoadError
 from loadtests.records.resource_sample import ResourceSample
@@ -100,7 +100,7 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     level: Level
     judged: Judged
-    energy: Energy | None = None  # in the window; None: not measured
+    watts: float | None = None  # mean of the window; None: not measured
     warnings: tuple[NamedWarning, ...] = ()
 
     @property
@@ -386,7 +386,7 @@ def _level_of(level: Level, slo: Slo, samples: Sequence[ResourceSample]) -> Leve
     return LevelData(
         level=level,
         judged=level.judge(slo),
-        energy=energy_of(mine, start, end),
+        watts=watts_of(mine, start, end),
         warnings=level_warnings(level, slo, mine),
     )
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from loadtests.analysis.good_share_interval import LEAST_AS_ONE, wilson
 from loadtests.analysis.level import Judged, Level
+from loadtests.analysis.level_statistics import LEAST_AS_ONE, wilson
 from loadtests.analysis.slo import Slo, requests_to_hold
 from loadtests.records.run_journal import Capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy
@@ -89,7 +89,7 @@ def estimate(
         told = [(one.rate, factor) for one in loaded if (factor := _factor(law, one.level, policy))]
 
         def simulate(factor: float) -> SimulatedCapacity:
-            return _simulated(policy, workload, slo, law.slower(factor), arrivals)
+            return _simulated(law.slower(factor), policy, workload, slo, arrivals=arrivals)
 
         found = _by_law(simulate, told)
     return _confirmed(_below(found, failed), seen, slo, least_seconds)
@@ -103,18 +103,9 @@ def confirmed_rate(
     return _confirmed(found, _counted(levels, slo), slo, least_seconds).held
 
 
-_factor = functools.lru_cache(maxsize=64)(level_factor)  # its steps may be many
-
-
-@functools.lru_cache(maxsize=64)  # a cell is asked for again after each level, a report once more
-def _simulated(
-    policy: SchedulingPolicy,
-    workload: Lengths | Workload,
-    slo: Slo,
-    law: StepLaw,
-    arrivals: Arrivals | None,
-) -> SimulatedCapacity:
-    return capacity(law, policy, workload, slo, arrivals=arrivals)
+# A cell is asked for again after each level, and once more by a report.
+_factor = functools.lru_cache(maxsize=64)(level_factor)
+_simulated = functools.lru_cache(maxsize=64)(capacity)
 
 
 def _counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
@@ -142,16 +133,12 @@ def confirming_seconds(
     `alone_seconds`: E2E of a request alone. `by_levels`: without a law. As many requests are
     expected to be good as lie three quarters of the way from the target to all.
     """
-    share = 1 - (1 - slo.target) / 4
-    low, high = float(requests_to_hold(slo)), 1e6
-    while high / low > 1.02:  # the fewest independent requests whose share proves the target
-        middle = math.sqrt(low * high)
-        holds = wilson(share * middle, middle, slo.confidence)[0] >= slo.target
-        low, high = (low, middle) if holds else (middle, high)
+    # Wilson's lower bound of a share s reaches the target p at z^2 p (1 - p) / (s - p)^2 requests.
+    needed = requests_to_hold(slo) / 0.75**2
     return max(
         least_seconds * (2 if rate < SLOW_RATE else 1),
         _least_seconds(slo, alone_seconds, least_seconds),
-        (AS_ONE_BY_LEVELS if by_levels else LEAST_AS_ONE) * high / rate,
+        (AS_ONE_BY_LEVELS if by_levels else LEAST_AS_ONE) * needed / rate,
     )
 
 
@@ -164,19 +151,20 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
     """Where requests one at a time miss the SLO on every start; None: they do not, or too few
     were asked. Load makes no request better: what holds under load holds alone.
     """
-    starts: dict[object, tuple[int, int]] = {}
+    starts: dict[object, list[Judged]] = {}
     for level, judged, _ in seen:
         if level.is_single_stream:
             start = level.name if level.started.start is None else level.started.start
-            good, due = starts.get(start, (0, 0))
-            starts[start] = (good + judged.good, due + judged.due)
-    for good, due in starts.values():
+            starts.setdefault(start, []).append(judged)
+    if not starts or any(one.rate and one.judged.verdict == "holds" for one in seen):
+        return None
+    missed = asked = 0
+    for own in starts.values():
+        good, due = sum(one.good for one in own), sum(one.due for one in own)
         is_enough = due >= LEAST_ALONE or due - good >= LEAST_BAD or (not good and due >= 2)
         if not is_enough or wilson(good, due, slo.confidence)[1] >= slo.target:
             return None
-    if not starts or any(one.rate and one.judged.verdict == "holds" for one in seen):
-        return None
-    good, due = (sum(counts) for counts in zip(*starts.values(), strict=True))
+        missed, asked = missed + due - good, asked + due
     where = "one start" if len(starts) == 1 else f"{len(starts)} starts"
     return Capacity(
         state="not_even_alone",
@@ -184,7 +172,7 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
         limit=0.0,
         low=0.0,
         high=0.0,
-        reason=f"{due - good} of {due} requests one at a time missed the SLO, on {where}",
+        reason=f"{missed} of {asked} requests one at a time missed the SLO, on {where}",
     )
 
 
@@ -240,10 +228,7 @@ def _below(found: Capacity, failed: float) -> Capacity:
 
 
 def _confirmed(
-    found: Capacity,
-    seen: Sequence[Counted],
-    slo: Slo,
-    least_seconds: float,
+    found: Capacity, seen: Sequence[Counted], slo: Slo, least_seconds: float
 ) -> Capacity:
     """With the highest rate that is confirmed, not above what all levels together say."""
     loaded, failed = _loaded(seen)
@@ -252,77 +237,62 @@ def _confirmed(
     alone = sum(known) / len(known) if known else None
     least = ROUNDING * _least_seconds(slo, alone, least_seconds)
     is_law = found.limit is not None  # else the levels alone say
-    fit = [one for one in loaded if _may_confirm(one, least)]
-    for rate in sorted({one.rate for one in fit}, reverse=True):
+    fit = [one for one in loaded if one.judged.steady and one.level.window_seconds >= least]
+    for rate in sorted({one.rate for one in fit if one.rate < failed}, reverse=True):
         own = [one for one in fit if one.rate == rate]
-        below = [one.judged for one in loaded if one.rate <= rate]
-        if rate >= failed or (found.limit is not None and rate > found.limit):
-            continue
-        if not _is_proven(own, rate, loaded, slo, LEAST_AS_ONE if is_law else AS_ONE_BY_LEVELS):
-            continue
-        if sum(one.good for one in below) < slo.target * sum(one.due for one in below):
-            continue
-        seconds = sum(one.level.window_seconds for one in own)
-        due = sum(one.judged.due for one in own)
-        held = min(rate, due / seconds)
-        middle = None if found.high is None else math.sqrt(held * found.high)
-        return msgspec.structs.replace(
-            found,
-            state="holds",
-            held=held,
-            held_seconds=seconds,
-            held_requests=due,
-            held_share=sum(one.judged.good for one in own) / due,
-            starts=_starts(own),
-            limit=found.limit if is_law else middle,
-            method="law" if is_law else "levels",
-            low=max(found.low or 0.0, held),
-            reason="" if found.high else "no rate was seen to break the SLO",
-        )
+        if rate <= (found.limit or math.inf) and _is_proven(own, loaded, slo, is_law):
+            seconds = sum(one.level.window_seconds for one in own)
+            due = sum(one.judged.due for one in own)
+            held = min(rate, due / seconds)
+            middle = None if found.high is None else math.sqrt(held * found.high)
+            return msgspec.structs.replace(
+                found,
+                state="holds",
+                held=held,
+                held_seconds=seconds,
+                held_requests=due,
+                held_share=sum(one.judged.good for one in own) / due,
+                starts=len({one.level.started.start for one in own}),
+                limit=found.limit if is_law else middle,
+                method="law" if is_law else "levels",
+                low=max(found.low or 0.0, held),
+                reason="" if found.high else "no rate was seen to break the SLO",
+            )
     needed = None
-    rate = CONFIRMING_SHARE * (found.limit or 0.0) or (1 / alone if alone else 0.0)
-    if rate:
+    if rate := CONFIRMING_SHARE * (found.limit or 0.0) or (1 / alone if alone else 0.0):
         needed = confirming_seconds(
             slo, rate, alone, by_levels=not is_law, least_seconds=least_seconds
         )
     why = "no level of open load was measured"
-    if fit:
-        due = sum(one.judged.due for one in fit)
-        many = "1 level" if len(fit) == 1 else f"{len(fit)} levels"
-        why = f"{many}, {due} requests: too few were good, or too few were asked, to prove a rate"
-    elif loaded:
-        why = "no level was steady and long enough"
+    if loaded:
+        why = "no level was long and steady enough, with requests good enough, to prove a rate"
     return msgspec.structs.replace(
-        found, starts=_starts(seen), confirm_seconds=needed, reason=found.reason or why
+        found,
+        starts=len({one.level.started.start for one in seen}),
+        confirm_seconds=needed,
+        reason=found.reason or why,
     )
 
 
-def _may_confirm(one: Counted, least_seconds: float) -> bool:
-    """Long and steady enough."""
-    return one.level.window_seconds >= least_seconds and bool(one.judged.steady)
-
-
-def _is_proven(
-    own: Sequence[Counted], rate: float, loaded: Sequence[Counted], slo: Slo, as_one: float
-) -> bool:
-    """Whether the levels at a rate hold together, on effective numbers.
+def _is_proven(own: Sequence[Counted], loaded: Sequence[Counted], slo: Slo, is_law: bool) -> bool:
+    """Whether the levels at a rate hold together, on effective numbers, and so do all that ran at
+    or below it.
 
     Of several levels just above the limit one holds by chance: tries near it that did not hold
     share the confidence.
     """
+    rate, as_one = own[0].rate, LEAST_AS_ONE if is_law else AS_ONE_BY_LEVELS
     tries = 1 + sum(
         1 / NEAR <= one.rate / rate <= NEAR and one.judged.verdict != "holds"
         for one in loaded
         if one.rate != rate
     )
-    counts = [
-        (min(one.judged.effective, one.judged.due / as_one), one.judged.share or 0.0) for one in own
-    ]
-    total = sum(count for count, _ in counts)
-    good = sum(count * share for count, share in counts)
-    return wilson(good, total, 1 - (1 - slo.confidence) / tries)[0] >= slo.target
-
-
-def _starts(seen: Sequence[Counted]) -> int:
-    """Starts of the server that levels ran on; where that is not on record, one."""
-    return len({one.level.started.start for one in seen})
+    total = good = 0.0
+    for _, judged, _ in own:
+        count = min(judged.effective, judged.due / as_one)
+        total += count
+        good += count * (judged.share or 0.0)
+    below = [one.judged for one in loaded if one.rate <= rate]
+    share = sum(one.good for one in below) / sum(one.due for one in below)
+    proven = wilson(good, total, 1 - (1 - slo.confidence) / tries)[0]
+    return share >= slo.target and proven >= slo.target

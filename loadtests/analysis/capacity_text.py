@@ -27,9 +27,8 @@ def state_words(found: Capacity | None) -> str:
         return formatting.NOT_MEASURED
     if found.state == "holds":
         return f"holds {formatting.rate(found.held, rounded='down')}"
-    if found.state == "not_even_alone":
-        return "not even alone" + (" (on one start)" if found.starts < 2 else "")
-    return "no rate confirmed"
+    is_once = found.state == "not_even_alone" and found.starts < 2
+    return found.state.replace("_", " ") + (" (on one start)" if is_once else "")
 
 
 def limit_words(found: Capacity) -> str:
@@ -50,15 +49,12 @@ def held_words(found: Capacity) -> str:
     """What the confirmed rate rests on: `90 s, 214 requests, 98 % good, 2 starts`."""
     if not found.holds:
         return found.reason
-    said = (
-        f"{formatting.seconds(found.held_seconds)}, {formatting.count(found.held_requests)} "
-        f"requests, {formatting.share(found.held_share)} good"
-    )
-    return said + (f", {found.starts} starts" if found.starts > 1 else "")
+    asked, good = formatting.count(found.held_requests), formatting.share(found.held_share)
+    starts = f", {found.starts} starts" if found.starts > 1 else ""
+    return f"{formatting.seconds(found.held_seconds)}, {asked} requests, {good} good{starts}"
 
 
 def speed_words(found: Capacity) -> str:
     """ "" for a machine whose speed was not seen to change."""
-    if found.speed_moved is None:
-        return ""
-    return f"this machine's speed moved by {found.speed_moved:.0%} while it was measured"
+    moved = found.speed_moved
+    return f"this machine's speed moved by {moved:.0%} while it was measured" if moved else ""

@@ -23,11 +23,10 @@ that meets the SLO all the same, counts: on a quiet machine it is no worse.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from loadtests.records.resource_sample import CoresSample, Stranger
 from loadtests.records.run_journal import Disturbance
-from models import formatting
 
 MOST_TAKEN_SHARE = 0.03  # more, and a level is disturbed
 # More, and it counts for nothing: its rate may be so far below the capacity that the upper end of
@@ -56,11 +55,13 @@ def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Dis
     others = strangers + (total("ours_seconds") or 0.0)
     taken: dict[str, float] = {}
     if stalled is not None and seen is not None:
-        taken["strangers"] = min(stalled * strangers / others, strangers) if others else 0.0
+        named = busiest(stranger for part in parts for stranger in part.strangers)
+        who = f"`{named[0].name}` (pid {named[0].pid})" if named else "processes that are not seen"
+        taken[who] = min(stalled * strangers / others, strangers) if others else 0.0
     if stolen is not None and busy is not None:
-        taken["steal"] = stolen * busy / (busy + others) if busy + others else 0.0
+        taken["the hypervisor"] = stolen * busy / (busy + others) if busy + others else 0.0
     if (quota := total("throttled_seconds")) is not None:
-        taken["quota"] = quota
+        taken["the CPU quota"] = quota
     if not taken or work is None:
         return Disturbance(counts=counts)
     lost = sum(taken.values())
@@ -68,8 +69,8 @@ def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Dis
     least = max(LEAST_TAKEN_SECONDS * (total("turns") or 0), LEAST_TAKEN_SHARE * seconds)
     if share <= MOST_TAKEN_SHARE or lost <= least:
         return Disturbance(share=round(share, 4), counts=counts)
-    who = _who(parts, seconds, taken)
-    return Disturbance(share=round(share, 4), who=who, is_disturbed=True, counts=counts)
+    most = max(taken, key=lambda name: taken[name])
+    return Disturbance(share=round(share, 4), who=most, is_disturbed=True, counts=counts)
 
 
 def is_slight(found: Disturbance) -> bool:
@@ -78,26 +79,8 @@ def is_slight(found: Disturbance) -> bool:
 
 
 def in_words(found: Disturbance) -> str:
-    """What makes a level disturbed: "`name` (pid 123, 0.9 cores) took 34 % of ..."."""
+    """What makes a level disturbed: "`make` (pid 123) took 34 % of ..."."""
     return f"{found.who} took {found.share or 0.0:.0%} of the CPU time that the engine wanted"
-
-
-def _who(parts: Sequence[CoresSample], seconds: float, taken: Mapping[str, float]) -> str:
-    """Who took most: the hypervisor, the quota, or the busiest stranger, if it had most of what all
-    strangers had, else all of them.
-    """
-    most, seconds = max(taken, key=lambda name: taken[name]), max(seconds, 1e-9)
-    if most == "steal":
-        return f"the hypervisor ({taken[most] / seconds:.2f} cores)"
-    if most == "quota":
-        return f"the CPU quota ({taken[most] / seconds:.0%} of the time)"
-    cores = sum(part.strangers_seconds or 0.0 for part in parts) / seconds
-    named = busiest(stranger for part in parts for stranger in part.strangers)
-    if not named:
-        return f"processes that cannot be seen ({_cores(cores)})"
-    own = named[0].cpu_seconds / seconds
-    words = f"`{named[0].name}` (pid {named[0].pid}, {_cores(own)})"
-    return words if own > 0.7 * cores else f"{words} and others ({_cores(cores)} in all)"
 
 
 def busiest(strangers: Iterable[Stranger]) -> list[Stranger]:
@@ -107,8 +90,3 @@ def busiest(strangers: Iterable[Stranger]) -> list[Stranger]:
         before = found[one.pid].cpu_seconds if one.pid in found else 0.0
         found[one.pid] = Stranger(one.name, one.pid, round(before + one.cpu_seconds, 4))
     return sorted(found.values(), key=lambda one: -one.cpu_seconds)[:MOST_STRANGERS]
-
-
-def _cores(cores: float) -> str:
-    """ "1.4 cores"; "0.02 cores"."""
-    return f"{formatting.significant(cores, 1) if 0 < cores < 0.1 else f'{cores:.1f}'} cores"

@@ -23,26 +23,22 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.good_share_interval import counted_as_one, wilson
+from loadtests.analysis.level_statistics import counted_as_one, grows, is_steady, wilson
 from loadtests.analysis.slo import Slo, Verdict
-from loadtests.analysis.steady_state import grows, is_steady
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_folder import RunRecords
 from loadtests.records.run_journal import LevelFinished, LevelStarted
 
 Floats = npt.NDArray[np.float64]
 
-_SAME = (
-    *("prompt_tokens", "cached_tokens", "output_tokens", "first_chunk_tokens"),
-    *("asked_prompt_tokens", "asked_output_tokens"),
-)
-_NUMBERS = {  # column -> field of a record
+_TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens", "first_chunk_tokens")
+_FIELDS = {  # column -> field of a record
     "due": "due_seconds",
     "sent": "sent_seconds",
     "first": "first_content_seconds",
     "last": "last_content_seconds",
     "ended": "ended_seconds",
-    **{name: name for name in _SAME},
+    **{name: name for name in (*_TOKENS, "asked_prompt_tokens", "asked_output_tokens")},
 }
 
 
@@ -91,14 +87,12 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         records: Iterable[RequestRecord],
         started: LevelStarted,
         finished: LevelFinished | None = None,
-        *,
-        window: tuple[float, float] | None = None,
     ) -> Level:
-        """The records of one level, in any order; another window than the level's where given."""
+        """The records of one level, in any order."""
         rows = LevelRows()
         for record in records:
             rows.add(record)
-        return rows.level(started, finished, window)
+        return rows.level(started, finished)
 
     @property
     def name(self) -> str:
@@ -167,27 +161,20 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return np.diff(self.chunk_offsets)
 
     @cached_property
-    def tokens_of_first_chunk(self) -> Floats:
-        """As the server said, else the mean chunk (at least 1); nan: no token count."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            mean = np.maximum(1.0, np.round(self.output_tokens / self.chunk_counts))
-        told = np.isfinite(self.first_chunk_tokens)
-        return np.where(
-            told, self.first_chunk_tokens, np.where(self.chunk_counts > 0, mean, np.nan)
-        )
-
-    @cached_property
     def tpot(self) -> Floats:
         """Seconds per token after the first chunk; nan: one chunk only; inf: failed or cut off.
 
-        Without a token count, or with one that leaves none for the later chunks, a chunk stands for
-        a token: it holds at least one, so no request is called good that is not.
+        Tokens of the first chunk are as the server said, else those of a mean chunk. Without a
+        count of tokens, or with one that leaves none for the later chunks, a chunk stands for a
+        token: it holds at least one, so no request is called good that is not.
         """
-        counted = self.output_tokens - self.tokens_of_first_chunk
-        is_unknown = np.isnan(self.output_tokens) | (counted <= 0)
-        tokens = np.where(is_unknown, self.chunk_counts - 1.0, counted)
-        several = (self.chunk_counts > 1) & (tokens > 0)
-        seconds = (self.last - self.first) / np.where(several, tokens, np.nan)
+        later = np.maximum(self.chunk_counts - 1.0, 0.0)
+        mean = np.round(self.output_tokens / np.maximum(self.chunk_counts, 1))
+        told = np.isfinite(self.first_chunk_tokens)
+        first = np.where(told, self.first_chunk_tokens, np.maximum(1.0, mean))
+        counted = self.output_tokens - first  # nan: no token count
+        tokens = np.where(counted > 0, counted, later)
+        seconds = (self.last - self.first) / np.where(later > 0, tokens, np.nan)
         return np.where(self.failed, np.inf, seconds)
 
     @cached_property
@@ -214,11 +201,10 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         together = 1.0 if self.is_single_stream else counted_as_one(good)
         low, high = wilson(count / together, total / together, slo.confidence)
         steady: bool | None = None
-        if self.rate is not None and grows(*self.in_flight_at_ends):
-            steady = False
-        elif self.rate is not None:
+        if self.rate is not None:
             due, ttft = self.due[self.counted], self.ttft[self.counted]
             steady = is_steady(due, ttft, *self.window, slo.ttft_seconds)
+            steady = False if grows(*self.in_flight_at_ends) else steady
         verdict: Verdict = "unresolved"
         if high < slo.target:
             verdict = "fails"
@@ -271,29 +257,17 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def output_tokens_per_second(self) -> float | None:
         """Tokens of the chunks that arrived in the window; None: the server did not count.
 
-        The first chunk holds its tokens, the others share the rest equally. Chunks of a stream that
-        was cut off hold the mean tokens of those that were counted.
+        The chunks of an answer share its tokens equally; those of one that was cut off hold as many
+        as others do.
         """
         counts = self.chunk_counts
         told = ~np.isnan(self.output_tokens) & (counts > 0)
         if not told.any():
             return None if (counts > 0).any() else 0.0
-        usual = float(self.output_tokens[told].sum() / counts[told].sum())
-        first = np.where(np.isnan(self.tokens_of_first_chunk), usual, self.tokens_of_first_chunk)
-        later = np.where(told, (self.output_tokens - first) / np.maximum(1, counts - 1), usual)
-        tokens = np.repeat(later, counts)
-        tokens[self.chunk_offsets[:-1][counts > 0]] = first[counts > 0]
+        each = np.full(len(counts), self.output_tokens[told].sum() / counts[told].sum())
+        each[told] = self.output_tokens[told] / counts[told]
         inside = (self.chunks >= self.window[0]) & (self.chunks < self.window[1])
-        return float(tokens[inside].sum()) / self.window_seconds
-
-    @property
-    def prompt_tokens_per_second(self) -> float | None:
-        """Each prompt counts when its first content arrives; None: the server did not count."""
-        begun = ~np.isnan(self.first)
-        if begun.any() and np.isnan(self.prompt_tokens[begun]).all():
-            return None
-        inside = begun & (self.first >= self.window[0]) & (self.first < self.window[1])
-        return float(np.nansum(self.prompt_tokens[inside])) / self.window_seconds
+        return float(np.repeat(each, counts)[inside].sum()) / self.window_seconds
 
     def mean(self, column: Floats) -> float | None:
         """Of the counted requests that are ok and have a value; None where none has."""
@@ -303,59 +277,40 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
 
 class LevelRows:
-    """Columns that grow by a record: a level while it runs."""
+    """A level while it runs: it grows by a record."""
 
     def __init__(self) -> None:
-        self._numbers = {name: array("d") for name in _NUMBERS}
-        self._chunks = array("d")
-        self._offsets = array("q", [0])
+        self.last_seconds = 0.0  # when the last answer ended
+        self._numbers: list[list[float | None]] = []
+        self._chunks: list[array[float]] = []
         self._failure: list[str | None] = []
         self._backend: list[str | None] = []
 
     @property
     def count(self) -> int:
-        return len(self._failure)
-
-    @property
-    def last_seconds(self) -> float:
-        """When the last answer ended; 0.0 without any."""
-        return float(np.nanmax([0.0, *self._numbers["ended"]]))
+        return len(self._numbers)
 
     def add(self, record: RequestRecord) -> None:
-        for name, attribute in _NUMBERS.items():
-            value = getattr(record, attribute)
-            self._numbers[name].append(np.nan if value is None else value)
-        self._chunks.extend(record.content_seconds)
-        self._offsets.append(len(self._chunks))
+        self.last_seconds = max(self.last_seconds, record.ended_seconds or 0.0)
+        self._numbers.append([getattr(record, field) for field in _FIELDS.values()])
+        self._chunks.append(array("d", record.content_seconds))
         self._failure.append(failure_of(record))
         self._backend.append(record.backend)
 
-    def level(
-        self,
-        started: LevelStarted,
-        finished: LevelFinished | None,
-        window: tuple[float, float] | None = None,
-    ) -> Level:
-        columns = {name: np.array(values) for name, values in self._numbers.items()}
-        order = np.argsort(columns["due"], kind="stable")
-        offsets = np.array(self._offsets, dtype=np.int64)
-        counts = np.diff(offsets)[order]
-        moved = np.concatenate(([0], np.cumsum(counts)))
-        # where the stamps of each request lie in the order of arrival
-        source = np.arange(moved[-1]) + np.repeat(offsets[:-1][order] - moved[:-1], counts)
-        if window is None:
-            start = started.warmup_seconds
-            seconds = started.window_seconds if finished is None else finished.window_seconds
-            window = (start, start + max(seconds, 1e-9))
+    def level(self, started: LevelStarted, finished: LevelFinished | None) -> Level:
+        numbers = np.array(self._numbers, dtype=np.float64).reshape(-1, len(_FIELDS))
+        order = np.argsort(numbers[:, 0], kind="stable")
+        seconds = started.window_seconds if finished is None else finished.window_seconds
+        start = started.warmup_seconds
         return Level(
             started=started,
             finished=finished,
-            window=window,
-            chunks=np.frombuffer(self._chunks)[source] if len(source) else np.empty(0),
-            chunk_offsets=moved,
+            window=(start, start + max(seconds, 1e-9)),
+            chunks=np.concatenate([np.empty(0), *(self._chunks[i] for i in order)]),
+            chunk_offsets=np.cumsum([0, *(len(self._chunks[i]) for i in order)]),
             failure=tuple(self._failure[i] for i in order),
             backend=tuple(self._backend[i] for i in order),
-            **{name: values[order] for name, values in columns.items()},
+            **dict(zip(_FIELDS, numbers[order].T, strict=True)),
         )
 
 

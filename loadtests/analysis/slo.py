@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+from serving.bounds import Positive, Share
 
 Verdict = Literal["holds", "fails", "unresolved"]
 
@@ -23,21 +26,11 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A latency SLO. None: no limit of that kind."""
 
     name: str
-    ttft_seconds: float | None
-    tpot_seconds: float | None
-    target: float = 0.99
-    confidence: float = 0.95
+    ttft_seconds: Positive | None
+    tpot_seconds: Positive | None
+    target: Share = 0.99
+    confidence: Annotated[float, Meta(gt=0.5, lt=1)] = 0.95
     source: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_seconds", "tpot_seconds"):
-            limit = getattr(self, name)
-            if limit is not None and not (math.isfinite(limit) and limit > 0):
-                raise ValueError(f"{name} must be above 0 (leave it out for no limit), got {limit}")
-        if not 0 < self.target < 1:
-            raise ValueError(f"target must be between 0 and 1, got {self.target}")
-        if not 0.5 < self.confidence < 1:
-            raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
 
     def tighter(self, factor: float) -> Slo:
         """With limits that are lower by a factor."""
@@ -46,17 +39,11 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, ttft_seconds=ttft, tpot_seconds=tpot)
 
 
-_MLPERF = "MLPerf Inference v5.1"
-
 SLO_PRESETS: dict[str, Slo] = {
     slo.name: slo
     for slo in (
-        Slo("chat", 2.0, 0.100, source=f"{_MLPERF}, Llama-3.1-8B, Server"),
-        Slo("interactive", 0.5, 0.030, source=f"{_MLPERF}, Llama-3.1-8B, Interactive"),
-        Slo("70b-server", 2.0, 0.200, source=f"{_MLPERF}, Llama-2-70B, Server"),
-        Slo("70b-interactive", 0.45, 0.040, source=f"{_MLPERF}, Llama-2-70B, Interactive"),
-        Slo("405b-server", 6.0, 0.175, source=f"{_MLPERF}, Llama-3.1-405B, Server"),
-        Slo("405b-interactive", 4.5, 0.080, source=f"{_MLPERF}, Llama-3.1-405B, Interactive"),
+        Slo("chat", 2.0, 0.100, source="MLPerf Inference v5.1, Llama-3.1-8B, Server"),
+        Slo("interactive", 0.5, 0.030, source="MLPerf Inference v5.1, Llama-3.1-8B, Interactive"),
         Slo("reading", 5.0, 0.200, source="about the speed of silent reading, 5 tokens/s"),
         Slo("batch", None, None, source="no latency limit: throughput and cost only"),
     )

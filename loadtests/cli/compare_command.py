@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
+from rich.console import Console
 from rich.table import Table
 
-from loadtests.campaign.progress import console_of
 from loadtests.errors import LoadError
 from models import formatting
 from serving.bounds import option
 from serving.cli.parameters import command_of
 
 if TYPE_CHECKING:
-    from loadtests.comparison.compare_runs import Comparison, Row
-
-COLUMNS = "cell,load,metric,runs,first,second,difference,95 % interval,detectable,verdict"
+    from loadtests.comparison.compare_runs import Comparison
 
 
 class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover compare`."""
 
     first: Annotated[
-        Path, option("", "The first arm: a run, or a folder of runs.", "", "A", is_argument=True)
+        Path, option("", "A run folder, or a folder of runs.", metavar="A", is_argument=True)
     ]
-    second: Annotated[Path, option("", "The second arm.", "", "B", is_argument=True)]
+    second: Annotated[
+        Path, option("", "The same, of what is compared with it.", metavar="B", is_argument=True)
+    ]
     allow: Annotated[
         list[str] | None,
         option(
@@ -43,21 +44,22 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _compare(options: CompareOptions) -> None:
-    """Say where runs are faster or slower than others, by a test whose unit is the run.
+    """Say where the runs of one folder are faster or slower than those of another.
 
-    At least three runs an arm (a side of the comparison), begun in turns; with fewer the
-    differences are shown and the verdict is "not known". Compared are TTFT, TPOT, E2E and the
-    output at loads that both arms measured, and the limit. Runs that differ in a fact (machine,
-    workload, settings) are refused with both values, unless --allow names it.
+    At least three runs a side, begun in turns; with fewer the differences are shown and the verdict
+    is "not known". Compared are TTFT, TPOT, E2E and the output at loads that both sides measured,
+    and the limit. Runs that differ in a fact (machine, workload, settings) are refused with both
+    values, unless --allow names it.
 
     \b
-    crossover compare --fail-on slower A B       # folders of runs begun in turns: A1 B1 A2 B2 A3 B3
+    crossover compare old-version/ new-version/
+    crossover compare --fail-on slower A B
     """
     from loadtests.comparison.compare_runs import compare, read_arm
 
-    arms = read_arm([options.first]), read_arm([options.second])
+    arms = read_arm(options.first), read_arm(options.second)
     found = compare(*arms, allow=options.allow or ())
-    show_comparison(found)
+    show_comparison(found, Console(width=None if sys.stdout.isatty() else 200))
     if options.fail_on is not None and found.verdict == "not known":
         raise LoadError(f"--fail-on slower: not known: {found.reason}")
     if options.fail_on is not None and found.verdict in ("slower", "different"):
@@ -68,39 +70,27 @@ comparison = typer.Typer(add_completion=False)
 comparison.command("compare")(command_of(CompareOptions, _compare))
 
 
-def show_comparison(found: Comparison) -> None:
+def show_comparison(found: Comparison, console: Console) -> None:
     """Print in what two arms of runs differ."""
-    console = console_of(200)
     words = f"{found.verdict}: {found.reason}" if found.reason else found.verdict
-    reach = [row.detectable for row in found.rows if row.detectable is not None]
-    if reach and not found.reason:
-        span = f"{min(reach):.1%} to {max(reach):.1%}"
-        words += f" ({len(reach)} metrics; differences of {span} would have been found)"
-    console.print(f"second against first: {words}", style="bold")
+    console.print(f"second against first: {words}", style="bold", markup=False)
     for note in found.notes:
-        console.print(note, style="dim")
-    table = Table(*COLUMNS.split(","), box=None, pad_edge=False)
+        console.print(note, style="dim", markup=False)
+    columns = "cell,load,metric,runs,first,second,difference,95 % interval,verdict"
+    table = Table(*columns.split(","), box=None, pad_edge=False)
     for row in found.rows:
-        table.add_row(*_cells(row))
+        interval = "-"
+        if row.low is not None and row.high is not None:
+            interval = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
+        table.add_row(
+            *(row.cell, row.load or "-", row.metric, f"{row.runs[0]}+{row.runs[1]}"),
+            *(_value(row.metric, row.first), _value(row.metric, row.second)),
+            *(f"{row.ratio - 1:+.1%}", interval, row.verdict),
+        )
     console.print(table)
 
 
-def _cells(row: Row) -> list[str]:
-    """A row of the table."""
-
-    def value(of: float | None) -> str:
-        if row.metric == "limit":
-            return formatting.rate(of, 3)
-        if row.metric == "output tokens/s" and of is not None:
-            return f"{of:.3g}/s"
-        return formatting.seconds(of, 3, "-")
-
-    apart = interval = detectable = "-"
-    if row.ratio is not None:
-        apart = f"{row.ratio - 1:+.1%}"
-    if row.low is not None and row.high is not None and row.detectable is not None:
-        interval = f"{row.low - 1:+.1%} to {row.high - 1:+.1%}"
-        detectable = f"{row.detectable:.1%}"
-    verdict = f"{row.verdict} ({row.reason})" if row.reason else row.verdict
-    told = [row.cell, row.load or "-", row.metric, f"{row.runs[0]}+{row.runs[1]}"]
-    return [*told, value(row.first), value(row.second), apart, interval, detectable, verdict]
+def _value(metric: str, value: float) -> str:
+    if metric == "limit":
+        return formatting.rate(value, 3)
+    return f"{value:.3g}/s" if metric == "output tokens/s" else formatting.seconds(value, 3)

@@ -108,14 +108,16 @@ def show_level(level: Level, slo: Slo) -> None:
         failed = ", ".join(f"{count} {kind}" for kind, count in level.failures.items())
         console.print(f"failed: {failed}", style="red")
     table = Table("", "mean", *(name for name, _ in PERCENTILES), box=None, pad_edge=False)
-    columns = {"TTFT": level.ttft, "TPOT": level.tpot, "E2E": level.e2e, "send lag": level.send_lag}
-    for title, values in columns.items():
-        found = distribution(values[counted])
-        shown = [formatting.seconds(found.mean, 3, "-")]
-        for name, _ in PERCENTILES:
-            value = formatting.seconds(getattr(found, name), 3, "-")
-            shown.append("never" if name in found.never else value)
-        table.add_row(title, *shown)
+    for title, values in (
+        ("TTFT", level.ttft[counted]),
+        ("TPOT", level.tpot[counted]),
+        ("ITL", level.itl),
+        ("E2E", level.e2e[counted]),
+        ("send lag", level.send_lag[counted]),
+    ):
+        found = distribution(values)
+        shown = (found.mean, *(getattr(found, name) for name, _ in PERCENTILES))
+        table.add_row(title, *(formatting.seconds(value, 3, "-") for value in shown))
     console.print(table)
     if (tokens := level.output_tokens_per_second) is not None:
         in_flight = level.mean_in_flight(*level.window)

@@ -4,12 +4,12 @@
         difference.fact, difference.first, difference.second
 
 Facts are of the machine, the campaign, the server and the cell. Versions of software are none:
-they are what one compares, and `versions_apart` lists them.
+they are what one compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -29,13 +29,10 @@ MACHINE: dict[str, str] = {
     "gpus": "GPUs",
 }
 CAMPAIGN: tuple[str, ...] = ("workload", "arrivals", "slo", "engines", "seed")
-SERVER: tuple[str, ...] = (
-    *("slots", "context_tokens", "kv_tokens", "kv_dtype", "policy", "prefill_tokens"),
-    *("step_seconds_target", "prefix_reuse", "options", "cores", "threads"),
-)
+SERVER = "server"  # the campaign's table; of no meaning where all cells are endpoints
 # Matched cell by cell, not run by run.
 CELL: tuple[str, ...] = ("model", "format", "backend", "url")
-FACTS: tuple[str, ...] = (*MACHINE, *CAMPAIGN, *SERVER, *CELL)
+FACTS: tuple[str, ...] = (*MACHINE, *CAMPAIGN, SERVER, *CELL)
 SHOWN: dict[str, Callable[[Any], Any]] = {
     "memory_total_bytes": formatting.size,
     "allowed_cores": len,
@@ -54,60 +51,47 @@ class FactDifference(msgspec.Struct, frozen=True):
     second: str
 
 
-def differences(one: RunManifest, other: RunManifest) -> Iterator[FactDifference]:
-    """Facts of machine, campaign and server settings in which two runs differ, in a fixed order."""
-    yield from _of_machines(_machine(one), _machine(other))
+def differences(one: RunManifest, other: RunManifest) -> list[FactDifference]:
+    """Facts of machine, campaign and server in which two runs differ, in a fixed order."""
+    # The machine that serves, where it is ours; else the one that sends the load.
+    machines = [
+        run.server_facts if "cpu_model" in run.server_facts else run.client_facts
+        for run in (one, other)
+    ]
+    found = _of_machines(*machines)
     for fact in CAMPAIGN:
-        yield from _apart(fact, fact, one.campaign.get(fact), other.campaign.get(fact))
-    if any(cell.get("url") is None for manifest in (one, other) for cell in manifest.cells):
-        mine, theirs = (manifest.campaign.get("server") or {} for manifest in (one, other))
-        for fact in SERVER:
-            yield from _apart(fact, f"server.{fact}", mine.get(fact), theirs.get(fact))
+        found += _apart(fact, fact, one.campaign.get(fact), other.campaign.get(fact))
+    if any(cell.get("url") is None for run in (one, other) for cell in run.cells):
+        servers = [
+            {**(run.campaign.get(SERVER) or {}), "cache": None, "ready_seconds": None}
+            for run in (one, other)
+        ]
+        found += _apart(SERVER, SERVER, *servers)
+    return found
 
 
 def machine_differences(run: RunManifest, facts: Mapping[str, Any]) -> list[FactDifference]:
     """Facts in which the machine that began a run differs from one with these facts."""
-    return list(_of_machines(run.client_facts, facts))
+    return _of_machines(run.client_facts, facts)
 
 
-def versions_apart(one: RunManifest, other: RunManifest) -> list[str]:
-    """ "llama-cpp-python 0.3.35 and 0.3.36" ...: what software changed between two runs."""
-    mine, theirs = ({"crossover": run.crossover_version, **run.versions} for run in (one, other))
-    return [
-        f"{name} {(mine.get(name) or 'none')[:12]} and {(theirs.get(name) or 'none')[:12]}"
-        for name in dict.fromkeys([*mine, *theirs])
-        if mine.get(name) != theirs.get(name)
-    ]
-
-
-def _machine(manifest: RunManifest) -> dict[str, Any]:
-    """The machine that serves, where it is ours; else the one that sends the load."""
-    served = manifest.server_facts
-    return served if "cpu_model" in served else manifest.client_facts
-
-
-def _of_machines(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[FactDifference]:
+def _of_machines(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[FactDifference]:
+    found = []
     for fact, name in MACHINE.items():
         one, other = mine.get(fact), theirs.get(fact)
         if fact == "memory_total_bytes" and one and other:
             if abs(one - other) <= SAME_MEMORY * max(one, other):
                 continue
-        yield from _apart(fact, name, _shown(fact, one), _shown(fact, other))
+        both = ("not known" if v is None else str(SHOWN.get(fact, str)(v)) for v in (one, other))
+        found += _apart(fact, name, *both)
+    return found
 
 
-def _shown(fact: str, value: Any) -> str:
-    """A machine's fact as people read it."""
-    return "not known" if value is None else str(SHOWN.get(fact, str)(value))
-
-
-def _apart(fact: str, name: str, mine: Any, theirs: Any) -> Iterator[FactDifference]:
-    """A difference where there is one; of two tables it shows the keys in which they differ.
-
-    A key that an older format did not have is the same as an empty one.
-    """
+def _apart(fact: str, name: str, mine: Any, theirs: Any) -> list[FactDifference]:
+    """[] where there is none; of two tables the keys in which they differ. Missing is empty."""
     if (mine or None) == (theirs or None):
-        return
+        return []
     if isinstance(mine, dict) and isinstance(theirs, dict):
-        keys = [key for key in dict.fromkeys([*mine, *theirs]) if mine.get(key) != theirs.get(key)]
+        keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
         mine, theirs = (", ".join(f"{k} {t.get(k)!r}" for k in keys) for t in (mine, theirs))
-    yield FactDifference(fact, name, str(mine), str(theirs))
+    return [FactDifference(fact, name, str(mine), str(theirs))]

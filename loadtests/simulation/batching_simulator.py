@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from loadtests.errors import LoadError
 from loadtests.simulation.step_law import StepLaw
 from serving.bounds import Count
 from serving.engine.prefill_budget import (
@@ -47,7 +46,6 @@ class SchedulingPolicy(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: Count = 2048  # most tokens of one step
     kv_tokens: int | None = None  # None: never the limit
     step_seconds_target: float | None = None  # of a step with prompts while someone decodes
-    whole_prompts: bool = False  # while a prompt is computed nobody decodes
     # of what prompts have in common with earlier ones: not computed again
     reused_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
@@ -82,9 +80,6 @@ def simulate(
     `cached_tokens`: of each prompt, not computed again; one token is computed in any case.
     """
     count = len(due)
-    for lengths in (prompt_tokens, output_tokens, cached_tokens):
-        if lengths is not None and len(lengths) != count:
-            raise LoadError(f"{len(lengths)} lengths for {count} due times")
     engine = _Engine(law, policy, due, prompt_tokens, output_tokens, cached_tokens)
     engine.play()
     due = np.asarray(due, dtype=np.float64)
@@ -170,10 +165,7 @@ class _Engine:
                     seconds = steps * (each + growth * (steps - 1))
                 self.now += seconds
                 self.step += steps
-                grown = rows * steps
-                self.context += grown
-                self.held += grown
-                self.promised += grown
+                self.leave(-rows * steps)
             elif self.next < count:
                 self.now = max(self.now, due[self.next])
             else:
@@ -181,10 +173,13 @@ class _Engine:
             while ends and ends[0][0] <= self.step:
                 request = heapq.heappop(ends)[1]
                 self.last[request] = self.now
-                tokens = self.prompts[request] + self.outputs[request] - 1
-                self.context -= tokens
-                self.held -= tokens
-                self.promised -= tokens
+                self.leave(self.prompts[request] + self.outputs[request] - 1)
+
+    def leave(self, tokens: int) -> None:
+        """So many tokens of decoding requests leave the KV."""
+        self.context -= tokens
+        self.held -= tokens
+        self.promised -= tokens
 
     def admit(self) -> None:
         """Give waiting requests free slots while the KV pool has room."""
@@ -218,13 +213,12 @@ class _Engine:
                 break
             pieces = [one for one in pieces if one[0] != youngest]
             taken = sum(piece for _, piece in pieces)
-        rows = 0 if self.policy.whole_prompts else len(self.ends)
+        rows = len(self.ends)
         passes = len(pieces) + (rows > 0)
-        self.now += self.law.seconds(rows, taken, self.context if rows else 0, passes)
-        if rows:
-            self.step += 1
-            self.context += rows
-            self.promised += rows
+        self.now += self.law.seconds(rows, taken, self.context, passes)
+        self.step += rows > 0
+        self.context += rows
+        self.promised += rows
         self.held += rows + taken
         for request, piece in pieces:
             self.left[request] -= piece
@@ -242,7 +236,7 @@ class _Engine:
         """
         rows, law, policy = len(self.ends), self.law, self.policy
         room = policy.step_tokens - rows
-        if rows == 0 or policy.whole_prompts:
+        if rows == 0:
             return room
         most = min(room, policy.prefill_tokens)
         if policy.step_seconds_target is None or law.prompt_token_seconds <= 0:
@@ -285,19 +279,16 @@ class _Engine:
         prompt = self.prompts[request]
         if request in self.filling:
             self.filling.remove(request)
-            computed = prompt - self.left[request]
             self.promised -= prompt
+            self.held -= prompt - self.left[request]
         else:
             end = next(end for end, each in self.ends if each == request)
             self.ends.remove((end, request))
             heapq.heapify(self.ends)
             made = self.outputs[request] - (end - self.step)
-            computed = prompt + made - 1
-            self.context -= computed
-            self.promised -= computed
+            self.leave(prompt + made - 1)
             self.prompts[request] += made
             self.outputs[request] -= made
-        self.held -= computed
         self.left[request] = self.prompts[request]
         self.again.append(request)
         return request
@@ -313,10 +304,4 @@ def _steps_until(seconds: float, each: float, growth: float, most: int) -> int:
         steps = (math.sqrt(first * first + 4 * growth * seconds) - first) / (2 * growth)
     else:
         steps = seconds / each if each > 0 else most
-    found = min(max(1, math.ceil(steps)), most)
-    # The root is rounded: a step more or less may be the answer.
-    if found > 1 and (found - 1) * (each + growth * (found - 2)) >= seconds:
-        return found - 1
-    if found < most and found * (each + growth * (found - 1)) < seconds:
-        return found + 1
-    return found
+    return min(max(1, math.ceil(steps)), most)

@@ -3,11 +3,11 @@
     made = calibrate(ask, workload, slots=8, seconds=20.0, alone=[single_stream_level])
     made.law, made.reason              # the law, or why there is none
 
-Single streams tell what a prompt and one decode row cost; they are asked here where the caller has
-none. Then come two bursts: streams that are sent at one moment and end one after the other, so that
-each tells a step's time at several numbers of decode rows, and at its beginning what several
-prompts in one step cost. The first has short prompts, the second the workload's own lengths: that
-tells what context costs. Where an endpoint does not say its slots, bursts of 2, 4, 8 ... find them.
+Single streams tell what a prompt and one decode row cost. Then come two bursts: streams that are
+sent at one moment and end one after the other, so that each tells a step's time at several numbers
+of decode rows, and at its beginning what several prompts in one step cost. The first has short
+prompts, the second the workload's own lengths: that tells what context costs. Where an endpoint
+does not say its slots, bursts of 2, 4, 8 ... find them.
 
 Where the law does not fit, either something else ran beside the bursts or no law describes the
 engine. So the bursts are asked again once, and those count whose steps the law fits better.
@@ -35,11 +35,6 @@ from loadtests.simulation.step_law import (
 from loadtests.simulation.step_observation import merged_steps, observed_steps
 from loadtests.workload.request_lengths import Workload, draw
 
-SECONDS = 20.0
-SINGLE_SHARE = 0.3  # of the time, for single streams
-QUANTILES = (0.5, 0.1, 0.9, 0.3, 0.7, 0.99)  # of the prompts that single streams are asked with
-LEAST_SINGLE = 3
-FIRST_TOKENS, MOST_TOKENS = 8, 64  # of a single stream's answer: the first one tells the speed
 SHORT_PROMPT = 16
 MOST_STREAMS = 64
 MOST_SLOTS = 64  # that are looked for
@@ -79,20 +74,18 @@ def calibrate(
     ask: Ask,
     workload: Workload,
     slots: int | None,
-    seconds: float = SECONDS,
-    alone: Sequence[Level] = (),
+    seconds: float,
+    alone: Sequence[Level],
 ) -> Calibration:
-    """Single streams (where `alone` has none), two bursts, the law. `slots` None: find them.
+    """Two bursts beside `alone`, the single streams, and the law. `slots` None: find them.
 
-    Nothing is asked that is expected to pass `seconds`, but for the first single stream, one burst
-    of two streams, and bursts that are asked again.
+    Nothing is asked that is expected to pass `seconds`, but for one burst of two streams, and
+    bursts that are asked again.
     """
     prompts = np.array([one.prompt_tokens for one in draw(workload, 400, 1)])
     seen = _Seen(ask, prompts, seconds)
     for level in alone:
         seen.take(level)
-    if sum(len(level.due) for level in alone) < LEAST_SINGLE:
-        seen.single_streams()
     if slots is None and seen.has_steps:
         slots = seen.find_slots()
     law, reason = seen.law_of_bursts(slots, seconds - seen.spent)
@@ -124,33 +117,21 @@ class _Seen:
             self.take(level)
         return level
 
-    def single_streams(self) -> None:
-        """Prompts at quantiles of the workload, as many as a share of the time pays for."""
-        for number, quantile in enumerate(QUANTILES):
-            prompt = int(np.quantile(self._prompts, quantile))
-            left = SINGLE_SHARE * self._seconds - self.spent - self._fill(prompt)
-            tokens = FIRST_TOKENS
-            if number:
-                tokens = min(MOST_TOKENS, int(left / 2 / max(self._expected(1), 1e-6)))
-            if number == 0 or (self.has_steps and tokens >= 2):
-                self.ask([prompt], [tokens])
-
     def find_slots(self) -> int | None:
         """Streams served together, by bursts of 2, 4, 8 ...; None: too slow to find out."""
-        served = None
-        streams = 2
+        served, streams = None, 2
         while streams <= MOST_SLOTS:
             tokens = STEPS[0] + AHEAD + streams
             cost = tokens * self._expected(streams) + self._fill(SHORT_PROMPT) * streams
             if streams > 2 and cost > (self._seconds - self.spent) / 2:
-                return served
+                break
             level = self.ask([SHORT_PROMPT] * streams, [tokens] * streams)
             if level is None:
-                return served
+                break
             at_once = most_at_once(level)
             served = max(served or 1, at_once)
             if at_once < streams:
-                return served
+                break
             streams *= 2
         return served
 
@@ -162,37 +143,32 @@ class _Seen:
         if not self.has_steps:
             return None, "chunks of several tokens, or none: the server's steps cannot be told"
         before, streams = self.observations, min(slots or 0, MOST_STREAMS)
-        found: list[tuple[StepLaw, list[StepObservation]]] = []
-        while len(found) < PAIRS and not (found and found[-1][0].fits):
+        found: list[StepLaw] = []
+        while len(found) < PAIRS and not (found and found[-1].fits):
             self.observations, until = list(before), self.spent + seconds
             for left in (2, 1):
                 self.burst(streams, (until - self.spent) / left, left == 1)
             try:
-                found.append((self.law(), self.observations))
+                found.append(self.law())
             except LoadError as problem:
                 return None, str(problem)
-        law, self.observations = min(found, key=lambda one: one[0].error or 0.0)
-        if law.fits:
-            return law, ""
-        off = f"{law.error:.0%} off the law where it was not fitted ({FITS:.0%} at most)"
-        return None, f"steps are {off}"
+        law = min(found, key=lambda one: one.error or 0.0)
+        off = f"steps are {law.error:.0%} off the law where it was not fitted ({FITS:.0%} at most)"
+        return (law, "") if law.fits else (None, off)
 
     def burst(self, streams: int, seconds: float, real_lengths: bool) -> None:
         """One within so many seconds; fewer streams, steps and prompt tokens where it must be."""
-        if streams < 2:
-            return
-        rows = streams * 2
-        while rows > 2:
-            rows = max(2, rows // 2)
-            ladder = sorted({max(2, round(rows * part)) for part in LADDER}, reverse=True)
+        while streams >= 2:
+            ladder = sorted({max(2, round(streams * part)) for part in LADDER}, reverse=True)
             each = sum(map(self._expected, ladder))
-            prompts = self._burst_prompts(rows, seconds, real_lengths)
-            ahead = AHEAD + rows // 8 + sum(prompts) // PIECE
-            left = seconds - sum(map(self._fill, prompts)) - ahead * self._expected(rows)
+            prompts = self._burst_prompts(streams, seconds, real_lengths)
+            ahead = AHEAD + streams // 8 + sum(prompts) // PIECE
+            left = seconds - sum(map(self._fill, prompts)) - ahead * self._expected(streams)
             steps = min(STEPS[1], int(left / max(each, 1e-6)))
-            if steps >= STEPS[0] or rows <= 2:
+            if steps >= STEPS[0] or streams == 2:
                 self.ask(prompts, _ending_in_turn(ladder, max(steps, STEPS[0]), ahead))
                 return
+            streams = max(2, streams // 2)
 
     def _burst_prompts(self, streams: int, seconds: float, real_lengths: bool) -> list[int]:
         if not real_lengths:
@@ -239,16 +215,7 @@ def _ending_in_turn(ladder: Sequence[int], steps: int, ahead: int) -> list[int]:
 
 
 def most_at_once(level: Level) -> int:
-    """How many streams that were sent at one moment were served together.
-
-    By the spans from first to last content; where answers are one chunk, by how many came within
-    one and a half times the first's.
-    """
+    """How many streams that were sent at one moment were served together."""
     answered = level.chunk_counts > 0
-    if not answered.any():
-        return 0
     first, last = level.first[answered], level.last[answered]
-    if (first == last).all():
-        lasted = first - level.sent[answered]
-        return int((lasted <= 1.5 * lasted.min()).sum())
-    return int(max(((first <= at) & (at <= last)).sum() for at in first))
+    return max((int(((first <= at) & (at <= last)).sum()) for at in first), default=0)

@@ -80,10 +80,8 @@ def read_machine_file(path: Path) -> MachineFile:
     """The file, checked. Raises BadMachineFile with file, key and value."""
     try:
         raw = msgspec.json.decode(path.read_bytes())
-    except OSError as problem:
-        raise BadMachineFile(f"{path} cannot be read: {problem.strerror}") from problem
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise BadMachineFile(f"{path} is no JSON: {problem}") from problem
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise BadMachineFile(f"{path} cannot be read: {problem}") from problem
     version = raw.get("version") if isinstance(raw, dict) else None
     if version != VERSION:
         raise BadMachineFile(

@@ -64,16 +64,6 @@ class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
     alone_share: float  # of good requests with one at a time
 
 
-class CurvePoint(msgspec.Struct, frozen=True):
-    """Latency at one rate, seconds. None: no answer has more than one token."""
-
-    rate: float
-    ttft_p50: float
-    ttft_p90: float
-    tpot_p50: float | None
-    tpot_p90: float | None
-
-
 def lengths_of(workload: Workload, n: int, seed: int, reused_share: float = 0.0) -> Lengths:
     """Drawn from a workload.
 
@@ -114,7 +104,7 @@ def capacity(
     """The simulated capacity.
 
     Arrivals None: Poisson. Where even what saturates the server meets the SLO, the rate is that of
-    saturation. Raises LoadError for no lengths.
+    saturation.
     """
     server = Server(law, policy, workload, arrivals, count=requests)
     alone = float(server.alone().good(slo.ttft_seconds, slo.tpot_seconds).mean())
@@ -131,27 +121,6 @@ def capacity(
     return SimulatedCapacity(rate=rate, steepness=steepness, alone_share=alone)
 
 
-def latency_curve(
-    law: StepLaw,
-    policy: SchedulingPolicy,
-    workload: Lengths | Workload,
-    rates: Sequence[float],
-    *,
-    arrivals: Arrivals | None = None,
-    requests: int = QUICK_REQUESTS,
-) -> list[CurvePoint]:
-    """TTFT and TPOT against rate, for a chart."""
-    server = Server(law, policy, workload, arrivals, count=requests)
-    points = []
-    for rate in rates:
-        played = server.play(rate)
-        ttft = np.quantile(played.ttft, (0.5, 0.9))
-        tpot = played.tpot[~np.isnan(played.tpot)]
-        known = np.quantile(tpot, (0.5, 0.9)).tolist() if len(tpot) else (None, None)
-        points.append(CurvePoint(rate, *ttft.tolist(), *known))
-    return points
-
-
 class Server:
     """The simulated server at any rate, with the same draws at each; what was played is kept."""
 
@@ -166,8 +135,6 @@ class Server:
     ) -> None:
         if isinstance(workload, Workload):
             workload = lengths_of(workload, count, SEED, policy.reused_share)
-        if not len(workload.prompt):
-            raise LoadError("no lengths of requests to simulate a capacity from")
         self.law, self.policy, self.lengths = law, policy, workload
         self.arrivals = Poisson() if arrivals is None else arrivals
         self.count = count
@@ -192,12 +159,9 @@ class Server:
             part = played.due / seconds
             counts = (part >= WARM_UP) & (part < 1.0 - COOL_DOWN)
             if not counts.any():
-                raise LoadError(
-                    "the arrivals leave too long without a request: no simulated request counts"
-                )
-            self.played[rate] = Simulated(
-                played.due[counts], played.ttft[counts], played.tpot[counts]
-            )
+                raise LoadError("the arrivals leave too long without a request to simulate")
+            columns = (played.due, played.ttft, played.tpot)
+            self.played[rate] = Simulated(*(column[counts] for column in columns))
         return self.played[rate]
 
     def share(self, rate: float, slo: Slo) -> float:

@@ -134,8 +134,7 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
             "name a model that it measured, or leave the run out"
         )
     name = machine_words(data)
-    measured = [one.energy.watts for one in cell.loaded if one.energy is not None]
-    watts = next((one for one in reversed(measured) if one is not None), None)
+    watts = next((one.watts for one in reversed(cell.loaded) if one.watts is not None), None)
     if _same_question(asked, data, cell):
         return _measured(name, cell.capacity, watts)
     if cell.law is None or cell.policy is None:

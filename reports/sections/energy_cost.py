@@ -90,7 +90,7 @@ def energy(data: ReportData, answers: Sequence[Answer]) -> Section | None:
 def joules_per_token(one: LevelData) -> float | None:
     """Of a level; None: watts or tokens were not told."""
     tokens = one.level.output_tokens_per_second
-    return one.energy.watts / tokens if one.energy and one.energy.watts and tokens else None
+    return one.watts / tokens if one.watts and tokens else None
 
 
 def _of_gpu(one: Answer) -> float | None:

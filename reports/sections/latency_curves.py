@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from loadtests.analysis.slo import Slo
-from loadtests.simulation.simulated_capacity import latency_curve
+from loadtests.simulation.simulated_capacity import Server
 from reports.chart_style import (
     CPU,
     SLO,
@@ -59,20 +59,14 @@ def _curves(cell: CellData, rates: Sequence[float]) -> list[Row]:
     """Simulated: a row for each rate, quantile and kind of latency."""
     if cell.law is None or cell.policy is None or cell.traffic is None:
         return []
-    points = latency_curve(
-        cell.law,
-        cell.policy,
-        cell.traffic.lengths,
-        rates,
-        arrivals=cell.traffic.arrivals,
-        requests=REQUESTS,
-    )
+    traffic = cell.traffic
+    server = Server(cell.law, cell.policy, traffic.lengths, traffic.arrivals, count=REQUESTS)
     return [
-        {"name": name, "rate": one.rate, "seconds": value, "of": of}
-        for one in points
+        {"name": name, "rate": rate, "seconds": value, "of": of}
+        for rate in rates
         for name in TITLES
         for of, q in QUANTILES.items()
-        if (value := getattr(one, f"{name}_p{100 * q:.0f}")) and math.isfinite(value)
+        if math.isfinite(value := float(np.nanquantile(getattr(server.play(rate), name), q)))
     ]
 
 

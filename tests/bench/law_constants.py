@@ -120,7 +120,7 @@ def _level(begun: dict[str, Any], ended: dict[str, Any], records: list[RequestRe
         due=len(records),
         window_seconds=end,
     )
-    return Level.of(records, started, finished, window=(0.0, end))
+    return msgspec.structs.replace(Level.of(records, started, finished), window=(0.0, end))
 
 
 def law_of(cell: Cell) -> StepLaw:

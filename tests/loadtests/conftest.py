@@ -19,7 +19,7 @@ def truth_server() -> Iterator[Callable[..., str]]:
     def start(**settings: object) -> str:
         key = json.dumps(settings, sort_keys=True)
         if key not in running:
-            command = [sys.executable, "-m", "loadtests.selftest.reference_server", key]
+            command = [sys.executable, "-m", "tests.loadtests.faulty_server", key]
             child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
             assert child.stdout is not None
             running[key] = child, f"http://127.0.0.1:{int(child.stdout.readline())}"

@@ -97,8 +97,6 @@ def test_a_level_that_clearly_failed_bounds_the_limit_from_above() -> None:
     found = by_law([steady_level(rate, bad=80)])
     assert found.high == rate and found.limit == rate
     assert found.low is not None and found.low < rate
-    far = by_law([steady_level(2.0 * LIMIT, bad=200)])
-    assert far.high == pytest.approx(LIMIT * math.exp(1.645 * SD_CALIBRATED * STEEPNESS))
 
 
 @pytest.mark.parametrize(
@@ -117,11 +115,9 @@ def test_only_a_whole_valid_level_on_a_quiet_machine_confirms(
 ) -> None:
     found = by_law([steady_level(0.8 * LIMIT, **changes)])
     assert found.holds is holds
-
-
-def test_a_disturbed_level_tells_neither_a_factor_nor_a_failure() -> None:
-    found = by_law([steady_level(0.8 * LIMIT, bad=80, disturbance=taken(0.06))], 1.5)
-    assert found.limit == pytest.approx(LIMIT) and found.high is not None and found.high > LIMIT
+    if not holds:  # nor does it tell a factor or a failure
+        found = by_law([steady_level(0.8 * LIMIT, bad=80, **changes)], 1.5)
+        assert found.limit == pytest.approx(LIMIT) and found.high and found.high > LIMIT
 
 
 def test_a_level_must_be_long_and_have_requests_enough() -> None:
@@ -151,15 +147,10 @@ def test_both_speeds_of_a_machine_are_in_the_interval() -> None:
     assert since.speed_moved == pytest.approx(0.6), "it was calibrated at another speed"
 
 
-def test_a_second_start_is_counted_with_the_first() -> None:
-    levels = [steady_level(0.8 * LIMIT, start=start) for start in (1, 2)]
-    found = by_law(levels)
-    assert found.starts == 2 and found.held_seconds == 240.0
-
-
 @pytest.mark.parametrize(
     ("levels", "state", "starts"),
     [
+        ([steady_level(0.8 * LIMIT, start=start) for start in (1, 2)], "holds", 2),
         ([alone(20, 10)], "not_even_alone", 1),
         ([alone(20, 10), alone(20, 12, start=2)], "not_even_alone", 2),
         ([alone(20, 10, start=None), alone(5, 5, start=None, name="b")], "not_even_alone", 2),

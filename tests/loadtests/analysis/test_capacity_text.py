@@ -32,10 +32,6 @@ LAW: dict[str, Any] = {"method": "law", "limit": 2.42, "low": 2.04, "high": 2.87
             "holds 160 an hour, limit about 210 an hour (180–240)",
         ),
         (
-            Capacity(state="holds", held=0.52, method="law", limit=0.57, low=0.5, high=0.66),
-            "holds 31 a minute, limit about 34 a minute (30–40)",
-        ),
-        (
             Capacity(state="holds", held=2.0, low=2.0, limit=2.2, high=2.5),
             "holds 2.0/s, limit between 2.0 and 2.5/s",
         ),

@@ -36,16 +36,12 @@ def found_in(*parts: CoresSample) -> Disturbance:
         ({}, 0.0, False),
         # A stranger that has the core half of the time.
         ({"work_seconds": 0.5, "stalled_seconds": 0.5, "strangers_seconds": 0.5}, 0.5, True),
-        # One that ran while the engine had nothing to do.
-        ({"work_seconds": 0.5, "strangers_seconds": 0.5}, 0.0, False),
         # Our API on the engine's core: the engine queues, and nobody else is to blame.
         ({"work_seconds": 0.8, "stalled_seconds": 0.2, "ours_seconds": 0.2}, 0.0, False),
         # Both, by the CPU time that each had.
         ({"stalled_seconds": 0.3, "ours_seconds": 0.2, "strangers_seconds": 0.1}, 0.1, True),
         # Threads of the engine behind each other: a stranger took no more than it ran.
         ({"stalled_seconds": 0.6, "strangers_seconds": 0.01}, 0.01, False),
-        # Tick counters may be a little off in both directions.
-        ({"stalled_seconds": 0.2, "strangers_seconds": -0.02}, 0.0, False),
         ({"steal_seconds": 0.1}, 0.1, True),
         # Steal on a core of which the engine had a quarter.
         (
@@ -57,7 +53,6 @@ def found_in(*parts: CoresSample) -> Disturbance:
             },
             *(0.05, True),
         ),
-        ({"throttled_seconds": 0.2}, 0.2, True),
         # Above 3 % of what little it wanted, but nothing that delays a request.
         (
             {"work_seconds": 0.01, "stalled_seconds": 0.001, "strangers_seconds": 0.001},
@@ -103,20 +98,16 @@ def test_a_tenth_is_slight() -> None:
 
 def test_it_names_who_took_most() -> None:
     hog, small = Stranger("make (j8)", 12, 0.5), Stranger("cron", 3, 0.01)
-    busy = part(work_seconds=0.4, stalled_seconds=0.6, strangers_seconds=0.55)
-    assert in_words(found_in(busy, CoresSample(seconds=0.0, strangers=[hog, small]))) == (
-        "`make (j8)` (pid 12, 0.5 cores) took 58% of the CPU time that the engine wanted"
+    busy = {"work_seconds": 0.4, "stalled_seconds": 0.6, "strangers_seconds": 0.55}
+    assert in_words(found_in(part(**busy, strangers=[hog, small]))) == (
+        "`make (j8)` (pid 12) took 58% of the CPU time that the engine wanted"
     )
     for parts, who in (
-        ({"stalled_seconds": 0.6, "strangers_seconds": 0.55}, "processes that cannot be seen (0.6"),
-        (
-            {"stalled_seconds": 0.9, "strangers_seconds": 0.9, "strangers": [hog]},
-            "`make (j8)` (pid 12, 0.5 cores) and others (0.9 cores in all)",
-        ),
-        ({"steal_seconds": 0.25}, "the hypervisor (0.25 cores)"),
-        ({"throttled_seconds": 0.25}, "the CPU quota (25% of the time)"),
+        (busy, "processes that are not seen"),
+        ({"steal_seconds": 0.25}, "the hypervisor"),
+        ({"throttled_seconds": 0.25}, "the CPU quota"),
     ):
-        assert found_in(part(**parts)).who.startswith(who)
+        assert found_in(part(**parts)).who == who
 
 
 def test_strangers_are_summed_by_process() -> None:

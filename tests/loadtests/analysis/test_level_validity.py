@@ -11,11 +11,11 @@ from loadtests.analysis.level import Level
 from loadtests.analysis.level_validity import NamedWarning, Seriousness, is_valid, level_warnings
 from loadtests.analysis.slo import Slo
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import CoresSample, ResourceSample
+from loadtests.records.resource_sample import ResourceSample
 from tests.loadtests.analysis.made import level, request, sample, steady_level, taken
 
 SLO = Slo("test", 2.0, 0.1, target=0.9)
-NOTE, WARNING, SERIOUS = Seriousness.NOTE, Seriousness.WARNING, Seriousness.SERIOUS
+WARNING, SERIOUS = Seriousness.WARNING, Seriousness.SERIOUS
 
 
 def requests(count: int, changed: int = 0, **changes: Any) -> list[RequestRecord]:
@@ -53,11 +53,11 @@ def test_a_quiet_level_has_no_warning() -> None:
         (requests(60), {"generator_busy_share": 0.8}, "GeneratorBusy", None, ""),
         (
             *(requests(60), {"generator_busy_share": 0.95}),
-            *("GeneratorBusy", SERIOUS, "95% of the time: more than 80%"),
+            *("GeneratorBusy", SERIOUS, "95% of the time"),
         ),
         (requests(120, 120, lag=0.004), {"seconds": 120.0}, "LateSends", None, ""),
         # 6 ms cannot turn an SLO of 2 s
-        (requests(120, 120, lag=0.006), {"seconds": 120.0}, "LateSends", WARNING, "left 6"),
+        (requests(120, 120, lag=0.006), {"seconds": 120.0}, "LateSends", None, ""),
         (requests(120, 120, lag=0.021), {"seconds": 120.0}, "LateSends", SERIOUS, "left 21"),
         (requests(60, 60, lag=0.0009, ttft=0.01), {}, "LateSends", None, ""),  # a millisecond
         (requests(100, 1, lag=0.5), {"seconds": 120.0}, "LateSends", None, ""),  # beyond the p99
@@ -72,14 +72,6 @@ def test_a_quiet_level_has_no_warning() -> None:
         # one in a hundred may be short
         (answers(2), {"seconds": 200.0}, "ShortAnswers", None, ""),
         (answers(3, cut=7), {"seconds": 200.0}, "ShortAnswers", WARNING, "3 of 193 answers"),
-        (
-            *(requests(60, 2, asked_output_tokens=9), {}, "LongAnswers", WARNING),
-            "more tokens than were asked for in 2 of 2 answers",
-        ),
-        (
-            [request(i, float(i), asked_output_tokens=10 - (i == 0)) for i in range(60)],
-            *({}, "LongAnswers", WARNING, "in 1 of 60 answers"),
-        ),
         # 100 were counted: two per cent off are allowed
         (requests(50, 50, asked_prompt_tokens=99), {}, "PromptsOff", None, ""),
         (requests(50, 50, asked_prompt_tokens=98), {}, "PromptsOff", WARNING, "98 were"),
@@ -87,12 +79,8 @@ def test_a_quiet_level_has_no_warning() -> None:
         (requests(50, 50, asked_prompt_tokens=103), {}, "PromptsOff", WARNING, "103 were"),
         (requests(50, 50, asked_prompt_tokens=0), {}, "PromptsOff", None, ""),
         (
-            *(requests(5), {"seconds": 5.0}, "TooFewSamples", NOTE),
-            "5 of 5 requests were good: too few to say whether 0.9 of them are; 25 are the least",
-        ),
-        (
             [request(i, 0.5 * i, ttft=0.1 + 0.007 * i) for i in range(240)],
-            *({"seconds": 120.0, "rate": 2.0}, "Unsteady", WARNING, "TTFT grew"),
+            *({"seconds": 120.0, "rate": 2.0}, "Unsteady", WARNING, "does not keep up"),
         ),
     ],
 )
@@ -110,23 +98,6 @@ def test_what_is_said_of_requests(
 
 
 @pytest.mark.parametrize(
-    ("at_first", "at_last", "expected"),
-    [(0, 5.0, None), (0, 5.1, 5.1), (3, 11.0, None), (3, 11.1, 11.1)],
-)
-def test_a_level_is_unsteady_beyond_the_wandering_of_a_stable_queue(
-    at_first: int, at_last: float, expected: float | None
-) -> None:
-    # Allowed: 2 + 3 sqrt(first + 1) more in the last 30 s of 90 than in the first 30 s.
-    records = [request(i, 0.0, ended_seconds=30.0) for i in range(at_first)]
-    records += [request(10 + i, 60.0, ended_seconds=90.0) for i in range(int(at_last))]
-    records.append(request(99, 60.0, ended_seconds=60.0 + 30.0 * (at_last - int(at_last) - 1e-9)))
-    found = warned(records, seconds=90.0).get("Unsteady")
-    assert (found is None) == (expected is None)
-    if found is not None:
-        assert f"from {at_first:.1f} to {at_last:.1f}" in found.text
-
-
-@pytest.mark.parametrize(
     ("samples", "code", "text"),
     [
         ([sample(0.0, swap_used_bytes=one) for one in (0, (16 << 20) - 1)], "Swapping", None),
@@ -134,11 +105,6 @@ def test_a_level_is_unsteady_beyond_the_wandering_of_a_stable_queue(
         (
             [sample(0.0, swap_used_bytes=one) for one in (1 << 20, 17 << 20, 2 << 20)],
             *("Swapping", "grew by 16 MiB"),
-        ),
-        ([sample(1.0, cores=CoresSample(seconds=1.0, throttled_seconds=0.02))], "Throttled", None),
-        (
-            [sample(1.0, cores=CoresSample(seconds=1.0, throttled_seconds=0.021))] * 2,
-            *("Throttled", "for 2.1% of the time"),
         ),
         # one sample of fifty may have its clock held down
         (

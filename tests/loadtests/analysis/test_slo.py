@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.analysis.good_share_interval import counted_as_one, wilson
+from loadtests.analysis.level_statistics import counted_as_one, wilson
 from loadtests.analysis.percentiles import distribution
 from loadtests.analysis.slo import SLO_PRESETS, Slo, requests_to_hold
 
@@ -21,14 +21,6 @@ def test_wilson_equals_the_published_interval() -> None:
     # By hand, one of one: z^2 = 2.7055, bounds 1 / (1 + z^2) and 1.
     assert wilson(1, 1) == pytest.approx((1 / 3.7055, 1.0), rel=1e-4)
     assert wilson(0, 0) == (0.0, 1.0), "nothing measured is nothing known"
-
-
-@pytest.mark.parametrize(("good", "due"), [(-1, 5), (6, 5), (0, -1)])
-def test_counts_that_cannot_be(good: int, due: int) -> None:
-    with pytest.raises(ValueError, match="cannot be"):
-        wilson(good, due)
-    with pytest.raises(ValueError, match="confidence must be between 0 and 1"):
-        wilson(1, 2, 1.0)
 
 
 def test_bounds_are_wrong_no_more_often_than_stated() -> None:
@@ -62,37 +54,10 @@ def test_fewest_requests_that_can_hold(slo: Slo, fewest: int) -> None:
     assert wilson(fewest, fewest)[0] >= slo.target > wilson(fewest - 1, fewest - 1)[0]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("ttft_seconds", 0.0),
-        ("ttft_seconds", float("inf")),
-        ("tpot_seconds", -1.0),
-        ("target", 1.0),
-        ("target", 0.0),
-        ("confidence", 0.5),
-    ],
-)
-def test_an_slo_that_cannot_be_is_refused_with_its_key(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} must be"):
-        Slo(**{"name": "x", "ttft_seconds": 1.0, "tpot_seconds": None, field: value})  # type: ignore[arg-type]
-    with pytest.raises(msgspec.ValidationError, match="unknown field `ttft`"):
-        msgspec.convert({"name": "x", "ttft_seconds": 1, "tpot_seconds": None, "ttft": 1}, Slo)
-
-
-def test_presets_are_the_published_limits() -> None:
-    limits = {name: (slo.ttft_seconds, slo.tpot_seconds) for name, slo in SLO_PRESETS.items()}
-    assert limits == {
-        "chat": (2.0, 0.1),
-        "interactive": (0.5, 0.03),
-        "70b-server": (2.0, 0.2),
-        "70b-interactive": (0.45, 0.04),
-        "405b-server": (6.0, 0.175),
-        "405b-interactive": (4.5, 0.08),
-        "reading": (5.0, 0.2),
-        "batch": (None, None),
-    }
-    assert {(slo.target, slo.confidence) for slo in SLO_PRESETS.values()} == {(0.99, 0.95)}
+@pytest.mark.parametrize("field", ["ttft_seconds", "tpot_seconds", "target", "confidence"])
+def test_an_slo_that_cannot_be_is_refused_with_its_key(field: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.convert({"name": "x", "ttft_seconds": 1, "tpot_seconds": None, field: 0.0}, Slo)
 
 
 def test_percentiles_need_three_observations_beyond_them() -> None:
@@ -101,7 +66,7 @@ def test_percentiles_need_three_observations_beyond_them() -> None:
     five = distribution(np.arange(5.0))
     assert five.p50 is None and five.median_or_mean == five.mean == 2.0
     nothing = distribution(np.empty(0))
-    assert (nothing.count, nothing.mean, nothing.median_or_mean) == (0, None, None)
+    assert (nothing.mean, nothing.median_or_mean) == (None, None)
 
 
 def test_percentiles_are_order_statistics() -> None:
@@ -112,5 +77,4 @@ def test_percentiles_are_order_statistics() -> None:
 
 def test_failures_are_infinitely_late_and_never_dropped() -> None:
     found = distribution(np.array([1.0] * 94 + [np.inf] * 6 + [np.nan] * 50))
-    assert (found.count, found.late, found.mean, found.p90) == (100, 6, 1.0, 1.0)
-    assert found.p95 is None and found.never == ("p95",)
+    assert (found.mean, found.p90, found.p95) == (1.0, 1.0, np.inf)

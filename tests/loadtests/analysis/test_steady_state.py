@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loadtests.analysis.steady_state import is_steady
+from loadtests.analysis.level_statistics import grows, is_steady
 from tests.loadtests.analysis.made import waits_md_c
 
 Queue = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float, float]
@@ -62,3 +62,9 @@ def test_failures_count_as_the_slowest_answer() -> None:
     ttft = np.where(due > 40, np.inf, 1.0)
     ttft[-1] = 9.0
     assert is_steady(due, ttft, 0.0, 60.0, 5.0) is False
+
+
+def test_a_queue_grows_beyond_the_wandering_of_a_stable_one() -> None:
+    """Allowed: 2 + 3 sqrt(first + 1) more in the last third than in the first."""
+    assert not grows(0.0, 5.0) and grows(0.0, 5.1)
+    assert not grows(3.0, 11.0) and grows(3.0, 11.1)

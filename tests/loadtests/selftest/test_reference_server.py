@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from loadtests.selftest.reference_server import Batch, Truth
-from loadtests.selftest.selftest import LAW, SLOTS
+from loadtests.selftest.selftest import LAW, SLOTS, WORKLOAD
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.workload.arrivals import Poisson, due_times
-from loadtests.workload.request_lengths import Workload, draw
+from loadtests.workload.request_lengths import draw
 
 
 def played(truth: Truth, due: Any, prompts: Any, outputs: Any) -> tuple[Any, Any]:
     """TTFT and TPOT of each request, by a Batch whose steps end when it says so."""
-    batch = Batch(truth, 0.0)
+    batch = Batch(truth)
     streams = [
-        SimpleNamespace(prompt_tokens=p, output_tokens=o, made=0, left=0, is_over=False)
+        SimpleNamespace(prompt_tokens=p, output_tokens=o, made=0, left=p, is_over=False)
         for p, o in zip(prompts, outputs, strict=True)
     ]
     first, last = np.zeros(len(due)), np.zeros(len(due))
@@ -40,35 +40,15 @@ def played(truth: Truth, due: Any, prompts: Any, outputs: Any) -> tuple[Any, Any
     return first - due, (last - first) / np.maximum(1, np.array(outputs) - 1)
 
 
-@pytest.mark.parametrize("whole_prompts", [False, True])
-def test_it_batches_as_the_simulator_does(whole_prompts: bool) -> None:
+def test_it_batches_as_the_simulator_does() -> None:
     due = due_times(Poisson(), 12.0, 200.0, 1)
-    asks = draw(Workload(preset="sharegpt", scale=0.15, max_output_tokens=64), len(due), 1)
+    asks = draw(WORKLOAD, len(due), 1)
     prompts, outputs = [a.prompt_tokens for a in asks], [a.output_tokens for a in asks]
-    truth = Truth(law=LAW, slots=SLOTS, whole_prompts=whole_prompts)
-    ttft, tpot = played(truth, due, prompts, outputs)
-    policy = SchedulingPolicy(slots=SLOTS, whole_prompts=whole_prompts)
-    same = simulate(LAW, policy, due, prompts, outputs)
+    ttft, tpot = played(Truth(law=LAW, slots=SLOTS), due, prompts, outputs)
+    same = simulate(LAW, SchedulingPolicy(slots=SLOTS), due, prompts, outputs)
     for share in (0.5, 0.9):
         assert np.quantile(ttft, share) == pytest.approx(np.quantile(same.ttft, share), rel=0.1)
         theirs = same.tpot[np.isfinite(same.tpot)]
         assert np.quantile(tpot[np.array(outputs) > 1], share) == pytest.approx(
             np.quantile(theirs, share), rel=0.03
         )
-
-
-def test_speeds_and_pauses_take_the_time_that_they_say() -> None:
-    """One stream at a time: steps of 5.8 ms, slower in every second stretch, and paused."""
-    due = np.arange(0.0, 20.0, 1.0)
-    ones = [1] * len(due), [40] * len(due)
-
-    def whole(**changes: Any) -> Any:
-        ttft, tpot = played(Truth(law=LAW, slots=SLOTS, **changes), due, *ones)
-        return ttft + 39 * tpot
-
-    even = whole()
-    factors = whole(speeds=((2.0, 1.0), (2.0, 1.5))) / even
-    assert np.allclose(factors[0::4], 1.0) and np.allclose(factors[2::4], 1.5)
-    assert (whole(pause_every=2.0, pause=0.1) - even).sum() == pytest.approx(0.9, abs=0.11), (
-        "a tenth of a second in every second one"
-    )

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import SchedulingPolicy as Policy
 from loadtests.simulation.batching_simulator import simulate
 from loadtests.simulation.step_law import StepLaw
@@ -181,12 +180,6 @@ def test_cached_prompt_tokens_are_context_and_are_not_computed():
     assert whole.ttft[0] == pytest.approx(LAW.seconds(0, 1, 0)), "one token is always computed"
 
 
-def test_while_whole_prompts_are_computed_nobody_decodes():
-    policy = Policy(slots=4, whole_prompts=True)
-    one, two = simulate(LAW, policy, [0.0, 0.1], [10, 1000], [21, 1]).tpot[0], LAW.seconds(1, 0, 20)
-    assert one == pytest.approx((20 * two + LAW.seconds(0, 1000, 0)) / 20, rel=0.01)
-
-
 def test_steps_that_only_decode_are_not_played_one_by_one():
     """8,000 answers of 110 tokens in well under a second, as bisections need it."""
     rng = np.random.default_rng(0)
@@ -195,8 +188,3 @@ def test_steps_that_only_decode_are_not_played_one_by_one():
     began = time.process_time()
     simulate(LAW, Policy(slots=8, step_seconds_target=0.3), due, *lengths)
     assert time.process_time() - began < 0.5
-
-
-def test_inputs_that_cannot_be_are_errors():
-    with pytest.raises(LoadError, match="3 lengths for 2 due times"):
-        simulate(LAW, Policy(), [0.0, 1.0], [1, 1, 1], [1, 1])

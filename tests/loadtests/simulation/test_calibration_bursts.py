@@ -1,6 +1,5 @@
 """Calibration of servers whose law is known: it is found again, within its time."""
 
-import msgspec
 import pytest
 
 from loadtests.analysis.slo import Slo
@@ -14,6 +13,13 @@ CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=256)
 SLO = Slo("x", 2.0, 0.2, target=0.9)
 
 
+def calibrated(server, workload=CHAT, slots=8, ask=None):
+    """Within 20 s, after six single streams."""
+    prompts = [min(one, workload.prompt_tokens or one) for one in (20, 400, 100, 50, 300, 200)]
+    alone = server.level([float(100 * n) for n in range(6)], prompts, [40] * 6)
+    return calibrate(ask or server, workload, slots, 20.0, [alone])
+
+
 def staircase(rows):
     """3 cost what 4 do, 7 what 8 do."""
     return rows + 1 if rows % 4 == 3 else rows
@@ -22,14 +28,19 @@ def staircase(rows):
 @pytest.mark.parametrize("slots", [4, 16, None], ids=["4", "16", "unknown"])
 def test_the_law_is_found_again_and_the_capacity_with_it(slots):
     server = KnownServer(LAW.seconds, slots=slots or 8)
-    made = calibrate(server, CHAT, slots)
+    made = calibrated(server, slots=slots)
     assert made.slots == (slots or 8) and made.reason == ""
+    assert made.law.prompt_token_seconds == pytest.approx(LAW.prompt_token_seconds, rel=0.05)
     assert server.spent_seconds < 20
     policy = SchedulingPolicy(slots=made.slots)
     simulated = capacity(made.law, policy, CHAT, SLO, requests=2000).rate
     assert simulated == pytest.approx(
         capacity(LAW, policy, CHAT, SLO, requests=2000).rate, rel=0.05
     )
+    if slots == 4:
+        again = KnownServer(LAW.seconds, slots=4)
+        assert calibrated(again, slots=4).law == made.law
+        assert again.asked == server.asked, "a journal's answers give the same bursts"
 
 
 @pytest.mark.parametrize("slower", [1, 8, 40], ids=["135M", "1B", "8B"])
@@ -40,7 +51,7 @@ def test_a_staircase_with_noise_and_stalls_is_known_well_enough_within_the_time(
     def steps(rows, prompt, context, passes):
         return slower * skewed() * LAW.seconds(staircase(rows), prompt, context, passes)
 
-    made = calibrate(server := KnownServer(steps), CHAT, 8)
+    made = calibrated(server := KnownServer(steps))
     assert server.spent_seconds < 30
     policy = SchedulingPolicy(slots=8)
     slo = Slo("x", 2.0 * slower, 0.2 * slower, target=0.9)
@@ -50,43 +61,28 @@ def test_a_staircase_with_noise_and_stalls_is_known_well_enough_within_the_time(
     )
 
 
-def test_single_streams_that_are_known_are_not_asked_again():
-    server = KnownServer(LAW.seconds)
-    due = [float(10 * n) for n in range(6)]
-    alone = server.level(due, [20, 400, 100, 50, 300, 200], [40] * 6)
-    made = calibrate(server, CHAT, 8, alone=[alone])
+def test_one_burst_is_of_short_prompts_and_one_of_real_ones():
+    calibrated(server := KnownServer(LAW.seconds))
     assert [burst.streams for burst in server.asked] == [8, 8]
-    assert made.law.prompt_token_seconds == pytest.approx(LAW.prompt_token_seconds, rel=0.05)
     short, real = server.asked
     assert max(short.prompt_tokens) <= 16 and max(real.prompt_tokens) > 300
     assert len(set(real.output_tokens)) == 5, "they end one after the other"
 
 
-def test_what_is_asked_depends_on_answers_alone():
-    """Answers out of a journal give the same bursts, whatever the time is now."""
-    server = KnownServer(LAW.seconds)
-    first = calibrate(server, CHAT, 8)
-    again = KnownServer(LAW.seconds)
-    assert calibrate(again, CHAT, 8).law == first.law
-    assert again.asked == server.asked
-
-
 def test_long_prompts_are_cut_to_what_the_time_pays_for():
-    long = Workload(prompt_tokens=8000, output_tokens=50)
     server = KnownServer(LAW.seconds)
-    made = calibrate(server, long, 8, 20.0)
+    made = calibrated(server, Workload(prompt_tokens=8000, output_tokens=50))
     assert made.law is not None and server.spent_seconds < 25
-    assert server.asked[0].prompt_tokens == (8000,)
 
 
 def test_several_tokens_a_chunk_have_no_law():
-    made = calibrate(KnownServer(LAW.seconds, chunk=4), CHAT, 8)
+    made = calibrated(KnownServer(LAW.seconds, chunk=4))
     assert made.law is None and "several tokens" in made.reason
 
 
 def test_an_engine_that_the_law_does_not_describe_has_none():
     skewed = Skewed(1, spread=0.9)
-    made = calibrate(KnownServer(lambda *counts: skewed() * LAW.seconds(*counts)), CHAT, 8)
+    made = calibrated(KnownServer(lambda *counts: skewed() * LAW.seconds(*counts)))
     assert made.law is None and "off the law" in made.reason
 
 
@@ -98,29 +94,17 @@ def test_bursts_that_something_ran_beside_are_asked_again():
         return beside * LAW.seconds(*counts)
 
     server = KnownServer(steps)
-    due = [float(10 * n) for n in range(6)]
-    alone = server.level(due, [20, 400, 100, 50, 300, 200], [40] * 6)
-    made = calibrate(server, CHAT, 8, alone=[alone])
+    made = calibrated(server)
     assert len(server.asked) == 4 and made.reason == ""
     assert made.law.row_seconds == pytest.approx(LAW.row_seconds, rel=0.05)
 
 
-def test_a_burst_that_tells_nothing_is_left_out():
+def test_a_burst_that_tells_nothing_is_left_out_and_one_slot_needs_none():
     server = KnownServer(LAW.seconds)
-    made = calibrate(lambda burst: server(burst) if burst.streams == 1 else None, CHAT, 8)
-    assert made.law is not None, "single streams are left"
-    nothing = calibrate(lambda burst: None, CHAT, 8)
-    assert nothing.law is None and "steps cannot be told" in nothing.reason
-
-
-def test_one_slot_needs_no_burst():
-    server = KnownServer(LAW.seconds, slots=1)
-    made = calibrate(server, CHAT, 1)
-    assert made.law is not None and all(burst.streams == 1 for burst in server.asked)
+    assert calibrated(server, ask=lambda burst: None).law is not None, "single streams are left"
+    assert calibrated(server, slots=1).law is not None and not server.asked
 
 
 def test_streams_served_together_are_counted():
     level = KnownServer(LAW.seconds, slots=3)(Burst((16,) * 5, (20,) * 5))
     assert most_at_once(level) == 3
-    whole = msgspec.structs.replace(level, first=level.last)
-    assert most_at_once(whole) == 3

@@ -47,15 +47,6 @@ def test_a_wrong_value_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_law_below_0_is_refused_with_its_place(tmp_path: Path) -> None:
-    file = tmp_path / "machine.json"
-    raw = msgspec.to_builtins(machine_file())
-    raw["models"][1]["law"]["row_seconds"] = -1.0
-    file.write_bytes(msgspec.json.encode(raw))
-    with pytest.raises(BadMachineFile, match=r"models\[1\]\.law.*row_seconds.*-1"):
-        read_machine_file(file)
-
-
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])
 def test_no_machine_file_at_all(tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "machine.json"

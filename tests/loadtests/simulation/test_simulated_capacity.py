@@ -8,18 +8,14 @@ import numpy as np
 import pytest
 
 from loadtests.analysis.slo import Slo
-from loadtests.errors import LoadError
 from loadtests.simulation import simulated_capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import (
     QUICK_REQUESTS,
-    Lengths,
     Server,
-    latency_curve,
     lengths_of,
     measured_reuse,
 )
-from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import Gamma, Poisson, due_times
 from loadtests.workload.request_lengths import Workload
 from tests.loadtests.simulation.known_server import LAW, KnownServer
@@ -39,32 +35,6 @@ def test_the_capacity_is_where_the_share_of_good_requests_is_the_target():
     played = simulate(LAW, POLICY, due[:n], lengths.prompt[:n], lengths.output[:n])
     assert played.good(2.0, 0.2).mean() == pytest.approx(0.9, abs=0.03)
     assert found.alone_share == 1.0 and found.steepness >= 1.0
-
-
-def test_one_server_of_constant_service_has_the_capacity_of_m_d_1():
-    """P(wait <= t) of M/D/1 (Erlang 1909); the longest wait of nine in ten is the limit."""
-    service, limit = 1.0, 3.0
-    law = StepLaw(base_seconds=service / 100)
-    ones, hundreds = np.ones(8000, dtype=np.int64), np.full(8000, 100)
-    lengths = Lengths(ones, hundreds, 0 * ones)
-    # The first token comes a step after the wait.
-    slo = Slo("x", limit + 1.5 * service / 100, None, target=0.9)
-    policy = SchedulingPolicy(slots=1)
-
-    def waits_at_most(load: float) -> float:
-        terms = range(math.floor(limit / service) + 1)
-        return (1 - load) * sum(
-            math.exp(load * (limit / service - k))
-            * (load * (k - limit / service)) ** k
-            / math.factorial(k)
-            for k in terms
-        )
-
-    loads = np.linspace(0.3, 0.95, 500)
-    exact = float(loads[np.argmin([abs(waits_at_most(load) - 0.9) for load in loads])])
-    assert capacity(law, policy, lengths, slo, requests=40_000).rate == pytest.approx(
-        exact / service, rel=0.03
-    )
 
 
 def test_the_steepness_is_that_of_a_slower_machine():
@@ -113,30 +83,3 @@ def test_how_much_a_server_found_in_its_cache_is_measured():
     assert measured_reuse(CHAT, levels) == 0.0
     untold = msgspec.structs.replace(levels[1], cached_tokens=np.array([np.nan]))
     assert measured_reuse(shared, [untold]) == 0.0
-
-
-@pytest.mark.parametrize("slots", [1, 64])
-def test_prompts_of_thousands_of_tokens_and_many_slots(slots):
-    rng = np.random.default_rng(1)
-    n = 2000
-    long = Lengths(rng.integers(2000, 8000, n), rng.integers(20, 200, n), np.zeros(n, np.int64))
-    slo = Slo("x", 20.0, 0.5, target=0.9)
-    policy = SchedulingPolicy(slots=slots, kv_tokens=60_000, step_seconds_target=0.3)
-    found = capacity(LAW.slower(0.5), policy, long, slo, requests=n)
-    assert 0 < found.rate < 1 / (0.00025 * 5000)
-
-
-def test_latency_rises_with_the_rate():
-    rate = capacity(LAW, POLICY, CHAT, SLO).rate
-    points = latency_curve(LAW, POLICY, CHAT, [0.2 * rate, 0.8 * rate, 1.1 * rate])
-    for name in ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90"):
-        values = [getattr(point, name) for point in points]
-        assert values == sorted(values), name
-    one = Workload(prompt_tokens=20, output_tokens=1)
-    assert latency_curve(LAW, POLICY, one, [1.0])[0].tpot_p90 is None
-
-
-def test_nothing_to_simulate_from_is_an_error():
-    none = np.empty(0, dtype=np.int64)
-    with pytest.raises(LoadError, match="no lengths"):
-        capacity(LAW, POLICY, Lengths(none, none, none), SLO)

@@ -71,7 +71,7 @@ def test_a_server_that_computes_whole_prompts_first_tells_its_steps_too():
     level, _ = loaded(server, rate=1.0, count=300)
     jitter = np.random.default_rng(1).uniform(0, 0.002, len(level.chunks))
     level = msgspec.structs.replace(level, chunks=level.chunks + jitter)
-    found = level_factor(LAW, level, SchedulingPolicy(slots=8, whole_prompts=True))
+    found = level_factor(LAW, level, SchedulingPolicy(slots=8))
     assert found == pytest.approx(1.2, rel=0.03)
 
 

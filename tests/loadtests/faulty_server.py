@@ -1,0 +1,109 @@
+"""The reference server with the faults and the dialects that endpoints have.
+
+python -m tests.loadtests.faulty_server '{"fail": "status:500", "fail_every": 4}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import msgspec
+
+from loadtests.selftest import reference_server
+from loadtests.selftest.reference_server import Body, Server, Stream, http_chunk
+
+
+class Truth(reference_server.Truth, frozen=True, forbid_unknown_fields=True):
+    """A request's `truth` says otherwise for that request."""
+
+    fail: str = ""  # cut | error | garbage | no_content | status:NNN | hang | slam
+    fail_every: int = 1  # one of so many requests fails
+    fail_after: int = 0  # requests before the first that fails
+    usage: bool = True  # token counts at the end of a stream, and beside every chunk
+    done: bool = True
+    refuse: tuple[str, ...] = ()  # body fields that are answered with 400
+    tokenizer: str | None = "vllm"
+    key: str | None = None
+    echo: bool = False  # request 7 is answered "w7 w7 ...": shows which turn was sent back
+    case: str = ""  # nothing but a name: servers of different cases share no log
+
+
+class FaultyStream(Stream):
+    def __init__(self, fail: str, path: str, truth: Truth, number: int, body: Body, *more: Any):
+        self.fail, self.is_chat = fail, path.endswith("chat/completions")
+        if self.is_chat:
+            body["prompt"] = " ".join(str(one.get("content")) for one in body["messages"])
+        if not truth.usage:
+            body.pop("stream_options", None)
+        super().__init__(truth, number, body, *more)
+        self.faults = truth
+        self.breaks = fail in ("cut", "error", "garbage")
+        self.entry["body"] = {key: value for key, value in body.items() if key != "prompt"}
+        self.entry["prompt"] = body.get("prompt")
+
+    def write(self) -> None:
+        if self.fail != "no_content":
+            super().write()
+        elif not self.is_over:
+            self.writer.write(self.head() + self.end())
+            self.over.set()
+
+    def head(self) -> bytes:
+        role = self.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        return super().head() + (role if self.is_chat else b"")
+
+    def choice(self, text: str, finish: str | None = None) -> Body:
+        if self.faults.echo:
+            text = text.replace("ab", f"w{self.number}")
+        said = super().choice(text, finish)
+        if self.is_chat:
+            said["choices"][0]["delta"] = {"content": said["choices"][0].pop("text")}
+        return said
+
+    def end(self) -> bytes:
+        if self.fail == "error":
+            return self.event({"error": {"message": "as told"}}) + b"0\r\n\r\n"
+        if self.fail == "garbage":
+            return http_chunk(b"data: {nonsense\n\n") + b"0\r\n\r\n"
+        return super().end() if self.faults.done else b"0\r\n\r\n"
+
+
+class FaultyServer(Server):
+    truth: Truth
+
+    def say(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
+        truth = self.truth
+        if truth.key and headers.get("authorization") != f"Bearer {truth.key}":
+            return 401, {"error": {"message": "no"}}
+        if path == "/tokenize" and truth.tokenizer != "vllm":
+            if truth.tokenizer is None:
+                return 404, {}
+            body = body.replace(b'"prompt"', b'"nothing"').replace(b'"content"', b'"prompt"')
+        return super().say(path, headers, body)
+
+    def stream(self, path: str, *asked: Any) -> Stream:
+        number, body = asked[:2]
+        truth = msgspec.structs.replace(self.truth, **body.get("truth", {}))
+        is_failing = number > truth.fail_after and number % truth.fail_every == 0
+        fields = body.keys() | (body.get("stream_options") or {}).keys()
+        fail = "status:400" if fields & set(truth.refuse) else truth.fail if is_failing else ""
+        return FaultyStream(fail, path, truth, *asked)
+
+    async def answer(self, stream: Stream) -> None:
+        assert isinstance(stream, FaultyStream)
+        fail, writer = stream.fail, stream.writer
+        if fail == "slam":
+            writer.transport.abort()
+        elif fail == "hang":
+            await stream.reader.read(1)
+        elif fail.startswith("status:"):
+            status = stream.entry["status"] = int(fail[7:])
+            reference_server.answer(writer, status, {"error": {"message": "as told"}})
+        else:
+            await super().answer(stream)
+
+
+if __name__ == "__main__":
+    asyncio.run(FaultyServer(msgspec.json.decode(sys.argv[1], type=Truth)).run())
