@@ -21,13 +21,12 @@ import msgspec
 
 from models.errors import ModelError
 from models.machine import available_bytes
-from serving.errors import ServingError
+from serving.errors import EngineState, ServingError
 from serving.http.api_errors import ApiError, as_answer, invalid, try_again
 from serving.http.api_schemas import Wire
 from serving.http.http_request import Request
 from serving.registry.engine_config import prepare
 from serving.registry.loaded_model import ServedModel, read_vocabulary
-from serving.registry.model_registry import Registry
 from serving.server_options import model_options
 
 
@@ -44,7 +43,7 @@ UNLOAD = msgspec.json.Decoder(UnloadRequest)
 
 async def list_models(request: Request) -> None:
     """All models, and the memory they share; `memory_limit_bytes` null: what the machine has."""
-    registry = _registry(request)
+    registry = request.endpoint.router
     await request.answer(
         {
             "models": [_state(model) for model in registry.models.values()],
@@ -56,7 +55,8 @@ async def list_models(request: Request) -> None:
 
 def _state(model: ServedModel) -> dict[str, Any]:
     """One model, and what its engines' processes take (RSS); what is not known is null."""
-    supervisor, placement, progress = model.supervisor, model.placement, model.progress()
+    supervisor, placement = model.supervisor, model.placement
+    loading = supervisor.loading if supervisor.state == EngineState.loading else None
     predicted = sum(attempt.need_bytes for attempt in model.attempts())
     return {
         "name": model.served_name,
@@ -68,8 +68,7 @@ def _state(model: ServedModel) -> dict[str, Any]:
         "engine_pid": supervisor.engine_pid,
         "weight_format": placement.weight_format,
         "on_demand": model.on_demand,
-        "loading": progress and {"what": progress[0], "fraction": progress[1]},
-        "problem": model.problem,
+        "loading": loading and {"what": loading.what, "fraction": loading.fraction},
         "memory": {
             "device": placement.device,
             "predicted_bytes": predicted or placement.need_bytes,
@@ -81,7 +80,7 @@ def _state(model: ServedModel) -> dict[str, Any]:
 
 
 async def load_model(request: Request) -> None:
-    registry, given = _registry(request), await request.read(CHOICE)
+    registry, given = request.endpoint.router, await request.read(CHOICE)
     name = given.get("name")
     if not isinstance(name, str):
         raise invalid("name: a text is needed", "name")
@@ -113,7 +112,7 @@ async def load_model(request: Request) -> None:
 
 
 async def unload_model(request: Request) -> None:
-    registry, body = _registry(request), await request.read(UNLOAD)
+    registry, body = request.endpoint.router, await request.read(UNLOAD)
     if body.name not in registry.models:
         raise _no_model(body.name, "/admin/models lists what there is")
     await _do(request, body.name, registry.unload(body.name, body.drain))
@@ -129,14 +128,8 @@ async def _do(request: Request, name: str, work: Awaitable[Any]) -> None:
         raise try_again(503, text, "unloaded", 5.0) from None
     except (ServingError, ModelError) as problem:
         raise (as_answer(problem) or invalid(str(problem), code="wrong_model")) from problem
-    await request.answer(_state(_registry(request).models[name]))
+    await request.answer(_state(request.endpoint.router.models[name]))
 
 
 def _no_model(name: str, advice: str) -> ApiError:
     return ApiError(404, f"there is no model {name[:200]!r}; {advice}", "model_not_found", "name")
-
-
-def _registry(request: Request) -> Registry:
-    router = request.endpoint.router
-    assert isinstance(router, Registry), "admin routes are those of a registry"
-    return router

@@ -13,7 +13,6 @@ from serving.errors import (
     NoRoom,
     Overloaded,
     ServingError,
-    TextTooLong,
     Unavailable,
     UnknownModel,
 )
@@ -100,8 +99,6 @@ def as_answer(problem: Exception) -> ApiError | None:
             return ApiError(404, text, "model_not_found", "model")
         case ModelNotNamed():
             return invalid(text, "model", "model_required")
-        case TextTooLong(parameter=param):
-            return invalid(text, param, "text_too_long")
         case ContextOverflow(parameter=param):
             return invalid(text, param, "context_length_exceeded")
         case RecursionError():  # of a schema, of tools, of a template

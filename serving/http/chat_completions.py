@@ -31,7 +31,7 @@ from serving.http.tool_calls import (
     offered,
     told_of_tools,
 )
-from serving.registry.loaded_model import INLINE_CHARACTERS, TEXT_WORK, ServedModel
+from serving.registry.loaded_model import INLINE_CHARACTERS, ServedModel, in_text_thread
 
 _OURS = frozenset({"messages", "add_generation_prompt", "tools"})
 
@@ -86,9 +86,9 @@ async def chat_prompt(
         head = body.add_generation_prompt is not False
         return model.tokenizer.render_chat(turns, head, variables=variables)
 
-    size = request.body_bytes
+    is_short = request.body_bytes <= INLINE_CHARACTERS
     try:  # a template is a program, and not ours
-        text = rendered() if size <= INLINE_CHARACTERS else await TEXT_WORK.run(size, rendered)
+        text = rendered() if is_short else await in_text_thread(rendered)
     except BadChat as problem:
         raise invalid(str(problem), "messages") from None
     ids = await model.tokens(text, "messages", most=most, parse_special=True)

@@ -24,7 +24,8 @@ from starlette.types import Receive, Scope, Send
 from serving.errors import EngineState, Overloaded
 from serving.http.api_errors import ApiError, too_late
 from serving.http.api_schemas import decode, encode
-from serving.registry.loaded_model import ModelRouter, ServedModel
+from serving.registry.loaded_model import ServedModel
+from serving.registry.model_registry import Registry
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Endpoint:
     """What all requests share. `waiting_for_load`: how many wait until their model is loaded."""
 
-    router: ModelRouter
+    router: Registry
     limits: Limits
     waiting_for_load: int = 0
 

@@ -33,7 +33,7 @@ from serving.http.chat_completions import chat_completions
 from serving.http.completions import completions
 from serving.http.http_request import Endpoint, Limits, Request
 from serving.http.openapi import Route, document
-from serving.registry.loaded_model import ModelRouter
+from serving.registry.model_registry import Registry
 from serving.server_options import ModelOptions
 
 logger = logging.getLogger("crossover.http")
@@ -77,7 +77,7 @@ class App:
 
     def __init__(
         self,
-        router: ModelRouter,
+        router: Registry,
         limits: Limits,
         api_key: str | None = None,
         admin_key: str | None = None,

@@ -32,7 +32,7 @@ from serving.http.api_schemas import (
 )
 from serving.http.http_request import Request, sse_event
 from serving.http.tool_calls import Format, Part, Reasoning, Splitter
-from serving.registry.loaded_model import TEXT_WORK
+from serving.registry.loaded_model import in_text_thread
 from serving.supervisor.inflight_requests import Stream
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
@@ -108,7 +108,7 @@ class Answer(ABC):
         `prompts`: token ids, and the most output tokens. Raises ApiError, Unavailable, Overloaded.
         """
         count, most_sequences = self.n * len(prompts), self.model.supervisor.most_sequences
-        if most_sequences is not None and count > most_sequences:
+        if count > most_sequences:
             key = "n" if self.n > 1 else "prompt"
             text = f"{len(prompts)} prompts times {self.n} answers (n); this server's slots"
             raise invalid(f"{key}: {text} and queue hold {most_sequences} sequences", key)
@@ -136,7 +136,7 @@ class Answer(ABC):
                 last = self._event([], self.usage()) if self.options.include_usage else b""
                 await self.request.close_stream(last + b"data: [DONE]\n\n")
             elif alternatives is not None:  # up to seconds of work
-                await self.request.answer(await TEXT_WORK.run(0, self._body))
+                await self.request.answer(await in_text_thread(self._body))
             else:
                 await self.request.answer(self._body())
         finally:

@@ -1,8 +1,7 @@
-"""One model of the server, loaded or not (ServedModel), and all of them by name (ModelRouter).
+"""One model of the server, loaded or not: its engines, its tokenizer, its metrics, and who uses it.
 
-router = ModelRouter(ServerMetrics())
-router.add(ServedModel(supervisor, read_vocabulary(path), metrics))
-release = await router.hold(name)     # loads the model, where the router is a Registry
+model = ServedModel(supervisor, read_vocabulary(path), metrics, prepared)
+ids = await model.tokens("Once upon", "prompt", most=2048)
 """
 
 from __future__ import annotations
@@ -19,52 +18,24 @@ import msgspec
 
 from models.errors import BadChat
 from models.tokenizer import Tokenizer, load_tokenizer
-from serving.errors import (
-    ContextOverflow,
-    EngineState,
-    ModelNotNamed,
-    Overloaded,
-    TextTooLong,
-    UnknownModel,
-)
+from serving.errors import ContextOverflow, EngineState
 from serving.hardware.machine_facts import resident_bytes
-from serving.metrics import Metrics, ServerMetrics
+from serving.metrics import Metrics
 from serving.placement.placement_policy import Attempt, Placement, explain
 from serving.registry.engine_config import Prepared
-from serving.supervisor.supervisor import Supervisor
+from serving.supervisor.supervisor import RETRY_SECONDS, Supervisor
 
 T = TypeVar("T")
 Vocabulary = tuple[Tokenizer, list[bytes]]  # a tokenizer, and the bytes of each token
-MOST_CHARACTERS = 8 << 20  # of all texts at work and waiting: 2 s of one core, 10 s at the worst
 INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
-LONGEST_TEXT = 1 << 20  # bytes of UTF-8; more where the context is longer than usual
-CONTEXT_BYTES = 16  # of a text, for each token of the context
 _LONGEST_SPECIAL = 64  # bytes of text of a control token; the table of bytes does not say
-_NAMES_SHOWN = 8
-RETRY_SECONDS = 30.0  # between loads of a model that does not load or keeps dying
+_TEXT_THREAD = ThreadPoolExecutor(1, "text")
 
 
-class TextWork:
-    """Work on texts beside the event loop: a thread, and a queue bounded in characters."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "text")
-        self.characters = 0  # at work and waiting
-
-    async def run(self, size: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The function's result. `size`: characters of its text. Raises Overloaded."""
-        if self.characters and self.characters + size > MOST_CHARACTERS:
-            text = f"{self.characters} characters of prompts wait to be tokenised"
-            raise Overloaded(text, 1.0, "queue_text")
-        self.characters += size
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
-        finally:
-            self.characters -= size
-
-
-TEXT_WORK = TextWork()
+async def in_text_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """The function's result: work on long texts, one after the other, beside the event loop."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_TEXT_THREAD, partial(function, *args, **kwargs))
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -85,7 +56,7 @@ def read_vocabulary(tokenizer_path: str) -> Vocabulary:
 
 
 class ServedModel:
-    """What all requests for one model share: engines, tokenizer, metrics, and who uses it.
+    """What all requests for one model share.
 
     `prepared`: None where somebody else starts and ends its engines. Times are time.monotonic().
     """
@@ -108,12 +79,9 @@ class ServedModel:
         self._longest = max(_LONGEST_SPECIAL, max(map(len, self.table), default=0))
         self.holders = 0  # requests that are being answered
         self.used_at = time.monotonic()  # when its last request began or ended, or it was loaded
-        self.was_used = self.was_loaded = False
         self.on_demand = True  # a request may load it
-        self.doing: str | None = None  # what a load is at, where no engine says it
         self.load: asyncio.Task[None] | None = None
-        self.retry_at = 0.0  # of a model that failed; 0.0: it has not
-        self.problem: str | None = None  # why the last load failed
+        self.is_queued = False  # its load has not begun
 
     # What a request needs.
 
@@ -144,20 +112,12 @@ class ServedModel:
         bos: bool = False,
         parse_special: bool = False,
     ) -> list[int]:
-        """Token ids of a text. Raises ContextOverflow where there must be more than `most`,
-        TextTooLong, Overloaded."""
-        encode = self.tokenizer.encode
-        if len(text) > INLINE_CHARACTERS:
-            fewest = len(text) // self._longest
-            if most is not None and fewest > most:
-                raise ContextOverflow(fewest, None, most, parameter, at_least=True)
-            longest = max(LONGEST_TEXT, CONTEXT_BYTES * self.known_facts().context_tokens)
-            size = len(text) if text.isascii() else len(text.encode(errors="replace"))
-            if size > longest:
-                raise TextTooLong(f"{size} bytes; {longest} are allowed", parameter)
-            ids = await TEXT_WORK.run(len(text), encode, text, parse_special=parse_special)
-        else:
-            ids = encode(text, parse_special=parse_special)
+        """Token ids of a text. Raises ContextOverflow where there must be more than `most`."""
+        encode = partial(self.tokenizer.encode, text, parse_special=parse_special)
+        fewest = len(text) // self._longest
+        if most is not None and fewest > most:
+            raise ContextOverflow(fewest, None, most, parameter, at_least=True)
+        ids = encode() if len(text) <= INLINE_CHARACTERS else await in_text_thread(encode)
         head = self.tokenizer.bos_id
         return [head, *ids] if bos and head is not None else ids
 
@@ -177,12 +137,10 @@ class ServedModel:
             )
             return b"".join(parts).decode("utf-8", "replace")
 
-        return await TEXT_WORK.run(len(tokens), text)
+        return await in_text_thread(text)
 
     def about(self) -> dict[str, Any] | None:
         """The decision where it runs, in numbers and in words, for /v1/placement."""
-        if self.placement is None:
-            return None
         return {**msgspec.to_builtins(self.placement), "lines": explain(self.placement)}
 
     # Who uses it, and what it is at.
@@ -201,15 +159,13 @@ class ServedModel:
 
     @property
     def given_up(self) -> bool:
-        """True when it is not served, and no request changes that."""
+        """True when it has failed, and nobody is trying again."""
         return self.supervisor.state == EngineState.failed and self.load is None
 
-    def progress(self) -> tuple[str, float | None] | None:
-        """What a load is at, and its fraction 0..1 where it is known; None: nothing."""
-        loading = self.supervisor.loading
-        if self.supervisor.state == EngineState.loading and loading is not None:
-            return loading.what, loading.fraction
-        return None if self.doing is None else (self.doing, None)
+    @property
+    def may_try_again(self) -> bool:
+        """True once it has been given up for RETRY_SECONDS."""
+        return self.given_up and time.monotonic() >= self.supervisor.since + RETRY_SECONDS
 
     def hold(self) -> Callable[[], None]:
         """A request uses it from now on, until the returned function is called, once."""
@@ -218,16 +174,7 @@ class ServedModel:
 
     def _held(self, more: int) -> None:
         self.holders += more
-        self.used_at, self.was_used = time.monotonic(), True
-
-    def failed(self, problem: str) -> None:
-        """A load has failed, or its engines kept dying: there is a pause before the next load."""
-        self.retry_at, self.problem = time.monotonic() + RETRY_SECONDS, problem
-
-    def give_up_waiting(self) -> None:
-        """End a load that has not begun; one whose engine runs ends with the engine."""
-        if self.load is not None and self.doing is not None:
-            self.load.cancel()
+        self.used_at = time.monotonic()
 
     # Its memory.
 
@@ -242,42 +189,3 @@ class ServedModel:
     def measured_bytes(self) -> int:
         """RSS of its engine processes now."""
         return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
-
-
-class ModelRouter:
-    """The models of one server by name; serving.registry.model_registry.Registry loads them too."""
-
-    def __init__(self, metrics: ServerMetrics) -> None:
-        self.metrics = metrics
-        self.models: dict[str, ServedModel] = {}
-
-    def add(self, model: ServedModel) -> None:
-        """One more model."""
-        self.models[model.served_name] = model
-        self.metrics.add(model.metrics)
-
-    @property
-    def first(self) -> ServedModel:
-        """The model that is meant where none is named."""
-        return next(iter(self.models.values()))
-
-    def named(self, name: str | None) -> ServedModel:
-        """The model of this name. Raises UnknownModel, ModelNotNamed."""
-        if name is None and len(self.models) == 1:
-            return self.first
-        if name in self.models:
-            return self.models[name]
-        names = [repr(one) for one in self.models]
-        shown = ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
-        if name is None:
-            raise ModelNotNamed(f"model is needed: {shown} are served")
-        are = "is" if len(names) == 1 else "are"
-        raise UnknownModel(f"the model {name[:200]!r} does not exist; {shown} {are} served")
-
-    def states(self) -> dict[str, EngineState]:
-        """Name -> state; a model that is on its way counts as loading."""
-        return {name: model.state for name, model in self.models.items()}
-
-    async def hold(self, name: str) -> Callable[[], None]:
-        """Keep this model loaded until the returned function is called. Raises Unavailable."""
-        return self.models[name].hold()

@@ -17,7 +17,6 @@ Memory is that of one place: "cpu" for RAM, a GPU's UUID for its own (Attempt.pl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,20 +24,25 @@ from typing import Any, NamedTuple
 import msgspec
 
 from models import formatting
-from models.errors import ModelError
-from serving.errors import EngineFailed, EngineState, LoadFailed, NoRoom, ServingError, Unavailable
+from models.errors import CrossoverError
+from serving.errors import (
+    EngineFailed,
+    EngineState,
+    LoadFailed,
+    ModelNotNamed,
+    NoRoom,
+    ServingError,
+    Unavailable,
+    UnknownModel,
+)
 from serving.metrics import Metrics, ServerMetrics
 from serving.placement.placement_policy import Attempt, NoPlacement, Placement, Reason, narrowed
 from serving.registry.engine_config import Machine, Prepared
-from serving.registry.loaded_model import (
-    TEXT_WORK,
-    ModelRouter,
-    ServedModel,
-    Vocabulary,
-    read_vocabulary,
-)
-from serving.supervisor.supervisor import Background, Supervisor
+from serving.registry.loaded_model import ServedModel, Vocabulary, read_vocabulary
+from serving.supervisor.supervisor import RETRY_SECONDS, Background, Supervisor
 
+_NAMES_SHOWN = 8
+_NOT_THERE = (EngineState.unloaded, EngineState.failed)
 Bytes = Mapping[str, int]  # place -> bytes
 
 
@@ -127,7 +131,7 @@ def bytes_free(
     return free
 
 
-class Registry(ModelRouter):
+class Registry:
     """See the module's docstring. `shared`: the command line's options that every model has
     (serving.server_options.shared_of)."""
 
@@ -139,15 +143,44 @@ class Registry(ModelRouter):
         limits: RegistryLimits,
         shared: Mapping[str, Any],
     ) -> None:
-        super().__init__(metrics)
-        self.limits = limits
+        self.metrics = metrics
         self.machine = machine
+        self.limits = limits
         self.shared = shared
+        self.models: dict[str, ServedModel] = {}
         self._make_supervisor = make_supervisor
         self._turn = asyncio.Lock()
-        # What a load raises is for its waiters.
-        self._background = Background("the registry", expected=(ServingError,))
+        self._background = Background()  # what a load raises is for its waiters
         self._stopping = False
+
+    # Models by name.
+
+    @property
+    def first(self) -> ServedModel:
+        """The model that is meant where none is named."""
+        return next(iter(self.models.values()))
+
+    def named(self, name: str | None) -> ServedModel:
+        """The model of this name. Raises UnknownModel, ModelNotNamed."""
+        if name is None and len(self.models) == 1:
+            return self.first
+        if name in self.models:
+            return self.models[name]
+        names = [repr(one) for one in self.models]
+        shown = ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
+        if name is None:
+            raise ModelNotNamed(f"model is needed: {shown} are served")
+        are = "is" if len(names) == 1 else "are"
+        raise UnknownModel(f"the model {name[:200]!r} does not exist; {shown} {are} served")
+
+    def states(self) -> dict[str, EngineState]:
+        """Name -> state; a model that is on its way counts as loading."""
+        return {name: model.state for name, model in self.models.items()}
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences submitted and not finished, of all models."""
+        return sum(model.supervisor.in_flight for model in self.models.values())
 
     # Models come and go.
 
@@ -164,8 +197,13 @@ class Registry(ModelRouter):
             supervisor.rest(EngineState.unloaded, "it is loaded when it is first asked for")
         vocabulary = vocabulary or read_vocabulary(prepared.tokenizer_path)
         metrics = Metrics(self.metrics, name, supervisor)
-        self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
-        return self.models[name]
+        return self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
+
+    def add(self, model: ServedModel) -> ServedModel:
+        """One more model, and its metrics."""
+        self.models[model.served_name] = model
+        self.metrics.add(model.metrics)
+        return model
 
     async def forget(self, name: str) -> None:
         """A model that did not load is served no more: its name is free."""
@@ -176,30 +214,19 @@ class Registry(ModelRouter):
     async def start(self) -> None:
         """Begin to load, in order, the models that load at the start; returns at once."""
         self._background.keep(self._watch())
-        await TEXT_WORK.run(0, str)  # its thread is there from the start
-        wanted = [one for one in self.models.values() if one.prepared.model.load == "start"]
-        self._background.keep(self._load_all(wanted))
-
-    async def _load_all(self, models: list[ServedModel]) -> None:
-        for model in models:
-            # The supervisor's state tells what went wrong; the next model loads all the same.
-            with contextlib.suppress(Exception, asyncio.CancelledError):
-                await asyncio.shield(self._load_soon(model, evict=False))
+        for one in self.models.values():
+            if one.prepared.model.load == "start":
+                self._load_soon(one, evict=False)
 
     async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
         """End every engine, as Supervisor.stop does; returns how many sequences were cut off."""
         self._stopping = True
         for model in self.models.values():
-            model.give_up_waiting()
+            self._call_off(model)
         stops = (one.supervisor.stop(drain, timeout_seconds) for one in self.models.values())
         counts = await asyncio.gather(*stops)
         self._background.cancel()
         return sum(counts)
-
-    @property
-    def in_flight(self) -> int:
-        """Sequences submitted and not finished, of all models."""
-        return sum(model.supervisor.in_flight for model in self.models.values())
 
     # A request.
 
@@ -207,48 +234,42 @@ class Registry(ModelRouter):
         """Wait until this model serves, loading it where that is allowed, and keep it loaded until
         the returned function is called. Raises Unavailable."""
         model, until = self.models[name], time.monotonic() + self.limits.load_wait_seconds
-        who, supervisor = f"the model {name!r}", model.supervisor
+        supervisor = model.supervisor
         while True:
             state = supervisor.state
-            # A request does not wait for the load at the server's start.
-            demanded = model.prepared.model.load == "demand" or model.was_used
-            if state == EngineState.unloaded or (state == EngineState.failed and model.retry_at):
-                wait = model.retry_at - time.monotonic()
-                if not model.on_demand:
-                    raise Unavailable(f"{who} was unloaded by an administrator", 30.0, "unloaded")
-                if model.load is None and wait > 0:
-                    text = f"{who} did not load: {model.problem or 'no reason given'}"
-                    raise Unavailable(text, wait, "load_failed")
-                await self._until_loaded(model, self._load_soon(model), until)
-            elif state == EngineState.loading and model.load is not None and demanded:
-                await self._until_loaded(model, model.load, until)
-            elif state == EngineState.draining and not self._stopping:
+            if state == EngineState.draining and not self._stopping:
                 try:
                     async with asyncio.timeout(until - time.monotonic()):
                         await supervisor.wait_change()  # no task between the look and the wait
                 except TimeoutError:
-                    raise Unavailable(f"{who} is being unloaded", 5.0, "unloaded") from None
+                    text = f"the model {name!r} is being unloaded"
+                    raise Unavailable(text, 5.0, "unloaded") from None
+            elif model.load is not None and state in (*_NOT_THERE, EngineState.loading):
+                await self._until_loaded(model, model.load, until)
+            elif state == EngineState.unloaded and not model.on_demand:
+                text = f"the model {name!r} was unloaded by an administrator"
+                raise Unavailable(text, 30.0, "unloaded")
+            elif state == EngineState.unloaded or model.may_try_again:
+                await self._until_loaded(model, self._load_soon(model), until)
             else:
-                return model.hold()  # or it says why not
+                return model.hold()  # or its facts say why not
 
     async def _until_loaded(
         self, model: ServedModel, load: asyncio.Task[None], until: float
     ) -> None:
-        model.was_used = True
         done, _ = await asyncio.wait({load}, timeout=max(0.0, until - time.monotonic()))
         who = f"the model {model.served_name!r}"
         if not done:
             waited = f"was not ready within {self.limits.load_wait_seconds:g} s"
-            text = f"{who} is being loaded and {waited}"
-            raise Unavailable(text, model.supervisor.retry_after_seconds(), "loading")
+            seconds = model.supervisor.retry_after_seconds()
+            raise Unavailable(f"{who} is being loaded and {waited}", seconds, "loading")
         if load.cancelled():
             raise Unavailable(f"the load of {who} was given up", 5.0, "unloaded")
         problem = load.exception()
         if isinstance(problem, NoRoom):
             raise Unavailable(f"{who} cannot be loaded now: {problem}", 5.0, "no_room")
         if problem is not None:
-            wait = max(1.0, model.retry_at - time.monotonic())
-            raise Unavailable(f"{who} did not load: {problem}", wait, "load_failed")
+            raise Unavailable(f"{who} did not load: {problem}", RETRY_SECONDS, "load_failed")
 
     # Loading.
 
@@ -256,7 +277,6 @@ class Registry(ModelRouter):
         """Load a model now, for an administrator. Raises NoRoom, NoPlacement, LoadFailed."""
         model = self.models[name]
         model.on_demand = True
-        model.retry_at = 0.0
         await asyncio.shield(self._load_soon(model))
 
     def _load_soon(self, model: ServedModel, evict: bool = True) -> asyncio.Task[None]:
@@ -264,41 +284,42 @@ class Registry(ModelRouter):
             model.load = self._background.keep(self._load(model, evict))
         return model.load
 
+    def _call_off(self, model: ServedModel) -> None:
+        """End a load that has not begun; one whose engine runs ends with the engine."""
+        if model.load is not None and model.is_queued:
+            model.load.cancel()
+
     async def _load(self, model: ServedModel, evict: bool) -> None:
         supervisor = model.supervisor
+        model.is_queued = True
         try:
-            model.doing = "waits until another model is loaded"
             async with self._turn:
                 while supervisor.state == EngineState.draining and not self._stopping:
                     await supervisor.wait_change()
                 if supervisor.state in (EngineState.ready, EngineState.restarting):
                     return
-                model.doing = "looks for room"
                 model.placement = await self._room_for(model, evict)
-                model.doing = None
+                model.is_queued = False
                 await supervisor.start(model.prepared.configs_of(model.placement))
                 try:
                     await supervisor.wait_ready()
                 except EngineFailed as problem:
                     raise LoadFailed(str(problem)) from problem
-            model.retry_at, model.problem = 0.0, None
-            model.used_at, model.was_loaded = time.monotonic(), True
+            model.used_at = time.monotonic()
             model.metrics.loads["ready"] += 1
         except NoRoom as problem:
             supervisor.rest(EngineState.unloaded, str(problem))
             raise
         except Exception as problem:  # whatever it is, this model did not load
             said = str(problem)
-            if not isinstance(problem, ServingError | ModelError):
+            if not isinstance(problem, CrossoverError):
                 said = f"{type(problem).__name__}: {problem}"
             model.metrics.loads["failed"] += 1
-            model.failed(said)
-            if supervisor.state == EngineState.loading:
+            if supervisor.state in (*_NOT_THERE, EngineState.loading) and model.on_demand:
                 supervisor.rest(EngineState.failed, said)
             raise
         finally:
-            model.load = None
-            model.doing = None
+            model.load, model.is_queued = None, False
 
     async def _room_for(self, model: ServedModel, evict: bool) -> Placement:
         """Where this model goes now, once others are evicted for it: the first attempt that fits,
@@ -345,7 +366,7 @@ class Registry(ModelRouter):
         """Unload a model until an administrator loads it; returns the sequences cut off."""
         model = self.models[name]
         model.on_demand = False
-        model.give_up_waiting()
+        self._call_off(model)
         return await self._unload(model, "asked for", "asked", drain)
 
     async def _unload(self, model: ServedModel, why: str, kind: str, drain: bool = True) -> int:
@@ -363,11 +384,8 @@ class Registry(ModelRouter):
             limits = [one.prepared.model.idle_unload_seconds for one in models]
             await asyncio.sleep(min([1.0, *(one / 5 for one in limits if one is not None)]))
             for model, limit in zip(models, limits, strict=True):
-                if model.given_up and model.was_loaded:
-                    if not model.retry_at:
-                        model.failed(model.supervisor.reason or "no reason given")
-                    elif time.monotonic() >= model.retry_at:
-                        self._load_soon(model, evict=False)
+                if model.may_try_again and model.metrics.loads["ready"]:
+                    self._load_soon(model, evict=False)
                 idle = time.monotonic() - model.used_at
                 is_ready = model.supervisor.state == EngineState.ready
                 if limit is not None and is_ready and not model.busy and idle >= limit:

@@ -25,7 +25,9 @@ from serving.errors import Cause
 PERMANENT = frozenset({Cause.backend_missing, Cause.unsupported})
 # No word for so long from an engine that loads; one on a GPU alone tells of every layer.
 LOAD_SILENCE_SECONDS = {"gpu": 120.0, "cpu": 1800.0}
-SLOW_STEP = 10.0  # times its largest step at its pace so far, until one that computes hangs
+# Times the timeout that a step may take: whoever waits for a GPU that hangs spins, and the first
+# prompt of a large model on a CPU takes minutes.
+LONGEST_STEP = {"gpu": 2.0, "cpu": 30.0}
 
 
 class RecoveryLimits(msgspec.Struct, frozen=True):
@@ -36,10 +38,9 @@ class RecoveryLimits(msgspec.Struct, frozen=True):
     deaths: int = 5  # within `window_seconds`: the circuit breaker opens
     window_seconds: float = 300.0
     load_attempts: int = 2  # deaths in a row before ready: then it is not chance
-    return_first_seconds: float = 30.0
-    return_longest_seconds: float = 600.0
-    lasted_seconds: float = 600.0  # uptime after which the backoff resets
-    flips_per_hour: int = 4
+    return_first_seconds: float = 30.0  # from a fallback to the first try to go back
+    return_longest_seconds: float = 900.0
+    lasted_seconds: float = 600.0  # uptime after which that pause is short again
     health_timeout_seconds: float = 30.0  # no step for so long with work, and no CPU used
     kill_after_seconds: float = 5.0  # from asking an engine to stop at once to SIGKILL
 
@@ -87,9 +88,8 @@ def after_death(
     if len(recent) >= limits.deaths:
         died = f"died {len(recent)} times in {last.at_seconds - recent[0].at_seconds:.0f} s"
         return Verdict(None, 0.0, f"the engine {died} and is not started again; last {why}")
-    pause = min(
-        limits.backoff_longest_seconds, limits.backoff_first_seconds * 2.0 ** (len(recent) - 1)
-    )
+    pause = limits.backoff_first_seconds * 2.0 ** (len(recent) - 1)
+    pause = min(limits.backoff_longest_seconds, pause)
     return Verdict(last.engine, pause, f"restarting after {why}")
 
 
@@ -105,22 +105,14 @@ def return_at(
     `returns`: when earlier attempts began; the pause doubles with each that did not last.
     """
     of_preferred = [one for one in endings if one.engine == 0]
-    if not of_preferred or of_preferred[-1].cause in PERMANENT or limits.flips_per_hour <= 0:
+    if not of_preferred or of_preferred[-1].cause in PERMANENT:
         return None
     unlucky = sum(fell_back_at - at < limits.lasted_seconds for at in returns)
     pause = min(limits.return_longest_seconds, limits.return_first_seconds * 2.0**unlucky)
-    earliest = max(fell_back_at, *returns, 0.0) + pause
-    if len(returns) >= limits.flips_per_hour:
-        earliest = max(earliest, returns[-limits.flips_per_hour] + 3600.0)
-    return earliest
+    return max(fell_back_at, *returns, 0.0) + pause
 
 
-def is_hung(step_age: float, idle: float, timeout: float, longest_step: float | None) -> bool:
-    """No step for `timeout` while it sleeps (`idle` without CPU use), or none for much longer: a
-    process that waits for a GPU spins. Seconds.
-
-    `longest_step`: what its largest step takes at its pace so far; None: not known, and the first
-    prompt of a large model on a CPU takes minutes.
-    """
-    most = 30 * timeout if longest_step is None else max(2 * timeout, SLOW_STEP * longest_step)
-    return step_age > most or min(step_age, idle) > timeout
+def is_hung(step_age: float, idle: float, timeout: float, device: str) -> bool:
+    """No step for `timeout` while it sleeps (`idle` without CPU use), or none for LONGEST_STEP
+    times that. Seconds."""
+    return step_age > LONGEST_STEP[device] * timeout or min(step_age, idle) > timeout

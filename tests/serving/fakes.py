@@ -39,7 +39,8 @@ from serving.http.http_request import Limits
 from serving.http.http_server import server_options
 from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
-from serving.registry.loaded_model import ModelRouter, ServedModel
+from serving.registry.loaded_model import ServedModel
+from serving.registry.model_registry import Registry, RegistryLimits
 from serving.sampling.step_rows import Sampling
 from serving.supervisor.inflight_requests import Stream
 from serving.supervisor.supervisor import Supervisor
@@ -125,7 +126,8 @@ class FakeSupervisor:
         self.streams: dict[int, Stream] = {}
         self.cancelled: list[int] = []
         self.refuse_after: int | None = None
-        self.most_sequences: int | None = None
+        self.most_sequences = 1 << 20
+        self.since = time.monotonic()
         self.refusal: Unavailable | Overloaded = Overloaded(
             "the queue is full", 2.4, "queue_requests"
         )
@@ -293,7 +295,8 @@ def app_on(
     name: str = "m",
 ) -> App:
     """The app over one supervisor (a fake one, or not), by default with a byte tokenizer."""
-    router = ModelRouter(ServerMetrics())
+    nothing: Any = None  # is placed or loaded here
+    router = Registry(ServerMetrics(), nothing, nothing, RegistryLimits(), {})
     metrics = Metrics(router.metrics, name, supervisor)
     tokenizer = tokenizer or ByteTokenizer()
     vocabulary = tokenizer, tokenizer.token_bytes()

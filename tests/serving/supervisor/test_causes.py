@@ -30,7 +30,9 @@ from tests.serving.placement.test_plan import machine, with_gpu
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
-LIMITS = RecoveryLimits(backoff_first_seconds=0.05, health_timeout_seconds=10.0, flips_per_hour=0)
+LIMITS = RecoveryLimits(
+    backoff_first_seconds=0.05, health_timeout_seconds=10.0, return_first_seconds=600.0
+)
 SOON_HUNG = msgspec.structs.replace(LIMITS, health_timeout_seconds=1.0)
 MIB = 1 << 20
 SMALL_GPU = GpuFacts("Test GPU", "nvidia", 80 << 30, 10 * MIB, "550.1", "9.0")
