@@ -16,7 +16,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,23 +73,20 @@ def find_gpus(root: Path = ROOT, *, timeout_seconds: float = 10.0) -> FoundGpus:
     answer: queue.SimpleQueue[FoundGpus] = queue.SimpleQueue()
 
     def ask() -> None:
-        try:
-            answer.put(list_gpus())
-        finally:
-            _ASKING.release()
+        answer.put(list_gpus())
+        _ASKING.release()
 
     try:
-        if not _ASKING.acquire(timeout=timeout_seconds):
+        if not _ASKING.acquire(timeout=timeout_seconds):  # the one before hangs
             raise queue.Empty
         threading.Thread(target=ask, name="nvml", daemon=True).start()
         found = answer.get(timeout=timeout_seconds)
     except queue.Empty:
         note = f"the NVIDIA driver did not answer within {timeout_seconds:g} s"
         return FoundGpus((), Cause.health_timeout, note)
-    shown = visible(found.gpus, os.environ)
+    shown = visible(found.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if found.gpus and not shown:
-        hidden = "CUDA_VISIBLE_DEVICES hides every NVIDIA GPU"
-        return FoundGpus((), Cause.no_device, hidden)
+        return FoundGpus((), Cause.no_device, "CUDA_VISIBLE_DEVICES hides every NVIDIA GPU")
     return msgspec.structs.replace(found, gpus=shown)
 
 
@@ -99,26 +96,17 @@ def render_nodes(root: Path = ROOT) -> list[Path]:
     return sorted((root / "dev/dri").glob("renderD*"))
 
 
-def visible(gpus: tuple[GpuFacts, ...], environment: Mapping[str, str]) -> tuple[GpuFacts, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves: engines are given one of them by its UUID.
-
-    Numbers are taken in the driver's order (CUDA_DEVICE_ORDER=PCI_BUS_ID); as CUDA does, a list
-    ends at the first entry that means nothing.
-    """
-    told = environment.get("CUDA_VISIBLE_DEVICES")
+def visible(gpus: tuple[GpuFacts, ...], told: str | None) -> tuple[GpuFacts, ...]:
+    """Those that CUDA_VISIBLE_DEVICES leaves: engines are given one of them by its UUID. Numbers
+    are taken in the driver's order (CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
     if told is None:
         return gpus
-    found: list[GpuFacts] = []
-    for entry in map(str.strip, told.split(",")):
-        named = [
-            one
-            for one in gpus
-            if entry == str(one.index) or (entry and (one.uuid or "").startswith(entry))
-        ]
-        if not named:
-            break
-        found += named
-    return tuple(found)
+    entries = [entry.strip() for entry in told.split(",") if entry.strip()]
+    return tuple(
+        gpu
+        for gpu in gpus
+        if any(one == str(gpu.index) or (gpu.uuid or "").startswith(one) for one in entries)
+    )
 
 
 def run_probe(function: str, timeout_seconds: float) -> Ran:

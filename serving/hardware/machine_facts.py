@@ -52,22 +52,14 @@ def refuse_shortage(needed_bytes: int, what: str) -> None:
         )
 
 
-AUTOGROUP = Path("/proc/self/autogroup")
+AUTOGROUP = Path("/proc/self/autogroup")  # where the kernel shares cores out by session
 
 
-def lower_priority(nice: int, autogroup: Path = AUTOGROUP) -> str | None:
-    """By `nice`: of this thread, of those that it starts from now on, and of its session.
-
-    None when done; why not, where sessions are groups and this one's cannot be lowered.
-    """
+def lower_priority(nice: int) -> None:
+    """By `nice`: of this thread, of those that it starts from now on, and of its session."""
     os.nice(nice)
-    try:
-        autogroup.write_text(str(nice))
-    except FileNotFoundError:  # this kernel has no such groups
-        return None
-    except OSError as problem:
-        return f"the priority of the engine's session cannot be lowered: {problem}"
-    return None
+    with suppress(OSError):  # a kernel without such groups, or a container that may not
+        AUTOGROUP.write_text(str(nice))
 
 
 # CPU flags that decide how fast the engines' kernels are.

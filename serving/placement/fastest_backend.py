@@ -1,7 +1,7 @@
 """The fastest backend of this CPU for a model and its work: measured once in seconds, then kept.
 
     choice = fastest_backend(question, hardware_facts(), say, progress)
-    "\\n".join(choice_lines(choice))
+    choice.backend, choice.weight_format, choice.reason
 
 Memory and packages decide by arithmetic who can be chosen. Those who can are measured in a child
 process, by the backend that serves: prompts alone, decode steps of one row and of all slots. The
@@ -16,7 +16,7 @@ import contextlib
 import importlib.metadata
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -28,7 +28,7 @@ from models.formatting import count, duration, requests, significant
 from models.isolated import run_python
 from models.ladder import rung
 from models.manifest import Progress, write_atomically
-from models.resolve import is_made, resolve
+from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.backend_table import BACKENDS, backend_class, missing_backends, weights_of
@@ -40,7 +40,7 @@ from serving.server_options import Policy
 
 BEST = "best"  # in place of a backend's name in a campaign
 USUAL = (("llama_cpp", "Q4_0"), ("onnx", "int8"))  # looked at where no format is asked for
-# A bigger model whose weights are not all made is judged by this rung's times, scaled.
+# A bigger model, whose weights would first have to be made, is judged by this rung's times, scaled.
 PROXY, MOST_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
 PART_SECONDS = 0.5  # of each kind of step
 MOST_STEPS = 64  # of one kind
@@ -61,14 +61,13 @@ class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
     decode_slots_seconds: float  # of a step of `slots` rows
 
 
-class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that was looked at. `why_not`: why it cannot be chosen; "": it can."""
 
     backend: str
     weight_format: str
     why_not: str = ""
     times: EngineTimes | None = None  # for the model that is asked for; None: not measured
-    measured_on: str = ""  # the model measured, where that is another one; its times are scaled
     requests_per_second: float | None = None  # under the work asked for, by `times`
 
     @property
@@ -119,21 +118,22 @@ def fastest_backend(
         found = [
             one if one.why_not else _measured(question, one, facts, say, progress) for one in found
         ]
+    told = []
+    for one in found:
+        rate = one.requests_per_second
+        told.append(f"{one.name} {one.why_not or (requests(rate) if rate else 'not measured')}")
     possible = [one for one in found if not one.why_not]
     if not possible:
-        why = "; ".join(f"{one.name}: {one.why_not}" for one in found)
-        text = why or f"no engine of the CPU has the format {', '.join(question.formats)}"
+        text = "; ".join(told)
+        text = text or f"no engine of the CPU has the format {', '.join(question.formats)}"
         raise NoPlacement(f"{question.request.model.name} has no engine here: {text}")
     best = max(possible, key=lambda one: one.requests_per_second or 0.0)
-    reason = f"{best.name}: the only engine that can run this model here now"
-    if len(possible) > 1:
-        reason = f"{best.name}: the first of {len(possible)} engines, none of which was measured"
-    if len(possible) > 1 and best.requests_per_second is not None:
-        reason = (
-            f"{best.name}: {requests(best.requests_per_second)} by its step times, the most, for "
-            f"prompts of {significant(question.prompt_tokens)} and answers of "
-            f"{significant(question.output_tokens)} tokens, {count(question.request.slots)} at once"
-        )
+    reason = (
+        f"{best.name} is the best engine by its step times, for prompts of "
+        f"{significant(question.prompt_tokens)} and answers of "
+        f"{significant(question.output_tokens)} tokens, {count(question.request.slots)} at once: "
+        f"{'; '.join(told)}"
+    )
     return EngineChoice(
         backend=best.backend,
         weight_format=best.weight_format,
@@ -160,7 +160,7 @@ def known_times(
     kept = read_table(question.cache, facts).get(question.key(engine))
     if kept is not None or not question.may_measure:
         return kept
-    request, began = question.request, time.monotonic()
+    began = time.monotonic()
     kind, weight_format = weights_of(engine.backend, engine.weight_format)
     files = resolve(
         question.source,
@@ -175,38 +175,17 @@ def known_times(
         model_name=files.name,
         weight_format=files.weight_format,
         tokenizer_path=files.tokenizer_path,
-        slots=request.slots,
-        kv_dtype=request.kv_dtype,
+        slots=question.request.slots,
+        kv_dtype=question.request.kv_dtype,
         threads=question.threads,
         cores=question.cores,
     )
     progress(f"measuring {engine.name} on {files.name}", None)
-    times = measured_times(config, request.model)
+    times = measured_times(config, question.request.model)
     keep(question.cache, facts, question.key(engine), times)
     spent, where = duration(time.monotonic() - began), table_path(question.cache)
     say(f"measured {engine.name} on {files.name} in {spent}, kept in {where}")
     return times
-
-
-def choice_lines(choice: EngineChoice) -> list[str]:
-    """The choice for people: why, then a line for each engine that was looked at."""
-    lines = [f"best engine: {choice.reason}"]
-    for one in choice.candidates:
-        told = []
-        if (times := one.times) is not None:
-            told.append(
-                f"prompts {significant(times.prompt_tokens_per_second)} tokens/s, decode "
-                f"{significant(1 / times.decode_seconds)} tokens/s for one stream, "
-                f"{significant(times.slots / times.decode_slots_seconds)} for {times.slots}"
-            )
-        if one.requests_per_second is not None:
-            told.append(requests(one.requests_per_second))
-        if one.measured_on:
-            told.append(f"measured on {one.measured_on}, scaled")
-        if one.why_not:
-            told.append(f"cannot be chosen: {one.why_not}")
-        lines.append(f"  {one.name}: {'; '.join(told) or 'not measured'}")
-    return lines
 
 
 def _pairs(formats: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -239,29 +218,24 @@ def _measured(
 ) -> EngineCandidate:
     """The candidate with its times; one that fails to be measured cannot be chosen."""
     spec, asked = question.request.model, question
-    kind, weight_format = weights_of(one.backend, one.weight_format)
-    there = is_made(asked.source, kind=kind, weight_format=weight_format, cache=asked.cache)
-    if not there and spec.parameters > MOST_MEASURED_PARAMETERS:
+    if spec.parameters > MOST_MEASURED_PARAMETERS:
         request = msgspec.structs.replace(asked.request, model=rung(PROXY).spec)
         asked = msgspec.structs.replace(asked, source=PROXY, request=request)
     try:
         times = known_times(asked, one, facts, say, progress)
     except CrossoverError as problem:
-        return msgspec.structs.replace(one, why_not=str(problem))
+        return msgspec.structs.replace(one, why_not=f"cannot be measured: {problem}")
     if times is None:
         return one
     factor = spec.matrix_parameters / asked.request.model.matrix_parameters  # of the arithmetic
-    times = msgspec.structs.replace(
-        times,
+    times = EngineTimes(
+        slots=times.slots,
         prompt_tokens_per_second=times.prompt_tokens_per_second / factor,
         decode_seconds=times.decode_seconds * factor,
         decode_slots_seconds=times.decode_slots_seconds * factor,
     )
     rate = requests_per_second(times, question.prompt_tokens, question.output_tokens)
-    measured_on = "" if asked is question else PROXY
-    return msgspec.structs.replace(
-        one, times=times, measured_on=measured_on, requests_per_second=rate
-    )
+    return msgspec.structs.replace(one, times=times, requests_per_second=rate)
 
 
 # --- the kept table
@@ -315,26 +289,20 @@ def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
         environment={CONFIG_VARIABLE: msgspec.json.encode(small).decode()},
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    name = f"{config.backend} {config.weight_format}"
-    if ran.status is None:
-        raise ServingError(f"{name} was not measured within {TIMEOUT_SECONDS:g} s")
-    if ran.status:
-        raise ServingError(f"{name} could not be measured: {ran.reason}")
-    return msgspec.json.decode(ran.output.splitlines()[-1], type=EngineTimes)
+    if ran.status == 0:
+        return msgspec.json.decode(ran.output.splitlines()[-1], type=EngineTimes)
+    why = f"nothing for {TIMEOUT_SECONDS:g} s" if ran.status is None else ran.reason
+    raise ServingError(f"{config.backend} {config.weight_format} says: {why}")
 
 
-def measure(
-    backend: Backend,
-    part_seconds: float = PART_SECONDS,
-    clock: Callable[[], float] = time.perf_counter,
-) -> EngineTimes:
+def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) -> EngineTimes:
     """Times of a loaded backend, by steps of random tokens."""
     info, random, held = backend.info, np.random.default_rng(1), [0] * backend.info.slots
 
-    def seconds_of(rows: list[tuple[int, int]]) -> float:
-        """Of a step that puts `count` tokens behind what each slot holds: (slot, count)."""
+    def seconds_of(slots: Iterable[int], tokens: int) -> float:
+        """Of a step that puts so many tokens behind what each of these slots holds."""
         step = []
-        for slot, tokens in rows:
+        for slot in slots:
             drawn = random.integers(3, info.vocabulary, tokens, np.int32)  # below: special ones
             step.append(Row(slot, drawn, held[slot], True))
             held[slot] += tokens
@@ -344,31 +312,26 @@ def measure(
 
     def prompt(slot: int, tokens: int) -> float:
         held[slot] = 0
-        return seconds_of([(slot, tokens)])
-
-    def decode(rows: int) -> float:
-        return seconds_of([(slot, 1) for slot in range(rows)])
+        return seconds_of([slot], tokens)
 
     def usual(step: Callable[[], float], least: int) -> float:
         """The lower quartile: whatever else the machine does only makes a step longer."""
-        until, found = clock() + part_seconds, list[float]()
+        until, found = clock() + PART_SECONDS, list[float]()
         while len(found) < least or (clock() < until and len(found) < MOST_STEPS):
             found.append(step())
         return sorted(found)[len(found) // 4]
 
     most = min(LONG_PROMPT, info.step_tokens, info.context_tokens - 2)
     guess = SHORT_PROMPT / min(prompt(0, SHORT_PROMPT) for _ in range(2))
-    length = int(min(most, max(SHORT_PROMPT, guess * part_seconds)))
+    length = int(min(most, max(SHORT_PROMPT, guess * PART_SECONDS)))
     prompt_seconds = usual(lambda: prompt(0, length), 1)
-    # The others hold as much as there is time to fill them with.
-    each = part_seconds * length / prompt_seconds / max(1, info.slots - 1)
-    for slot in range(1, info.slots):
-        prompt(slot, int(min(length, max(4, each))))
+    for slot in range(1, info.slots):  # all together in the time of one long prompt
+        prompt(slot, max(4, length // info.slots))
     return EngineTimes(
         slots=info.slots,
         prompt_tokens_per_second=length / prompt_seconds,
-        decode_seconds=usual(lambda: decode(1), 4),
-        decode_slots_seconds=usual(lambda: decode(info.slots), 4),
+        decode_seconds=usual(lambda: seconds_of([0], 1), 4),
+        decode_slots_seconds=usual(lambda: seconds_of(range(info.slots), 1), 4),
     )
 
 

@@ -207,16 +207,16 @@ def _on_gpu(
 
     Of several GPUs that a backend's build drives, the one with most free memory."""
     if not facts.gpus:
-        cause = Cause(facts.gpu_cause) if facts.gpu_cause else Cause.no_device
+        cause = Cause(facts.gpu_cause or Cause.no_device)
         yield None, Reason(cause, facts.gpu_note or "no GPU found")
         return
     names: tuple[str, ...] = DEFAULTS["gpu"]
     if request.backend or request.weight_format:
         names = (request.backend or default_backend("gpu", request.weight_format),)
     for name in names:
-        # The GPUs that the build drives; where that is not known, all that one may.
+        # Whose GPUs the build drives; where that is not known, those of all but Vulkan's devices.
         vendor = obstacles.vendors.get(name)
-        gpus = [gpu for gpu in facts.gpus if vendor in (None, gpu.vendor)]
+        gpus = [gpu for gpu in facts.gpus if (vendor or gpu.vendor) == gpu.vendor]
         if vendor is None and not spec_of(name).is_compiled:
             gpus = [gpu for gpu in gpus if gpu.vendor != VULKAN]
         cause, there = Cause.backend_missing, f"{facts.gpus[0].name} is there, but"
@@ -229,11 +229,9 @@ def _on_gpu(
             cause, why = obstacles.gpu[name]
             text = f"{there} {name} cannot use it: {why}"
         elif not gpus:
-            built_for = f"this build of {name} is for GPUs of {vendor}"
-            text = f"{there} {built_for if vendor else f'{name} does not use Vulkan'}"
+            text = f"{there} this build of {name} is for GPUs of {vendor or 'other makers'}"
         else:
-            gpu = max(gpus, key=lambda gpu: gpu.free_bytes or 0)
-            looked = _fitted(request, facts, name, gpu)
+            looked = _fitted(request, facts, name, max(gpus, key=lambda gpu: gpu.free_bytes or 0))
             yield looked
             if looked[0] is not None:
                 return
@@ -249,14 +247,15 @@ def _on_cpu(
     if name in obstacles.missing:
         text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
         return None, Reason(Cause.backend_missing, text)
-    if to_fall_back_to and request.check_memory and request.kv_tokens is None:
+    found = _fitted(request, facts, name, None)
+    if found[0] is None and to_fall_back_to and request.kv_tokens is None:
         fitting = slots_that_fit(predicted(request, facts, name, None))
         if 0 < fitting < request.slots:
             room = f"the CPU has room for {fitting} of the {request.slots} slots"
             fewer = msgspec.structs.replace(request, slots=fitting)
             attempt, reason = _fitted(fewer, facts, name, None)
             return attempt, reason or Reason(None, f"{room}, should it be fallen back to")
-    return _fitted(request, facts, name, None)
+    return found
 
 
 def _fitted(
@@ -275,20 +274,17 @@ def _fitted(
         f"{where} (weights {size(found.weight_bytes)}, KV {size(found.kv_bytes)}, "
         f"overhead {size(found.overhead_bytes)}), {size(found.free_bytes or 0)} may be used"
     )
-    if (fitting := slots_that_fit(found)) > 0:
-        text += f"; {fitting} slots instead of {request.slots} would fit"
-    elif fitting < 0:
-        text += "; the weights alone are too big: take a smaller model or format"
+    fitting = slots_that_fit(found)
+    advice = f"{fitting} slots instead of {request.slots} would fit"
+    text += f"; {advice if fitting > 0 else 'take a smaller model or format'}"
     cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
     return None if request.check_memory else found, Reason(cause, text)
 
 
 def slots_that_fit(attempt: Attempt) -> int:
-    """At most as many as were planned; below 0 where not even the weights do."""
-    if attempt.fits or attempt.free_bytes is None:
-        return attempt.slots
-    room = attempt.free_bytes - attempt.weight_bytes - attempt.overhead_bytes
-    return room // max(1, attempt.kv_bytes // attempt.slots) if room > 0 else -1
+    """Of one that does not fit; 0 or less where not even the weights do."""
+    room = (attempt.free_bytes or 0) - attempt.weight_bytes - attempt.overhead_bytes
+    return room // max(1, attempt.kv_bytes // attempt.slots)
 
 
 def predicted(
@@ -327,20 +323,18 @@ def predicted(
         free_bytes=None if free_bytes is None else int(free_bytes * HEADROOM),
         kv_dtype=kv_dtype,
         device_name=facts.cpu_model if gpu is None else gpu.name,
-        device_id=(gpu.uuid or "") if gpu is not None else "",
-        vendor=gpu.vendor if gpu is not None else "",
+        device_id="" if gpu is None else gpu.uuid or "",
+        vendor="" if gpu is None else gpu.vendor,
     )
 
 
 def default_backend(device: str, weight_format: str | None = None) -> str:
     """The backend where the user names none: the first that has the format, else the default."""
     default = DEFAULTS[device][0]
-    if weight_format is None:
-        return default
-    usable = [default, *(name for name, spec in BACKENDS.items() if device in spec.devices)]
+    names = [default, *(name for name, spec in BACKENDS.items() if device in spec.devices)]
     for same in (str, str.lower):  # BF16 is a GGUF format, bf16 one of torch
-        for name in usable:
-            if same(weight_format) in map(same, BACKENDS[name].formats):
+        for name in names:
+            if same(weight_format or "") in map(same, BACKENDS[name].formats):
                 return name
     return default
 

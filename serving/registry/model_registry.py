@@ -43,6 +43,7 @@ from serving.supervisor.supervisor import RETRY_SECONDS, Background, Supervisor
 
 _NAMES_SHOWN = 8
 _NOT_THERE = (EngineState.unloaded, EngineState.failed)
+_UNLOADED = (EngineState.unloaded, EngineState.draining)  # or soon
 Bytes = Mapping[str, int]  # place -> bytes
 
 
@@ -66,12 +67,13 @@ class Resident(NamedTuple):
 
 def make_room(
     options: Sequence[Bytes], residents: Sequence[Resident], free: Mapping[str, int | None]
-) -> tuple[int, list[str]]:
-    """Which of `options` (bytes needed in each place) can be had, and who goes for it, in order.
+) -> tuple[int, str | None]:
+    """Which of `options` (bytes needed in each place) can be had, and who goes for it, the least
+    recently used; None: it fits.
 
     The first that can be had is taken (the placement's order: GPU first), even where others are
-    evicted for it; no more go than needed. `free`: None where the device does not say. Raises
-    NoRoom where busy models are in the way, NoPlacement where it would not even fit alone.
+    evicted for it. `free`: None where the device does not say. Raises NoRoom where busy models are
+    in the way, NoPlacement where it would not even fit alone.
     """
 
     def lacks(needs: Bytes, gone: Sequence[Resident] = ()) -> list[str]:
@@ -80,12 +82,10 @@ def make_room(
 
     idle = sorted((one for one in residents if not one.busy), key=lambda one: one.used_at)
     for index, needs in enumerate(options):
+        short = lacks(needs)
         if not lacks(needs, idle):
-            gone = idle
-            for one in reversed(idle):  # whoever may stay; the youngest first
-                others = [other for other in gone if other is not one]
-                gone = gone if lacks(needs, others) else others
-            return index, [one.name for one in gone]
+            there = [one.name for one in idle if any(one.takes.get(at) for at in short)]
+            return index, next(iter(there), None)
     why = "; ".join(
         f"{formatting.size(needs[at])} needed on the {'CPU' if at == 'cpu' else 'GPU'}, "
         f"{formatting.size(max(0, free[at] or 0))} may be used"
@@ -234,25 +234,18 @@ class Registry:
         """Wait until this model serves, loading it where that is allowed, and keep it loaded until
         the returned function is called. Raises Unavailable."""
         model, until = self.models[name], time.monotonic() + self.limits.load_wait_seconds
-        supervisor = model.supervisor
-        while True:
-            state = supervisor.state
-            if state == EngineState.draining and not self._stopping:
-                try:
-                    async with asyncio.timeout(until - time.monotonic()):
-                        await supervisor.wait_change()  # no task between the look and the wait
-                except TimeoutError:
-                    text = f"the model {name!r} is being unloaded"
-                    raise Unavailable(text, 5.0, "unloaded") from None
-            elif model.load is not None and state in (*_NOT_THERE, EngineState.loading):
-                await self._until_loaded(model, model.load, until)
-            elif state == EngineState.unloaded and not model.on_demand:
-                text = f"the model {name!r} was unloaded by an administrator"
-                raise Unavailable(text, 30.0, "unloaded")
-            elif state == EngineState.unloaded or model.may_try_again:
-                await self._until_loaded(model, self._load_soon(model), until)
-            else:
-                return model.hold()  # or its facts say why not
+        while not self._stopping:
+            state = model.supervisor.state
+            if state in (EngineState.ready, EngineState.restarting):
+                break
+            if model.load is None:
+                if state in _UNLOADED and not model.on_demand:
+                    text = f"the model {name!r} was unloaded by an administrator"
+                    raise Unavailable(text, 30.0, "unloaded")
+                if state not in _UNLOADED and not model.may_try_again:
+                    break
+            await self._until_loaded(model, self._load_soon(model), until)
+        return model.hold()  # its facts say why it does not serve
 
     async def _until_loaded(
         self, model: ServedModel, load: asyncio.Task[None], until: float
@@ -343,22 +336,18 @@ class Registry:
                 option, gone = make_room(needs, residents, free)
             except (NoRoom, NoPlacement) as problem:
                 raise type(problem)(f"{name}: {problem}") from problem
-            if not gone:
+            if gone is None:
                 first, *later = attempts[option:]
                 attempts = [first, *(one for one in later if one.fits or not check)]
                 text = f"unloaded {', '.join(evicted)}, idle for longest, to make room"
                 reason = Reason(None, text) if evicted else None
                 return narrowed(wanted, tuple(attempts), reason)
             if not evict:
-                beside = ", ".join(one.name for one in residents)
-                raise NoRoom(f"there is no room beside {beside}; it is loaded when it is asked for")
-            for victim in (self.models[one] for one in gone):
-                if victim.busy:  # in use again since: look anew
-                    break
-                evicted.append(victim.served_name)
-                # To its end, even where this load is given up: half an unload is none.
-                unload = self._unload(victim, f"to make room for {name}", "evicted")
-                await asyncio.shield(self._background.keep(unload))
+                raise NoRoom(f"there is no room beside {gone}; it is loaded when it is asked for")
+            evicted.append(gone)
+            # To its end, even where this load is given up: half an unload is none.
+            unload = self._unload(self.models[gone], f"to make room for {name}", "evicted")
+            await asyncio.shield(self._background.keep(unload))
 
     # Unloading.
 

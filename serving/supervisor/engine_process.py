@@ -110,7 +110,6 @@ class EngineProcess(asyncio.Protocol):
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._socket_closed = self._exit_told = False
-        self._memory_kills_before = _memory_kills()
 
     async def start(
         self,
@@ -237,8 +236,9 @@ class EngineProcess(asyncio.Protocol):
         about_memory = [line for line in told if any(words in line for words in _SHORTAGES)]
         if last := (about_memory or told)[-1:]:
             how = f"{how}: {last[0]}"
-        has_killed = status == -signal.SIGKILL and _memory_kills() > self._memory_kills_before
-        if about_memory or has_killed:
+        elif status == -signal.SIGKILL:
+            how = f"{how}, as by the kernel where memory ran out"
+        if about_memory:
             return Cause.runtime_oom if self.ready is not None else Cause.load_oom, how
         is_death = self.ready is not None or status < 0
         return Cause.engine_died if is_death else Cause.load_failed, how
@@ -303,12 +303,3 @@ class EngineProcess(asyncio.Protocol):
 def label(config: EngineConfig) -> str:
     """Name of an engine in headers, logs and metrics: "llama_cpp/cpu"."""
     return f"{config.backend}/{config.device}"
-
-
-def _memory_kills() -> int:
-    """The kernel's out-of-memory kills since boot; 0 where it does not count them."""
-    with contextlib.suppress(OSError), open("/proc/vmstat") as file:
-        for line in file:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0

@@ -127,7 +127,6 @@ class FakeSupervisor:
         self.cancelled: list[int] = []
         self.refuse_after: int | None = None
         self.most_sequences = 1 << 20
-        self.since = time.monotonic()
         self.refusal: Unavailable | Overloaded = Overloaded(
             "the queue is full", 2.4, "queue_requests"
         )
@@ -297,6 +296,7 @@ def app_on(
     """The app over one supervisor (a fake one, or not), by default with a byte tokenizer."""
     nothing: Any = None  # is placed or loaded here
     router = Registry(ServerMetrics(), nothing, nothing, RegistryLimits(), {})
+    router._stopping = True  # so that no request loads the model
     metrics = Metrics(router.metrics, name, supervisor)
     tokenizer = tokenizer or ByteTokenizer()
     vocabulary = tokenizer, tokenizer.token_bytes()
