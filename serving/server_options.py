@@ -183,7 +183,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     health_timeout_seconds: Annotated[
         Annotated[float, Meta(ge=1)],
-        option(QUEUE, "Seconds without step or CPU time until it hangs.", "health-timeout"),
+        option(QUEUE, "Seconds of a GPU's step until it hangs, 20 x on a CPU.", "health-timeout"),
     ] = 30.0
     deadline_seconds: Annotated[
         Positive | None,

@@ -24,7 +24,7 @@ from serving.backends.backend_table import (
     spec_of,
 )
 from serving.errors import Cause
-from serving.hardware.cpu_topology import cores_text, physical_of, split_cores
+from serving.hardware.cpu_topology import cores_text, split_cores
 from serving.hardware.gpus import render_nodes
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 
@@ -110,18 +110,9 @@ def warnings_of(
     if quota is not None and quota < cores:
         text = f"the control group allows {quota:g} cores' time on {cores}: threads get throttled"
         yield "cpu_quota", f"{text}; pin cores (a cpuset), or set --threads to the quota"
-    if facts.governor not in (None, "performance", "schedutil"):
-        text = f"the CPU's frequency governor is {facts.governor}: times depend on what ran before"
-        yield "governor", f"{text}; cpupower frequency-set -g performance"
-    if (facts.numa_nodes or 1) > 1:
-        text = f"{facts.numa_nodes} NUMA nodes: an engine that spans them reads remote memory"
-        yield "numa", f"{text}; give --cores of one node"
     if facts.architecture == "x86_64" and "avx2" not in facts.isa:
         text = "the CPU shows no AVX2: the engines' kernels fall back to much slower ones"
         yield "no_avx2", f"{text}; in a virtual machine, pass the host's CPU through"
-    if facts.swap_used_bytes > 64 << 20:
-        text = f"{size(facts.swap_used_bytes)} of swap are in use: steps may take seconds"
-        yield "swap_used", f"{text}; stop what fills the memory, or swapoff -a"
     if free < LOW_MEMORY_BYTES:
         text = f"only {size(free)} of memory are free, here or in this control group"
         yield "little_memory", f"{text}; stop other programs, or raise the container's limit"
@@ -160,7 +151,7 @@ def machine_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "CPU", f"{facts.cpu_model} ({facts.architecture})"
     yield "instructions", " ".join(facts.isa) or "none of those that matter"
     yield "cores", f"{cores}, may use {cores_text(allowed)}{limit}"
-    yield "a server", split_cores(allowed, siblings=physical_of(allowed)).note
+    yield "a server", split_cores(allowed).note
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} usable now, {size(facts.swap_used_bytes)} of swap used"
     for gpu in facts.gpus:

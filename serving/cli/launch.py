@@ -30,7 +30,7 @@ from serving.metrics import ServerMetrics, watch_loop
 from serving.placement.placement_policy import explain
 from serving.registry.engine_config import Machine, Prepared, prepare
 from serving.registry.model_registry import Registry, RegistryLimits
-from serving.server_options import ServeOptions, models_of, shared_of
+from serving.server_options import ServeOptions, models_of
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
@@ -80,7 +80,6 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
     for one in prepared:
         narrator.say(*explain(one.placement), one.split.note)
     narrator.name_models = len(prepared) > 1
-    machine.is_serving = True
     os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
 
     def supervisor_of(one: Prepared) -> Supervisor:
@@ -98,7 +97,7 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
         )
 
     limits = RegistryLimits(memory_limit, drain_seconds=options.drain_seconds)
-    registry = Registry(ServerMetrics(), machine, supervisor_of, limits, shared_of(options))
+    registry = Registry(ServerMetrics(), machine, supervisor_of, limits)
     for one in prepared:
         registry.serve(one)
     return registry

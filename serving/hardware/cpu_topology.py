@@ -8,7 +8,7 @@ whoever takes one's core stops all: beside other work `--cores` and `--api-cores
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -39,13 +39,10 @@ def split_cores(
     engine: tuple[int, ...] = (),
     api: tuple[int, ...] = (),
     threads: int | None = None,
-    siblings: Mapping[int, int] | None = None,
+    root: Path = ROOT,
 ) -> CoreSplit:
-    """Divide the allowed cores. `engine`, `api`: as the user asked; (): decide.
-
-    `siblings`: core -> its physical core (`physical_of`); the engine gets a thread for each
-    physical core. Raises ServingError for a core that is not allowed.
-    """
+    """Divide the allowed cores. `engine`, `api`: as the user asked; (): decide. `threads` None: one
+    for each physical core. Raises ServingError for a core that is not allowed."""
     for name, wanted in (("--cores", engine), ("--api-cores", api)):
         outside = [core for core in wanted if core not in allowed]
         if outside:
@@ -64,11 +61,7 @@ def split_cores(
         why = f"shared, HTTP goes first; {change}"
         if len(allowed) == 1:
             why = "one core for everything: times will be worse than the engine's own"
-    count = len({(siblings or {}).get(core, core) for core in engine})
-    if threads is not None:
-        count = threads
-    if count < 1:
-        raise ServingError(f"--threads must be at least 1, got {count}")
+    count = threads or len(set(physical_of(engine, root).values()))
     nice = SHARED_NICE if set(engine) & set(api) else 0
     at = f" at nice {nice}" if nice else ""
     plural = "" if count == 1 else "s"

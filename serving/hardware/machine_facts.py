@@ -80,8 +80,6 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
     physical_cores: int | None
     allowed_cores: tuple[int, ...]  # by this process's affinity
     cgroup_cores: float | None = None  # CPU quota of its control group
-    numa_nodes: int | None = None
-    governor: str | None = None
     memory_total_bytes: int
     memory_available_bytes: int
     cgroup_memory_bytes: int | None = None  # what the control group still leaves
@@ -126,8 +124,6 @@ def hardware_facts(*, root: Path = ROOT) -> HardwareFacts:
         physical_cores=len(set(physical_of(listed, root).values())) or None,
         allowed_cores=allowed_cores(),
         cgroup_cores=cgroup_cores(root),
-        numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None,
-        governor=read_text(cpus / "cpu0/cpufreq/scaling_governor").strip() or None,
         memory_total_bytes=memory.get("MemTotal", 0),
         memory_available_bytes=memory.get("MemAvailable", memory.get("MemFree", 0)),
         cgroup_memory_bytes=cgroup_memory_left(root),

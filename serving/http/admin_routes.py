@@ -1,13 +1,11 @@
 """The admin routes: which models there are, loading and unloading them.
 
-| GET  /admin/models | state, memory, last use, requests                                   |
-| POST /admin/load   | {"name": "small"}, or a new one: {"name": "big", "source": "1b"}    |
-| POST /admin/unload | {"name": "small"}; "drain": false cuts off                          |
+| GET  /admin/models | state, memory, last use, requests            |
+| POST /admin/load   | {"name": "small"}                            |
+| POST /admin/unload | {"name": "small"}; "drain": false cuts off   |
 
-They have a key of their own, and are trusted as the command line is: a source may be a path of this
-machine or a hub name. A load or unload is answered when it is done, and goes on when the client
-goes away. Errors: 404 no model, 400 wrong options, 503 no room, 507 it can not fit, 500 it did not
-load.
+They have a key of their own. A load or unload is answered when it is done, and goes on when the
+client goes away. Errors: 404 no model, 503 no room, 507 it can not fit, 500 it did not load.
 """
 
 from __future__ import annotations
@@ -25,9 +23,12 @@ from serving.errors import EngineState, ServingError
 from serving.http.api_errors import ApiError, as_answer, invalid, try_again
 from serving.http.api_schemas import Wire
 from serving.http.http_request import Request
-from serving.registry.engine_config import prepare
-from serving.registry.loaded_model import ServedModel, read_vocabulary
-from serving.server_options import model_options
+from serving.registry.loaded_model import ServedModel
+from serving.registry.model_registry import Registry
+
+
+class LoadRequest(Wire, kw_only=True, frozen=True):
+    name: str
 
 
 class UnloadRequest(Wire, kw_only=True, frozen=True):
@@ -37,7 +38,7 @@ class UnloadRequest(Wire, kw_only=True, frozen=True):
     drain: bool = True
 
 
-CHOICE = msgspec.json.Decoder(dict[str, Any])
+LOAD = msgspec.json.Decoder(LoadRequest)
 UNLOAD = msgspec.json.Decoder(UnloadRequest)
 
 
@@ -80,41 +81,14 @@ def _state(model: ServedModel) -> dict[str, Any]:
 
 
 async def load_model(request: Request) -> None:
-    registry, given = request.endpoint.router, await request.read(CHOICE)
-    name = given.get("name")
-    if not isinstance(name, str):
-        raise invalid("name: a text is needed", "name")
-    if name in registry.models:
-        if more := sorted(given.keys() - {"name"}):
-            text = f"{name} is served already, so {more[0]} cannot be given"
-            raise invalid(text, more[0])
-        await _do(request, name, registry.load(name))
-        return
-    if "source" not in given:
-        raise _no_model(name, "name its source to add it")
-    try:
-        model = model_options(given, registry.shared, "the request")
-    except ServingError as problem:
-        raise invalid(str(problem), next((k for k in given if k in str(problem)), None)) from None
-
-    async def add_and_load() -> None:
-        prepared = await asyncio.to_thread(prepare, model, registry.machine)
-        vocabulary = await asyncio.to_thread(read_vocabulary, prepared.tokenizer_path)
-        added = registry.serve(prepared, vocabulary)
-        try:
-            await registry.load(prepared.name)
-        except Exception:
-            if added.on_demand and added.load is None:  # else others have plans with it
-                await registry.forget(prepared.name)
-            raise
-
-    await _do(request, name, add_and_load())
+    registry, body = request.endpoint.router, await request.read(LOAD)
+    _check_name(registry, body.name)
+    await _do(request, body.name, registry.load(body.name))
 
 
 async def unload_model(request: Request) -> None:
     registry, body = request.endpoint.router, await request.read(UNLOAD)
-    if body.name not in registry.models:
-        raise _no_model(body.name, "/admin/models lists what there is")
+    _check_name(registry, body.name)
     await _do(request, body.name, registry.unload(body.name, body.drain))
 
 
@@ -131,5 +105,7 @@ async def _do(request: Request, name: str, work: Awaitable[Any]) -> None:
     await request.answer(_state(request.endpoint.router.models[name]))
 
 
-def _no_model(name: str, advice: str) -> ApiError:
-    return ApiError(404, f"there is no model {name[:200]!r}; {advice}", "model_not_found", "name")
+def _check_name(registry: Registry, name: str) -> None:
+    if name not in registry.models:
+        text = f"there is no model {name[:200]!r}; /admin/models lists what there is"
+        raise ApiError(404, text, "model_not_found", "name")

@@ -196,7 +196,6 @@ class DetokenizeRequest(Wire, kw_only=True, frozen=True):
 
     model: str | None = None
     tokens: list[TokenId]
-    skip_special_tokens: bool | None = None
 
 
 CHAT = msgspec.json.Decoder(ChatRequest)

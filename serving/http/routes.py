@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from starlette.types import Receive, Scope, Send
 
 from serving.http import admin_routes, status_routes
-from serving.http.admin_routes import UnloadRequest
+from serving.http.admin_routes import LoadRequest, UnloadRequest
 from serving.http.api_errors import ApiError, as_answer
 from serving.http.api_schemas import (
     ChatChoice,
@@ -34,7 +34,6 @@ from serving.http.completions import completions
 from serving.http.http_request import Endpoint, Limits, Request
 from serving.http.openapi import Route, document
 from serving.registry.model_registry import Registry
-from serving.server_options import ModelOptions
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in metrics
@@ -62,8 +61,7 @@ ROUTES = (
 )
 ADMIN_ROUTES = (
     Route("GET", "/admin/models", admin_routes.list_models, "State of every model"),
-    # the options where it adds a model, else its name alone
-    Route("POST", "/admin/load", admin_routes.load_model, "Load or add a model", ModelOptions),
+    Route("POST", "/admin/load", admin_routes.load_model, "Load it", LoadRequest),
     Route("POST", "/admin/unload", admin_routes.unload_model, "Unload it", UnloadRequest),
 )
 

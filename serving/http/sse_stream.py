@@ -107,11 +107,6 @@ class Answer(ABC):
 
         `prompts`: token ids, and the most output tokens. Raises ApiError, Unavailable, Overloaded.
         """
-        count, most_sequences = self.n * len(prompts), self.model.supervisor.most_sequences
-        if count > most_sequences:
-            key = "n" if self.n > 1 else "prompt"
-            text = f"{len(prompts)} prompts times {self.n} answers (n); this server's slots"
-            raise invalid(f"{key}: {text} and queue hold {most_sequences} sequences", key)
         alternatives = self.generation.sampling.logprobs
         if alternatives is not None and not self.streamed:
             size = self.n * sum(most for _, most in prompts) * (1 + alternatives)

@@ -96,8 +96,7 @@ async def detokenize(request: Request) -> None:
         raise ContextOverflow(len(body.tokens), None, facts.context_tokens, "tokens")
     if body.tokens:
         check_ids(body.tokens, facts, "tokens")
-    skip = body.skip_special_tokens is not False
-    await request.answer({"prompt": await model.text_of(body.tokens, skip)})
+    await request.answer({"prompt": model.text_of(body.tokens)})
 
 
 async def placement(request: Request) -> None:

@@ -209,7 +209,7 @@ def _looked_at(
         try:
             plan(msgspec.structs.replace(question.request, **settings), facts)
         except NoPlacement as problem:
-            why_not = problem.reasons[-1].text if problem.reasons else str(problem)
+            why_not = str(problem)
     return EngineCandidate(backend=backend, weight_format=weight_format, why_not=why_not)
 
 

@@ -25,7 +25,7 @@ from serving.backends.backend_interface import AUTO
 from serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
 from serving.bounds import Count, check
 from serving.errors import Cause, ServingError, Unsupported
-from serving.hardware.gpus import VULKAN, GpuFacts
+from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
 from serving.server_options import Policy
 
@@ -43,10 +43,6 @@ class Reason(msgspec.Struct, frozen=True):
 
 class NoPlacement(ServingError):
     """The model can run nowhere on this machine under this policy."""
-
-    def __init__(self, message: str, reasons: tuple[Reason, ...] = ()) -> None:
-        super().__init__(message)
-        self.reasons = reasons
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +65,7 @@ class Obstacles(msgspec.Struct, frozen=True):
 
     missing: Mapping[str, str] = {}
     gpu: Mapping[str, tuple[Cause, str]] = {}
-    vendors: Mapping[str, str] = {}  # of the GPUs that a build drives; not named: of all
+    vendors: Mapping[str, str] = {}  # of the GPUs that a build drives
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -149,7 +145,7 @@ def plan(
         if request.policy is Policy.gpu_only:
             where = "on no GPU here, and the policy is gpu-only"
         told = "; ".join(reason.text for reason in reasons)
-        raise NoPlacement(f"{model.name} can run {where}: {told}", tuple(reasons))
+        raise NoPlacement(f"{model.name} can run {where}: {told}")
     return Placement(
         model=model.name,
         policy=request.policy,
@@ -214,11 +210,9 @@ def _on_gpu(
     if request.backend or request.weight_format:
         names = (request.backend or default_backend("gpu", request.weight_format),)
     for name in names:
-        # Whose GPUs the build drives; where that is not known, those of all but Vulkan's devices.
-        vendor = obstacles.vendors.get(name)
-        gpus = [gpu for gpu in facts.gpus if (vendor or gpu.vendor) == gpu.vendor]
-        if vendor is None and not spec_of(name).is_compiled:
-            gpus = [gpu for gpu in gpus if gpu.vendor != VULKAN]
+        # Where a card is listed twice, for two builds: as this one drives it.
+        mine = [gpu for gpu in facts.gpus if gpu.vendor == obstacles.vendors.get(name)]
+        gpu = max(mine or facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
         cause, there = Cause.backend_missing, f"{facts.gpus[0].name} is there, but"
         if "gpu" not in spec_of(name).devices:
             able = ", ".join(sorted(one for one, row in BACKENDS.items() if "gpu" in row.devices))
@@ -228,10 +222,8 @@ def _on_gpu(
         elif name in obstacles.gpu:
             cause, why = obstacles.gpu[name]
             text = f"{there} {name} cannot use it: {why}"
-        elif not gpus:
-            text = f"{there} this build of {name} is for GPUs of {vendor or 'other makers'}"
         else:
-            looked = _fitted(request, facts, name, max(gpus, key=lambda gpu: gpu.free_bytes or 0))
+            looked = _fitted(request, facts, name, gpu)
             yield looked
             if looked[0] is not None:
                 return
@@ -303,10 +295,7 @@ def predicted(
         tokens = slots * spec.kv_row_tokens(context)  # each slot has a row of its own
     weights = request.weight_bytes
     if weights is None and spec.has_weights:
-        try:
-            weights = format_bytes(model, weight_format)
-        except KeyError:  # a format that is not ours counts as 16 bits a weight
-            weights = model.weight_bytes("fp16")
+        weights = format_bytes(model, weight_format)
     weights = weights or 0
     overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, slots)
     if gpu is None and spec.extra_bytes is not None:  # matrices that it holds twice

@@ -30,7 +30,7 @@ from serving.backends.backend_table import (
 )
 from serving.backends.onnx.graph import weight_bytes
 from serving.errors import Cause, Unsupported
-from serving.hardware.cpu_topology import CoreSplit, parse_cores, physical_of, split_cores
+from serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
 from serving.hardware.gpus import GpuFacts, render_nodes
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 from serving.placement.fastest_backend import EngineChoice, Question, fastest_backend
@@ -116,7 +116,6 @@ class Machine:
         self.cache = cache
         self.say = say
         self.progress = progress
-        self.is_serving = False  # measuring engines would then disturb requests, and be disturbed
         self._api_cores = api_cores
         self._allowed = allowed_cores()
         self._probed = once(probe_backend)  # it takes seconds
@@ -139,7 +138,7 @@ class Machine:
     def split(self, cores: str, threads: int | None) -> CoreSplit:
         """Cores of an engine with these options and of the HTTP process."""
         asked = parse_cores(cores, "--cores"), parse_cores(self._api_cores, "--api-cores")
-        return split_cores(self._allowed, *asked, threads, physical_of(self._allowed))
+        return split_cores(self._allowed, *asked, threads)
 
     def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
         """Backends that cannot run, or cannot use the GPU, by their probes in subprocesses."""
@@ -278,7 +277,6 @@ def best_for(
         cores=split.engine,
         formats=(model.weight_format,) if model.weight_format else (),
         cache=machine.cache,
-        may_measure=not machine.is_serving,
     )
     try:
         return fastest_backend(question, facts, machine.say, machine.progress)

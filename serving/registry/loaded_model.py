@@ -125,19 +125,9 @@ class ServedModel:
         """The bytes of a token; none of control tokens."""
         return self.table[token] if token < len(self.table) else b""
 
-    async def text_of(self, tokens: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids; a character that is cut is U+FFFD. `skip_special`: control tokens have
-        no text."""
-        special = () if skip_special else self.tokenizer.special_ids
-
-        def text() -> str:
-            parts = (
-                self.tokenizer.token_text(one).encode() if one in special else self.bytes_of(one)
-                for one in tokens
-            )
-            return b"".join(parts).decode("utf-8", "replace")
-
-        return await in_text_thread(text)
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Text of token ids; a character that is cut is U+FFFD, control tokens have no text."""
+        return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
 
     def about(self) -> dict[str, Any] | None:
         """The decision where it runs, in numbers and in words, for /v1/placement."""

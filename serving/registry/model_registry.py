@@ -1,6 +1,6 @@
 """Several models in one server: who is loaded, who makes room for whom, what a request waits for.
 
-    registry = Registry(metrics, machine, make_supervisor, RegistryLimits(), shared)
+    registry = Registry(metrics, machine, make_supervisor, RegistryLimits())
     registry.serve(prepared)                          # each of them
     await registry.start()                            # loads in order, returns at once
     release = await registry.hold("smollm2-135m")     # a request: load it, keep it loaded
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -38,7 +38,7 @@ from serving.errors import (
 from serving.metrics import Metrics, ServerMetrics
 from serving.placement.placement_policy import Attempt, NoPlacement, Placement, Reason, narrowed
 from serving.registry.engine_config import Machine, Prepared
-from serving.registry.loaded_model import ServedModel, Vocabulary, read_vocabulary
+from serving.registry.loaded_model import ServedModel, read_vocabulary
 from serving.supervisor.supervisor import RETRY_SECONDS, Background, Supervisor
 
 _NAMES_SHOWN = 8
@@ -59,10 +59,10 @@ class Resident(NamedTuple):
     """A model that is loaded or loading, and may have to go."""
 
     name: str
-    takes: Bytes  # that its end would give back
+    takes: Bytes  # as predicted
     used_at: float  # when its last request began or ended
     busy: bool
-    promised_bytes: int = 0  # of RAM, that it may still touch
+    measured_bytes: int = 0  # RSS: KV caches fill as they are used
 
 
 def make_room(
@@ -72,8 +72,7 @@ def make_room(
     recently used; None: it fits.
 
     The first that can be had is taken (the placement's order: GPU first), even where others are
-    evicted for it. `free`: None where the device does not say. Raises NoRoom where busy models are
-    in the way, NoPlacement where it would not even fit alone.
+    evicted for it. `free`: None where the device does not say. Raises NoRoom.
     """
 
     def lacks(needs: Bytes, gone: Sequence[Resident] = ()) -> list[str]:
@@ -92,22 +91,8 @@ def make_room(
         for needs in options
         for at in lacks(needs)
     )
-    if all(lacks(needs, residents) for needs in options):
-        raise NoPlacement(f"it would not fit even alone: {why}")
-    busy = [one.name for one in residents if one.busy]
-    raise NoRoom(f"{why}, and {', '.join(busy)} {'is' if len(busy) == 1 else 'are'} busy")
-
-
-def resident_of(model: ServedModel) -> Resident:
-    """KV caches fill as they are used: its end frees what was predicted or measured, whichever is
-    more, and it may still touch the rest of what was predicted."""
-    takes = bytes_by_place(model.attempts())
-    promised = 0
-    if "cpu" in takes:
-        measured = model.measured_bytes
-        promised = max(0, takes["cpu"] - measured)
-        takes["cpu"] += max(0, measured - takes["cpu"])
-    return Resident(model.served_name, takes, model.used_at, model.busy, promised)
+    busy = ", ".join(one.name for one in residents if one.busy)
+    raise NoRoom(f"{why}{f', while {busy} are busy' if busy else ''}")
 
 
 def bytes_by_place(attempts: Sequence[Attempt]) -> dict[str, int]:
@@ -123,17 +108,17 @@ def bytes_free(
 ) -> dict[str, int | None]:
     """Bytes by place that a new engine may take. `limit_bytes`: RAM of all engines together."""
     free = {one.place: one.free_bytes for one in attempts}
+    taken = [one.takes["cpu"] for one in residents if "cpu" in one.takes]
+    promised = sum(max(0, one.takes.get("cpu", 0) - one.measured_bytes) for one in residents)
     if (there := free.get("cpu")) is not None:
-        free["cpu"] = there - sum(one.promised_bytes for one in residents)
-    if limit_bytes is not None and "cpu" in free:
-        left = limit_bytes - sum(one.takes.get("cpu", 0) for one in residents)
-        free["cpu"] = left if free["cpu"] is None else min(free["cpu"], left)
+        free["cpu"] = there - promised
+        if limit_bytes is not None:
+            free["cpu"] = min(free["cpu"], limit_bytes - sum(taken))
     return free
 
 
 class Registry:
-    """See the module's docstring. `shared`: the command line's options that every model has
-    (serving.server_options.shared_of)."""
+    """See the module's docstring."""
 
     def __init__(
         self,
@@ -141,12 +126,10 @@ class Registry:
         machine: Machine,
         make_supervisor: Callable[[Prepared], Supervisor],
         limits: RegistryLimits,
-        shared: Mapping[str, Any],
     ) -> None:
         self.metrics = metrics
         self.machine = machine
         self.limits = limits
-        self.shared = shared
         self.models: dict[str, ServedModel] = {}
         self._make_supervisor = make_supervisor
         self._turn = asyncio.Lock()
@@ -184,32 +167,22 @@ class Registry:
 
     # Models come and go.
 
-    def serve(self, prepared: Prepared, vocabulary: Vocabulary | None = None) -> ServedModel:
-        """One more model, not loaded yet. Raises ServingError for a name that is taken.
-
-        `vocabulary`: read in a thread where requests are being answered; None: it is read here.
-        """
+    def serve(self, prepared: Prepared) -> None:
+        """One more model, not loaded yet. Raises ServingError for a name that is taken."""
         name = prepared.name
         if name in self.models:
             raise ServingError(f"two models are called {name!r}; give one of them another name")
         supervisor = self._make_supervisor(prepared)
         if prepared.model.load == "demand":
             supervisor.rest(EngineState.unloaded, "it is loaded when it is first asked for")
-        vocabulary = vocabulary or read_vocabulary(prepared.tokenizer_path)
         metrics = Metrics(self.metrics, name, supervisor)
-        return self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
+        vocabulary = read_vocabulary(prepared.tokenizer_path)
+        self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
 
-    def add(self, model: ServedModel) -> ServedModel:
+    def add(self, model: ServedModel) -> None:
         """One more model, and its metrics."""
         self.models[model.served_name] = model
         self.metrics.add(model.metrics)
-        return model
-
-    async def forget(self, name: str) -> None:
-        """A model that did not load is served no more: its name is free."""
-        model = self.models.pop(name)
-        self.metrics.remove(name)
-        await model.supervisor.stop(drain=False)
 
     async def start(self) -> None:
         """Begin to load, in order, the models that load at the start; returns at once."""
@@ -329,13 +302,20 @@ class Registry:
                 why = "; ".join(reason.text for reason in wanted.reasons)
                 raise NoPlacement(f"{name} can run nowhere any more: {why}")
             others = [one for one in self.models.values() if one is not model]
-            residents = [resident_of(one) for one in others if one.supervisor.pids]
+            residents = [
+                Resident(
+                    *(one.served_name, bytes_by_place(one.attempts()), one.used_at, one.busy),
+                    one.measured_bytes,
+                )
+                for one in others
+                if one.supervisor.pids
+            ]
             free = bytes_free(attempts, residents, self.limits.memory_bytes) if check else {}
             needs = [bytes_by_place(attempts[at : at + many]) for at in range(len(attempts))]
             try:
                 option, gone = make_room(needs, residents, free)
-            except (NoRoom, NoPlacement) as problem:
-                raise type(problem)(f"{name}: {problem}") from problem
+            except NoRoom as problem:
+                raise NoRoom(f"{name}: {problem}") from problem
             if gone is None:
                 first, *later = attempts[option:]
                 attempts = [first, *(one for one in later if one.fits or not check)]

@@ -1,7 +1,7 @@
 """Who may still join the queue, and the Retry-After of who may not.
 
     ledger = Ledger(QueueBounds(ttft_seconds=2.0), 16, sequences)
-    ledger.check_room(prompt_tokens=300, now=clock())     # raises Overloaded
+    ledger.check_room(prompt_tokens=300)     # raises Overloaded
     ledger.changed()
 
 Work is counted in tokens, prompt and output alike, and done at the engine's pace. Sequences begin
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heapreplace
-from typing import NamedTuple
 
 import msgspec
 
@@ -79,35 +78,20 @@ class Work:
         self.produced = 0
 
 
-class _Load(NamedTuple):
-    """All that is in flight, in tokens."""
-
-    prompts: int  # of sequences that have not begun
-    outputs: float  # expected of all
-    before: float  # to be worked before a sequence that joins full slots begins
-
-
 class Ledger:
     """The work of `sequences`, which are in flight, and the pace of the engine that does it."""
 
     def __init__(self, bounds: QueueBounds, slots: int, sequences: Mapping[int, Work]) -> None:
         self.bounds = bounds
         self.pace = Pace()
-        self.lag_seconds = 0.0  # how late the HTTP process is, at the moment
         self._slots = slots
         self._sequences = sequences
         self._used_share = 1.0  # of max_tokens, as recent sequences used it
-        self._promised_until = 0.0
-        self._known: _Load | None = None
+        self._known: tuple[int, float] | None = None  # _load()
 
     def serve_with(self, slots: int, pace: Pace) -> None:
         """Another engine works now."""
         self._slots, self.pace, self._known = slots, pace, None
-
-    @property
-    def most_sequences(self) -> int:
-        """That can be in flight together, in slots and waiting."""
-        return self._slots + self.bounds.waiting_requests
 
     def changed(self) -> None:
         """Sequences have joined, gone on, or begin again."""
@@ -124,64 +108,53 @@ class Ledger:
         if len(self._sequences) < self._slots:
             return 0.0
         pace = self.pace.tokens_per_second
-        return None if pace is None else self._load().before / pace
+        return None if pace is None else self._load()[1] / pace
 
     def predicted_ttft_seconds(self, prompt_tokens: int) -> float | None:
         """Time until a new sequence shows its first token; None: no pace is known."""
-        pace, load = self.pace.tokens_per_second, self._load()
+        pace, (prompts, before) = self.pace.tokens_per_second, self._load()
         if pace is None:
             return None
         prompt_pace = self.pace.prompt_tokens_per_second or pace
-        seconds = (load.prompts + prompt_tokens) / prompt_pace
+        seconds = (prompts + prompt_tokens) / prompt_pace
         if len(self._sequences) >= self._slots:
-            seconds = max(seconds, (load.before + prompt_tokens) / pace)
-        return seconds + 2 * self.lag_seconds  # it has waited that long, and its first token will
+            seconds = max(seconds, (before + prompt_tokens) / pace)
+        return seconds
 
-    def check_room(self, prompt_tokens: int, now: float) -> None:
-        """Raises Overloaded where a sequence with this prompt may not join now. `now`: monotonic
-        seconds."""
+    def check_room(self, prompt_tokens: int) -> None:
+        """Raises Overloaded where a sequence with this prompt may not join now."""
         bounds, waits = self.bounds, len(self._sequences) >= self._slots
         wait = self.predicted_wait_seconds()
-        if len(self._sequences) >= self.most_sequences:
+        if len(self._sequences) >= self._slots + bounds.waiting_requests:
             text = f"{bounds.waiting_requests} requests are waiting, the most allowed"
-            raise self._refused("queue_requests", text, self._mean_seconds(), now)
+            raise _refused("queue_requests", text, wait)
         if wait is not None and wait > bounds.wait_seconds:
             text = f"a wait of {wait:.1f} s is predicted, {bounds.wait_seconds:g} s at most"
-            raise self._refused("queue_wait", text, wait - bounds.wait_seconds, now)
+            raise _refused("queue_wait", text, wait - bounds.wait_seconds)
         slo = bounds.ttft_seconds
-        if slo is not None and (waits or self._load().prompts):  # else no better time can come
+        if slo is not None and (waits or self._load()[0]):  # else no better time can come
             ttft = self.predicted_ttft_seconds(prompt_tokens)
             if ttft is None and waits:
                 text = "all slots are taken, and the pace of the engine is not known yet"
-                raise self._refused("queue_ttft", text, 1.0, now)
+                raise _refused("queue_ttft", text, None)
             if ttft is not None and (late := ttft - (1 - MARGIN) * slo) > 0:
                 text = f"the first token is predicted after {ttft:.1f} s, {slo:g} s are promised"
-                raise self._refused("queue_ttft", text, late, now)
-        if not waits:
-            self._promised_until = now  # there is room: those told to come later have not all come
+                raise _refused("queue_ttft", text, late)
 
-    def _load(self) -> _Load:
+    def _load(self) -> tuple[int, float]:
+        """Prompt tokens of sequences that have not begun, and all tokens to be worked before one
+        begins that joins full slots."""
         if self._known is None:
-            prompts, outputs = 0, 0.0
-            ends = [0.0] * self._slots  # of each slot's part, in output tokens of one sequence
+            prompts, ends = 0, [0.0] * self._slots  # of each slot's part, in tokens of one sequence
             for one in self._sequences.values():
                 left = self._used_share * (one.max_tokens - one.produced)
-                outputs += left
                 heapreplace(ends, ends[0] + left)
                 prompts += 0 if one.produced else one.prompt_tokens
-            self._known = _Load(prompts, outputs, prompts + self._slots * max(0.0, ends[0]))
+            self._known = prompts, prompts + self._slots * max(0.0, ends[0])
         return self._known
 
-    def _mean_seconds(self) -> float:
-        """In which the engine does what is left of one sequence."""
-        load, pace = self._load(), self.pace.tokens_per_second
-        return (load.prompts + load.outputs) / max(1, len(self._sequences)) / pace if pace else 1.0
 
-    def _refused(self, kind: str, text: str, room_in_seconds: float, now: float) -> Overloaded:
-        """Refusals are spaced by the time one sequence takes to leave, so that retries do not come
-        all at once."""
-        shortest, longest = RETRY_SECONDS
-        promised = min(self._promised_until, now + longest) + self._mean_seconds()
-        self._promised_until = max(now + room_in_seconds, promised)
-        retry = min(longest, max(shortest, self._promised_until - now))
-        return Overloaded(f"{text}; try again in {retry:.1f} s", retry, kind)
+def _refused(kind: str, text: str, room_in_seconds: float | None) -> Overloaded:
+    shortest, longest = RETRY_SECONDS
+    retry = min(longest, max(shortest, 1.0 if room_in_seconds is None else room_in_seconds))
+    return Overloaded(f"{text}; try again in {retry:.1f} s", retry, kind)

@@ -5,7 +5,7 @@
     engine.send(Submit(...))
 
 A thread passes its output on, keeps the last lines (the reason when a library aborts) and waits for
-its end. One that hangs is told from one that is slow by its messages, its steps and its CPU time.
+its end. One that hangs is known by its silence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
-import psutil
 
 from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
@@ -31,7 +30,7 @@ from serving.backends.backend_table import spec_of
 from serving.engine import ipc_messages as ipc
 from serving.errors import Cause
 from serving.supervisor.admission import Pace
-from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, is_hung
+from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, LONGEST_STEP
 
 # Of a thread of OpenMP that waits for one without a core, before it leaves its own to it; 300,000
 # by default. Two threads, two cores and other work on both (load 7): 9 tokens/s, and 12 with this.
@@ -39,8 +38,6 @@ SHORT_SPINS = "1000"
 KEPT_LINES = 20
 # From SIGKILL to giving up: a process in the driver (state D) does not end (pytorch issue 24081).
 STUCK_AFTER_SECONDS = 10.0
-LOOK_AFTER_SECONDS = 0.5  # without a step: only then is the process's CPU time read
-_BUSY_CPU_SHARE = 0.05  # of one core; below it the process counts as asleep
 # Lines of faulthandler, which say where and not why.
 _TRACE = (" ", "Extension modules", "Current thread 0x", "Thread 0x", "Fatal Python error: Aborted")
 # What a library says before it ends the process because memory ran out.
@@ -101,8 +98,7 @@ class EngineProcess(asyncio.Protocol):
         self.pace = Pace()  # of its steps
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.started_at = time.monotonic()
-        self._heard_at = self._step_at = self._busy_at = self.started_at
-        self._cpu: tuple[float, float] | None = None  # CPU seconds used, and when that was read
+        self._heard_at = self._step_at = self.started_at
         self._sequences: set[int] = set()  # that it has
         self._frames = ipc.Frames()
         self._cause: tuple[Cause, str] | None = None  # of its end, where that is known already
@@ -156,7 +152,7 @@ class EngineProcess(asyncio.Protocol):
         """Write a message to the socket; dropped once the process is gone."""
         if isinstance(message, ipc.Submit):
             if not self._sequences:  # from now on it has to step
-                self._step_at = self._busy_at = time.monotonic()
+                self._step_at = time.monotonic()
             self._sequences.add(message.id)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(ipc.frame(message))
@@ -188,34 +184,17 @@ class EngineProcess(asyncio.Protocol):
         self.kill()
 
     def end_if_hung(self, timeout_seconds: float) -> None:
-        """Give up a process that is silent while it loads, or hangs (restart_policy.is_hung)."""
+        """Give up a process that is silent while it loads, or whose step takes too long."""
         if self._cause is not None or not self.alive:
             return
-        now, count = time.monotonic(), len(self._sequences)
-        if self.ready is None:
-            silent = now - self._heard_at
-            if silent > LOAD_SILENCE_SECONDS[self.config.device]:
-                why = f"no word from the loading engine for {silent:.0f} s"
-                self.give_up(Cause.health_timeout, why)
-            return
-        age = now - self._step_at
-        if not count or age < LOOK_AFTER_SECONDS:
-            return
-        if is_hung(age, self._idle_seconds(now), timeout_seconds, self.config.device):
+        now, count, device = time.monotonic(), len(self._sequences), self.config.device
+        silent, age = now - self._heard_at, now - self._step_at
+        if self.ready is None and silent > LOAD_SILENCE_SECONDS[device]:
+            why = f"no word from the loading engine for {silent:.0f} s"
+            self.give_up(Cause.health_timeout, why)
+        elif self.ready is not None and count and age > LONGEST_STEP[device] * timeout_seconds:
             why = f"no step finished for {age:.1f} s with {count} sequences in flight"
             self.give_up(Cause.health_timeout, why)
-
-    def _idle_seconds(self, now: float) -> float:
-        """For how long the process has used no CPU, as far as was looked."""
-        try:
-            times = psutil.Process(self.pid).cpu_times()
-        except psutil.Error:  # it is gone
-            return 0.0
-        used = float(times.user + times.system)
-        if self._cpu is None or used - self._cpu[0] > _BUSY_CPU_SHARE * (now - self._cpu[1]):
-            self._busy_at = now
-        self._cpu = (used, now)
-        return now - self._busy_at
 
     # Its end.
 

@@ -121,9 +121,8 @@ class InflightRequests:
 
     def admit(self, request: ipc.GenerationRequest) -> Stream:
         """A new sequence, not yet given to an engine. Raises Overloaded."""
-        now = time.monotonic()
-        self.ledger.check_room(len(request.prompt), now)
-        stream = Stream(next(self._ids), request, self.cancel, now)
+        self.ledger.check_room(len(request.prompt))
+        stream = Stream(next(self._ids), request, self.cancel, time.monotonic())
         self._streams[stream.id] = stream
         self.ledger.changed()
         return stream

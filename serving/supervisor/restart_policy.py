@@ -1,4 +1,4 @@
-"""What to do when an engine has died, when to go back to the preferred one, and when one hangs.
+"""What to do when an engine has died, and when to go back to the preferred one.
 
 Pure decisions on times that are given. An engine list is in order of preference (GPU first).
 
@@ -25,9 +25,8 @@ from serving.errors import Cause
 PERMANENT = frozenset({Cause.backend_missing, Cause.unsupported})
 # No word for so long from an engine that loads; one on a GPU alone tells of every layer.
 LOAD_SILENCE_SECONDS = {"gpu": 120.0, "cpu": 1800.0}
-# Times the timeout that a step may take: whoever waits for a GPU that hangs spins, and the first
-# prompt of a large model on a CPU takes minutes.
-LONGEST_STEP = {"gpu": 2.0, "cpu": 30.0}
+# Times health_timeout_seconds for a step: a prompt of a large model on a CPU takes minutes.
+LONGEST_STEP = {"gpu": 1.0, "cpu": 20.0}
 
 
 class RecoveryLimits(msgspec.Struct, frozen=True):
@@ -41,7 +40,7 @@ class RecoveryLimits(msgspec.Struct, frozen=True):
     return_first_seconds: float = 30.0  # from a fallback to the first try to go back
     return_longest_seconds: float = 900.0
     lasted_seconds: float = 600.0  # uptime after which that pause is short again
-    health_timeout_seconds: float = 30.0  # no step for so long with work, and no CPU used
+    health_timeout_seconds: float = 30.0  # no step of a GPU for so long with work: it hangs
     kill_after_seconds: float = 5.0  # from asking an engine to stop at once to SIGKILL
 
 
@@ -110,9 +109,3 @@ def return_at(
     unlucky = sum(fell_back_at - at < limits.lasted_seconds for at in returns)
     pause = min(limits.return_longest_seconds, limits.return_first_seconds * 2.0**unlucky)
     return max(fell_back_at, *returns, 0.0) + pause
-
-
-def is_hung(step_age: float, idle: float, timeout: float, device: str) -> bool:
-    """No step for `timeout` while it sleeps (`idle` without CPU use), or none for LONGEST_STEP
-    times that. Seconds."""
-    return step_age > LONGEST_STEP[device] * timeout or min(step_age, idle) > timeout

@@ -36,7 +36,7 @@ from serving.supervisor.restart_policy import Ending, RecoveryLimits, after_deat
 
 logger = logging.getLogger("crossover.serving")
 T = TypeVar("T")
-LOOK_SECONDS = 0.1  # between two looks at engines, deadlines and this process's own lag
+LOOK_SECONDS = 0.1  # between two looks at engines and deadlines
 _KEPT_EVENTS, _KEPT_ENDINGS = 200, 100
 RETRY_SECONDS = 30.0  # until something that is over is worth another try
 _OVER = (EngineState.failed, EngineState.stopped, EngineState.draining, EngineState.unloaded)
@@ -132,11 +132,6 @@ class Supervisor:
         return len(self._requests)
 
     @property
-    def most_sequences(self) -> int:
-        """That can be in flight together."""
-        return self._requests.ledger.most_sequences
-
-    @property
     def pids(self) -> list[int]:
         """Every engine process that lives, in any role."""
         return sorted(one.pid for one in self._living if one.alive and one.pid is not None)
@@ -196,7 +191,7 @@ class Supervisor:
 
     def check_room(self) -> None:
         """Raises Overloaded where not even the shortest sequence may join now."""
-        self._requests.ledger.check_room(1, time.monotonic())
+        self._requests.ledger.check_room(1)
 
     def submit(self, request: ipc.GenerationRequest) -> Stream:
         """Give the engine a new sequence. Raises Unavailable or Overloaded."""
@@ -385,14 +380,11 @@ class Supervisor:
     # What is looked at all the time.
 
     async def _look(self) -> None:
-        """Gives up engines that hang, ends what waits for one beyond its deadline, and measures how
-        late this process is: what waits in its sockets is not in the ledger yet. Loads the
+        """Gives up engines that hang, ends what waits for one beyond its deadline, and loads the
         preferred engine beside the current one once that is due."""
         while True:
-            due = time.monotonic() + LOOK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
-            self._requests.ledger.lag_seconds = max(0.0, now - due)
             self._requests.end_overdue()
             for engine in self._living:
                 engine.end_if_hung(self._limits.health_timeout_seconds)

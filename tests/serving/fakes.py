@@ -126,7 +126,6 @@ class FakeSupervisor:
         self.streams: dict[int, Stream] = {}
         self.cancelled: list[int] = []
         self.refuse_after: int | None = None
-        self.most_sequences = 1 << 20
         self.refusal: Unavailable | Overloaded = Overloaded(
             "the queue is full", 2.4, "queue_requests"
         )
@@ -295,7 +294,7 @@ def app_on(
 ) -> App:
     """The app over one supervisor (a fake one, or not), by default with a byte tokenizer."""
     nothing: Any = None  # is placed or loaded here
-    router = Registry(ServerMetrics(), nothing, nothing, RegistryLimits(), {})
+    router = Registry(ServerMetrics(), nothing, nothing, RegistryLimits())
     router._stopping = True  # so that no request loads the model
     metrics = Metrics(router.metrics, name, supervisor)
     tokenizer = tokenizer or ByteTokenizer()

@@ -54,7 +54,6 @@ async def fleet_of(
         machine,
         lambda one: (kinds or {}).get(one.name, Supervisor)(one.configs, limits=QUICK),
         limits or RegistryLimits(),
-        {},
     )
     for one in models:
         registry.serve(prepare(one, machine))

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from serving.errors import Overloaded
-from serving.supervisor.admission import RETRY_SECONDS, Ledger, QueueBounds, Work
+from serving.supervisor.admission import Ledger, QueueBounds, Work
 
 OPEN = QueueBounds(waiting_requests=1 << 20, wait_seconds=1e9)
 
@@ -38,10 +38,10 @@ def paced(bounds: QueueBounds, slots: int, tokens_per_second: float = 100.0) -> 
     return ledger
 
 
-def refused(ledger: Queue, prompt: int = 10, now: float = 0.0) -> Overloaded | None:
+def refused(ledger: Queue, prompt: int = 10) -> Overloaded | None:
     """None: it may join."""
     try:
-        ledger.check_room(prompt, now)
+        ledger.check_room(prompt)
     except Overloaded as refusal:
         return refusal
     return None
@@ -80,17 +80,6 @@ def test_the_bound_by_wait_needs_evidence() -> None:
     assert kind == "queue_wait" and "20.0 s is predicted" in text
 
 
-def test_those_told_to_come_back_are_not_told_the_same_moment() -> None:
-    ledger = paced(msgspec.structs.replace(OPEN, waiting_requests=1), slots=1)
-    ledger.admit(0, 50, 50)
-    ledger.admit(1, 50, 50)
-    found = [refused(ledger, 50) for _ in range(200)]
-    times = [one.retry_after_seconds for one in found if one is not None]
-    gaps = [round(b - a, 3) for a, b in zip(times, times[1:5], strict=False)]
-    assert gaps == [1.0, 1.0, 1.0, 1.0]  # 100 tokens each at 100 tokens/s
-    assert max(times) == RETRY_SECONDS[1]
-
-
 class Simulated(NamedTuple):
     """What became of the requests of one simulation; forecasts are of the time to first token."""
 
@@ -127,7 +116,7 @@ def simulate(
     while now < seconds:
         while due <= now:
             output = rng.randint(*outputs)
-            if refused(ledger, prompt, due) is None:
+            if refused(ledger, prompt) is None:
                 queue.append((number, output))
                 arrived[number] = due, ledger.predicted_ttft_seconds(prompt)
                 ledger.admit(number, prompt, outputs[1])
@@ -205,14 +194,7 @@ def test_a_prompt_that_can_never_come_in_time_is_let_in_when_it_is_alone() -> No
     ledger.admit(1, 10, 50)
     assert "5.1 s, 1 s are promised" in kind_of(refused(ledger, 500))[1]
     ledger.progressed(1, 1)
-    assert refused(ledger, 500, now=0.1) is None  # nobody else waits: no better time will come
-
-
-def test_what_the_http_side_is_behind_counts_twice() -> None:
-    ledger = paced(QueueBounds(ttft_seconds=1.0), slots=2)
-    assert ledger.predicted_ttft_seconds(10) == pytest.approx(0.1)
-    ledger.lag_seconds = 0.4
-    assert ledger.predicted_ttft_seconds(10) == pytest.approx(0.9)
+    assert refused(ledger, 500) is None  # nobody else waits: no better time will come
 
 
 def test_the_slot_that_a_new_sequence_finds_is_the_one_that_is_free_first() -> None:

@@ -59,7 +59,7 @@ def test_after_a_death_the_unread_start_again_and_the_read_end_with_an_error(
 
 def test_a_stopped_child_is_found_killed_and_replaced(config: Callable[..., EngineConfig]) -> None:
     async def scenario() -> None:
-        async with running(config(), limits=SOON_HUNG) as supervisor:
+        async with running(config(device="gpu"), limits=SOON_HUNG) as supervisor:
             await collect(supervisor.submit(GenerationRequest([1], 3)))
             assert supervisor.engine_pid is not None
             os.kill(supervisor.engine_pid, signal.SIGSTOP)

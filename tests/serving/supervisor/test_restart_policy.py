@@ -8,7 +8,6 @@ from serving.supervisor.restart_policy import (
     Ending,
     RecoveryLimits,
     after_death,
-    is_hung,
     return_at,
 )
 
@@ -73,24 +72,6 @@ def test_failed_returns_between_do_not_reset_the_breaker_of_the_engine_that_serv
             ending(Cause.engine_died, 10.0 * n + 5, 1),
         ]
     assert after_death(endings, 2, LIMITS).engine is None
-
-
-@pytest.mark.parametrize(
-    ("step_age", "idle", "device", "hung"),
-    [
-        (29.0, 29.0, "cpu", False),
-        (31.0, 31.0, "cpu", True),  # it sleeps
-        (31.0, 2.0, "cpu", False),
-        (899.0, 0.0, "cpu", False),  # a first prompt of a large model on two cores
-        (901.0, 0.0, "cpu", True),
-        (59.0, 0.0, "gpu", False),
-        (61.0, 0.0, "gpu", True),  # who waits for a GPU that hangs spins
-    ],
-)
-def test_an_engine_that_works_on_a_long_step_is_not_hung_and_one_that_sleeps_is(
-    step_age: float, idle: float, device: str, hung: bool
-) -> None:
-    assert is_hung(step_age, idle, 30.0, device) is hung
 
 
 def test_attempts_that_fail_come_less_often_and_none_comes_after_a_permanent_cause() -> None:
