@@ -62,7 +62,7 @@ def made_up_machines() -> Iterator[MadeUpMachine]:
     yield MadeUpMachine("two cards, the first in use", busy, ("gpu", "torch", "GPU-2"))
     yield MadeUpMachine("one card, in use", (busy[0],), on_cpu)
     yield MadeUpMachine("an MI300X, torch for ROCm", (mi300,), ("gpu", "torch", "GPU-m"), rocm)
-    wrong = Obstacles(gpu=NO_BUILD, vendors={"torch": "nvidia"})
+    wrong = Obstacles(gpu={**NO_BUILD, "torch": (Cause.no_device, "it is built for CUDA")})
     yield MadeUpMachine("an MI300X, torch for CUDA", (mi300,), on_cpu, wrong)
     ill = Cause.driver_mismatch
     yield MadeUpMachine("a driver that does not fit", (), on_cpu, cause=ill)

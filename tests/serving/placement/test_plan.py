@@ -141,9 +141,8 @@ def test_the_policies_leave_a_device_aside_and_say_that_they_do() -> None:
     placement = planned(SMALL, with_gpu(), Policy.gpu_only)
     assert placement.device == "gpu" and len(placement.attempts) == 1
     assert causes(placement) == [Cause.forced]
-    with pytest.raises(NoPlacement, match="no GPU") as refused:
+    with pytest.raises(NoPlacement, match="this machine has no GPU"):
         planned(SMALL, machine(), Policy.gpu_only)
-    assert [reason.cause for reason in refused.value.reasons] == [Cause.no_device]
     with pytest.raises(NoPlacement, match="VRAM|GPU"):
         planned(rung("70b").spec, with_gpu(20), Policy.gpu_only)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serving.errors import NoRoom
-from serving.placement.placement_policy import Attempt, NoPlacement
+from serving.placement.placement_policy import Attempt
 from serving.registry.model_registry import Resident, bytes_by_place, bytes_free, make_room
 
 
@@ -27,11 +27,9 @@ def test_the_least_recently_used_goes_first_and_nobody_without_need() -> None:
     assert first_to_go(16, *residents[:1], residents[2]) == "middle"
 
 
-def test_a_busy_model_never_goes_and_a_refusal_says_whether_waiting_helps() -> None:
-    with pytest.raises(NoRoom, match="needed on the CPU, .* and busy is busy"):
+def test_a_busy_model_never_goes() -> None:
+    with pytest.raises(NoRoom, match="needed on the CPU, .* while busy are busy"):
         first_to_go(15, resident("busy", 20, 1.0, busy=True), resident("idle", 2, 2.0))
-    with pytest.raises(NoPlacement, match="even alone"):
-        first_to_go(100, resident("busy", 20, 1.0, busy=True))
 
 
 def test_the_first_device_is_preferred_even_where_somebody_must_go_for_it() -> None:
@@ -47,7 +45,7 @@ def test_of_two_cards_only_the_one_that_is_needed_gives_memory_back() -> None:
     """Half of the need free on each card is room on none."""
     residents = [resident("a", 20, 1.0, False, "GPU-1"), resident("b", 20, 2.0, False, "GPU-2")]
     assert make_room([{"GPU-2": 24}], residents, {"GPU-2": 4}) == (0, "b")
-    with pytest.raises(NoPlacement):
+    with pytest.raises(NoRoom):
         make_room([{"GPU-2": 30}], residents, {"GPU-2": 4})
 
 
@@ -55,6 +53,6 @@ def test_needs_and_free_bytes_are_those_of_a_place_and_a_standby_engine_needs_ro
     on_gpu = Attempt("gpu", "torch", "bf16", "H100", 5, 3, 2, 4, device_id="GPU-1")
     on_cpu = Attempt("cpu", "llama_cpp", "Q4_0", "CPU", 2, 1, 1, 50)
     assert bytes_by_place([on_gpu, on_cpu]) == {"GPU-1": 10, "cpu": 4}
-    held = [Resident("x", {"cpu": 30}, 0.0, False, promised_bytes=5)]
+    held = [Resident("x", {"cpu": 30}, 0.0, False, measured_bytes=25)]
     assert bytes_free([on_gpu, on_cpu], held, None) == {"GPU-1": 4, "cpu": 45}
     assert bytes_free([on_gpu, on_cpu], held, 60) == {"GPU-1": 4, "cpu": 30}

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from serving.engine.ipc_messages import Delta, GenerationRequest
-from serving.errors import LoadFailed, Unavailable
+from serving.errors import LoadFailed, NoRoom, Unavailable
 from serving.metrics import ServerMetrics
-from serving.placement.placement_policy import NoPlacement
 from serving.registry import loaded_model
 from serving.registry.engine_config import Machine, prepare
 from serving.registry.loaded_model import ServedModel
@@ -302,13 +301,13 @@ def test_a_model_whose_engines_kept_dying_is_loaded_again_after_a_pause(
     run(scenario())
 
 
-def test_what_can_never_fit_is_said_to_be_so() -> None:
+def test_what_does_not_fit_is_said_to_be_so() -> None:
     async def scenario() -> None:
         limits = RegistryLimits(memory_bytes=MIB)
         async with fleet_of(model("a", "demand"), limits=limits) as registry:
-            with pytest.raises(NoPlacement, match="even alone"):
+            with pytest.raises(NoRoom, match="may be used"):
                 await registry.load("a")
-            assert "even alone" in (await refused(registry, "a")).reason
+            assert (await refused(registry, "a")).code == "no_room"
 
     run(scenario())
 
