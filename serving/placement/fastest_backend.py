@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,9 +35,8 @@ from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.backend_table import BACKENDS, backend_class, missing_backends, weights_of
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
+from serving.placement.placement_policy import NoPlacement, PlacementRequest, fitted
 from serving.sampling.step_rows import Row
-from serving.server_options import Policy
 
 BEST = "best"  # in place of a backend's name in a campaign
 USUAL = (("llama_cpp", "Q4_0"), ("onnx", "int8"))  # looked at where no format is asked for
@@ -75,7 +75,7 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.backend} {self.weight_format}".strip()
 
 
-class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
+class EngineChoice(NamedTuple):
     """The engine chosen, why, and all that were looked at."""
 
     backend: str
@@ -115,31 +115,25 @@ def fastest_backend(
     """
     found = [_looked_at(question, facts, *pair) for pair in _pairs(question.formats)]
     if sum(not one.why_not for one in found) > 1:
-        found = [
-            one if one.why_not else _measured(question, one, facts, say, progress) for one in found
-        ]
-    told = []
-    for one in found:
-        rate = one.requests_per_second
-        told.append(f"{one.name} {one.why_not or (requests(rate) if rate else 'not measured')}")
+        found = [_measured(question, one, facts, say, progress) for one in found]
+    told = "; ".join(f"{one.name}: {one.why_not or _rate(one)}" for one in found)
     possible = [one for one in found if not one.why_not]
     if not possible:
-        text = "; ".join(told)
-        text = text or f"no engine of the CPU has the format {', '.join(question.formats)}"
-        raise NoPlacement(f"{question.request.model.name} has no engine here: {text}")
+        told = told or f"no engine of the CPU has the format {', '.join(question.formats)}"
+        raise NoPlacement(f"{question.request.model.name} has no engine here: {told}")
     best = max(possible, key=lambda one: one.requests_per_second or 0.0)
     reason = (
         f"{best.name} is the best engine by its step times, for prompts of "
         f"{significant(question.prompt_tokens)} and answers of "
         f"{significant(question.output_tokens)} tokens, {count(question.request.slots)} at once: "
-        f"{'; '.join(told)}"
+        f"{told}"
     )
-    return EngineChoice(
-        backend=best.backend,
-        weight_format=best.weight_format,
-        reason=reason,
-        candidates=tuple(found),
-    )
+    return EngineChoice(best.backend, best.weight_format, reason, tuple(found))
+
+
+def _rate(one: EngineCandidate) -> str:
+    rate = one.requests_per_second
+    return "not measured" if rate is None else requests(rate)
 
 
 def requests_per_second(times: EngineTimes, prompt_tokens: float, output_tokens: float) -> float:
@@ -157,18 +151,12 @@ def known_times(
 
     None: not kept, and not to be measured. Raises CrossoverError where measuring fails.
     """
-    kept = read_table(question.cache, facts).get(question.key(engine))
+    cache, began = question.cache, time.monotonic()
+    kept = read_table(cache, facts).get(question.key(engine))
     if kept is not None or not question.may_measure:
         return kept
-    began = time.monotonic()
-    kind, weight_format = weights_of(engine.backend, engine.weight_format)
-    files = resolve(
-        question.source,
-        kind=kind,
-        weight_format=weight_format,
-        cache=question.cache,
-        progress=progress,
-    )
+    kind, spelt = weights_of(engine.backend, engine.weight_format)
+    files = resolve(question.source, kind=kind, weight_format=spelt, cache=cache, progress=progress)
     config = EngineConfig(
         backend=engine.backend,
         model_path=files.path,
@@ -182,9 +170,9 @@ def known_times(
     )
     progress(f"measuring {engine.name} on {files.name}", None)
     times = measured_times(config, question.request.model)
-    keep(question.cache, facts, question.key(engine), times)
-    spent, where = duration(time.monotonic() - began), table_path(question.cache)
-    say(f"measured {engine.name} on {files.name} in {spent}, kept in {where}")
+    keep(cache, facts, question.key(engine), times)
+    spent = duration(time.monotonic() - began)
+    say(f"measured {engine.name} on {files.name} in {spent}, kept in {table_path(cache)}")
     return times
 
 
@@ -204,12 +192,10 @@ def _looked_at(
 ) -> EngineCandidate:
     """The candidate, with the reason where it cannot run here."""
     why_not = missing_backends().get(backend, "")
-    settings = {"policy": Policy.cpu_only, "backend": backend, "weight_format": weight_format}
-    if not why_not:
-        try:
-            plan(msgspec.structs.replace(question.request, **settings), facts)
-        except NoPlacement as problem:
-            why_not = str(problem)
+    request = msgspec.structs.replace(question.request, weight_format=weight_format)
+    attempt, reason = fitted(request, facts, backend, None)
+    if attempt is None and reason is not None:
+        why_not = why_not or reason.text
     return EngineCandidate(backend=backend, weight_format=weight_format, why_not=why_not)
 
 
@@ -217,6 +203,8 @@ def _measured(
     question: Question, one: EngineCandidate, facts: HardwareFacts, say: Say, progress: Progress
 ) -> EngineCandidate:
     """The candidate with its times; one that fails to be measured cannot be chosen."""
+    if one.why_not:
+        return one
     spec, asked = question.request.model, question
     if spec.parameters > MOST_MEASURED_PARAMETERS:
         request = msgspec.structs.replace(asked.request, model=rung(PROXY).spec)

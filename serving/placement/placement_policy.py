@@ -80,7 +80,7 @@ class Attempt(msgspec.Struct, frozen=True):
     overhead_bytes: int
     free_bytes: int | None  # that may be used; None: the machine does not say
     kv_dtype: str = ""  # as the backend stores it
-    slots: int = 0  # 0: as many as were asked for
+    slots: int = 16
     device_id: str = ""  # the GPU's UUID; "": the only one, or the driver says none
     vendor: str = ""  # the GPU's
 
@@ -141,11 +141,8 @@ def plan(
         cut = f"context cut from {asked} to {context} tokens: {model.name} was made for no more"
         reasons.insert(0, Reason(None, cut))
     if not attempts:
-        where = "nowhere on this machine"
-        if request.policy is Policy.gpu_only:
-            where = "on no GPU here, and the policy is gpu-only"
         told = "; ".join(reason.text for reason in reasons)
-        raise NoPlacement(f"{model.name} can run {where}: {told}")
+        raise NoPlacement(f"{model.name} can run nowhere on this machine: {told}")
     return Placement(
         model=model.name,
         policy=request.policy,
@@ -180,20 +177,14 @@ def _everywhere(
     request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles
 ) -> Iterator[Looked]:
     """Every device and backend that the policy leaves, in the order they are tried."""
-    can_use_gpu = False
     if request.policy is Policy.cpu_only:
-        gpus = ", ".join(gpu.name for gpu in facts.gpus)
-        there = f" ({gpus} is there)" if gpus else ""
-        yield None, Reason(Cause.forced, f"the policy cpu-only leaves GPUs aside{there}")
+        yield None, Reason(Cause.forced, "the policy cpu-only leaves GPUs aside")
     else:
-        for looked in _on_gpu(request, facts, obstacles):
-            can_use_gpu = can_use_gpu or looked[0] is not None
-            yield looked
-    if request.policy is not Policy.gpu_only:
-        yield _on_cpu(request, facts, obstacles, can_use_gpu)
-    elif can_use_gpu:
-        text = "the policy gpu-only leaves the CPU aside: there is nothing to fall back to"
-        yield None, Reason(Cause.forced, text)
+        yield from _on_gpu(request, facts, obstacles)
+    if request.policy is Policy.gpu_only:
+        yield None, Reason(Cause.forced, "the policy gpu-only leaves the CPU aside")
+    else:
+        yield _on_cpu(request, facts, obstacles)
 
 
 def _on_gpu(
@@ -223,7 +214,7 @@ def _on_gpu(
             cause, why = obstacles.gpu[name]
             text = f"{there} {name} cannot use it: {why}"
         else:
-            looked = _fitted(request, facts, name, gpu)
+            looked = fitted(request, facts, name, gpu)
             yield looked
             if looked[0] is not None:
                 return
@@ -231,26 +222,15 @@ def _on_gpu(
         yield None, Reason(cause, text)
 
 
-def _on_cpu(
-    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles, to_fall_back_to: bool
-) -> Looked:
-    """The CPU; to fall back to, with as many slots as fit: better fewer than none."""
+def _on_cpu(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> Looked:
     name = request.backend or default_backend("cpu", request.weight_format)
     if name in obstacles.missing:
         text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
         return None, Reason(Cause.backend_missing, text)
-    found = _fitted(request, facts, name, None)
-    if found[0] is None and to_fall_back_to and request.kv_tokens is None:
-        fitting = slots_that_fit(predicted(request, facts, name, None))
-        if 0 < fitting < request.slots:
-            room = f"the CPU has room for {fitting} of the {request.slots} slots"
-            fewer = msgspec.structs.replace(request, slots=fitting)
-            attempt, reason = _fitted(fewer, facts, name, None)
-            return attempt, reason or Reason(None, f"{room}, should it be fallen back to")
-    return found
+    return fitted(request, facts, name, None)
 
 
-def _fitted(
+def fitted(
     request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
 ) -> Looked:
     """The attempt where it fits, else the shortage (or both: check_memory is off)."""
@@ -266,17 +246,12 @@ def _fitted(
         f"{where} (weights {size(found.weight_bytes)}, KV {size(found.kv_bytes)}, "
         f"overhead {size(found.overhead_bytes)}), {size(found.free_bytes or 0)} may be used"
     )
-    fitting = slots_that_fit(found)
+    room = (found.free_bytes or 0) - found.weight_bytes - found.overhead_bytes
+    fitting = room // max(1, found.kv_bytes // found.slots)
     advice = f"{fitting} slots instead of {request.slots} would fit"
     text += f"; {advice if fitting > 0 else 'take a smaller model or format'}"
     cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
     return None if request.check_memory else found, Reason(cause, text)
-
-
-def slots_that_fit(attempt: Attempt) -> int:
-    """Of one that does not fit; 0 or less where not even the weights do."""
-    room = (attempt.free_bytes or 0) - attempt.weight_bytes - attempt.overhead_bytes
-    return room // max(1, attempt.kv_bytes // attempt.slots)
 
 
 def predicted(

@@ -89,7 +89,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
                 device=one.device,
                 device_id=one.device_id,
                 device_vendor=one.vendor,
-                slots=one.slots or self.model.slots,
+                slots=one.slots,
                 context_tokens=placement.context_tokens,
                 threads=self.split.threads,
                 cores=self.split.engine,

@@ -81,7 +81,6 @@ class ServedModel:
         self.used_at = time.monotonic()  # when its last request began or ended, or it was loaded
         self.on_demand = True  # a request may load it
         self.load: asyncio.Task[None] | None = None
-        self.is_queued = False  # its load has not begun
 
     # What a request needs.
 

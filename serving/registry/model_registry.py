@@ -24,7 +24,6 @@ from typing import NamedTuple
 import msgspec
 
 from models import formatting
-from models.errors import CrossoverError
 from serving.errors import (
     EngineFailed,
     EngineState,
@@ -252,12 +251,11 @@ class Registry:
 
     def _call_off(self, model: ServedModel) -> None:
         """End a load that has not begun; one whose engine runs ends with the engine."""
-        if model.load is not None and model.is_queued:
+        if model.load is not None and not model.supervisor.pids:
             model.load.cancel()
 
     async def _load(self, model: ServedModel, evict: bool) -> None:
         supervisor = model.supervisor
-        model.is_queued = True
         try:
             async with self._turn:
                 while supervisor.state == EngineState.draining and not self._stopping:
@@ -265,7 +263,6 @@ class Registry:
                 if supervisor.state in (EngineState.ready, EngineState.restarting):
                     return
                 model.placement = await self._room_for(model, evict)
-                model.is_queued = False
                 await supervisor.start(model.prepared.configs_of(model.placement))
                 try:
                     await supervisor.wait_ready()
@@ -277,15 +274,12 @@ class Registry:
             supervisor.rest(EngineState.unloaded, str(problem))
             raise
         except Exception as problem:  # whatever it is, this model did not load
-            said = str(problem)
-            if not isinstance(problem, CrossoverError):
-                said = f"{type(problem).__name__}: {problem}"
             model.metrics.loads["failed"] += 1
             if supervisor.state in (*_NOT_THERE, EngineState.loading) and model.on_demand:
-                supervisor.rest(EngineState.failed, said)
+                supervisor.rest(EngineState.failed, str(problem))
             raise
         finally:
-            model.load, model.is_queued = None, False
+            model.load = None
 
     async def _room_for(self, model: ServedModel, evict: bool) -> Placement:
         """Where this model goes now, once others are evicted for it: the first attempt that fits,

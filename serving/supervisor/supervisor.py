@@ -156,8 +156,8 @@ class Supervisor:
     # What others may ask for.
 
     async def start(self, configs: Sequence[EngineConfig] = ()) -> None:
-        """Start the first engine, where none lives; returns when its process runs, not when it is
-        ready. After an end it begins again, with other `configs` where they are given."""
+        """Start the first engine, where none lives; returns at once. After an end it begins again,
+        with other `configs` where they are given."""
         self.configs = tuple(configs) or self.configs
         self._endings.clear()
         self._returns.clear()
@@ -165,7 +165,7 @@ class Supervisor:
         self._become(EngineState.loading, "starting")
         self._background.cancel()
         self._background.keep(self._look())
-        await self._spawn(0)
+        self._background.keep(self._spawn(0))
 
     def rest(self, state: EngineState, reason: str) -> None:
         """Say why no engine lives: unloaded, or failed. Only while none does."""
@@ -349,8 +349,6 @@ class Supervisor:
         is_warm = standby is not None and standby.ready is not None
         verdict = after_death(self._endings, len(self.configs), self._limits, is_warm)
         place = verdict.engine
-        if place is None:  # an earlier one that loads is the last hope
-            place = min(self._engines, default=None)
         if place is None:
             self._tell("failed", verdict.text, engine, ending.cause)
             self._become(EngineState.failed, verdict.text)

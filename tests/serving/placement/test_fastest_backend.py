@@ -105,7 +105,7 @@ def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> 
     assert (choice.backend, choice.weight_format) == ("onnx", "int8")
     assert "prompts of 40 and answers of 40 tokens, 8 at once" in choice.reason
     assert [path.name for path in cache.iterdir()] == [table_path(cache).name]
-    assert "llama_cpp Q4_0 0.63 requests/s; onnx int8 " in choice.reason
+    assert "llama_cpp Q4_0: 1.1 requests/s; onnx int8: 2.2 requests/s" in choice.reason
 
 
 def test_the_work_decides_between_the_same_two_engines(cache: Path) -> None:
@@ -125,7 +125,7 @@ def test_what_is_not_known_is_not_measured_beside_requests_and_the_usual_order_h
     cache: Path,
 ) -> None:
     choice = chosen(cache, kv_dtype="fp32")
-    assert choice.backend == "llama_cpp" and "onnx int8 not measured" in choice.reason
+    assert choice.backend == "llama_cpp" and "onnx int8: not measured" in choice.reason
     keep_times(cache, "int8", times(0.01), kv_dtype="fp32")
     assert chosen(cache, kv_dtype="fp32").backend == "onnx", "what was measured wins"
 

@@ -87,17 +87,6 @@ def test_what_bf16_does_not_fit_is_tried_in_llama_cpps_format() -> None:
     assert placed(nvidia("RTX 4070", 12), spec=EIGHT, trouble=no_build).device == "cpu"
 
 
-def test_the_cpu_that_is_fallen_back_to_has_the_slots_that_fit() -> None:
-    card = nvidia("H100", 80, uuid="GPU-1")
-    placement = placed(card, spec=EIGHT, slots=128, memory_gib=32)
-    on_gpu, on_cpu = placement.attempts
-    assert on_gpu.slots == 128 and 1 <= on_cpu.slots < 128 and on_cpu.fits
-    assert any(f"{on_cpu.slots} of the 128 slots" in one.text for one in placement.reasons)
-    more = placed(card, spec=EIGHT, slots=128, memory_gib=33).attempts[1].slots
-    assert more > on_cpu.slots, "as many as fit"
-    assert len(placed(card, spec=EIGHT, slots=128, memory_gib=4).attempts) == 1
-
-
 def test_an_engine_sees_its_gpu_alone() -> None:
     def seen(**settings: Any) -> dict[str, str]:
         found = environment(EngineConfig("fake", "", "m", **settings), 3)

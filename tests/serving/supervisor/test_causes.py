@@ -119,7 +119,7 @@ def troubled(cause: Cause, why: str) -> MadeUp:
             MadeUp(with_gpu(memory_available_bytes=10 * MIB)),
             "9.5 MiB may be used",
         ),
-        (Cause.forced, MadeUp(with_gpu()), "the policy cpu-only leaves GPUs aside (Test GPU is"),
+        (Cause.forced, MadeUp(with_gpu()), "the policy cpu-only leaves GPUs aside"),
     ],
 )
 def test_a_cause_known_beforehand_is_explained_in_words_and_numbers(
