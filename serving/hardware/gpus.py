@@ -38,7 +38,6 @@ class GpuFacts(msgspec.Struct, frozen=True):
     total_bytes: int | None = None
     free_bytes: int | None = None
     driver: str | None = None
-    compute_capability: str | None = None  # "9.0"; NVIDIA only
     index: int = 0  # in the driver's order, which is not that of CUDA
     uuid: str | None = None  # by which an engine is given this one and no other
 
@@ -142,9 +141,6 @@ def list_gpus() -> FoundGpus:
 
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
-    except ImportError as problem:
-        note = f"nvidia-ml-py is not installed: {problem}"
-        return FoundGpus((), Cause.backend_missing, note)
     except Exception as problem:  # NVMLError, or what an older driver makes of nvidia-ml-py
         return FoundGpus((), cause_of(str(problem)), f"NVML: {problem}")
     gpus: list[GpuFacts] = []
@@ -167,14 +163,12 @@ def _read(nvml: Any, index: int) -> GpuFacts:
     if tell(lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):  # CUDA cannot use it as a whole
         raise Unsupported("it is divided into parts (MIG), which are not served")
     memory, driver = memory_of(nvml, handle), tell(nvml.nvmlSystemGetDriverVersion)
-    capability = tell(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
     return GpuFacts(
         name=str(nvml.nvmlDeviceGetName(handle)),
         vendor="nvidia",
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         driver=None if driver is None else str(driver),
-        compute_capability=None if capability is None else "{}.{}".format(*capability),
         index=index,
         uuid=uuid_of(nvml, handle),
     )

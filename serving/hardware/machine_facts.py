@@ -15,10 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from models.formatting import size
 from models.machine import (
     ROOT,
-    available_bytes,
     cgroup_cores,
     cgroup_memory_left,
     cpu_flags,
@@ -26,7 +24,6 @@ from models.machine import (
     read_text,
     sizes,
 )
-from serving.errors import OutOfMemory
 from serving.hardware.cpu_topology import physical_of
 from serving.hardware.gpus import GpuFacts, find_gpus
 
@@ -40,16 +37,6 @@ def resident_bytes(pid: int | None = None) -> int | None:
 def peak_resident_bytes() -> int:
     """The highest RSS that this process had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def refuse_shortage(needed_bytes: int, what: str) -> None:
-    """Raises OutOfMemory where `what` needs more than is available."""
-    available = available_bytes()
-    if needed_bytes > available:
-        raise OutOfMemory(
-            f"{what} need {size(needed_bytes)} and {size(available)} are available; "
-            "fewer slots or a shorter context need less"
-        )
 
 
 AUTOGROUP = Path("/proc/self/autogroup")  # where the kernel shares cores out by session

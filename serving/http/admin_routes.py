@@ -23,8 +23,7 @@ from serving.errors import EngineState, ServingError
 from serving.http.api_errors import ApiError, as_answer, invalid, try_again
 from serving.http.api_schemas import Wire
 from serving.http.http_request import Request
-from serving.registry.loaded_model import ServedModel
-from serving.registry.model_registry import Registry
+from serving.registry.model_registry import Registry, ServedModel
 
 
 class LoadRequest(Wire, kw_only=True, frozen=True):

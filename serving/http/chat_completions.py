@@ -31,7 +31,7 @@ from serving.http.tool_calls import (
     offered,
     told_of_tools,
 )
-from serving.registry.loaded_model import INLINE_CHARACTERS, ServedModel, in_text_thread
+from serving.registry.model_registry import INLINE_CHARACTERS, ServedModel, in_text_thread
 
 _OURS = frozenset({"messages", "add_generation_prompt", "tools"})
 

@@ -24,8 +24,7 @@ from starlette.types import Receive, Scope, Send
 from serving.errors import EngineState, Overloaded
 from serving.http.api_errors import ApiError, too_late
 from serving.http.api_schemas import decode, encode
-from serving.registry.loaded_model import ServedModel
-from serving.registry.model_registry import Registry
+from serving.registry.model_registry import Registry, ServedModel
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import ContextOverflow, Unsupported
 from serving.http.api_errors import invalid
 from serving.http.api_schemas import ChatRequest, CompletionRequest, Generation, encode
-from serving.registry.loaded_model import Facts
+from serving.registry.model_registry import Facts
 from serving.sampling.grammar import check_size
 from serving.sampling.step_rows import GREEDY_BELOW, Sampling
 

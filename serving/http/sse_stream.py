@@ -32,7 +32,7 @@ from serving.http.api_schemas import (
 )
 from serving.http.http_request import Request, sse_event
 from serving.http.tool_calls import Format, Part, Reasoning, Splitter
-from serving.registry.loaded_model import in_text_thread
+from serving.registry.model_registry import in_text_thread
 from serving.supervisor.inflight_requests import Stream
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place

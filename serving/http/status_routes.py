@@ -15,7 +15,7 @@ from serving.http.chat_completions import chat_prompt
 from serving.http.http_request import Request
 from serving.http.request_validation import check_ids
 from serving.metrics import CONTENT_TYPE
-from serving.registry.loaded_model import ServedModel
+from serving.registry.model_registry import ServedModel
 
 _OF_ENGINE = ("weight_format", "slots", "context_tokens", "kv_tokens")  # as the engine has them
 

@@ -35,7 +35,6 @@ from serving.hardware.gpus import GpuFacts, render_nodes
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 from serving.placement.fastest_backend import EngineChoice, Question, fastest_backend
 from serving.placement.placement_policy import (
-    NoPlacement,
     Obstacles,
     Placement,
     PlacementRequest,
@@ -163,12 +162,9 @@ class Machine:
     def files_of(self, source: str, backend: str, weight_format: str | None) -> ResolvedModel:
         """A model's files for a backend, made or fetched where they are not there."""
         kind, spelt = weights_of(backend, weight_format)
+        wanted = (spelt or None) if weight_format else None
         return resolve(
-            source,
-            kind=kind,
-            weight_format=(spelt or None) if weight_format else None,
-            cache=self.cache,
-            progress=self.progress,
+            source, kind=kind, weight_format=wanted, cache=self.cache, progress=self.progress
         )
 
 
@@ -278,11 +274,7 @@ def best_for(
         formats=(model.weight_format,) if model.weight_format else (),
         cache=machine.cache,
     )
-    try:
-        return fastest_backend(question, facts, machine.say, machine.progress)
-    except NoPlacement as problem:
-        machine.say(f"no best engine, so the usual one: {problem}")
-        return None
+    return fastest_backend(question, facts, machine.say, machine.progress)
 
 
 def options_by_backend(

@@ -39,7 +39,6 @@ class RecoveryLimits(msgspec.Struct, frozen=True):
     load_attempts: int = 2  # deaths in a row before ready: then it is not chance
     return_first_seconds: float = 30.0  # from a fallback to the first try to go back
     return_longest_seconds: float = 900.0
-    lasted_seconds: float = 600.0  # uptime after which that pause is short again
     health_timeout_seconds: float = 30.0  # no step of a GPU for so long with work: it hangs
     kill_after_seconds: float = 5.0  # from asking an engine to stop at once to SIGKILL
 
@@ -101,11 +100,11 @@ def return_at(
     """The earliest time to try the preferred engine, the first, again. None: never, as after a
     permanent cause.
 
-    `returns`: when earlier attempts began; the pause doubles with each that did not last.
+    `returns`: when earlier attempts began; the pause doubles with each.
     """
     of_preferred = [one for one in endings if one.engine == 0]
     if not of_preferred or of_preferred[-1].cause in PERMANENT:
         return None
-    unlucky = sum(fell_back_at - at < limits.lasted_seconds for at in returns)
-    pause = min(limits.return_longest_seconds, limits.return_first_seconds * 2.0**unlucky)
+    pause = limits.return_first_seconds * 2.0 ** len(returns)
+    pause = min(limits.return_longest_seconds, pause)
     return max(fell_back_at, *returns, 0.0) + pause

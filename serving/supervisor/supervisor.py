@@ -256,8 +256,7 @@ class Supervisor:
         if place == self._place:
             self.loading, self._starts_at = None, time.monotonic()
         kind = "returning" if place < self._place else "started"
-        to_stand_by = ", to stand by," if place > self._place else ""
-        self._tell(kind, f"loading{to_stand_by} {engine.config.model_name}", engine)
+        self._tell(kind, f"loading {engine.config.model_name}", engine)
         await engine.start(self._hear, self._ended)
 
     def _hear(self, engine: EngineProcess, message: ipc.FromEngine) -> None:
@@ -334,10 +333,9 @@ class Supervisor:
             self._endings.append(Ending(engine.place, cause, message, now, lived))
             if is_current:
                 self._current_died(engine, self._endings[-1])
-            elif engine.place > self._place:  # another stands by, unless it keeps dying
-                verdict = after_death(self._endings, engine.place + 1, self._limits)
-                if verdict.engine is not None:
-                    self._background.keep(self._spawn(engine.place, verdict.delay_seconds))
+            elif engine.place > self._place:  # another stands by
+                pause = self._limits.backoff_longest_seconds
+                self._background.keep(self._spawn(engine.place, pause))
         current = self._current
         successor = current if current is not None and current.ready else None
         place = None if self.state in _OVER else self._place

@@ -39,8 +39,7 @@ from serving.http.http_request import Limits
 from serving.http.http_server import server_options
 from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
-from serving.registry.loaded_model import ServedModel
-from serving.registry.model_registry import Registry, RegistryLimits
+from serving.registry.model_registry import Registry, RegistryLimits, ServedModel
 from serving.sampling.step_rows import Sampling
 from serving.supervisor.inflight_requests import Stream
 from serving.supervisor.supervisor import Supervisor

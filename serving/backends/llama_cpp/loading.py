@@ -23,7 +23,7 @@ from serving.backends.llama_cpp.library import (
 )
 from serving.bounds import Count
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
-from serving.hardware.machine_facts import allowed_cores, refuse_shortage
+from serving.hardware.machine_facts import allowed_cores
 
 QUANTISED_KV = ("q8_0", "q4_0")  # these need flash attention
 
@@ -105,8 +105,6 @@ class Loader:
             return True
 
         options, name, is_gpu = self.options, self._file.name, self.config.device == "gpu"
-        if self.config.check_memory and not is_gpu:
-            refuse_shortage(self._file.stat().st_size, f"the weights of {name}")
         is_mapped = is_gpu if options.mmap is None else options.mmap
         modes = ["mmap"] * is_mapped + ["mlock"] * options.mlock
         settings = llama.llama_model_default_params()

@@ -36,7 +36,7 @@ ONE, EIGHT = rung("1b").spec, rung("8b").spec
 
 def nvidia(name: str, total: float, free: float | None = None, **more: Any) -> GpuFacts:
     usable = int((total if free is None else free) * GIB)
-    return GpuFacts(name, "nvidia", int(total * GIB), usable, "550.1", "8.9", **more)
+    return GpuFacts(name, "nvidia", int(total * GIB), usable, "550.1", **more)
 
 
 def amd(name: str, total: float, **more: Any) -> GpuFacts:

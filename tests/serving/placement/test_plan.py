@@ -48,7 +48,7 @@ def machine(memory_gib: float = 32, **changes: Any) -> HardwareFacts:
 
 
 def with_gpu(free_gib: float = 80, **changes: Any) -> HardwareFacts:
-    gpu = GpuFacts("Test GPU", "nvidia", 80 * GIB, int(free_gib * GIB), "550.1", "9.0")
+    gpu = GpuFacts("Test GPU", "nvidia", 80 * GIB, int(free_gib * GIB), "550.1")
     return machine(gpus=(gpu,), gpu_cause=None, gpu_note=None, **changes)
 
 

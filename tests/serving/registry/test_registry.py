@@ -16,10 +16,9 @@ import pytest
 from serving.engine.ipc_messages import Delta, GenerationRequest
 from serving.errors import LoadFailed, NoRoom, Unavailable
 from serving.metrics import ServerMetrics
-from serving.registry import loaded_model
+from serving.registry import model_registry
 from serving.registry.engine_config import Machine, prepare
-from serving.registry.loaded_model import ServedModel
-from serving.registry.model_registry import Registry, RegistryLimits
+from serving.registry.model_registry import Registry, RegistryLimits, ServedModel
 from serving.server_options import ModelOptions
 from serving.supervisor.inflight_requests import Stream, merged
 from serving.supervisor.restart_policy import RecoveryLimits
@@ -284,7 +283,7 @@ def test_a_model_that_does_not_load_is_not_tried_by_every_request() -> None:
 def test_a_model_whose_engines_kept_dying_is_loaded_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loaded_model, "RETRY_SECONDS", 0.5)  # 30 s
+    monkeypatch.setattr(model_registry, "RETRY_SECONDS", 0.5)  # 30 s
 
     async def scenario() -> None:
         async with fleet_of(model("a", fail_cause="exit", fail_token=9, idle=600.0)) as registry:

@@ -35,7 +35,7 @@ LIMITS = RecoveryLimits(
 )
 SOON_HUNG = msgspec.structs.replace(LIMITS, health_timeout_seconds=1.0)
 MIB = 1 << 20
-SMALL_GPU = GpuFacts("Test GPU", "nvidia", 80 << 30, 10 * MIB, "550.1", "9.0")
+SMALL_GPU = GpuFacts("Test GPU", "nvidia", 80 << 30, 10 * MIB, "550.1")
 
 
 class MadeUp(Machine):

@@ -83,8 +83,3 @@ def test_attempts_that_fail_come_less_often_and_none_comes_after_a_permanent_cau
     gaps = [second - first for first, second in zip(moments, moments[1:], strict=False)]
     assert moments[0] == 30.0 and gaps == [60.0, 120.0, 240.0, 480.0, 900.0, 900.0, 900.0]
     assert return_at([ending(Cause.unsupported)], 0.0, [], LIMITS) is None
-
-
-def test_an_engine_that_lasted_starts_with_short_pauses_again() -> None:
-    died = [ending(Cause.runtime_oom, 50.0), ending(Cause.runtime_oom, 5000.0, ready=4000.0)]
-    assert return_at(died, 5000.0, [100.0, 900.0], LIMITS) == 5030.0
