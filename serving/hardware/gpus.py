@@ -4,17 +4,12 @@
 
 Drivers differ in what they tell: a value that one does not tell is None, and a GPU that cannot be
 read is left out with its reason. GPUs of other makers are known by what a backend's probe says.
-
-`python -m serving.hardware.gpus module:function` calls the function and prints its result as JSON;
-run_probe runs it: a backend's library may crash where it is imported.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -109,8 +104,13 @@ def visible(gpus: tuple[GpuFacts, ...], told: str | None) -> tuple[GpuFacts, ...
 
 
 def run_probe(function: str, timeout_seconds: float) -> Ran:
-    """Call "module:function" in a child that may crash or hang; its result is JSON in `output`."""
-    return run_python("-m", "serving.hardware.gpus", function, timeout_seconds=timeout_seconds)
+    """Call "module:function" in a child that may crash or hang, as a backend's library may where it
+    is imported; its result is JSON in `output`."""
+    module, _, name = function.partition(":")
+    say = f"print('', msgspec.json.encode(probed.{name}()).decode(), sep='\\n')"
+    code = f"import msgspec, {module} as probed; {say}"
+    ran = run_python("-c", code, timeout_seconds=timeout_seconds)
+    return ran._replace(output=b"".join(ran.output.splitlines()[-1:]))  # behind a library's words
 
 
 def tell(ask: Callable[..., Any], *what: Any, **more: Any) -> Any:
@@ -181,17 +181,3 @@ def cause_of(text: str) -> Cause:
         return Cause.driver_mismatch
     is_gone = any(word in lowered for word in ("lost", "reset", "no device"))
     return Cause.no_device if is_gone else Cause.no_driver
-
-
-def main(function: str) -> None:
-    """Print the function's result as JSON; what libraries print goes to standard error."""
-    answer_to = os.dup(1)
-    os.dup2(2, 1)
-    module_name, _, name = function.partition(":")
-    answer = msgspec.json.encode(getattr(importlib.import_module(module_name), name)())
-    with os.fdopen(answer_to, "wb") as out:
-        out.write(answer)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

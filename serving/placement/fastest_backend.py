@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,10 +33,15 @@ from models.manifest import Progress, write_atomically
 from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_interface import Backend, EngineConfig
-from serving.backends.backend_table import BACKENDS, backend_class, missing_backends, weights_of
+from serving.backends.backend_table import backend_class, missing_backends, weights_of
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.placement_policy import NoPlacement, PlacementRequest, fitted
+from serving.placement.placement_policy import (
+    NoPlacement,
+    PlacementRequest,
+    backends_with,
+    fitted,
+)
 from serving.sampling.step_rows import Row
 
 BEST = "best"  # in place of a backend's name in a campaign
@@ -47,7 +53,6 @@ MOST_STEPS = 64  # of one kind
 SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long one where there is time for it
 TIMEOUT_SECONDS = 300.0
 PACKAGES = ("llama-cpp-python", "onnxruntime", "torch")
-CONFIG_VARIABLE = "CROSSOVER_MEASURED_ENGINE"
 
 Say = Callable[[str], None]
 
@@ -113,7 +118,9 @@ def fastest_backend(
 
     Raises NoPlacement where no engine can run the model here.
     """
-    found = [_looked_at(question, facts, *pair) for pair in _pairs(question.formats)]
+    pairs = [pair for one in question.formats for pair in backends_with("cpu", one)]
+    looked = pairs if question.formats else USUAL
+    found = [_looked_at(question, facts, *pair) for pair in looked]
     if sum(not one.why_not for one in found) > 1:
         found = [_measured(question, one, facts, say, progress) for one in found]
     told = "; ".join(f"{one.name}: {one.why_not or _rate(one)}" for one in found)
@@ -134,14 +141,6 @@ def fastest_backend(
 def _rate(one: EngineCandidate) -> str:
     rate = one.requests_per_second
     return "not measured" if rate is None else requests(rate)
-
-
-def requests_per_second(times: EngineTimes, prompt_tokens: float, output_tokens: float) -> float:
-    """The rate at which an engine ends requests, all slots busy: a request takes its prompt's time
-    alone, which gives the first token, and its share of the decode steps for the others."""
-    token_seconds = times.decode_slots_seconds / times.slots
-    prompt_seconds = prompt_tokens / times.prompt_tokens_per_second
-    return 1 / (prompt_seconds + max(0.0, output_tokens - 1) * token_seconds)
 
 
 def known_times(
@@ -174,17 +173,6 @@ def known_times(
     spent = duration(time.monotonic() - began)
     say(f"measured {engine.name} on {files.name} in {spent}, kept in {table_path(cache)}")
     return times
-
-
-def _pairs(formats: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Backends of the CPU with each of the formats that they have."""
-    found = [] if formats else list(USUAL)
-    on_cpu = [(name, spec.formats) for name, spec in BACKENDS.items() if "cpu" in spec.devices]
-    for asked in formats:
-        known = [(name, one) for name, has in on_cpu for one in has if one.lower() == asked.lower()]
-        # BF16 is a GGUF format, bf16 one of torch.
-        found += [pair for pair in known if pair[1] == asked] or known
-    return found
 
 
 def _looked_at(
@@ -222,8 +210,10 @@ def _measured(
         decode_seconds=times.decode_seconds * factor,
         decode_slots_seconds=times.decode_slots_seconds * factor,
     )
-    rate = requests_per_second(times, question.prompt_tokens, question.output_tokens)
-    return msgspec.structs.replace(one, times=times, requests_per_second=rate)
+    # The prompt gives the first token; the others take a share of steps with all slots.
+    seconds = question.prompt_tokens / times.prompt_tokens_per_second
+    seconds += max(0.0, question.output_tokens - 1) * times.decode_slots_seconds / times.slots
+    return msgspec.structs.replace(one, times=times, requests_per_second=1 / seconds)
 
 
 # --- the kept table
@@ -273,8 +263,7 @@ def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
     context = min(spec.context, LONG_PROMPT + 4 * MOST_STEPS)
     small = msgspec.structs.replace(config, context_tokens=context, kv_tokens=None)
     ran = run_python(
-        *("-m", "serving.placement.fastest_backend"),
-        environment={CONFIG_VARIABLE: msgspec.json.encode(small).decode()},
+        *("-m", "serving.placement.fastest_backend", msgspec.json.encode(small).decode()),
         timeout_seconds=TIMEOUT_SECONDS,
     )
     if ran.status == 0:
@@ -325,7 +314,7 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
 
 def main() -> None:
     """The child: measures on the engine's cores, says one line of JSON."""
-    config = msgspec.json.decode(os.environ[CONFIG_VARIABLE].encode(), type=EngineConfig)
+    config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     backend = backend_class(config.backend)(config, lambda what, fraction: None)

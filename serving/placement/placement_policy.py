@@ -6,7 +6,7 @@
 
 Candidates are looked at in order: the GPU, with the backends that may drive it, then the CPU. The
 first one that fits is chosen, later ones are what the engine falls back to. Of several GPUs it is
-the one with most free memory among those that a backend's build drives.
+the one with most free memory.
 
 Memory: the weights (the file's size, else the format's), the KV cache in the type and the row
 lengths that the backend holds, and the overhead of the backend's row in the table.
@@ -65,7 +65,6 @@ class Obstacles(msgspec.Struct, frozen=True):
 
     missing: Mapping[str, str] = {}
     gpu: Mapping[str, tuple[Cause, str]] = {}
-    vendors: Mapping[str, str] = {}  # of the GPUs that a build drives
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -192,7 +191,7 @@ def _on_gpu(
 ) -> Iterator[Looked]:
     """The GPU with the first backend that can use it and fits; before it the others, and why.
 
-    Of several GPUs that a backend's build drives, the one with most free memory."""
+    Of several GPUs, the one with most free memory."""
     if not facts.gpus:
         cause = Cause(facts.gpu_cause or Cause.no_device)
         yield None, Reason(cause, facts.gpu_note or "no GPU found")
@@ -201,9 +200,6 @@ def _on_gpu(
     if request.backend or request.weight_format:
         names = (request.backend or default_backend("gpu", request.weight_format),)
     for name in names:
-        # Where a card is listed twice, for two builds: as this one drives it.
-        mine = [gpu for gpu in facts.gpus if gpu.vendor == obstacles.vendors.get(name)]
-        gpu = max(mine or facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
         cause, there = Cause.backend_missing, f"{facts.gpus[0].name} is there, but"
         if "gpu" not in spec_of(name).devices:
             able = ", ".join(sorted(one for one, row in BACKENDS.items() if "gpu" in row.devices))
@@ -214,6 +210,7 @@ def _on_gpu(
             cause, why = obstacles.gpu[name]
             text = f"{there} {name} cannot use it: {why}"
         else:
+            gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
             looked = fitted(request, facts, name, gpu)
             yield looked
             if looked[0] is not None:
@@ -294,13 +291,21 @@ def predicted(
 
 def default_backend(device: str, weight_format: str | None = None) -> str:
     """The backend where the user names none: the first that has the format, else the default."""
-    default = DEFAULTS[device][0]
-    names = [default, *(name for name, spec in BACKENDS.items() if device in spec.devices)]
-    for same in (str, str.lower):  # BF16 is a GGUF format, bf16 one of torch
-        for name in names:
-            if same(weight_format or "") in map(same, BACKENDS[name].formats):
-                return name
-    return default
+    able = backends_with(device, weight_format) if weight_format else []
+    return able[0][0] if able else DEFAULTS[device][0]
+
+
+def backends_with(device: str, weight_format: str) -> list[tuple[str, str]]:
+    """Backends of a device that have a format, the default first, and how each spells it."""
+    names = [*DEFAULTS[device], *BACKENDS]
+    found = [
+        (name, one)
+        for name in dict.fromkeys(names)
+        for one in BACKENDS[name].formats
+        if device in BACKENDS[name].devices and one.lower() == weight_format.lower()
+    ]
+    # BF16 is a GGUF format, bf16 one of torch.
+    return [pair for pair in found if pair[1] == weight_format] or found
 
 
 def narrowed(

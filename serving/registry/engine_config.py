@@ -142,18 +142,15 @@ class Machine:
     def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
         """Backends that cannot run, or cannot use the GPU, by their probes in subprocesses."""
         troubles: dict[str, tuple[Cause, str]] = {}
-        vendors: dict[str, str] = {}
         names = DEFAULTS["gpu"] if request.backend is None else (request.backend,)
         if not facts.gpus or request.policy is Policy.cpu_only:
             names = ()
         for name in (one for one in names if spec_of(one).probe is not None):
             answer = self._probed(name)
-            if answer.gpu_vendor is not None:
-                vendors[name] = answer.gpu_vendor
             if not answer.gpu:
                 cause = Cause(answer.gpu_cause or Cause.backend_missing)
                 troubles[name] = cause, answer.gpu_note or answer.problem or "it does not say why"
-        return Obstacles(missing_backends(), troubles, vendors)
+        return Obstacles(missing_backends(), troubles)
 
     def place(self, request: PlacementRequest, facts: HardwareFacts) -> Placement:
         """Where a model runs on this machine. Raises NoPlacement."""

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -206,6 +207,11 @@ class ServedModel:
         return [one for one in self.placement.attempts if (one.backend, one.device) in labels]
 
     @property
+    def takes(self) -> Bytes:
+        """Bytes by place that its end gives back, as predicted."""
+        return bytes_by_place(self.attempts())
+
+    @property
     def measured_bytes(self) -> int:
         """RSS of its engine processes now."""
         return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
@@ -219,18 +225,8 @@ class RegistryLimits(msgspec.Struct, frozen=True):
     drain_seconds: float = 60.0  # of an unload
 
 
-class Resident(NamedTuple):
-    """A model that is loaded or loading, and may have to go."""
-
-    name: str
-    takes: Bytes  # as predicted
-    used_at: float  # when its last request began or ended
-    busy: bool
-    measured_bytes: int = 0  # RSS: KV caches fill as they are used
-
-
 def make_room(
-    options: Sequence[Bytes], residents: Sequence[Resident], free: Mapping[str, int | None]
+    options: Sequence[Bytes], residents: Sequence[ServedModel], free: Mapping[str, int | None]
 ) -> tuple[int, str | None]:
     """Which of `options` (bytes needed in each place) can be had, and who goes for it, the least
     recently used; None: it fits.
@@ -239,7 +235,7 @@ def make_room(
     evicted for it. `free`: None where the device does not say. Raises NoRoom.
     """
 
-    def lacks(needs: Bytes, gone: Sequence[Resident] = ()) -> list[str]:
+    def lacks(needs: Bytes, gone: Sequence[ServedModel] = ()) -> list[str]:
         room = {at: sum(one.takes.get(at, 0) for one in gone) + (free.get(at) or 0) for at in needs}
         return [at for at in needs if free.get(at) is not None and room[at] < needs[at]]
 
@@ -247,7 +243,7 @@ def make_room(
     for index, needs in enumerate(options):
         short = lacks(needs)
         if not lacks(needs, idle):
-            there = [one.name for one in idle if any(one.takes.get(at) for at in short)]
+            there = [one.served_name for one in idle if any(one.takes.get(at) for at in short)]
             return index, next(iter(there), None)
     why = "; ".join(
         f"{formatting.size(needs[at])} needed on the {'CPU' if at == 'cpu' else 'GPU'}, "
@@ -255,29 +251,29 @@ def make_room(
         for needs in options
         for at in lacks(needs)
     )
-    busy = ", ".join(one.name for one in residents if one.busy)
+    busy = ", ".join(one.served_name for one in residents if one.busy)
     raise NoRoom(f"{why}{f', while {busy} are busy' if busy else ''}")
 
 
 def bytes_by_place(attempts: Sequence[Attempt]) -> dict[str, int]:
     """Bytes that engines need together."""
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for one in attempts:
-        found[one.place] = found.get(one.place, 0) + one.need_bytes
-    return found
+        found[one.place] += one.need_bytes
+    return dict(found)
 
 
 def bytes_free(
-    attempts: Sequence[Attempt], residents: Sequence[Resident], limit_bytes: int | None
+    attempts: Sequence[Attempt], residents: Sequence[ServedModel], limit_bytes: int | None
 ) -> dict[str, int | None]:
     """Bytes by place that a new engine may take. `limit_bytes`: RAM of all engines together."""
     free = {one.place: one.free_bytes for one in attempts}
-    taken = [one.takes["cpu"] for one in residents if "cpu" in one.takes]
-    promised = sum(max(0, one.takes.get("cpu", 0) - one.measured_bytes) for one in residents)
+    taken = [(one.takes["cpu"], one.measured_bytes) for one in residents if "cpu" in one.takes]
     if (there := free.get("cpu")) is not None:
-        free["cpu"] = there - promised
+        # KV caches fill as they are used.
+        free["cpu"] = there - sum(max(0, said - measured) for said, measured in taken)
         if limit_bytes is not None:
-            free["cpu"] = min(free["cpu"], limit_bytes - sum(taken))
+            free["cpu"] = min(free["cpu"], limit_bytes - sum(said for said, _ in taken))
     return free
 
 
@@ -316,8 +312,7 @@ class Registry:
         shown = ", ".join(map(repr, self.models))
         if name is None:
             raise ModelNotNamed(f"model is needed: {shown} are served")
-        are = "is" if len(self.models) == 1 else "are"
-        raise UnknownModel(f"the model {name[:200]!r} does not exist; {shown} {are} served")
+        raise UnknownModel(f"the model {name[:200]!r} does not exist; there is {shown}")
 
     def states(self) -> dict[str, EngineState]:
         """Name -> state; a model that is on its way counts as loading."""
@@ -395,10 +390,10 @@ class Registry:
         if load.cancelled():
             raise Unavailable(f"the load of {who} was given up", 5.0, "unloaded")
         problem = load.exception()
-        if isinstance(problem, NoRoom):
-            raise Unavailable(f"{who} cannot be loaded now: {problem}", 5.0, "no_room")
         if problem is not None:
-            raise Unavailable(f"{who} did not load: {problem}", RETRY_SECONDS, "load_failed")
+            is_full = isinstance(problem, NoRoom)
+            seconds, code = (5.0, "no_room") if is_full else (RETRY_SECONDS, "load_failed")
+            raise Unavailable(f"{who} cannot be loaded now: {problem}", seconds, code)
 
     # Loading.
 
@@ -460,14 +455,7 @@ class Registry:
                 why = "; ".join(reason.text for reason in wanted.reasons)
                 raise NoPlacement(f"{name} can run nowhere any more: {why}")
             others = [one for one in self.models.values() if one is not model]
-            residents = [
-                Resident(
-                    *(one.served_name, bytes_by_place(one.attempts()), one.used_at, one.busy),
-                    one.measured_bytes,
-                )
-                for one in others
-                if one.supervisor.pids
-            ]
+            residents = [one for one in others if one.supervisor.pids]
             free = bytes_free(attempts, residents, self.limits.memory_bytes) if check else {}
             needs = [bytes_by_place(attempts[at : at + many]) for at in range(len(attempts))]
             try:

@@ -26,7 +26,6 @@ from serving.errors import Overloaded
 
 MARGIN = 0.3  # of the TTFT SLO, kept free: it must hold for nearly all, and forecasts miss
 HALF_LIFE_SECONDS = 10.0  # of what a pace is learnt from, in stepping time
-RETRY_SECONDS = 0.1, 60.0  # the shortest and the longest Retry-After
 EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
 
 
@@ -155,6 +154,5 @@ class Ledger:
 
 
 def _refused(kind: str, text: str, room_in_seconds: float | None) -> Overloaded:
-    shortest, longest = RETRY_SECONDS
-    retry = min(longest, max(shortest, 1.0 if room_in_seconds is None else room_in_seconds))
+    retry = min(60.0, max(0.1, 1.0 if room_in_seconds is None else room_in_seconds))
     return Overloaded(f"{text}; try again in {retry:.1f} s", retry, kind)

@@ -270,11 +270,7 @@ class EngineProcess(asyncio.Protocol):
                 self.last_lines.append(text)
                 with contextlib.suppress(OSError, ValueError):  # nobody reads our standard error
                     self._on_output(text)
-        # It stays a zombie until the loop knows: nobody else gets its number, which `kill` kills.
-        try:
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:  # it is not ours to wait for
-            self._process.wait()
+        self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
             self._loop.call_soon_threadsafe(self._process_ended)
 

@@ -149,8 +149,7 @@ class Supervisor:
 
     def unavailable(self) -> Unavailable:
         """The answer while no engine serves."""
-        reason = self.reason or "no reason given"
-        text = f"the model is not served at the moment ({self.state}): {reason}"
+        text = f"the model is not served at the moment ({self.state}): {self.reason or 'soon'}"
         return Unavailable(text, self.retry_after_seconds(), self.state)
 
     # What others may ask for.
@@ -215,8 +214,7 @@ class Supervisor:
         if self.state == EngineState.stopped:
             return self._requests.failed
         if self.state != EngineState.draining:
-            how = f"{len(self._requests)} sequences in flight" if drain else "stopping at once"
-            self._tell("draining", how)
+            self._tell("draining", f"{len(self._requests)} sequences in flight")
             self._requests.failed = 0
             self._become(EngineState.draining, why)
         self._requests.fail(why, only_waiting=True)
@@ -235,7 +233,7 @@ class Supervisor:
                 await self.wait_change()
         self._requests.fail(f"{why} before this request had finished")
         cut_off = self._requests.failed
-        await asyncio.gather(*self._background.cancel(), return_exceptions=True)
+        self._background.cancel()
         # Of an unload and a stop at the same time, the stop has the last word.
         if self.state == EngineState.draining or state == EngineState.stopped:
             self._tell(state.value, f"{why}, {cut_off} sequences cut off" if cut_off else why)
@@ -428,12 +426,10 @@ class Background:
         task.add_done_callback(self._ended)
         return task
 
-    def cancel(self) -> list[asyncio.Task[Any]]:
-        """Cancel all but the calling task; returns them, to be awaited where their end matters."""
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
+    def cancel(self) -> None:
+        """Cancel all but the calling task."""
+        for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
-        return tasks
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

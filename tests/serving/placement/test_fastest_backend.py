@@ -25,7 +25,6 @@ from serving.placement.fastest_backend import (
     measure,
     measured_times,
     read_table,
-    requests_per_second,
     table_path,
 )
 from serving.placement.placement_policy import NoPlacement, PlacementRequest
@@ -91,13 +90,6 @@ def cache(tmp_path: Path) -> Path:
     keep_times(tmp_path, "int8", times(0.01))
     keep_times(tmp_path, "int4", times(0.0066))
     return tmp_path
-
-
-def test_a_request_takes_its_prefill_and_its_share_of_the_steps() -> None:
-    found = msgspec.structs.replace(
-        times(0.01), prompt_tokens_per_second=100.0, decode_slots_seconds=0.080
-    )
-    assert 1 / requests_per_second(found, 200, 11) == pytest.approx(200 / 100 + 10 * 0.080 / 8)
 
 
 def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> None:

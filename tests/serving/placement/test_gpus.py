@@ -16,7 +16,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import BACKENDS, BackendSpec
 from serving.engine.ipc_messages import CONFIG_VARIABLE
 from serving.errors import Cause, Unsupported
-from serving.hardware.gpus import VULKAN, GpuFacts
+from serving.hardware.gpus import GpuFacts
 from serving.placement.placement_policy import (
     Obstacles,
     Placement,
@@ -46,14 +46,13 @@ def amd(name: str, total: float, **more: Any) -> GpuFacts:
 def placed(
     *gpus: GpuFacts,
     spec: Any = ONE,
-    vendors: dict[str, str] | None = None,
     trouble: dict[str, tuple[Cause, str]] | None = None,
     memory_gib: float = 64,
     **asked: Any,
 ) -> Placement:
     facts = machine(memory_gib, gpus=gpus, gpu_cause=None, gpu_note=None)
     request = PlacementRequest(model=spec, **{"context_tokens": 2048, **asked})
-    return plan(request, facts, Obstacles({}, trouble or {}, vendors or {}))
+    return plan(request, facts, Obstacles({}, trouble or {}))
 
 
 def test_the_card_with_most_free_memory_is_named_to_the_engine() -> None:
@@ -67,14 +66,6 @@ def test_the_card_with_most_free_memory_is_named_to_the_engine() -> None:
 @pytest.mark.parametrize("one", list(made_up_machines()), ids=lambda one: one.name)
 def test_a_model_goes_where_it_must_on_made_up_machines(one: MadeUpMachine) -> None:
     assert placed_on(one) == one.expected
-
-
-def test_a_card_that_two_builds_drive_is_used_as_the_backend_drives_it() -> None:
-    card = GpuFacts("Arc", VULKAN, 16 * GIB, 15 * GIB, "Vulkan", uuid="Vulkan0")
-    other = GpuFacts("Arc", "amd")
-    first, second = placed(other, card, backend="llama_cpp", vendors={"llama_cpp": VULKAN}).attempts
-    assert (first.backend, first.device, first.vendor) == ("llama_cpp", "gpu", VULKAN)
-    assert second.device == "cpu"
 
 
 def test_what_bf16_does_not_fit_is_tried_in_llama_cpps_format() -> None:

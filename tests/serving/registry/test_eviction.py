@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 
 from serving.errors import NoRoom
 from serving.placement.placement_policy import Attempt
-from serving.registry.model_registry import Resident, bytes_by_place, bytes_free, make_room
+from serving.registry.model_registry import bytes_by_place, bytes_free, make_room
 
 
-def resident(
-    name: str, takes: int, used_at: float, busy: bool = False, place: str = "cpu"
-) -> Resident:
+class Resident(NamedTuple):
+    """What is asked of a ServedModel."""
+
+    served_name: str
+    takes: dict[str, int]
+    used_at: float
+    busy: bool
+    measured_bytes: int = 0
+
+
+def resident(name: str, takes: int, used_at: float, busy: bool = False, place: str = "cpu") -> Any:
     return Resident(name, {place: takes}, used_at, busy)
 
 
-def first_to_go(need: int, *residents: Resident) -> str | None:
+def first_to_go(need: int, *residents: Any) -> str | None:
     """For so many bytes of RAM, of which 10 are free."""
     return make_room([{"cpu": need}], residents, {"cpu": 10})[1]
 
@@ -53,6 +63,6 @@ def test_needs_and_free_bytes_are_those_of_a_place_and_a_standby_engine_needs_ro
     on_gpu = Attempt("gpu", "torch", "bf16", "H100", 5, 3, 2, 4, device_id="GPU-1")
     on_cpu = Attempt("cpu", "llama_cpp", "Q4_0", "CPU", 2, 1, 1, 50)
     assert bytes_by_place([on_gpu, on_cpu]) == {"GPU-1": 10, "cpu": 4}
-    held = [Resident("x", {"cpu": 30}, 0.0, False, measured_bytes=25)]
+    held: list[Any] = [Resident("x", {"cpu": 30}, 0.0, False, measured_bytes=25)]
     assert bytes_free([on_gpu, on_cpu], held, None) == {"GPU-1": 4, "cpu": 45}
     assert bytes_free([on_gpu, on_cpu], held, 60) == {"GPU-1": 4, "cpu": 30}
