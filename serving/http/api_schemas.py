@@ -192,7 +192,7 @@ class TokenizeRequest(Wire, kw_only=True, frozen=True):
 
 
 class DetokenizeRequest(Wire, kw_only=True, frozen=True):
-    """POST /detokenize. `skip_special_tokens` false: control tokens as their text."""
+    """POST /detokenize. Control tokens have no text."""
 
     model: str | None = None
     tokens: list[TokenId]

@@ -114,8 +114,7 @@ class Ledger:
         pace, (prompts, before) = self.pace.tokens_per_second, self._load()
         if pace is None:
             return None
-        prompt_pace = self.pace.prompt_tokens_per_second or pace
-        seconds = (prompts + prompt_tokens) / prompt_pace
+        seconds = (prompts + prompt_tokens) / (self.pace.prompt_tokens_per_second or pace)
         if len(self._sequences) >= self._slots:
             seconds = max(seconds, (before + prompt_tokens) / pace)
         return seconds

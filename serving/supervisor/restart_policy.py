@@ -105,6 +105,5 @@ def return_at(
     of_preferred = [one for one in endings if one.engine == 0]
     if not of_preferred or of_preferred[-1].cause in PERMANENT:
         return None
-    pause = limits.return_first_seconds * 2.0 ** len(returns)
-    pause = min(limits.return_longest_seconds, pause)
+    pause = min(limits.return_longest_seconds, limits.return_first_seconds * 2.0 ** len(returns))
     return max(fell_back_at, *returns, 0.0) + pause

@@ -89,16 +89,6 @@ def test_a_request_is_admitted_whole_or_not_at_all(port: int, supervisor: FakeSu
     assert supervisor.cancelled == [1, 2]
 
 
-def test_more_sequences_than_slots_and_queue_hold_are_a_400(
-    port: int, supervisor: FakeSupervisor
-) -> None:
-    supervisor.most_sequences = 4
-    assert complete(port, n=4).status == 200
-    answer = complete(port, prompt=["x"] * 3, n=2)
-    assert (answer.status, answer.error["param"]) == (400, "n")
-    assert len(supervisor.submitted) == 4
-
-
 @pytest.mark.parametrize("state", ["loading", "restarting", "failed", "draining", "stopped"])
 def test_without_an_engine_it_is_a_503_with_the_reason(
     port: int, supervisor: FakeSupervisor, state: str

@@ -43,8 +43,6 @@ def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
     found = ask(port, "POST", "/tokenize", {"prompt": "hé"}).json
     assert found == {"tokens": [*"hé".encode()], "count": 3, "max_model_len": 256}
     assert ask(port, "POST", "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "hé"}
-    marked = {"tokens": [257, 104, 256], "skip_special_tokens": False}
-    assert ask(port, "POST", "/detokenize", marked).json == {"prompt": "<|im_start|>h<|end|>"}
     messages = [{"role": "user", "content": "hi"}]
     counted = ask(port, "POST", "/tokenize", {"messages": messages}).json["count"]
     assert counted == chat(port).json["usage"]["prompt_tokens"]
