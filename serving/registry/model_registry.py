@@ -270,10 +270,9 @@ def bytes_free(
     free = {one.place: one.free_bytes for one in attempts}
     taken = [(one.takes["cpu"], one.measured_bytes) for one in residents if "cpu" in one.takes]
     if (there := free.get("cpu")) is not None:
-        # KV caches fill as they are used.
-        free["cpu"] = there - sum(max(0, said - measured) for said, measured in taken)
-        if limit_bytes is not None:
-            free["cpu"] = min(free["cpu"], limit_bytes - sum(said for said, _ in taken))
+        there -= sum(max(0, said - rss) for said, rss in taken)  # KV caches fill as they are used
+        left = there if limit_bytes is None else limit_bytes - sum(said for said, _ in taken)
+        free["cpu"] = min(there, left)
     return free
 
 
