@@ -271,8 +271,8 @@ def bytes_free(
     taken = [(one.takes["cpu"], one.measured_bytes) for one in residents if "cpu" in one.takes]
     if (there := free.get("cpu")) is not None:
         there -= sum(max(0, said - rss) for said, rss in taken)  # KV caches fill as they are used
-        left = there if limit_bytes is None else limit_bytes - sum(said for said, _ in taken)
-        free["cpu"] = min(there, left)
+        most = there if limit_bytes is None else limit_bytes - sum(said for said, _ in taken)
+        free["cpu"] = min(there, most)
     return free
 
 
@@ -366,7 +366,10 @@ class Registry:
         model, until = self.models[name], time.monotonic() + self.limits.load_wait_seconds
         while not self._stopping:
             state = model.supervisor.state
-            if state in (EngineState.ready, EngineState.restarting):
+            ends = [EngineState.ready, EngineState.restarting]
+            if model.prepared.model.load == "start" and not model.metrics.loads["ready"]:
+                ends.append(EngineState.loading)  # nobody waits for the load at the server's start
+            if state in ends:
                 break
             if model.load is None:
                 if state in _UNLOADED and not model.on_demand:

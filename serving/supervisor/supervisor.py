@@ -220,10 +220,9 @@ class Supervisor:
         self._requests.fail(why, only_waiting=True)
         for engine in self._living:
             self._ask_to_end(engine, drain)
-        is_busy = drain and len(self._requests)
-        most_seconds = timeout_seconds if is_busy else self._limits.kill_after_seconds
+        seconds = timeout_seconds if drain and self.in_flight else self._limits.kill_after_seconds
         try:
-            async with asyncio.timeout(most_seconds):
+            async with asyncio.timeout(seconds):
                 while self._living:
                     await self.wait_change()
         except TimeoutError:
