@@ -39,14 +39,11 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-AUTOGROUP = Path("/proc/self/autogroup")  # where the kernel shares cores out by session
-
-
 def lower_priority(nice: int) -> None:
     """By `nice`: of this thread, of those that it starts from now on, and of its session."""
     os.nice(nice)
     with suppress(OSError):  # a kernel without such groups, or a container that may not
-        AUTOGROUP.write_text(str(nice))
+        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 # CPU flags that decide how fast the engines' kernels are.
