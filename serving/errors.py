@@ -85,14 +85,6 @@ class ContextOverflow(ServingError):
         self.parameter = parameter
 
 
-class TextTooLong(ServingError):
-    """A text that is not even tokenised. `parameter` names the request's key."""
-
-    def __init__(self, message: str, parameter: str) -> None:
-        super().__init__(f"{parameter}: {message}")
-        self.parameter = parameter
-
-
 class Unavailable(ServingError):
     """No engine serves at the moment. `code` says why, by default the model's state."""
 
@@ -104,7 +96,7 @@ class Unavailable(ServingError):
 
 
 class Overloaded(ServingError):
-    """The queue is full. `kind`: queue_requests, _tokens, _wait, _ttft or _text."""
+    """The queue is full. `kind`: queue_requests, queue_wait or queue_ttft."""
 
     def __init__(
         self, reason: str, retry_after_seconds: float, kind: str = "queue_requests"

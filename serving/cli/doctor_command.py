@@ -19,7 +19,7 @@ from serving.backends.backend_table import (
     spec_of,
 )
 from serving.errors import Cause
-from serving.hardware.cpu_topology import cores_text, physical_of, split_cores
+from serving.hardware.cpu_topology import cores_text, split_cores
 from serving.hardware.gpus import render_nodes
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 
@@ -140,7 +140,7 @@ def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
     yield "CPU", f"{facts.cpu_model} ({facts.architecture})"
     yield "instructions", " ".join(facts.isa) or "none of those that matter"
     yield "cores", f"{cores}, may use {cores_text(allowed)}{limit}"
-    yield "a server", split_cores(allowed, siblings=physical_of(allowed)).note
+    yield "a server", split_cores(allowed).note
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} usable now, {size(facts.swap_used_bytes)} of swap used"
     for gpu in facts.gpus:

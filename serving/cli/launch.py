@@ -81,7 +81,6 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
     for one in prepared:
         narrator.say(*explain(one.placement), one.split.note)
     narrator.name_models = len(prepared) > 1
-    machine.is_serving = True
     os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
 
     def supervisor_of(one: Prepared) -> Supervisor:

@@ -57,8 +57,8 @@ def main() -> int:
     config = msgspec.json.decode(os.environ[ipc.CONFIG_VARIABLE].encode(), type=EngineConfig)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
-    if config.nice and (trouble := lower_priority(config.nice)) is not None:
-        print(f"engine: {trouble}", file=sys.stderr)
+    if config.nice:
+        lower_priority(config.nice)
     worker = Worker(config, socket.socket(fileno=int(os.environ[ipc.SOCKET_VARIABLE])))
     try:
         worker.load()

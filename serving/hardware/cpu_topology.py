@@ -8,7 +8,7 @@ whoever takes one's core stops all: beside other work `--cores` and `--api-cores
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,6 @@ import msgspec
 from models.machine import ROOT, read_text
 from serving.errors import ServingError
 
-_MOST_CORE = 1 << 16
 SHARED_CORES = 8  # up to so many are shared where nobody says otherwise
 SHARED_NICE = 3  # of an engine that shares a core with HTTP: half of HTTP's weight
 
@@ -39,13 +38,10 @@ def split_cores(
     engine: tuple[int, ...] = (),
     api: tuple[int, ...] = (),
     threads: int | None = None,
-    siblings: Mapping[int, int] | None = None,
+    root: Path = ROOT,
 ) -> CoreSplit:
-    """Divide the allowed cores. `engine`, `api`: as the user asked; (): decide.
-
-    `siblings`: core -> its physical core (`physical_of`); the engine gets a thread for each
-    physical core. Raises ServingError for a core that is not allowed.
-    """
+    """Divide the allowed cores. `engine`, `api`: as the user asked; (): decide. `threads` None: one
+    for each physical core. Raises ServingError for a core that is not allowed."""
     for name, wanted in (("--cores", engine), ("--api-cores", api)):
         outside = [core for core in wanted if core not in allowed]
         if outside:
@@ -62,18 +58,11 @@ def split_cores(
     else:
         engine = api = allowed
         why = f"shared, HTTP goes first; {change}"
-        if len(allowed) == 1:
-            why = "one core for everything: times will be worse than the engine's own"
-    count = len({(siblings or {}).get(core, core) for core in engine})
-    if threads is not None:
-        count = threads
-    if count < 1:
-        raise ServingError(f"--threads must be at least 1, got {count}")
+    count = threads or len(set(physical_of(engine, root).values()))
     nice = SHARED_NICE if set(engine) & set(api) else 0
     at = f" at nice {nice}" if nice else ""
-    plural = "" if count == 1 else "s"
     note = (
-        f"engine on cores {cores_text(engine)} with {count} thread{plural}{at}, "
+        f"engine on cores {cores_text(engine)} with {count} threads{at}, "
         f"HTTP on {cores_text(api)} ({why})"
     )
     return CoreSplit(engine, api, count, nice, note)
@@ -87,7 +76,7 @@ def parse_cores(text: str, option: str = "") -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
         is_range = first.isdigit() and last.isdigit()
-        if not is_range or not int(first) <= int(last) <= _MOST_CORE:
+        if not is_range or not int(first) <= int(last) < 1 << 16:
             why = f"{text!r} is no list of cores; write for example 0-3 or 0,2,4"
             raise ServingError(f"{option} {why}".lstrip())
         cores.update(range(int(first), int(last) + 1))

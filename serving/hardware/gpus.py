@@ -4,19 +4,14 @@
 
 Drivers differ in what they tell: a value that one does not tell is None, and a GPU that cannot be
 read is left out with its reason. GPUs of other makers are known by what a backend's probe says.
-
-`python -m serving.hardware.gpus module:function` calls the function and prints its result as JSON;
-run_probe runs it: a backend's library may crash where it is imported.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import queue
-import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +33,6 @@ class GpuFacts(msgspec.Struct, frozen=True):
     total_bytes: int | None = None
     free_bytes: int | None = None
     driver: str | None = None
-    compute_capability: str | None = None  # "9.0"; NVIDIA only
     index: int = 0  # in the driver's order, which is not that of CUDA
     uuid: str | None = None  # by which an engine is given this one and no other
 
@@ -73,23 +67,20 @@ def find_gpus(root: Path = ROOT, *, timeout_seconds: float = 10.0) -> FoundGpus:
     answer: queue.SimpleQueue[FoundGpus] = queue.SimpleQueue()
 
     def ask() -> None:
-        try:
-            answer.put(list_gpus())
-        finally:
-            _ASKING.release()
+        answer.put(list_gpus())
+        _ASKING.release()
 
     try:
-        if not _ASKING.acquire(timeout=timeout_seconds):
+        if not _ASKING.acquire(timeout=timeout_seconds):  # the one before hangs
             raise queue.Empty
         threading.Thread(target=ask, name="nvml", daemon=True).start()
         found = answer.get(timeout=timeout_seconds)
     except queue.Empty:
         note = f"the NVIDIA driver did not answer within {timeout_seconds:g} s"
         return FoundGpus((), Cause.health_timeout, note)
-    shown = visible(found.gpus, os.environ)
+    shown = visible(found.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if found.gpus and not shown:
-        hidden = "CUDA_VISIBLE_DEVICES hides every NVIDIA GPU"
-        return FoundGpus((), Cause.no_device, hidden)
+        return FoundGpus((), Cause.no_device, "CUDA_VISIBLE_DEVICES hides every NVIDIA GPU")
     return msgspec.structs.replace(found, gpus=shown)
 
 
@@ -99,31 +90,27 @@ def render_nodes(root: Path = ROOT) -> list[Path]:
     return sorted((root / "dev/dri").glob("renderD*"))
 
 
-def visible(gpus: tuple[GpuFacts, ...], environment: Mapping[str, str]) -> tuple[GpuFacts, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves: engines are given one of them by its UUID.
-
-    Numbers are taken in the driver's order (CUDA_DEVICE_ORDER=PCI_BUS_ID); as CUDA does, a list
-    ends at the first entry that means nothing.
-    """
-    told = environment.get("CUDA_VISIBLE_DEVICES")
+def visible(gpus: tuple[GpuFacts, ...], told: str | None) -> tuple[GpuFacts, ...]:
+    """Those that CUDA_VISIBLE_DEVICES leaves: engines are given one of them by its UUID. Numbers
+    are taken in the driver's order (CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
     if told is None:
         return gpus
-    found: list[GpuFacts] = []
-    for entry in map(str.strip, told.split(",")):
-        named = [
-            one
-            for one in gpus
-            if entry == str(one.index) or (entry and (one.uuid or "").startswith(entry))
-        ]
-        if not named:
-            break
-        found += named
-    return tuple(found)
+    entries = [entry.strip() for entry in told.split(",") if entry.strip()]
+    return tuple(
+        gpu
+        for gpu in gpus
+        if any(one == str(gpu.index) or (gpu.uuid or "").startswith(one) for one in entries)
+    )
 
 
 def run_probe(function: str, timeout_seconds: float) -> Ran:
-    """Call "module:function" in a child that may crash or hang; its result is JSON in `output`."""
-    return run_python("-m", "serving.hardware.gpus", function, timeout_seconds=timeout_seconds)
+    """Call "module:function" in a child that may crash or hang, as a backend's library may where it
+    is imported; its result is JSON in `output`."""
+    module, _, name = function.partition(":")
+    say = f"print('', msgspec.json.encode(probed.{name}()).decode(), sep='\\n')"
+    code = f"import msgspec, {module} as probed; {say}"
+    ran = run_python("-c", code, timeout_seconds=timeout_seconds)
+    return ran._replace(output=b"".join(ran.output.splitlines()[-1:]))  # behind a library's words
 
 
 def tell(ask: Callable[..., Any], *what: Any, **more: Any) -> Any:
@@ -154,9 +141,6 @@ def list_gpus() -> FoundGpus:
 
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
-    except ImportError as problem:
-        note = f"nvidia-ml-py is not installed: {problem}"
-        return FoundGpus((), Cause.backend_missing, note)
     except Exception as problem:  # NVMLError, or what an older driver makes of nvidia-ml-py
         return FoundGpus((), cause_of(str(problem)), f"NVML: {problem}")
     gpus: list[GpuFacts] = []
@@ -179,14 +163,12 @@ def _read(nvml: Any, index: int) -> GpuFacts:
     if tell(lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):  # CUDA cannot use it as a whole
         raise Unsupported("it is divided into parts (MIG), which are not served")
     memory, driver = memory_of(nvml, handle), tell(nvml.nvmlSystemGetDriverVersion)
-    capability = tell(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
     return GpuFacts(
         name=str(nvml.nvmlDeviceGetName(handle)),
         vendor="nvidia",
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         driver=None if driver is None else str(driver),
-        compute_capability=None if capability is None else "{}.{}".format(*capability),
         index=index,
         uuid=uuid_of(nvml, handle),
     )
@@ -199,17 +181,3 @@ def cause_of(text: str) -> Cause:
         return Cause.driver_mismatch
     is_gone = any(word in lowered for word in ("lost", "reset", "no device"))
     return Cause.no_device if is_gone else Cause.no_driver
-
-
-def main(function: str) -> None:
-    """Print the function's result as JSON; what libraries print goes to standard error."""
-    answer_to = os.dup(1)
-    os.dup2(2, 1)
-    module_name, _, name = function.partition(":")
-    answer = msgspec.json.encode(getattr(importlib.import_module(module_name), name)())
-    with os.fdopen(answer_to, "wb") as out:
-        out.write(answer)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -15,10 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from models.formatting import size
 from models.machine import (
     ROOT,
-    available_bytes,
     cgroup_cores,
     cgroup_memory_left,
     cpu_flags,
@@ -26,7 +24,6 @@ from models.machine import (
     read_text,
     sizes,
 )
-from serving.errors import OutOfMemory
 from serving.hardware.cpu_topology import physical_of
 from serving.hardware.gpus import GpuFacts, find_gpus
 
@@ -42,32 +39,11 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def refuse_shortage(needed_bytes: int, what: str) -> None:
-    """Raises OutOfMemory where `what` needs more than is available."""
-    available = available_bytes()
-    if needed_bytes > available:
-        raise OutOfMemory(
-            f"{what} need {size(needed_bytes)} and {size(available)} are available; "
-            "fewer slots or a shorter context need less"
-        )
-
-
-AUTOGROUP = Path("/proc/self/autogroup")
-
-
-def lower_priority(nice: int, autogroup: Path = AUTOGROUP) -> str | None:
-    """By `nice`: of this thread, of those that it starts from now on, and of its session.
-
-    None when done; why not, where sessions are groups and this one's cannot be lowered.
-    """
+def lower_priority(nice: int) -> None:
+    """By `nice`: of this thread, of those that it starts from now on, and of its session."""
     os.nice(nice)
-    try:
-        autogroup.write_text(str(nice))
-    except FileNotFoundError:  # this kernel has no such groups
-        return None
-    except OSError as problem:
-        return f"the priority of the engine's session cannot be lowered: {problem}"
-    return None
+    with suppress(OSError):  # a kernel without such groups, or a container that may not
+        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 # CPU flags that decide how fast the engines' kernels are.
@@ -88,8 +64,6 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
     physical_cores: int | None
     allowed_cores: tuple[int, ...]  # by this process's affinity
     cgroup_cores: float | None = None  # CPU quota of its control group
-    numa_nodes: int | None = None
-    governor: str | None = None
     memory_total_bytes: int
     memory_available_bytes: int
     cgroup_memory_bytes: int | None = None  # what the control group still leaves
@@ -134,8 +108,6 @@ def hardware_facts(*, root: Path = ROOT) -> HardwareFacts:
         physical_cores=len(set(physical_of(listed, root).values())) or None,
         allowed_cores=allowed_cores(),
         cgroup_cores=cgroup_cores(root),
-        numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None,
-        governor=read_text(cpus / "cpu0/cpufreq/scaling_governor").strip() or None,
         memory_total_bytes=memory.get("MemTotal", 0),
         memory_available_bytes=memory.get("MemAvailable", memory.get("MemFree", 0)),
         cgroup_memory_bytes=cgroup_memory_left(root),

@@ -12,7 +12,6 @@ from serving.errors import (
     NoRoom,
     Overloaded,
     ServingError,
-    TextTooLong,
     Unavailable,
     UnknownModel,
 )
@@ -28,7 +27,6 @@ _ANSWERS: dict[type[Exception], tuple[int, str]] = {
     NoPlacement: (507, "does_not_fit"),
     LoadFailed: (500, "load_failed"),
     UnknownModel: (404, "model_not_found"),
-    TextTooLong: (400, "text_too_long"),
     ContextOverflow: (400, "context_length_exceeded"),
 }
 

@@ -22,7 +22,7 @@ from serving.http.completions import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.http_request import Request
 from serving.http.request_validation import token_limit, validate
 from serving.http.tool_calls import THINK, THOUGHT, Form, Part, format_of, offered, told_of_tools
-from serving.registry.loaded_model import INLINE_CHARACTERS, TEXT_WORK, ServedModel
+from serving.registry.model_registry import INLINE_CHARACTERS, ServedModel, in_text_thread
 
 _OURS = frozenset({"messages", "add_generation_prompt", "tools"})
 
@@ -70,7 +70,7 @@ async def prompt_of(
         if size <= INLINE_CHARACTERS:
             text = rendered(model, body, variables)
         else:
-            text = await TEXT_WORK.run(size, rendered, model, body, variables)
+            text = await in_text_thread(rendered, model, body, variables)
     except BadChat as problem:
         raise refused("messages", str(problem)) from None
     ids = await model.tokens(text, "messages", most=most, parse_special=True)

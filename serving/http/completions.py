@@ -31,7 +31,7 @@ from serving.http.api_schemas import (
 from serving.http.http_request import Request
 from serving.http.request_validation import prompts_of, token_limit, validate
 from serving.http.tool_calls import Form, Part, Splitter
-from serving.registry.loaded_model import TEXT_WORK
+from serving.registry.model_registry import in_text_thread
 from serving.supervisor.inflight_requests import Stream
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
@@ -168,7 +168,7 @@ class Answer:
             elif self.is_plain:
                 await self.request.answer(self._body())
             else:  # log-probabilities are up to seconds of work
-                await self.request.answer(await TEXT_WORK.run(0, self._body))
+                await self.request.answer(await in_text_thread(self._body))
         finally:
             for choice in self.choices:
                 choice.stream.cancel()  # unless it has ended

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.http.api_errors import ApiError, too_late
 from serving.http.api_schemas import decode, encode
-from serving.registry.loaded_model import ModelRouter, ServedModel
+from serving.registry.model_registry import Registry, ServedModel
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ MOST_BODY_BYTES = 4 << 20  # a proxy bounds connections, heads, and the pace of 
 class Request:
     """`status` is known once the head of the answer has left: an error is an event then."""
 
-    def __init__(self, router: ModelRouter, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, router: Registry, scope: Scope, receive: Receive, send: Send) -> None:
         self.began = time.perf_counter()
         self.router = router
         self.scope = scope

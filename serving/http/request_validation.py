@@ -16,7 +16,7 @@ from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import ContextOverflow
 from serving.http.api_errors import refused
 from serving.http.api_schemas import ChatRequest, CompletionRequest, Generation, encode
-from serving.registry.loaded_model import Facts
+from serving.registry.model_registry import Facts
 from serving.sampling.grammar import MAX_CHARACTERS
 from serving.sampling.step_rows import GREEDY_BELOW, Sampling
 

@@ -32,7 +32,7 @@ from serving.http.chat_completions import chat_completions
 from serving.http.completions import Answer, completions, sse_event
 from serving.http.http_request import Request
 from serving.http.status_routes import LoadRequest, UnloadRequest
-from serving.registry.loaded_model import ModelRouter
+from serving.registry.model_registry import Registry
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in metrics
@@ -83,7 +83,7 @@ class App:
 
     def __init__(
         self,
-        router: ModelRouter,
+        router: Registry,
         api_key: str | None = None,
         admin_key: str | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -23,8 +23,7 @@ from serving.http.api_schemas import DETOKENIZE, TOKENIZE, Wire
 from serving.http.http_request import Request
 from serving.http.request_validation import check_ids
 from serving.metrics import CONTENT_TYPE
-from serving.registry.loaded_model import ServedModel
-from serving.registry.model_registry import Registry
+from serving.registry.model_registry import Registry, ServedModel
 
 _OF_ENGINE = ("weight_format", "slots", "context_tokens", "kv_tokens")  # as the engine has them
 _OF_MEMORY = ("weight_bytes", "kv_bytes", "overhead_bytes")
@@ -83,7 +82,7 @@ async def detokenize(request: Request) -> dict[str, str]:
     if len(body.tokens) > facts.context_tokens:
         raise ContextOverflow(len(body.tokens), facts.context_tokens, "tokens")
     check_ids(body.tokens, facts, "tokens")
-    return {"prompt": await model.text_of(body.tokens)}
+    return {"prompt": model.text_of(body.tokens)}
 
 
 async def placement(request: Request) -> dict[str, Any]:
@@ -153,7 +152,7 @@ UNLOAD = msgspec.json.Decoder(UnloadRequest)
 
 async def list_models(request: Request) -> dict[str, Any]:
     """All models, and the memory they share; `memory_limit_bytes` null: what the machine has."""
-    registry = _registry(request)
+    registry = request.router
     return {
         "models": [_state(model) for model in registry.models.values()],
         "available_bytes": available_bytes(),  # what a new process can take
@@ -168,8 +167,7 @@ def _state(model: ServedModel) -> dict[str, Any]:
     return {
         "name": model.served_name,
         "state": model.state,
-        "reason": model.doing or supervisor.reason,
-        "problem": model.problem,
+        "reason": supervisor.reason,
         "engine": supervisor.label,
         "engine_pid": supervisor.engine_pid,
         "on_demand": model.on_demand,
@@ -197,7 +195,7 @@ async def _done(
     request: Request, name: str, work: Callable[[Registry], Awaitable[Any]]
 ) -> dict[str, Any]:
     """Do it to its end, also when the client goes away; the state then."""
-    registry = _registry(request)
+    registry = request.router
     if name not in registry.models:
         text = f"there is no model {name[:200]!r}; /admin/models lists what there is"
         raise ApiError(404, text, "model_not_found", "name")
@@ -208,7 +206,3 @@ async def _done(
         text = f"the load of {name!r} was given up: it was unloaded, or the server ends"
         raise try_again(503, text, "unloaded", 5.0) from None
     return _state(registry.models[name])
-
-
-def _registry(request: Request) -> Registry:
-    return cast(Registry, request.router)  # App has admin routes over one only

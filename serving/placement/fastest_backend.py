@@ -1,7 +1,7 @@
 """The fastest backend of this CPU for a model and its work: measured once in seconds, then kept.
 
     choice = fastest_backend(question, hardware_facts(), say, progress)
-    "\\n".join(choice_lines(choice))
+    choice.backend, choice.weight_format, choice.reason
 
 Memory and packages decide by arithmetic who can be chosen. Those who can are measured in a child
 process, by the backend that serves: prompts alone, decode steps of one row and of all slots. The
@@ -15,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,23 +32,26 @@ from models.manifest import Progress, cache_dir, write_atomically
 from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_interface import Backend, EngineConfig
-from serving.backends.backend_table import BACKENDS, backend_class, missing_backends, weights_of
+from serving.backends.backend_table import backend_class, missing_backends, weights_of
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
+from serving.placement.placement_policy import (
+    NoPlacement,
+    PlacementRequest,
+    backends_with,
+    fitted,
+)
 from serving.sampling.step_rows import Row
-from serving.server_options import Policy
 
 BEST = "best"  # in place of a backend's name in a campaign
 USUAL = (("llama_cpp", "Q4_0"), ("onnx", "int8"))  # looked at where no format is asked for
-# A bigger model whose weights are not all made is judged by this rung's times, scaled.
+# A bigger model, whose weights would first have to be made, is judged by this rung's times, scaled.
 PROXY, MOST_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
 PART_SECONDS = 0.5  # of each kind of step
 MOST_STEPS = 64  # of one kind
 SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long one where there is time for it
 TIMEOUT_SECONDS = 300.0
 PACKAGES = ("llama-cpp-python", "onnxruntime", "torch")
-CONFIG_VARIABLE = "CROSSOVER_MEASURED_ENGINE"
 
 Say = Callable[[str], None]
 
@@ -60,14 +65,13 @@ class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
     decode_slots_seconds: float  # of a step of `slots` rows
 
 
-class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that was looked at. `why_not`: why it cannot be chosen; "": it can."""
 
     backend: str
     weight_format: str
     why_not: str = ""
     times: EngineTimes | None = None  # for the model that is asked for; None: not measured
-    measured_on: str = ""  # the model measured, where that is another one; its times are scaled
     requests_per_second: float | None = None  # under the work asked for, by `times`
 
     @property
@@ -75,7 +79,7 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return f"{self.backend} {self.weight_format}".strip()
 
 
-class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
+class EngineChoice(NamedTuple):
     """The engine chosen, why, and all that were looked at."""
 
     backend: str
@@ -113,40 +117,29 @@ def fastest_backend(
 
     Raises NoPlacement where no engine can run the model here.
     """
-    found = [_looked_at(question, facts, *pair) for pair in _pairs(question.formats)]
+    pairs = [pair for one in question.formats for pair in backends_with("cpu", one)]
+    looked = pairs if question.formats else USUAL
+    found = [_looked_at(question, facts, *pair) for pair in looked]
     if sum(not one.why_not for one in found) > 1:
-        found = [
-            one if one.why_not else _measured(question, one, facts, say, progress) for one in found
-        ]
+        found = [_measured(question, one, facts, say, progress) for one in found]
+    told = "; ".join(f"{one.name}: {one.why_not or _rate(one)}" for one in found)
     possible = [one for one in found if not one.why_not]
     if not possible:
-        why = "; ".join(f"{one.name}: {one.why_not}" for one in found)
-        text = why or f"no engine of the CPU has the format {', '.join(question.formats)}"
-        raise NoPlacement(f"{question.request.model.name} has no engine here: {text}")
+        told = told or f"no engine of the CPU has the format {', '.join(question.formats)}"
+        raise NoPlacement(f"{question.request.model.name} has no engine here: {told}")
     best = max(possible, key=lambda one: one.requests_per_second or 0.0)
-    reason = f"{best.name}: the only engine that can run this model here now"
-    if len(possible) > 1:
-        reason = f"{best.name}: the first of {len(possible)} engines, none of which was measured"
-    if len(possible) > 1 and best.requests_per_second is not None:
-        reason = (
-            f"{best.name}: {requests(best.requests_per_second)} by its step times, the most, for "
-            f"prompts of {significant(question.prompt_tokens)} and answers of "
-            f"{significant(question.output_tokens)} tokens, {count(question.request.slots)} at once"
-        )
-    return EngineChoice(
-        backend=best.backend,
-        weight_format=best.weight_format,
-        reason=reason,
-        candidates=tuple(found),
+    reason = (
+        f"{best.name} is the best engine by its step times, for prompts of "
+        f"{significant(question.prompt_tokens)} and answers of "
+        f"{significant(question.output_tokens)} tokens, {count(question.request.slots)} at once: "
+        f"{told}"
     )
+    return EngineChoice(best.backend, best.weight_format, reason, tuple(found))
 
 
-def requests_per_second(times: EngineTimes, prompt_tokens: float, output_tokens: float) -> float:
-    """The rate at which an engine ends requests, all slots busy: a request takes its prompt's time
-    alone, which gives the first token, and its share of the decode steps for the others."""
-    token_seconds = times.decode_slots_seconds / times.slots
-    prompt_seconds = prompt_tokens / times.prompt_tokens_per_second
-    return 1 / (prompt_seconds + max(0.0, output_tokens - 1) * token_seconds)
+def _rate(one: EngineCandidate) -> str:
+    rate = one.requests_per_second
+    return "not measured" if rate is None else requests(rate)
 
 
 def known_times(
@@ -156,67 +149,29 @@ def known_times(
 
     None: not kept, and not to be measured. Raises CrossoverError where measuring fails.
     """
-    kept = read_table(question.cache, facts).get(question.key(engine))
+    cache, began = question.cache, time.monotonic()
+    kept = read_table(cache, facts).get(question.key(engine))
     if kept is not None or not question.may_measure:
         return kept
-    request, began = question.request, time.monotonic()
-    kind, weight_format = weights_of(engine.backend, engine.weight_format)
-    files = resolve(
-        question.source,
-        kind=kind,
-        weight_format=weight_format,
-        cache=question.cache,
-        progress=progress,
-    )
+    kind, spelt = weights_of(engine.backend, engine.weight_format)
+    files = resolve(question.source, kind=kind, weight_format=spelt, cache=cache, progress=progress)
     config = EngineConfig(
         backend=engine.backend,
         model_path=files.path,
         model_name=files.name,
         weight_format=files.weight_format,
         tokenizer_path=files.tokenizer_path,
-        slots=request.slots,
-        kv_dtype=request.kv_dtype,
+        slots=question.request.slots,
+        kv_dtype=question.request.kv_dtype,
         threads=question.threads,
         cores=question.cores,
     )
     progress(f"measuring {engine.name} on {files.name}", None)
-    times = measured_times(config, request.model)
-    keep(question.cache, facts, question.key(engine), times)
-    spent, where = duration(time.monotonic() - began), table_path(question.cache)
-    say(f"measured {engine.name} on {files.name} in {spent}, kept in {where}")
+    times = measured_times(config, question.request.model)
+    keep(cache, facts, question.key(engine), times)
+    spent = duration(time.monotonic() - began)
+    say(f"measured {engine.name} on {files.name} in {spent}, kept in {table_path(cache)}")
     return times
-
-
-def choice_lines(choice: EngineChoice) -> list[str]:
-    """The choice for people: why, then a line for each engine that was looked at."""
-    lines = [f"best engine: {choice.reason}"]
-    for one in choice.candidates:
-        told = []
-        if (times := one.times) is not None:
-            told.append(
-                f"prompts {significant(times.prompt_tokens_per_second)} tokens/s, decode "
-                f"{significant(1 / times.decode_seconds)} tokens/s for one stream, "
-                f"{significant(times.slots / times.decode_slots_seconds)} for {times.slots}"
-            )
-        if one.requests_per_second is not None:
-            told.append(requests(one.requests_per_second))
-        if one.measured_on:
-            told.append(f"measured on {one.measured_on}, scaled")
-        if one.why_not:
-            told.append(f"cannot be chosen: {one.why_not}")
-        lines.append(f"  {one.name}: {'; '.join(told) or 'not measured'}")
-    return lines
-
-
-def _pairs(formats: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Backends of the CPU with each of the formats that they have."""
-    found = [] if formats else list(USUAL)
-    on_cpu = [(name, spec.formats) for name, spec in BACKENDS.items() if "cpu" in spec.devices]
-    for asked in formats:
-        known = [(name, one) for name, has in on_cpu for one in has if one.lower() == asked.lower()]
-        # BF16 is a GGUF format, bf16 one of torch.
-        found += [pair for pair in known if pair[1] == asked] or known
-    return found
 
 
 def _looked_at(
@@ -224,12 +179,10 @@ def _looked_at(
 ) -> EngineCandidate:
     """The candidate, with the reason where it cannot run here."""
     why_not = missing_backends().get(backend, "")
-    settings = {"policy": Policy.cpu_only, "backend": backend, "weight_format": weight_format}
-    if not why_not:
-        try:
-            plan(msgspec.structs.replace(question.request, **settings), facts)
-        except NoPlacement as problem:
-            why_not = problem.reasons[-1].text if problem.reasons else str(problem)
+    request = msgspec.structs.replace(question.request, weight_format=weight_format)
+    attempt, reason = fitted(request, facts, backend, None)
+    if attempt is None and reason is not None:
+        why_not = why_not or reason.text
     return EngineCandidate(backend=backend, weight_format=weight_format, why_not=why_not)
 
 
@@ -237,6 +190,8 @@ def _measured(
     question: Question, one: EngineCandidate, facts: HardwareFacts, say: Say, progress: Progress
 ) -> EngineCandidate:
     """The candidate with its times; one that fails to be measured cannot be chosen."""
+    if one.why_not:
+        return one
     spec, asked = question.request.model, question
     if spec.parameters > MOST_MEASURED_PARAMETERS:
         request = msgspec.structs.replace(asked.request, model=rung(PROXY).spec)
@@ -244,21 +199,20 @@ def _measured(
     try:
         times = known_times(asked, one, facts, say, progress)
     except CrossoverError as problem:
-        return msgspec.structs.replace(one, why_not=str(problem))
+        return msgspec.structs.replace(one, why_not=f"cannot be measured: {problem}")
     if times is None:
         return one
     factor = spec.matrix_parameters / asked.request.model.matrix_parameters  # of the arithmetic
-    times = msgspec.structs.replace(
-        times,
+    times = EngineTimes(
+        slots=times.slots,
         prompt_tokens_per_second=times.prompt_tokens_per_second / factor,
         decode_seconds=times.decode_seconds * factor,
         decode_slots_seconds=times.decode_slots_seconds * factor,
     )
-    rate = requests_per_second(times, question.prompt_tokens, question.output_tokens)
-    measured_on = "" if asked is question else PROXY
-    return msgspec.structs.replace(
-        one, times=times, measured_on=measured_on, requests_per_second=rate
-    )
+    # The prompt gives the first token; the others take a share of steps with all slots.
+    seconds = question.prompt_tokens / times.prompt_tokens_per_second
+    seconds += max(0.0, question.output_tokens - 1) * times.decode_slots_seconds / times.slots
+    return msgspec.structs.replace(one, times=times, requests_per_second=1 / seconds)
 
 
 # --- the kept table
@@ -308,30 +262,23 @@ def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
     context = min(spec.context, LONG_PROMPT + 4 * MOST_STEPS)
     small = msgspec.structs.replace(config, context_tokens=context, kv_tokens=None)
     ran = run_python(
-        *("-m", "serving.placement.fastest_backend"),
-        environment={CONFIG_VARIABLE: msgspec.json.encode(small).decode()},
+        *("-m", "serving.placement.fastest_backend", msgspec.json.encode(small).decode()),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    name = f"{config.backend} {config.weight_format}"
-    if ran.status is None:
-        raise ServingError(f"{name} was not measured within {TIMEOUT_SECONDS:g} s")
-    if ran.status:
-        raise ServingError(f"{name} could not be measured: {ran.reason}")
-    return msgspec.json.decode(ran.output.splitlines()[-1], type=EngineTimes)
+    if ran.status == 0:
+        return msgspec.json.decode(ran.output.splitlines()[-1], type=EngineTimes)
+    why = f"nothing for {TIMEOUT_SECONDS:g} s" if ran.status is None else ran.reason
+    raise ServingError(f"{config.backend} {config.weight_format} says: {why}")
 
 
-def measure(
-    backend: Backend,
-    part_seconds: float = PART_SECONDS,
-    clock: Callable[[], float] = time.perf_counter,
-) -> EngineTimes:
+def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) -> EngineTimes:
     """Times of a loaded backend, by steps of random tokens."""
     info, random, held = backend.info, np.random.default_rng(1), [0] * backend.info.slots
 
-    def seconds_of(rows: list[tuple[int, int]]) -> float:
-        """Of a step that puts `count` tokens behind what each slot holds: (slot, count)."""
+    def seconds_of(slots: Iterable[int], tokens: int) -> float:
+        """Of a step that puts so many tokens behind what each of these slots holds."""
         step = []
-        for slot, tokens in rows:
+        for slot in slots:
             drawn = random.integers(3, info.vocabulary, tokens, np.int32)  # below: special ones
             step.append(Row(slot, drawn, held[slot], True))
             held[slot] += tokens
@@ -341,37 +288,32 @@ def measure(
 
     def prompt(slot: int, tokens: int) -> float:
         held[slot] = 0
-        return seconds_of([(slot, tokens)])
-
-    def decode(rows: int) -> float:
-        return seconds_of([(slot, 1) for slot in range(rows)])
+        return seconds_of([slot], tokens)
 
     def usual(step: Callable[[], float], least: int) -> float:
         """The lower quartile: whatever else the machine does only makes a step longer."""
-        until, found = clock() + part_seconds, list[float]()
+        until, found = clock() + PART_SECONDS, list[float]()
         while len(found) < least or (clock() < until and len(found) < MOST_STEPS):
             found.append(step())
         return sorted(found)[len(found) // 4]
 
     most = min(LONG_PROMPT, info.step_tokens, info.context_tokens - 2)
     guess = SHORT_PROMPT / min(prompt(0, SHORT_PROMPT) for _ in range(2))
-    length = int(min(most, max(SHORT_PROMPT, guess * part_seconds)))
+    length = int(min(most, max(SHORT_PROMPT, guess * PART_SECONDS)))
     prompt_seconds = usual(lambda: prompt(0, length), 1)
-    # The others hold as much as there is time to fill them with.
-    each = part_seconds * length / prompt_seconds / max(1, info.slots - 1)
-    for slot in range(1, info.slots):
-        prompt(slot, int(min(length, max(4, each))))
+    for slot in range(1, info.slots):  # all together in the time of one long prompt
+        prompt(slot, max(4, length // info.slots))
     return EngineTimes(
         slots=info.slots,
         prompt_tokens_per_second=length / prompt_seconds,
-        decode_seconds=usual(lambda: decode(1), 4),
-        decode_slots_seconds=usual(lambda: decode(info.slots), 4),
+        decode_seconds=usual(lambda: seconds_of([0], 1), 4),
+        decode_slots_seconds=usual(lambda: seconds_of(range(info.slots), 1), 4),
     )
 
 
 def main() -> None:
     """The child: measures on the engine's cores, says one line of JSON."""
-    config = msgspec.json.decode(os.environ[CONFIG_VARIABLE].encode(), type=EngineConfig)
+    config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     backend = backend_class(config.backend)(config, lambda what, fraction: None)

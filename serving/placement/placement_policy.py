@@ -6,7 +6,7 @@
 
 Candidates are looked at in order: the GPU, with the backends that may drive it, then the CPU. The
 first one that fits is chosen, later ones are what the engine falls back to. Of several GPUs it is
-the one with most free memory among those that a backend's build drives.
+the one with most free memory.
 
 Memory: the weights (the file's size, else the format's), the KV cache in the type and the row
 lengths that the backend holds, and the overhead of the backend's row in the table.
@@ -25,7 +25,7 @@ from serving.backends.backend_interface import AUTO
 from serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
 from serving.bounds import Count, check
 from serving.errors import Cause, ServingError, Unsupported
-from serving.hardware.gpus import VULKAN, GpuFacts
+from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
 from serving.server_options import Policy
 
@@ -43,10 +43,6 @@ class Reason(msgspec.Struct, frozen=True):
 
 class NoPlacement(ServingError):
     """The model can run nowhere on this machine under this policy."""
-
-    def __init__(self, message: str, reasons: tuple[Reason, ...] = ()) -> None:
-        super().__init__(message)
-        self.reasons = reasons
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +65,6 @@ class Obstacles(msgspec.Struct, frozen=True):
 
     missing: Mapping[str, str] = {}
     gpu: Mapping[str, tuple[Cause, str]] = {}
-    vendors: Mapping[str, str] = {}  # of the GPUs that a build drives; not named: of all
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -84,7 +79,7 @@ class Attempt(msgspec.Struct, frozen=True):
     overhead_bytes: int
     free_bytes: int | None  # that may be used; None: the machine does not say
     kv_dtype: str = ""  # as the backend stores it
-    slots: int = 0  # 0: as many as were asked for
+    slots: int = 16
     device_id: str = ""  # the GPU's UUID; "": the only one, or the driver says none
     vendor: str = ""  # the GPU's
 
@@ -145,11 +140,8 @@ def plan(
         cut = f"context cut from {asked} to {context} tokens: {model.name} was made for no more"
         reasons.insert(0, Reason(None, cut))
     if not attempts:
-        where = "nowhere on this machine"
-        if request.policy is Policy.gpu_only:
-            where = "on no GPU here, and the policy is gpu-only"
         told = "; ".join(reason.text for reason in reasons)
-        raise NoPlacement(f"{model.name} can run {where}: {told}", tuple(reasons))
+        raise NoPlacement(f"{model.name} can run nowhere on this machine: {told}")
     return Placement(
         model=model.name,
         policy=request.policy,
@@ -184,20 +176,14 @@ def _everywhere(
     request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles
 ) -> Iterator[Looked]:
     """Every device and backend that the policy leaves, in the order they are tried."""
-    can_use_gpu = False
     if request.policy is Policy.cpu_only:
-        gpus = ", ".join(gpu.name for gpu in facts.gpus)
-        there = f" ({gpus} is there)" if gpus else ""
-        yield None, Reason(Cause.forced, f"the policy cpu-only leaves GPUs aside{there}")
+        yield None, Reason(Cause.forced, "the policy cpu-only leaves GPUs aside")
     else:
-        for looked in _on_gpu(request, facts, obstacles):
-            can_use_gpu = can_use_gpu or looked[0] is not None
-            yield looked
-    if request.policy is not Policy.gpu_only:
-        yield _on_cpu(request, facts, obstacles, can_use_gpu)
-    elif can_use_gpu:
-        text = "the policy gpu-only leaves the CPU aside: there is nothing to fall back to"
-        yield None, Reason(Cause.forced, text)
+        yield from _on_gpu(request, facts, obstacles)
+    if request.policy is Policy.gpu_only:
+        yield None, Reason(Cause.forced, "the policy gpu-only leaves the CPU aside")
+    else:
+        yield _on_cpu(request, facts, obstacles)
 
 
 def _on_gpu(
@@ -205,20 +191,15 @@ def _on_gpu(
 ) -> Iterator[Looked]:
     """The GPU with the first backend that can use it and fits; before it the others, and why.
 
-    Of several GPUs that a backend's build drives, the one with most free memory."""
+    Of several GPUs, the one with most free memory."""
     if not facts.gpus:
-        cause = Cause(facts.gpu_cause) if facts.gpu_cause else Cause.no_device
+        cause = Cause(facts.gpu_cause or Cause.no_device)
         yield None, Reason(cause, facts.gpu_note or "no GPU found")
         return
     names: tuple[str, ...] = DEFAULTS["gpu"]
     if request.backend or request.weight_format:
         names = (request.backend or default_backend("gpu", request.weight_format),)
     for name in names:
-        # The GPUs that the build drives; where that is not known, all that one may.
-        vendor = obstacles.vendors.get(name)
-        gpus = [gpu for gpu in facts.gpus if vendor in (None, gpu.vendor)]
-        if vendor is None and not spec_of(name).is_compiled:
-            gpus = [gpu for gpu in gpus if gpu.vendor != VULKAN]
         cause, there = Cause.backend_missing, f"{facts.gpus[0].name} is there, but"
         if "gpu" not in spec_of(name).devices:
             able = ", ".join(sorted(one for one, row in BACKENDS.items() if "gpu" in row.devices))
@@ -228,12 +209,9 @@ def _on_gpu(
         elif name in obstacles.gpu:
             cause, why = obstacles.gpu[name]
             text = f"{there} {name} cannot use it: {why}"
-        elif not gpus:
-            built_for = f"this build of {name} is for GPUs of {vendor}"
-            text = f"{there} {built_for if vendor else f'{name} does not use Vulkan'}"
         else:
-            gpu = max(gpus, key=lambda gpu: gpu.free_bytes or 0)
-            looked = _fitted(request, facts, name, gpu)
+            gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
+            looked = fitted(request, facts, name, gpu)
             yield looked
             if looked[0] is not None:
                 return
@@ -241,25 +219,15 @@ def _on_gpu(
         yield None, Reason(cause, text)
 
 
-def _on_cpu(
-    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles, to_fall_back_to: bool
-) -> Looked:
-    """The CPU; to fall back to, with as many slots as fit: better fewer than none."""
+def _on_cpu(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> Looked:
     name = request.backend or default_backend("cpu", request.weight_format)
     if name in obstacles.missing:
         text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
         return None, Reason(Cause.backend_missing, text)
-    if to_fall_back_to and request.check_memory and request.kv_tokens is None:
-        fitting = slots_that_fit(predicted(request, facts, name, None))
-        if 0 < fitting < request.slots:
-            room = f"the CPU has room for {fitting} of the {request.slots} slots"
-            fewer = msgspec.structs.replace(request, slots=fitting)
-            attempt, reason = _fitted(fewer, facts, name, None)
-            return attempt, reason or Reason(None, f"{room}, should it be fallen back to")
-    return _fitted(request, facts, name, None)
+    return fitted(request, facts, name, None)
 
 
-def _fitted(
+def fitted(
     request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
 ) -> Looked:
     """The attempt where it fits, else the shortage (or both: check_memory is off)."""
@@ -275,20 +243,12 @@ def _fitted(
         f"{where} (weights {size(found.weight_bytes)}, KV {size(found.kv_bytes)}, "
         f"overhead {size(found.overhead_bytes)}), {size(found.free_bytes or 0)} may be used"
     )
-    if (fitting := slots_that_fit(found)) > 0:
-        text += f"; {fitting} slots instead of {request.slots} would fit"
-    elif fitting < 0:
-        text += "; the weights alone are too big: take a smaller model or format"
+    room = (found.free_bytes or 0) - found.weight_bytes - found.overhead_bytes
+    fitting = room // max(1, found.kv_bytes // found.slots)
+    advice = f"{fitting} slots instead of {request.slots} would fit"
+    text += f"; {advice if fitting > 0 else 'take a smaller model or format'}"
     cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
     return None if request.check_memory else found, Reason(cause, text)
-
-
-def slots_that_fit(attempt: Attempt) -> int:
-    """At most as many as were planned; below 0 where not even the weights do."""
-    if attempt.fits or attempt.free_bytes is None:
-        return attempt.slots
-    room = attempt.free_bytes - attempt.weight_bytes - attempt.overhead_bytes
-    return room // max(1, attempt.kv_bytes // attempt.slots) if room > 0 else -1
 
 
 def predicted(
@@ -307,10 +267,7 @@ def predicted(
         tokens = slots * spec.kv_row_tokens(context)  # each slot has a row of its own
     weights = request.weight_bytes
     if weights is None and spec.has_weights:
-        try:
-            weights = format_bytes(model, weight_format)
-        except KeyError:  # a format that is not ours counts as 16 bits a weight
-            weights = format_bytes(model, "fp16")
+        weights = format_bytes(model, weight_format)
     weights = weights or 0
     overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, slots)
     if gpu is None and spec.extra_bytes is not None:  # matrices that it holds twice
@@ -327,22 +284,28 @@ def predicted(
         free_bytes=None if free_bytes is None else int(free_bytes * HEADROOM),
         kv_dtype=kv_dtype,
         device_name=facts.cpu_model if gpu is None else gpu.name,
-        device_id=(gpu.uuid or "") if gpu is not None else "",
-        vendor=gpu.vendor if gpu is not None else "",
+        device_id="" if gpu is None else gpu.uuid or "",
+        vendor="" if gpu is None else gpu.vendor,
     )
 
 
 def default_backend(device: str, weight_format: str | None = None) -> str:
     """The backend where the user names none: the first that has the format, else the default."""
-    default = DEFAULTS[device][0]
-    if weight_format is None:
-        return default
-    usable = [default, *(name for name, spec in BACKENDS.items() if device in spec.devices)]
-    for same in (str, str.lower):  # BF16 is a GGUF format, bf16 one of torch
-        for name in usable:
-            if same(weight_format) in map(same, BACKENDS[name].formats):
-                return name
-    return default
+    able = backends_with(device, weight_format) if weight_format else []
+    return able[0][0] if able else DEFAULTS[device][0]
+
+
+def backends_with(device: str, weight_format: str) -> list[tuple[str, str]]:
+    """Backends of a device that have a format, the default first, and how each spells it."""
+    names = [*DEFAULTS[device], *BACKENDS]
+    found = [
+        (name, one)
+        for name in dict.fromkeys(names)
+        for one in BACKENDS[name].formats
+        if device in BACKENDS[name].devices and one.lower() == weight_format.lower()
+    ]
+    # BF16 is a GGUF format, bf16 one of torch.
+    return [pair for pair in found if pair[1] == weight_format] or found
 
 
 def narrowed(

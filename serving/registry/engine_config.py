@@ -30,17 +30,11 @@ from serving.backends.backend_table import (
 )
 from serving.backends.onnx.graph import weight_bytes
 from serving.errors import Cause, Unsupported
-from serving.hardware.cpu_topology import CoreSplit, parse_cores, physical_of, split_cores
+from serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
 from serving.hardware.gpus import GpuFacts, render_nodes
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
-from serving.placement.fastest_backend import (
-    EngineChoice,
-    Question,
-    choice_lines,
-    fastest_backend,
-)
+from serving.placement.fastest_backend import EngineChoice, Question, fastest_backend
 from serving.placement.placement_policy import (
-    NoPlacement,
     Obstacles,
     Placement,
     PlacementRequest,
@@ -53,11 +47,8 @@ from serving.server_options import ModelOptions, Policy
 # Nobody says what a server will be asked: the mean lengths of the workload chat, all slots busy.
 USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS = 1166.0, 214.0
 # Options that a placement and an engine's configuration take as they are.
-_PLACED = ("policy", "slots", "context_tokens", "kv_tokens", "kv_dtype", "check_memory")
-_CONFIGURED = (
-    *("kv_tokens", "kv_dtype", "prefill_tokens", "step_seconds_target", "prefix_reuse"),
-    "check_memory",
-)
+_PLACED = "policy slots context_tokens kv_tokens kv_dtype check_memory".split()
+_CONFIGURED = "kv_tokens kv_dtype prefill_tokens step_seconds_target prefix_reuse".split()
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +86,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
                 device=one.device,
                 device_id=one.device_id,
                 device_vendor=one.vendor,
-                slots=one.slots or self.model.slots,
+                slots=one.slots,
                 context_tokens=placement.context_tokens,
                 threads=self.split.threads,
                 cores=self.split.engine,
@@ -122,7 +113,6 @@ class Machine:
         self.cache = cache
         self.say = say
         self.progress = progress
-        self.is_serving = False  # measuring engines would then disturb requests, and be disturbed
         self._api_cores = api_cores
         self._allowed = allowed_cores()
         self._probed = once(probe_backend)  # it takes seconds
@@ -133,37 +123,32 @@ class Machine:
         facts = msgspec.structs.replace(hardware_facts(), allowed_cores=self._allowed)
         if facts.gpus or facts.gpu_cause != Cause.no_device or not render_nodes():
             return facts
-        gpus = []
-        for name in DEFAULTS["gpu"]:
-            if name != "torch" or "rocm" in version("torch"):  # else it cannot, and takes seconds
-                answer = self._probed(name)
-                if answer.gpu and answer.gpu_vendor is not None:
-                    gpus.append(GpuFacts(answer.gpu_note or "a GPU", answer.gpu_vendor))
-        return msgspec.structs.replace(facts, gpus=tuple(gpus)) if gpus else facts
+        # A torch that is not built for ROCm cannot, and takes seconds to say so.
+        names = [n for n in DEFAULTS["gpu"] if n != "torch" or "rocm" in version("torch")]
+        gpus = tuple(
+            GpuFacts(one.gpu_note or "a GPU", one.gpu_vendor)
+            for one in map(self._probed, names)
+            if one.gpu and one.gpu_vendor is not None
+        )
+        return msgspec.structs.replace(facts, gpus=gpus)
 
     def split(self, cores: str, threads: int | None) -> CoreSplit:
         """Cores of an engine with these options and of the HTTP process."""
         asked = parse_cores(cores, "--cores"), parse_cores(self._api_cores, "--api-cores")
-        return split_cores(self._allowed, *asked, threads, physical_of(self._allowed))
+        return split_cores(self._allowed, *asked, threads)
 
     def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
         """Backends that cannot run, or cannot use the GPU, by their probes in subprocesses."""
         troubles: dict[str, tuple[Cause, str]] = {}
-        vendors: dict[str, str] = {}
         names = DEFAULTS["gpu"] if request.backend is None else (request.backend,)
         if not facts.gpus or request.policy is Policy.cpu_only:
             names = ()
-        for name in names:
-            if spec_of(name).probe is None:
-                continue
+        for name in (one for one in names if spec_of(one).probe is not None):
             answer = self._probed(name)
-            if answer.gpu_vendor is not None:
-                vendors[name] = answer.gpu_vendor
             if not answer.gpu:
-                cause = Cause(answer.gpu_cause) if answer.gpu_cause else Cause.backend_missing
-                why = answer.gpu_note or answer.problem or "it does not say why"
-                troubles[name] = cause, why
-        return Obstacles(missing_backends(), troubles, vendors)
+                cause = Cause(answer.gpu_cause or Cause.backend_missing)
+                troubles[name] = cause, answer.gpu_note or answer.problem or "it does not say why"
+        return Obstacles(missing_backends(), troubles)
 
     def place(self, request: PlacementRequest, facts: HardwareFacts) -> Placement:
         """Where a model runs on this machine. Raises NoPlacement."""
@@ -172,12 +157,9 @@ class Machine:
     def files_of(self, source: str, backend: str, weight_format: str | None) -> ResolvedModel:
         """A model's files for a backend, made or fetched where they are not there."""
         kind, spelt = weights_of(backend, weight_format)
+        wanted = (spelt or None) if weight_format else None
         return resolve(
-            source,
-            kind=kind,
-            weight_format=(spelt or None) if weight_format else None,
-            cache=self.cache,
-            progress=self.progress,
+            source, kind=kind, weight_format=wanted, cache=self.cache, progress=self.progress
         )
 
 
@@ -198,8 +180,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
             request, backend=choice.backend, weight_format=choice.weight_format
         )
         placement = machine.place(request, facts)
-        reason = Reason(None, "; ".join(line.strip() for line in choice_lines(choice)))
-        placement = narrowed(placement, placement.attempts, reason)
+        placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
     options = options_by_backend(model.options, [one.backend for one in placement.attempts])
     prepared = Prepared(
         name=model.name or request.model.name,
@@ -232,49 +213,39 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
 def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     """What is to be placed: the model's shape and size, and the backend and format that follow from
     what it is. A rung's are decided when it is placed."""
-    asked = {name: getattr(model, name) for name in _PLACED}
+    backend, weight_format, size_bytes = model.backend, model.weight_format, None
     if is_rung(model.source):
         spec = rung(model.source).spec
-        return PlacementRequest(
-            model=spec, backend=model.backend, weight_format=model.weight_format, **asked
-        )
-    backend, named = model.backend, BACKENDS.get(model.source)
-    if backend is None and named is not None and not named.has_weights:
-        backend = model.source
-    backend = backend or _usual_backend(model, machine)
-    files = machine.files_of(model.source, backend, model.weight_format)
-    path, size_bytes = Path(files.path), None
-    if path.suffix == ".onnx":
-        size_bytes = weight_bytes(path)
-    elif files.path and path.is_file():
-        size_bytes = path.stat().st_size
+    else:
+        backend = backend or _usual_backend(model, machine)
+        files = machine.files_of(model.source, backend, weight_format)
+        spec, weight_format, path = files.spec, files.weight_format or None, Path(files.path)
+        if path.suffix == ".onnx":
+            size_bytes = weight_bytes(path)
+        elif files.path and path.is_file():
+            size_bytes = path.stat().st_size
     return PlacementRequest(
-        model=files.spec,
+        model=spec,
         backend=backend,
-        weight_format=files.weight_format or None,
+        weight_format=weight_format,
         weight_bytes=size_bytes,
-        **asked,
+        **{name: getattr(model, name) for name in _PLACED},
     )
 
 
 def _usual_backend(model: ModelOptions, machine: Machine) -> str:
-    """The backend of a model's files: of those on the hub what a GPU, or this CPU, does best."""
-    if is_gguf(model.source):
-        return backend_for("gguf")
-    found = backend_of_path(Path(model.source))
-    if found is None:
+    """The backend that reads a model's files: of those on the hub what a GPU, or this CPU, does
+    best."""
+    source, path = model.source, Path(model.source)
+    if source in BACKENDS and not BACKENDS[source].has_weights:
+        return source
+    kind = "gguf"
+    if not is_gguf(source):
         is_gpu = model.policy is not Policy.cpu_only and machine.facts().gpus
-        found = backend_for("hf" if is_gpu else "onnx")
-    return found
-
-
-def backend_of_path(path: Path) -> str | None:
-    """The backend that reads a local GGUF file or folder; None for anything else."""
-    if path.suffix == ".gguf":
-        return backend_for("gguf")
-    if (path / "model.onnx").is_file():
-        return backend_for("onnx")
-    return backend_for("hf") if path.is_dir() and any(path.glob("*.safetensors")) else None
+        kind = "hf" if is_gpu or any(path.glob("*.safetensors")) else "onnx"
+        if (path / "model.onnx").is_file():
+            kind = "onnx"
+    return backend_for(kind)
 
 
 def best_for(
@@ -297,13 +268,8 @@ def best_for(
         cores=split.engine,
         formats=(model.weight_format,) if model.weight_format else (),
         cache=machine.cache,
-        may_measure=not machine.is_serving,
     )
-    try:
-        return fastest_backend(question, facts, machine.say, machine.progress)
-    except NoPlacement as problem:
-        machine.say(f"no best engine, so the usual one: {problem}")
-        return None
+    return fastest_backend(question, facts, machine.say, machine.progress)
 
 
 def options_by_backend(
@@ -311,15 +277,12 @@ def options_by_backend(
 ) -> dict[str, dict[str, Any]]:
     """Which of the options each engine gets: those that it has. Raises Unsupported for one that
     none has: an engine that is fallen back to must not find it out."""
-    known = {name: spec_of(name).options for name in backends}
-    found = {
+    known = {name: spec_of(name).options for name in backends}  # None: any
+    for key in given:
+        if not any(names is None or key in names for names in known.values()):
+            told = "; ".join(f"{one} has {', '.join(names or ())}" for one, names in known.items())
+            raise Unsupported(f"no engine here has the option {key!r}: {told}", key)
+    return {
         backend: {key: value for key, value in given.items() if names is None or key in names}
         for backend, names in known.items()
     }
-    for key in given:
-        if not any(key in options for options in found.values()):
-            told = "; ".join(
-                f"{one} has {', '.join(names or ('none',))}" for one, names in known.items()
-            )
-            raise Unsupported(f"no engine here has the option {key!r}: {told}", key)
-    return found

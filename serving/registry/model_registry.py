@@ -17,28 +17,201 @@ Memory is that of one place: "cpu" for RAM, a GPU's UUID for its own (Attempt.pl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
 from models import formatting
-from models.errors import ModelError
-from serving.errors import EngineFailed, EngineState, LoadFailed, NoRoom, ServingError, Unavailable
-from serving.metrics import Metrics, ServerMetrics
-from serving.placement.placement_policy import Attempt, NoPlacement, Placement, Reason, narrowed
-from serving.registry.engine_config import Machine, Prepared
-from serving.registry.loaded_model import (
-    TEXT_WORK,
-    ModelRouter,
-    ServedModel,
-    read_vocabulary,
+from models.errors import BadChat
+from models.tokenizer import Tokenizer, load_tokenizer
+from serving.errors import (
+    ContextOverflow,
+    EngineFailed,
+    EngineState,
+    LoadFailed,
+    NoRoom,
+    ServingError,
+    Unavailable,
+    UnknownModel,
 )
-from serving.supervisor.supervisor import Background, Supervisor
+from serving.hardware.machine_facts import resident_bytes
+from serving.metrics import Metrics, ServerMetrics
+from serving.placement.placement_policy import (
+    Attempt,
+    NoPlacement,
+    Placement,
+    Reason,
+    explain,
+    narrowed,
+)
+from serving.registry.engine_config import Machine, Prepared
+from serving.supervisor.supervisor import RETRY_SECONDS, Background, Supervisor
 
+T = TypeVar("T")
+Vocabulary = tuple[Tokenizer, list[bytes]]  # a tokenizer, and the bytes of each token
 Bytes = Mapping[str, int]  # place -> bytes
+INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
+_NOT_THERE = (EngineState.unloaded, EngineState.failed)
+_UNLOADED = (EngineState.unloaded, EngineState.draining)  # or soon
+_LONGEST_SPECIAL = 64  # bytes of text of a control token; the table of bytes does not say
+_TEXT_THREAD = ThreadPoolExecutor(1, "text")
+
+
+async def in_text_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """The function's result: work on long texts, one after the other, beside the event loop."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_TEXT_THREAD, partial(function, *args, **kwargs))
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What validation needs to know of an engine."""
+
+    context_tokens: int
+    vocabulary: int
+
+
+def read_vocabulary(tokenizer_path: str) -> Vocabulary:
+    """Load a tokenizer: 1 to 3 s for 128,000 tokens. Raises ModelError."""
+    tokenizer = load_tokenizer(tokenizer_path)
+    with suppress(BadChat):  # compiles the template
+        tokenizer.render_chat([{"role": "user", "content": ""}])
+    return tokenizer, tokenizer.token_bytes()
+
+
+class ServedModel:
+    """What all requests for one model share.
+
+    `prepared`: None where somebody else starts and ends its engines. Times are time.monotonic().
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        vocabulary: Vocabulary,
+        metrics: Metrics,
+        prepared: Prepared | Any = None,
+    ) -> None:
+        self.served_name = metrics.model
+        self.supervisor = supervisor
+        self.tokenizer, self.table = vocabulary
+        self.metrics = metrics
+        self.prepared = prepared
+        self.placement: Placement | Any = None if prepared is None else prepared.placement
+        supervisor.on_step = metrics.stepped
+        self.created = int(time.time())
+        self._longest = max(_LONGEST_SPECIAL, max(map(len, self.table), default=0))
+        self.holders = 0  # requests that are being answered
+        self.used_at = time.monotonic()  # when its last request began or ended, or it was loaded
+        self.on_demand = True  # a request may load it
+        self.load: asyncio.Task[None] | None = None
+
+    # What a request needs.
+
+    def facts(self) -> Facts:
+        """What the serving engine can do. Raises Unavailable while none serves."""
+        if self.supervisor.state != EngineState.ready or self.supervisor.ready is None:
+            raise self.supervisor.unavailable()
+        return self.known_facts()
+
+    def known_facts(self) -> Facts:
+        """The same, as far as the configuration tells while no engine serves. One sequence has the
+        whole KV pool at most."""
+        ready = self.supervisor.ready
+        if ready is not None:
+            info = ready.info
+            context = min(info.context_tokens, info.kv_tokens)
+            return Facts(context, info.vocabulary)
+        config = self.supervisor.config
+        context = min(config.context_tokens, config.kv_tokens or config.context_tokens)
+        return Facts(context, self.tokenizer.vocabulary)
+
+    async def tokens(
+        self,
+        text: str,
+        parameter: str,
+        *,
+        most: int | None = None,
+        bos: bool = False,
+        parse_special: bool = False,
+    ) -> list[int]:
+        """Token ids of a text. Raises ContextOverflow where there must be more than `most`."""
+        encode = partial(self.tokenizer.encode, text, parse_special=parse_special)
+        fewest = len(text) // self._longest
+        if most is not None and fewest > most:
+            raise ContextOverflow(fewest, most, parameter)
+        ids = encode() if len(text) <= INLINE_CHARACTERS else await in_text_thread(encode)
+        head = self.tokenizer.bos_id
+        return [head, *ids] if bos and head is not None else ids
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token; none of control tokens."""
+        return self.table[token] if token < len(self.table) else b""
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Text of token ids; a character that is cut is U+FFFD, control tokens have no text."""
+        return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
+
+    def about(self) -> dict[str, Any] | None:
+        """The decision where it runs, in numbers and in words, for /v1/placement."""
+        return {**msgspec.to_builtins(self.placement), "lines": explain(self.placement)}
+
+    # Who uses it, and what it is at.
+
+    @property
+    def state(self) -> EngineState:
+        """The supervisor's state; loading, too, where an asked-for load has not begun."""
+        state = self.supervisor.state
+        waits = state in (EngineState.unloaded, EngineState.failed) and self.load is not None
+        return EngineState.loading if waits else state
+
+    @property
+    def busy(self) -> bool:
+        """True while it must not be evicted: requests are in flight, or it is loading."""
+        return self.holders > 0 or self.supervisor.in_flight > 0 or self.load is not None
+
+    @property
+    def given_up(self) -> bool:
+        """True when it has failed, and nobody is trying again."""
+        return self.supervisor.state == EngineState.failed and self.load is None
+
+    @property
+    def may_try_again(self) -> bool:
+        """True once it has been given up for RETRY_SECONDS."""
+        return self.given_up and time.monotonic() >= self.supervisor.since + RETRY_SECONDS
+
+    def hold(self) -> Callable[[], None]:
+        """A request uses it from now on, until the returned function is called, once."""
+        self._held(1)
+        return partial(self._held, -1)
+
+    def _held(self, more: int) -> None:
+        self.holders += more
+        self.used_at = time.monotonic()
+
+    # Its memory.
+
+    def attempts(self) -> list[Attempt]:
+        """The placements of the engines that are or will be loaded: in use, and on standby."""
+        warm = self.prepared.model.standby == "warm"
+        configs = self.supervisor.configs[:2] if warm else (self.supervisor.config,)
+        labels = [(one.backend, one.device) for one in configs]
+        return [one for one in self.placement.attempts if (one.backend, one.device) in labels]
+
+    @property
+    def takes(self) -> Bytes:
+        """Bytes by place that its end gives back, as predicted."""
+        return bytes_by_place(self.attempts())
+
+    @property
+    def measured_bytes(self) -> int:
+        """RSS of its engine processes now."""
+        return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
 
 
 class RegistryLimits(msgspec.Struct, frozen=True):
@@ -49,84 +222,58 @@ class RegistryLimits(msgspec.Struct, frozen=True):
     drain_seconds: float = 60.0  # of an unload
 
 
-class Resident(NamedTuple):
-    """A model that is loaded or loading, and may have to go."""
-
-    name: str
-    takes: Bytes  # that its end would give back
-    used_at: float  # when its last request began or ended
-    busy: bool
-    promised_bytes: int = 0  # of RAM, that it may still touch
-
-
 def make_room(
-    options: Sequence[Bytes], residents: Sequence[Resident], free: Mapping[str, int | None]
-) -> tuple[int, list[str]]:
-    """Which of `options` (bytes needed in each place) can be had, and who goes for it, in order.
+    options: Sequence[Bytes], residents: Sequence[ServedModel], free: Mapping[str, int | None]
+) -> tuple[int, str | None]:
+    """Which of `options` (bytes needed in each place) can be had, and who goes for it, the least
+    recently used; None: it fits.
 
     The first that can be had is taken (the placement's order: GPU first), even where others are
-    evicted for it; no more go than needed. `free`: None where the device does not say. Raises
-    NoRoom where busy models are in the way, NoPlacement where it would not even fit alone.
+    evicted for it. `free`: None where the device does not say. Raises NoRoom.
     """
 
-    def lacks(needs: Bytes, gone: Sequence[Resident] = ()) -> list[str]:
+    def lacks(needs: Bytes, gone: Sequence[ServedModel] = ()) -> list[str]:
         room = {at: sum(one.takes.get(at, 0) for one in gone) + (free.get(at) or 0) for at in needs}
         return [at for at in needs if free.get(at) is not None and room[at] < needs[at]]
 
     idle = sorted((one for one in residents if not one.busy), key=lambda one: one.used_at)
     for index, needs in enumerate(options):
+        short = lacks(needs)
         if not lacks(needs, idle):
-            gone = idle
-            for one in reversed(idle):  # whoever may stay; the youngest first
-                others = [other for other in gone if other is not one]
-                gone = gone if lacks(needs, others) else others
-            return index, [one.name for one in gone]
+            there = [one.served_name for one in idle if any(one.takes.get(at) for at in short)]
+            return index, next(iter(there), None)
     why = "; ".join(
         f"{formatting.size(needs[at])} needed on the {'CPU' if at == 'cpu' else 'GPU'}, "
         f"{formatting.size(max(0, free[at] or 0))} may be used"
         for needs in options
         for at in lacks(needs)
     )
-    if all(lacks(needs, residents) for needs in options):
-        raise NoPlacement(f"it would not fit even alone: {why}")
-    busy = [one.name for one in residents if one.busy]
-    raise NoRoom(f"{why}, and {', '.join(busy)} {'is' if len(busy) == 1 else 'are'} busy")
-
-
-def resident_of(model: ServedModel) -> Resident:
-    """KV caches fill as they are used: its end frees what was predicted or measured, whichever is
-    more, and it may still touch the rest of what was predicted."""
-    takes = bytes_by_place(model.attempts())
-    promised = 0
-    if "cpu" in takes:
-        measured = model.measured_bytes
-        promised = max(0, takes["cpu"] - measured)
-        takes["cpu"] += max(0, measured - takes["cpu"])
-    return Resident(model.served_name, takes, model.used_at, model.busy, promised)
+    busy = ", ".join(one.served_name for one in residents if one.busy)
+    raise NoRoom(f"{why}{f', while {busy} are busy' if busy else ''}")
 
 
 def bytes_by_place(attempts: Sequence[Attempt]) -> dict[str, int]:
     """Bytes that engines need together."""
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for one in attempts:
-        found[one.place] = found.get(one.place, 0) + one.need_bytes
-    return found
+        found[one.place] += one.need_bytes
+    return dict(found)
 
 
 def bytes_free(
-    attempts: Sequence[Attempt], residents: Sequence[Resident], limit_bytes: int | None
+    attempts: Sequence[Attempt], residents: Sequence[ServedModel], limit_bytes: int | None
 ) -> dict[str, int | None]:
     """Bytes by place that a new engine may take. `limit_bytes`: RAM of all engines together."""
     free = {one.place: one.free_bytes for one in attempts}
+    taken = [(one.takes["cpu"], one.measured_bytes) for one in residents if "cpu" in one.takes]
     if (there := free.get("cpu")) is not None:
-        free["cpu"] = there - sum(one.promised_bytes for one in residents)
-    if limit_bytes is not None and "cpu" in free:
-        left = limit_bytes - sum(one.takes.get("cpu", 0) for one in residents)
-        free["cpu"] = left if free["cpu"] is None else min(free["cpu"], left)
+        there -= sum(max(0, said - rss) for said, rss in taken)  # KV caches fill as they are used
+        most = there if limit_bytes is None else limit_bytes - sum(said for said, _ in taken)
+        free["cpu"] = min(there, most)
     return free
 
 
-class Registry(ModelRouter):
+class Registry:
     """See the module's docstring."""
 
     def __init__(
@@ -136,18 +283,45 @@ class Registry(ModelRouter):
         make_supervisor: Callable[[Prepared], Supervisor],
         limits: RegistryLimits,
     ) -> None:
-        super().__init__(metrics)
-        self.limits = limits
+        self.metrics = metrics
         self.machine = machine
+        self.limits = limits
+        self.models: dict[str, ServedModel] = {}
         self._make_supervisor = make_supervisor
         self._turn = asyncio.Lock()
-        # What a load raises is for its waiters.
-        self._background = Background("the registry", expected=(ServingError,))
+        self._background = Background()  # what a load raises is for its waiters
         self._stopping = False
+
+    # Models by name.
+
+    @property
+    def first(self) -> ServedModel:
+        """The model that is meant where none is named."""
+        return next(iter(self.models.values()))
+
+    def named(self, name: str | None) -> ServedModel:
+        """The model of this name. Raises UnknownModel."""
+        if name is None and len(self.models) == 1:
+            return self.first
+        if name in self.models:
+            return self.models[name]
+        shown = ", ".join(map(repr, self.models))
+        if name is None:
+            raise UnknownModel(f"model is needed: {shown} are served")
+        raise UnknownModel(f"the model {name[:200]!r} does not exist; there is {shown}")
+
+    def states(self) -> dict[str, EngineState]:
+        """Name -> state; a model that is on its way counts as loading."""
+        return {name: model.state for name, model in self.models.items()}
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences submitted and not finished, of all models."""
+        return sum(model.supervisor.in_flight for model in self.models.values())
 
     # Models come and go.
 
-    def serve(self, prepared: Prepared) -> ServedModel:
+    def serve(self, prepared: Prepared) -> None:
         """One more model, not loaded yet. Raises ServingError for a name that is taken."""
         name = prepared.name
         if name in self.models:
@@ -158,35 +332,27 @@ class Registry(ModelRouter):
         metrics = Metrics(self.metrics, name, supervisor)
         vocabulary = read_vocabulary(prepared.tokenizer_path)
         self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
-        return self.models[name]
+
+    def add(self, model: ServedModel) -> None:
+        """One more model."""
+        self.models[model.served_name] = model
 
     async def start(self) -> None:
         """Begin to load, in order, the models that load at the start; returns at once."""
         self._background.keep(self._watch())
-        await TEXT_WORK.run(0, str)  # its thread is there from the start
-        wanted = [one for one in self.models.values() if one.prepared.model.load == "start"]
-        self._background.keep(self._load_all(wanted))
-
-    async def _load_all(self, models: list[ServedModel]) -> None:
-        for model in models:
-            # The supervisor's state tells what went wrong; the next model loads all the same.
-            with contextlib.suppress(Exception, asyncio.CancelledError):
-                await asyncio.shield(self._load_soon(model, evict=False))
+        for one in self.models.values():
+            if one.prepared.model.load == "start":
+                self._load_soon(one, evict=False)
 
     async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
         """End every engine, as Supervisor.stop does; returns how many sequences were cut off."""
         self._stopping = True
         for model in self.models.values():
-            model.give_up_waiting()
+            self._call_off(model)
         stops = (one.supervisor.stop(drain, timeout_seconds) for one in self.models.values())
         counts = await asyncio.gather(*stops)
         self._background.cancel()
         return sum(counts)
-
-    @property
-    def in_flight(self) -> int:
-        """Sequences submitted and not finished, of all models."""
-        return sum(model.supervisor.in_flight for model in self.models.values())
 
     # A request.
 
@@ -194,48 +360,38 @@ class Registry(ModelRouter):
         """Wait until this model serves, loading it where that is allowed, and keep it loaded until
         the returned function is called. Raises Unavailable."""
         model, until = self.models[name], time.monotonic() + self.limits.load_wait_seconds
-        who, supervisor = f"the model {name!r}", model.supervisor
-        while True:
-            state = supervisor.state
-            # A request does not wait for the load at the server's start.
-            demanded = model.prepared.model.load == "demand" or model.was_used
-            if state == EngineState.unloaded or (state == EngineState.failed and model.retry_at):
-                wait = model.retry_at - time.monotonic()
-                if not model.on_demand:
-                    raise Unavailable(f"{who} was unloaded by an administrator", 30.0, "unloaded")
-                if model.load is None and wait > 0:
-                    text = f"{who} did not load: {model.problem or 'no reason given'}"
-                    raise Unavailable(text, wait, "load_failed")
-                await self._until_loaded(model, self._load_soon(model), until)
-            elif state == EngineState.loading and model.load is not None and demanded:
-                await self._until_loaded(model, model.load, until)
-            elif state == EngineState.draining and not self._stopping:
-                try:
-                    async with asyncio.timeout(until - time.monotonic()):
-                        await supervisor.wait_change()  # no task between the look and the wait
-                except TimeoutError:
-                    raise Unavailable(f"{who} is being unloaded", 5.0, "unloaded") from None
-            else:
-                return model.hold()  # or it says why not
+        while not self._stopping:
+            state = model.supervisor.state
+            ends = [EngineState.ready, EngineState.restarting]
+            if model.prepared.model.load == "start" and not model.metrics.loads["ready"]:
+                ends.append(EngineState.loading)  # nobody waits for the load at the server's start
+            if state in ends:
+                break
+            if model.load is None:
+                if state in _UNLOADED and not model.on_demand:
+                    text = f"the model {name!r} was unloaded by an administrator"
+                    raise Unavailable(text, 30.0, "unloaded")
+                if state not in _UNLOADED and not model.may_try_again:
+                    break
+            await self._until_loaded(model, self._load_soon(model), until)
+        return model.hold()  # its facts say why it does not serve
 
     async def _until_loaded(
         self, model: ServedModel, load: asyncio.Task[None], until: float
     ) -> None:
-        model.was_used = True
         done, _ = await asyncio.wait({load}, timeout=max(0.0, until - time.monotonic()))
         who = f"the model {model.served_name!r}"
         if not done:
             waited = f"was not ready within {self.limits.load_wait_seconds:g} s"
-            text = f"{who} is being loaded and {waited}"
-            raise Unavailable(text, model.supervisor.retry_after_seconds(), "loading")
+            seconds = model.supervisor.retry_after_seconds()
+            raise Unavailable(f"{who} is being loaded and {waited}", seconds, "loading")
         if load.cancelled():
             raise Unavailable(f"the load of {who} was given up", 5.0, "unloaded")
         problem = load.exception()
-        if isinstance(problem, NoRoom):
-            raise Unavailable(f"{who} cannot be loaded now: {problem}", 5.0, "no_room")
         if problem is not None:
-            wait = max(1.0, model.retry_at - time.monotonic())
-            raise Unavailable(f"{who} did not load: {problem}", wait, "load_failed")
+            is_full = isinstance(problem, NoRoom)
+            seconds, code = (5.0, "no_room") if is_full else (RETRY_SECONDS, "load_failed")
+            raise Unavailable(f"{who} cannot be loaded now: {problem}", seconds, code)
 
     # Loading.
 
@@ -243,7 +399,6 @@ class Registry(ModelRouter):
         """Load a model now, for an administrator. Raises NoRoom, NoPlacement, LoadFailed."""
         model = self.models[name]
         model.on_demand = True
-        model.retry_at = 0.0
         await asyncio.shield(self._load_soon(model))
 
     def _load_soon(self, model: ServedModel, evict: bool = True) -> asyncio.Task[None]:
@@ -251,41 +406,37 @@ class Registry(ModelRouter):
             model.load = self._background.keep(self._load(model, evict))
         return model.load
 
+    def _call_off(self, model: ServedModel) -> None:
+        """End a load that has not begun; one whose engine runs ends with the engine."""
+        if model.load is not None and not model.supervisor.pids:
+            model.load.cancel()
+
     async def _load(self, model: ServedModel, evict: bool) -> None:
         supervisor = model.supervisor
         try:
-            model.doing = "waits until another model is loaded"
             async with self._turn:
                 while supervisor.state == EngineState.draining and not self._stopping:
                     await supervisor.wait_change()
                 if supervisor.state in (EngineState.ready, EngineState.restarting):
                     return
-                model.doing = "looks for room"
                 model.placement = await self._room_for(model, evict)
-                model.doing = None
                 await supervisor.start(model.prepared.configs_of(model.placement))
                 try:
                     await supervisor.wait_ready()
                 except EngineFailed as problem:
                     raise LoadFailed(str(problem)) from problem
-            model.retry_at, model.problem = 0.0, None
-            model.used_at, model.was_loaded = time.monotonic(), True
+            model.used_at = time.monotonic()
             model.metrics.loads["ready"] += 1
         except NoRoom as problem:
             supervisor.rest(EngineState.unloaded, str(problem))
             raise
         except Exception as problem:  # whatever it is, this model did not load
-            said = str(problem)
-            if not isinstance(problem, ServingError | ModelError):
-                said = f"{type(problem).__name__}: {problem}"
             model.metrics.loads["failed"] += 1
-            model.failed(said)
-            if supervisor.state == EngineState.loading:
-                supervisor.rest(EngineState.failed, said)
+            if supervisor.state in (*_NOT_THERE, EngineState.loading) and model.on_demand:
+                supervisor.rest(EngineState.failed, str(problem))
             raise
         finally:
             model.load = None
-            model.doing = None
 
     async def _room_for(self, model: ServedModel, evict: bool) -> Placement:
         """Where this model goes now, once others are evicted for it: the first attempt that fits,
@@ -302,29 +453,25 @@ class Registry(ModelRouter):
                 why = "; ".join(reason.text for reason in wanted.reasons)
                 raise NoPlacement(f"{name} can run nowhere any more: {why}")
             others = [one for one in self.models.values() if one is not model]
-            residents = [resident_of(one) for one in others if one.supervisor.pids]
+            residents = [one for one in others if one.supervisor.pids]
             free = bytes_free(attempts, residents, self.limits.memory_bytes) if check else {}
             needs = [bytes_by_place(attempts[at : at + many]) for at in range(len(attempts))]
             try:
                 option, gone = make_room(needs, residents, free)
-            except (NoRoom, NoPlacement) as problem:
-                raise type(problem)(f"{name}: {problem}") from problem
-            if not gone:
+            except NoRoom as problem:
+                raise NoRoom(f"{name}: {problem}") from problem
+            if gone is None:
                 first, *later = attempts[option:]
                 attempts = [first, *(one for one in later if one.fits or not check)]
                 text = f"unloaded {', '.join(evicted)}, idle for longest, to make room"
                 reason = Reason(None, text) if evicted else None
                 return narrowed(wanted, tuple(attempts), reason)
             if not evict:
-                beside = ", ".join(one.name for one in residents)
-                raise NoRoom(f"there is no room beside {beside}; it is loaded when it is asked for")
-            for victim in (self.models[one] for one in gone):
-                if victim.busy:  # in use again since: look anew
-                    break
-                evicted.append(victim.served_name)
-                # To its end, even where this load is given up: half an unload is none.
-                unload = self._unload(victim, f"to make room for {name}", "evicted")
-                await asyncio.shield(self._background.keep(unload))
+                raise NoRoom(f"there is no room beside {gone}; it is loaded when it is asked for")
+            evicted.append(gone)
+            # To its end, even where this load is given up: half an unload is none.
+            unload = self._unload(self.models[gone], f"to make room for {name}", "evicted")
+            await asyncio.shield(self._background.keep(unload))
 
     # Unloading.
 
@@ -332,7 +479,7 @@ class Registry(ModelRouter):
         """Unload a model until an administrator loads it; returns the sequences cut off."""
         model = self.models[name]
         model.on_demand = False
-        model.give_up_waiting()
+        self._call_off(model)
         return await self._unload(model, "asked for", "asked", drain)
 
     async def _unload(self, model: ServedModel, why: str, kind: str, drain: bool = True) -> int:
@@ -350,11 +497,8 @@ class Registry(ModelRouter):
             limits = [one.prepared.model.idle_unload_seconds for one in models]
             await asyncio.sleep(min([1.0, *(one / 5 for one in limits if one is not None)]))
             for model, limit in zip(models, limits, strict=True):
-                if model.given_up and model.was_loaded:
-                    if not model.retry_at:
-                        model.failed(model.supervisor.reason or "no reason given")
-                    elif time.monotonic() >= model.retry_at:
-                        self._load_soon(model, evict=False)
+                if model.may_try_again and model.metrics.loads["ready"]:
+                    self._load_soon(model, evict=False)
                 idle = time.monotonic() - model.used_at
                 is_ready = model.supervisor.state == EngineState.ready
                 if limit is not None and is_ready and not model.busy and idle >= limit:

@@ -4,9 +4,8 @@
     await engine.start(on_message, on_exit)       # on_exit comes once, after the last message
     engine.send(Submit(...))
 
-Works on asyncio's loop and on uvloop. A thread passes its output on, keeps the last lines (the
-reason when a library aborts) and waits for its end. One that hangs is told from one that is slow by
-its messages, its steps and its CPU time.
+A thread passes its output on, keeps the last lines (the reason when a library aborts) and waits for
+its end. One that hangs is known by its silence.
 """
 
 from __future__ import annotations
@@ -24,32 +23,23 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
-import psutil
 
 from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import spec_of
 from serving.engine import ipc_messages as ipc
 from serving.errors import Cause
-from serving.hardware.gpus import VULKAN
 from serving.supervisor.admission import Pace
-from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, is_hung
+from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, LONGEST_STEP
 
-_TUNABLES = "GLIBC_TUNABLES"
-_HUGE_PAGES = "glibc.malloc.hugetlb"
 # Of a thread of OpenMP that waits for one without a core, before it leaves its own to it; 300,000
 # by default. Two threads, two cores and other work on both (load 7): 9 tokens/s, and 12 with this.
 SHORT_SPINS = "1000"
 KEPT_LINES = 20
 # From SIGKILL to giving up: a process in the driver (state D) does not end (pytorch issue 24081).
 STUCK_AFTER_SECONDS = 10.0
-LOOK_AFTER_SECONDS = 0.5  # without a step: only then is the process's CPU time read
-_BUSY_CPU_SHARE = 0.05  # of one core; below it the process counts as asleep
 # Lines of faulthandler, which say where and not why.
-_TRACE = (
-    *(" ", "Extension modules", "Current thread 0x", "Thread 0x"),
-    "Fatal Python error: Aborted",
-)
+_TRACE = (" ", "Extension modules", "Current thread 0x", "Thread 0x", "Fatal Python error: Aborted")
 # What a library says before it ends the process because memory ran out.
 _SHORTAGES = ("out of memory", "cudaMalloc failed", "ErrorOutOfDeviceMemory", "bad_alloc")
 
@@ -66,38 +56,26 @@ def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # weights are resolved before; an engine opens no connection
         ipc.CONFIG_VARIABLE: json.dumps(msgspec.to_builtins(config)),
         ipc.SOCKET_VARIABLE: str(socket_number),
-    } | allocator(config.backend)
+    }
     if config.nice:
         variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHORT_SPINS)
-    return variables | _visible_devices(config)
+    return variables | allocator(config.backend) | _visible_devices(config)
 
 
 def _visible_devices(config: EngineConfig) -> dict[str, str]:
-    """Which GPUs the engine sees: none on the CPU, else the one that was placed on, by its UUID.
-
-    Drivers and runtimes number GPUs differently. HIP takes an empty list as none at all, and -1 as
-    no GPU, and counts within ROCm's list: an inherited number may mean none of it. Of Vulkan's
-    devices, llama.cpp is told one when it loads.
-    """
+    """Which GPUs the engine sees: none on the CPU, else the one that was placed on, by its UUID
+    where its driver tells one. HIP takes an empty list as all of them, and -1 as none."""
     if config.device == "cpu":
         nobody = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "-1")
         return nobody | {"GGML_VK_VISIBLE_DEVICES": ""}
-    if not config.device_id or config.device_vendor == VULKAN:
-        return {}
-    if config.device_vendor == "amd":
-        return {"ROCR_VISIBLE_DEVICES": config.device_id, "HIP_VISIBLE_DEVICES": "0"}
-    return {"CUDA_VISIBLE_DEVICES": config.device_id}
+    return {"CUDA_VISIBLE_DEVICES": config.device_id} if config.device_id else {}
 
 
 def allocator(backend: str) -> dict[str, str]:
-    """What glibc's allocator is told (huge_pages in serving.backends); GLIBC_TUNABLES come first.
-
-    GLIBC_TUNABLES=glibc.malloc.hugetlb=0 turns huge pages off.
-    """
-    given = os.environ.get(_TUNABLES, "")
-    if not spec_of(backend).huge_pages or _HUGE_PAGES in given:
-        return {}
-    return {_TUNABLES: ":".join(filter(None, (given, f"{_HUGE_PAGES}=1")))}
+    """What glibc's allocator is told (huge_pages in serving.backends), unless GLIBC_TUNABLES are
+    given."""
+    has = spec_of(backend).huge_pages and "GLIBC_TUNABLES" not in os.environ
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if has else {}
 
 
 class EngineProcess(asyncio.Protocol):
@@ -120,8 +98,7 @@ class EngineProcess(asyncio.Protocol):
         self.pace = Pace()  # of its steps
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.started_at = time.monotonic()
-        self._heard_at = self._step_at = self._busy_at = self.started_at
-        self._cpu: tuple[float, float] | None = None  # CPU seconds used, and when that was read
+        self._heard_at = self._step_at = self.started_at
         self._sequences: set[int] = set()  # that it has
         self._frames = ipc.Frames()
         self._cause: tuple[Cause, str] | None = None  # of its end, where that is known already
@@ -129,7 +106,6 @@ class EngineProcess(asyncio.Protocol):
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._socket_closed = self._exit_told = False
-        self._memory_kills_before = _memory_kills()
 
     async def start(
         self,
@@ -143,7 +119,6 @@ class EngineProcess(asyncio.Protocol):
         self._on_message = on_message
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
-        ours: socket.socket | None = None
         try:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -160,8 +135,6 @@ class EngineProcess(asyncio.Protocol):
             threading.Thread(target=self._follow, daemon=True, name=name).start()
             self.pid = self._process.pid
         except (OSError, RuntimeError) as problem:  # no descriptors, no memory, no thread
-            if ours is not None and self._transport is None:
-                ours.close()
             if self._process is not None:
                 self._process.kill()
                 self._process.communicate()
@@ -179,7 +152,7 @@ class EngineProcess(asyncio.Protocol):
         """Write a message to the socket; dropped once the process is gone."""
         if isinstance(message, ipc.Submit):
             if not self._sequences:  # from now on it has to step
-                self._step_at = self._busy_at = time.monotonic()
+                self._step_at = time.monotonic()
             self._sequences.add(message.id)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(ipc.frame(message))
@@ -211,36 +184,17 @@ class EngineProcess(asyncio.Protocol):
         self.kill()
 
     def end_if_hung(self, timeout_seconds: float) -> None:
-        """Give up a process that is silent while it loads, or hangs (restart_policy.is_hung)."""
+        """Give up a process that is silent while it loads, or whose step takes too long."""
         if self._cause is not None or not self.alive:
             return
-        now, count = time.monotonic(), len(self._sequences)
-        if self.ready is None:
-            silent = now - self._heard_at
-            if silent > LOAD_SILENCE_SECONDS[self.config.device]:
-                why = f"no word from the loading engine for {silent:.0f} s"
-                self.give_up(Cause.health_timeout, why)
-            return
-        age = now - self._step_at
-        if not count or age < LOOK_AFTER_SECONDS:
-            return
-        pace = self.pace.prompt_tokens_per_second
-        longest = None if pace is None else self.ready.info.step_tokens / pace
-        if is_hung(age, self._idle_seconds(now), timeout_seconds, longest):
+        now, count, device = time.monotonic(), len(self._sequences), self.config.device
+        silent, age = now - self._heard_at, now - self._step_at
+        if self.ready is None and silent > LOAD_SILENCE_SECONDS[device]:
+            why = f"no word from the loading engine for {silent:.0f} s"
+            self.give_up(Cause.health_timeout, why)
+        elif self.ready is not None and count and age > LONGEST_STEP[device] * timeout_seconds:
             why = f"no step finished for {age:.1f} s with {count} sequences in flight"
             self.give_up(Cause.health_timeout, why)
-
-    def _idle_seconds(self, now: float) -> float:
-        """For how long the process has used no CPU, as far as was looked."""
-        try:
-            times = psutil.Process(self.pid).cpu_times()
-        except psutil.Error:  # it is gone
-            return 0.0
-        used = float(times.user + times.system)
-        if self._cpu is None or used - self._cpu[0] > _BUSY_CPU_SHARE * (now - self._cpu[1]):
-            self._busy_at = now
-        self._cpu = (used, now)
-        return now - self._busy_at
 
     # Its end.
 
@@ -255,17 +209,15 @@ class EngineProcess(asyncio.Protocol):
             return self._cause
         status = self.returncode
         assert status is not None
-        how = f"exit status {status}"
-        if status < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            how = f"ended by {names.get(-status, f'signal {-status}')}"
+        how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         lines = self.last_lines
         told = [line.strip() for line in lines if line.strip() and not line.startswith(_TRACE)]
         about_memory = [line for line in told if any(words in line for words in _SHORTAGES)]
         if last := (about_memory or told)[-1:]:
             how = f"{how}: {last[0]}"
-        has_killed = status == -signal.SIGKILL and _memory_kills() > self._memory_kills_before
-        if about_memory or has_killed:
+        elif status == -signal.SIGKILL:
+            how = f"{how}, as by the kernel where memory ran out"
+        if about_memory:
             return Cause.runtime_oom if self.ready is not None else Cause.load_oom, how
         is_death = self.ready is not None or status < 0
         return Cause.engine_died if is_death else Cause.load_failed, how
@@ -318,26 +270,11 @@ class EngineProcess(asyncio.Protocol):
                 self.last_lines.append(text)
                 with contextlib.suppress(OSError, ValueError):  # nobody reads our standard error
                     self._on_output(text)
-        # It stays a zombie until the loop knows: nobody else gets its number, which `kill` kills.
-        try:
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:  # it is not ours to wait for
-            self._process.wait()
-        try:
+        self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
             self._loop.call_soon_threadsafe(self._process_ended)
-        except RuntimeError:  # the loop is closed: nobody wants to know
-            self._process.wait()
 
 
 def label(config: EngineConfig) -> str:
     """Name of an engine in headers, logs and metrics: "llama_cpp/cpu"."""
     return f"{config.backend}/{config.device}"
-
-
-def _memory_kills() -> int:
-    """The kernel's out-of-memory kills since boot; 0 where it does not count them."""
-    with contextlib.suppress(OSError), open("/proc/vmstat") as file:
-        for line in file:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0

@@ -26,7 +26,6 @@ from serving.supervisor.admission import Ledger, QueueBounds, Work
 from serving.supervisor.engine_process import EngineProcess
 
 MOST_ATTEMPTS = 2  # of one sequence with an engine: it may be the one that kills it
-MOST_PIECES = 1000  # that a reader leaves are merged: a hundred thousand at once take 50 ms
 _NATURAL = (ipc.FinishReason.STOP, ipc.FinishReason.LENGTH)
 
 
@@ -78,8 +77,6 @@ class Stream(Work):
         if self.finished:
             return
         self._pieces.append(delta)
-        if len(self._pieces) >= MOST_PIECES:
-            self._pieces = [merged(self._pieces)]
         self.finished = delta.finish is not None
         if self._waiter is not None and (self.finished or not self.request.whole):
             if not self._waiter.done():
@@ -94,19 +91,20 @@ class Stream(Work):
 
 def merged(pieces: list[ipc.Delta]) -> ipc.Delta:
     """Consecutive Deltas of one sequence (at least one) as one."""
-    first, last = pieces[0], pieces[-1]
-    return ipc.Delta(
-        id=first.id,
+    last = pieces[-1]
+    return msgspec.structs.replace(
+        pieces[0],
         tokens=sum(piece.tokens for piece in pieces),
         text="".join(piece.text for piece in pieces),
-        finish=last.finish,
         details=[detail for piece in pieces for detail in piece.details],
-        cached_tokens=first.cached_tokens,
+        finish=last.finish,
         error=last.error,
-        queue_seconds=first.queue_seconds,
-        prefill_seconds=first.prefill_seconds,
         parameter=last.parameter,
     )
+
+
+def _last(sequence: int, finish: ipc.FinishReason, error: str | None = None) -> ipc.Delta:
+    return ipc.Delta(sequence, 0, "", finish=finish, error=error)
 
 
 class InflightRequests:
@@ -123,20 +121,17 @@ class InflightRequests:
 
     def admit(self, request: ipc.GenerationRequest) -> Stream:
         """A new sequence, not yet given to an engine. Raises Overloaded."""
-        now = time.monotonic()
-        self.ledger.check_room(len(request.prompt), request.max_tokens, now)
-        stream = Stream(next(self._ids), request, self.cancel, now)
+        self.ledger.check_room(len(request.prompt))
+        stream = Stream(next(self._ids), request, self.cancel, time.monotonic())
         self._streams[stream.id] = stream
-        self.ledger.joined(stream)
+        self.ledger.changed()
         return stream
 
     def give(self, stream: Stream, engine: EngineProcess) -> None:
         """Send it to an engine; one that is given again has the rest of its deadline left."""
         request = stream.request
         if stream.places and stream.deadline is not None:
-            if (left := stream.deadline - time.monotonic()) <= 0:
-                self._end(ipc.Delta(stream.id, 0, "", finish=ipc.FinishReason.DEADLINE))
-                return
+            left = max(0.001, stream.deadline - time.monotonic())  # the engine ends it then
             request = msgspec.structs.replace(request, deadline_seconds=left)
         stream.engine = engine
         stream.places.append(engine.place)
@@ -151,7 +146,7 @@ class InflightRequests:
         """End every sequence that waits for an engine and whose deadline is past."""
         for stream in self._waiting():
             if stream.deadline is not None and time.monotonic() >= stream.deadline:
-                self._end(ipc.Delta(stream.id, 0, "", finish=ipc.FinishReason.DEADLINE))
+                self._end(_last(stream.id, ipc.FinishReason.DEADLINE))
 
     def hear(self, engine: EngineProcess, step: ipc.Step) -> None:
         """What one step of an engine added, to the sequences that it still has."""
@@ -194,7 +189,7 @@ class InflightRequests:
         if stream is not None and stream.engine is not None:
             stream.engine.send(ipc.Cancel(sequence))
         elif stream is not None:
-            self._end(ipc.Delta(sequence, 0, "", finish=ipc.FinishReason.CANCELLED))
+            self._end(_last(sequence, ipc.FinishReason.CANCELLED))
 
     def fail(self, message: str, only_waiting: bool = False) -> None:
         """End everything, or what waits for an engine, with an error."""
@@ -206,7 +201,7 @@ class InflightRequests:
 
     def _fail(self, stream: Stream, message: str) -> None:
         self.failed += 1
-        self._end(ipc.Delta(stream.id, 0, "", finish=ipc.FinishReason.ERROR, error=message))
+        self._end(_last(stream.id, ipc.FinishReason.ERROR, message))
 
     def _end(self, delta: ipc.Delta) -> None:
         stream = self._streams.pop(delta.id)

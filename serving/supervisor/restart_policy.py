@@ -1,4 +1,4 @@
-"""What to do when an engine has died, when to go back to the preferred one, and when one hangs.
+"""What to do when an engine has died, and when to go back to the preferred one.
 
 Pure decisions on times that are given. An engine list is in order of preference (GPU first).
 
@@ -25,7 +25,8 @@ from serving.errors import Cause
 PERMANENT = frozenset({Cause.backend_missing, Cause.unsupported})
 # No word for so long from an engine that loads; one on a GPU alone tells of every layer.
 LOAD_SILENCE_SECONDS = {"gpu": 120.0, "cpu": 1800.0}
-SLOW_STEP = 10.0  # times its largest step at its pace so far, until one that computes hangs
+# Times health_timeout_seconds for a step: a prompt of a large model on a CPU takes minutes.
+LONGEST_STEP = {"gpu": 1.0, "cpu": 20.0}
 
 
 class RecoveryLimits(msgspec.Struct, frozen=True):
@@ -36,11 +37,9 @@ class RecoveryLimits(msgspec.Struct, frozen=True):
     deaths: int = 5  # within `window_seconds`: the circuit breaker opens
     window_seconds: float = 300.0
     load_attempts: int = 2  # deaths in a row before ready: then it is not chance
-    return_first_seconds: float = 30.0
-    return_longest_seconds: float = 600.0
-    lasted_seconds: float = 600.0  # uptime after which the backoff resets
-    flips_per_hour: int = 4
-    health_timeout_seconds: float = 30.0  # no step for so long with work, and no CPU used
+    return_first_seconds: float = 30.0  # from a fallback to the first try to go back
+    return_longest_seconds: float = 900.0
+    health_timeout_seconds: float = 30.0  # no step of a GPU for so long with work: it hangs
     kill_after_seconds: float = 5.0  # from asking an engine to stop at once to SIGKILL
 
 
@@ -87,9 +86,8 @@ def after_death(
     if len(recent) >= limits.deaths:
         died = f"died {len(recent)} times in {last.at_seconds - recent[0].at_seconds:.0f} s"
         return Verdict(None, 0.0, f"the engine {died} and is not started again; last {why}")
-    pause = min(
-        limits.backoff_longest_seconds, limits.backoff_first_seconds * 2.0 ** (len(recent) - 1)
-    )
+    pause = limits.backoff_first_seconds * 2.0 ** (len(recent) - 1)
+    pause = min(limits.backoff_longest_seconds, pause)
     return Verdict(last.engine, pause, f"restarting after {why}")
 
 
@@ -102,25 +100,10 @@ def return_at(
     """The earliest time to try the preferred engine, the first, again. None: never, as after a
     permanent cause.
 
-    `returns`: when earlier attempts began; the pause doubles with each that did not last.
+    `returns`: when earlier attempts began; the pause doubles with each.
     """
     of_preferred = [one for one in endings if one.engine == 0]
-    if not of_preferred or of_preferred[-1].cause in PERMANENT or limits.flips_per_hour <= 0:
+    if not of_preferred or of_preferred[-1].cause in PERMANENT:
         return None
-    unlucky = sum(fell_back_at - at < limits.lasted_seconds for at in returns)
-    pause = min(limits.return_longest_seconds, limits.return_first_seconds * 2.0**unlucky)
-    earliest = max(fell_back_at, *returns, 0.0) + pause
-    if len(returns) >= limits.flips_per_hour:
-        earliest = max(earliest, returns[-limits.flips_per_hour] + 3600.0)
-    return earliest
-
-
-def is_hung(step_age: float, idle: float, timeout: float, longest_step: float | None) -> bool:
-    """No step for `timeout` while it sleeps (`idle` without CPU use), or none for much longer: a
-    process that waits for a GPU spins. Seconds.
-
-    `longest_step`: what its largest step takes at its pace so far; None: not known, and the first
-    prompt of a large model on a CPU takes minutes.
-    """
-    most = 30 * timeout if longest_step is None else max(2 * timeout, SLOW_STEP * longest_step)
-    return step_age > most or min(step_age, idle) > timeout
+    pause = min(limits.return_longest_seconds, limits.return_first_seconds * 2.0 ** len(returns))
+    return max(fell_back_at, *returns, 0.0) + pause

@@ -17,6 +17,7 @@ begin again on the next one; the others end with finish "error".
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,17 +25,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from models.errors import CrossoverError
 from serving.backends.backend_interface import EngineConfig
 from serving.engine import ipc_messages as ipc
-from serving.errors import Cause, EngineFailed, EngineState, ServingError, Unavailable
+from serving.errors import Cause, EngineFailed, EngineState, Unavailable
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.engine_process import EngineProcess, label
 from serving.supervisor.inflight_requests import InflightRequests, Stream
 from serving.supervisor.restart_policy import Ending, RecoveryLimits, after_death, return_at
 
+logger = logging.getLogger("crossover.serving")
 T = TypeVar("T")
-LOOK_SECONDS = 0.1  # between two looks at engines, deadlines and this process's own lag
+LOOK_SECONDS = 0.1  # between two looks at engines and deadlines
 _KEPT_EVENTS, _KEPT_ENDINGS = 200, 100
+RETRY_SECONDS = 30.0  # until something that is over is worth another try
 _OVER = (EngineState.failed, EngineState.stopped, EngineState.draining, EngineState.unloaded)
 _BOUNDS, _LIMITS = QueueBounds(), RecoveryLimits()
 
@@ -72,6 +76,7 @@ class Supervisor:
         self.configs = tuple(configs)
         self.state = EngineState.loading
         self.reason: str | None = "starting"
+        self.since = time.monotonic()  # the state, or its reason
         self.stats: ipc.StepStats | None = None
         self.loading: ipc.Loading | None = None
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
@@ -88,13 +93,12 @@ class Supervisor:
         self._retired: set[EngineProcess] = set()  # they finish what they have
         self._endings: deque[Ending] = deque(maxlen=_KEPT_ENDINGS)
         self._fell_back_at = 0.0
-        self._starts_at = 0.0  # the current engine, at the latest, by time.monotonic()
+        self._starts_at = 0.0  # the current engine, by time.monotonic()
+        self._load_seconds = 5.0  # of the last load
         self._returns: list[float] = []  # when each was tried
-        self._load_seconds: dict[int, float] = {}  # by place
         self._changed = asyncio.Event()
         self._background = Background(
-            "the supervisor",
-            on_failure=lambda bug: self._become(EngineState.failed, f"a failure of ours: {bug}"),
+            lambda bug: self._become(EngineState.failed, f"a failure of ours: {bug}")
         )
 
     # What others may know.
@@ -109,14 +113,17 @@ class Supervisor:
         return label(self.config)
 
     @property
+    def _current(self) -> EngineProcess | None:
+        return self._engines.get(self._place)
+
+    @property
     def ready(self) -> ipc.Ready | None:
         """What the serving engine said when it was loaded; None while none serves."""
-        current = self._engines.get(self._place)
-        return None if current is None else current.ready
+        return None if self._current is None else self._current.ready
 
     @property
     def engine_pid(self) -> int | None:
-        current = self._engines.get(self._place)
+        current = self._current
         return current.pid if current is not None and current.alive else None
 
     @property
@@ -135,33 +142,21 @@ class Supervisor:
 
     def retry_after_seconds(self) -> float:
         """When to come back where no engine serves: the rest of the load, by the last one."""
+        due = self._starts_at + self._load_seconds
         if self.state in _OVER:
-            return 30.0
-        current = self._engines.get(self._place)
-        began = self._starts_at if current is None else current.started_at
-        elapsed = time.monotonic() - began  # below 0: it is started after a pause
-        usual = self._load_seconds.get(self._place)
-        fraction = self.loading.fraction if self.loading is not None else None
-        if usual is None and fraction is not None and fraction > 0.05:
-            usual = elapsed / fraction
-        return max(1.0, (5.0 if usual is None else usual) - elapsed)
+            due = self.since + RETRY_SECONDS
+        return max(1.0, due - time.monotonic())
 
     def unavailable(self) -> Unavailable:
         """The answer while no engine serves."""
-        reason = self.reason or "no reason given"
-        text = f"the model is not served at the moment ({self.state}): {reason}"
+        text = f"the model is not served at the moment ({self.state}): {self.reason or 'soon'}"
         return Unavailable(text, self.retry_after_seconds(), self.state)
 
     # What others may ask for.
 
     async def start(self, configs: Sequence[EngineConfig] = ()) -> None:
-        """Start the first engine; returns when its process runs, not when it is ready.
-
-        After an end it begins again, with other `configs` where they are given. Raises
-        ServingError while an engine lives.
-        """
-        if self._living:
-            raise ServingError(f"{self.label} cannot be started: it is {self.state}")
+        """Start the first engine, where none lives; returns at once. After an end it begins again,
+        with other `configs` where they are given."""
         self.configs = tuple(configs) or self.configs
         self._endings.clear()
         self._returns.clear()
@@ -169,13 +164,13 @@ class Supervisor:
         self._become(EngineState.loading, "starting")
         self._background.cancel()
         self._background.keep(self._look())
-        await self._spawn(0)
+        self._background.keep(self._spawn(0))
 
     def rest(self, state: EngineState, reason: str) -> None:
         """Say why no engine lives: unloaded, or failed. Only while none does."""
         idle = (EngineState.loading, EngineState.unloaded, EngineState.failed)
         if not self._living and self.state in idle:
-            if state == EngineState.failed:
+            if state == EngineState.failed and reason != self.reason:
                 self._tell("failed", reason)
             self._become(state, reason)
 
@@ -195,15 +190,14 @@ class Supervisor:
 
     def check_room(self) -> None:
         """Raises Overloaded where not even the shortest sequence may join now."""
-        self._requests.ledger.check_room(1, 1, time.monotonic())
+        self._requests.ledger.check_room(1)
 
     def submit(self, request: ipc.GenerationRequest) -> Stream:
         """Give the engine a new sequence. Raises Unavailable or Overloaded."""
-        current = self._engines.get(self._place)
-        if self.state != EngineState.ready or current is None:
+        if self.state != EngineState.ready or self._current is None:
             raise self.unavailable()
         stream = self._requests.admit(request)
-        self._requests.give(stream, current)
+        self._requests.give(stream, self._current)
         return stream
 
     async def stop(
@@ -214,29 +208,21 @@ class Supervisor:
         `unload`: why; the state becomes unloaded then, and `start` may be called again. Returns how
         many sequences were cut off. A call with drain=False ends an earlier drain.
         """
-        state, during = EngineState.stopped, "the server is shutting down"
-        after = "the server was stopped"
+        state, why = EngineState.stopped, "the server was stopped"
         if unload is not None:
-            state, during = EngineState.unloaded, f"the model is being unloaded: {unload}"
-            after = f"the model was unloaded: {unload}"
-        if self.state == EngineState.unloaded and not self._living:
-            self._become(state, after)
-            return 0
+            state, why = EngineState.unloaded, f"the model was unloaded: {unload}"
         if self.state == EngineState.stopped:
             return self._requests.failed
         if self.state != EngineState.draining:
-            how = f"{len(self._requests)} sequences in flight" if drain else "stopping at once"
-            self._tell("draining", how)
+            self._tell("draining", f"{len(self._requests)} sequences in flight")
             self._requests.failed = 0
-            self._become(EngineState.draining, during)
-        self._requests.fail(during, only_waiting=True)
+            self._become(EngineState.draining, why)
+        self._requests.fail(why, only_waiting=True)
         for engine in self._living:
             self._ask_to_end(engine, drain)
-        is_busy = drain and len(self._requests)
+        seconds = timeout_seconds if drain and self.in_flight else self._limits.kill_after_seconds
         try:
-            async with asyncio.timeout(
-                timeout_seconds if is_busy else self._limits.kill_after_seconds
-            ):
+            async with asyncio.timeout(seconds):
                 while self._living:
                     await self.wait_change()
         except TimeoutError:
@@ -244,14 +230,13 @@ class Supervisor:
                 engine.kill()
             while self._living:
                 await self.wait_change()
-        self._requests.fail(f"{after} before this request had finished")
+        self._requests.fail(f"{why} before this request had finished")
         cut_off = self._requests.failed
-        await asyncio.gather(*self._background.cancel(), return_exceptions=True)
+        self._background.cancel()
         # Of an unload and a stop at the same time, the stop has the last word.
         if self.state == EngineState.draining or state == EngineState.stopped:
-            said = f"{after}, {cut_off} sequences cut off" if cut_off else after
-            self._tell("stopped" if unload is None else "unloaded", said)
-            self._become(state, after)
+            self._tell(state.value, f"{why}, {cut_off} sequences cut off" if cut_off else why)
+            self._become(state, why)
         return cut_off
 
     # Engines begin and speak.
@@ -266,14 +251,13 @@ class Supervisor:
             return
         engine = self._engines[place] = EngineProcess(place, self.configs[place], self._on_output)
         if place == self._place:
-            self.loading = None
+            self.loading, self._starts_at = None, time.monotonic()
         kind = "returning" if place < self._place else "started"
-        to_stand_by = ", to stand by," if place > self._place else ""
-        self._tell(kind, f"loading{to_stand_by} {engine.config.model_name}", engine)
+        self._tell(kind, f"loading {engine.config.model_name}", engine)
         await engine.start(self._hear, self._ended)
 
     def _hear(self, engine: EngineProcess, message: ipc.FromEngine) -> None:
-        is_current = self._engines.get(self._place) is engine
+        is_current = self._current is engine
         match message:
             case ipc.Step():
                 if is_current:
@@ -291,12 +275,12 @@ class Supervisor:
 
     def _became_ready(self, engine: EngineProcess) -> None:
         assert engine.ready_at is not None
-        self._load_seconds[engine.place] = engine.ready_at - engine.started_at
-        took = f"loaded in {self._load_seconds[engine.place]:.1f} s"
+        self._load_seconds = engine.ready_at - engine.started_at
+        took = f"loaded in {self._load_seconds:.1f} s"
         if engine.place > self._place:
             self._tell("standby", f"{took}, ready to take over", engine)
             return
-        previous = self._engines.get(self._place)
+        previous = self._current
         if engine is previous:
             self._tell("ready", took, engine)
         else:
@@ -331,7 +315,7 @@ class Supervisor:
 
     def _ended(self, engine: EngineProcess) -> None:
         """The process is gone: find out why, move its sequences, decide what comes next."""
-        is_current = self._engines.get(self._place) is engine
+        is_current = self._current is engine
         if self._engines.get(engine.place) is engine:
             del self._engines[engine.place]
         self._retired.discard(engine)
@@ -346,11 +330,10 @@ class Supervisor:
             self._endings.append(Ending(engine.place, cause, message, now, lived))
             if is_current:
                 self._current_died(engine, self._endings[-1])
-            elif engine.place > self._place:  # another stands by, unless it keeps dying
-                verdict = after_death(self._endings, engine.place + 1, self._limits)
-                if verdict.engine is not None:
-                    self._background.keep(self._spawn(engine.place, verdict.delay_seconds))
-        current = self._engines.get(self._place)
+            elif engine.place > self._place:  # another stands by
+                pause = self._limits.backoff_longest_seconds
+                self._background.keep(self._spawn(engine.place, pause))
+        current = self._current
         successor = current if current is not None and current.ready else None
         place = None if self.state in _OVER else self._place
         self._requests.move(engine, message, successor, place)
@@ -361,8 +344,6 @@ class Supervisor:
         is_warm = standby is not None and standby.ready is not None
         verdict = after_death(self._endings, len(self.configs), self._limits, is_warm)
         place = verdict.engine
-        if place is None:  # an earlier one that loads is the last hope
-            place = min(self._engines, default=None)
         if place is None:
             self._tell("failed", verdict.text, engine, ending.cause)
             self._become(EngineState.failed, verdict.text)
@@ -392,14 +373,11 @@ class Supervisor:
     # What is looked at all the time.
 
     async def _look(self) -> None:
-        """Gives up engines that hang, ends what waits for one beyond its deadline, and measures how
-        late this process is: what waits in its sockets is not in the ledger yet. Loads the
+        """Gives up engines that hang, ends what waits for one beyond its deadline, and loads the
         preferred engine beside the current one once that is due."""
         while True:
-            due = time.monotonic() + LOOK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
-            self._requests.ledger.lag_seconds = max(0.0, now - due)
             self._requests.end_overdue()
             for engine in self._living:
                 engine.end_if_hung(self._limits.health_timeout_seconds)
@@ -410,8 +388,7 @@ class Supervisor:
                     await self._spawn(0)
 
     def _become(self, state: EngineState, reason: str | None) -> None:
-        self.state = state
-        self.reason = reason
+        self.state, self.reason, self.since = state, reason, time.monotonic()
         self._notify()
 
     def _notify(self) -> None:
@@ -434,17 +411,11 @@ class Supervisor:
 
 
 class Background:
-    """Tasks beside the others, kept until they end. `owner` is named where one fails, but for
-    `expected` failures: those are for whoever awaits the task. `on_failure` is told of any other.
-    """
+    """Tasks beside the others, kept until they end. Errors of this project are for whoever awaits
+    the task; any other is logged, and `on_failure` is told."""
 
-    def __init__(
-        self,
-        owner: str,
-        expected: tuple[type[Exception], ...] = (),
-        on_failure: Callable[[BaseException], None] = lambda bug: None,
-    ) -> None:
-        self._owner, self._expected, self._on_failure = owner, expected, on_failure
+    def __init__(self, on_failure: Callable[[BaseException], None] = lambda bug: None) -> None:
+        self._on_failure = on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def keep(self, work: Awaitable[T]) -> asyncio.Task[T]:
@@ -454,17 +425,14 @@ class Background:
         task.add_done_callback(self._ended)
         return task
 
-    def cancel(self) -> list[asyncio.Task[Any]]:
-        """Cancel all but the calling task; returns them, to be awaited where their end matters."""
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
+    def cancel(self) -> None:
+        """Cancel all but the calling task."""
+        for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
-        return tasks
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         problem = None if task.cancelled() else task.exception()
-        if problem is not None and not isinstance(problem, self._expected):
-            context = {"message": f"{self._owner} failed", "exception": problem, "task": task}
-            asyncio.get_running_loop().call_exception_handler(context)
+        if problem is not None and not isinstance(problem, CrossoverError):
+            logger.error("a failure of ours", exc_info=problem)
             self._on_failure(problem)

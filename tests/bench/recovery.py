@@ -78,7 +78,9 @@ async def serving(model: str, cores: str, standby: bool) -> AsyncIterator[tuple[
     gpu = EngineConfig("fake", "", "m", device="gpu", options=fake, **common)
     cpu = EngineConfig("llama_cpp", found.path, "m", weight_format=found.weight_format, **common)
     # What is measured here is the way to the CPU, not the way back.
-    limits = RecoveryLimits(health_timeout_seconds=HEALTH_TIMEOUT_SECONDS, flips_per_hour=0)
+    limits = RecoveryLimits(
+        health_timeout_seconds=HEALTH_TIMEOUT_SECONDS, return_first_seconds=900.0
+    )
     supervisor = Supervisor([gpu, cpu], limits=limits, standby=standby, on_output=lambda _: None)
     app = app_on(supervisor, tokenizer=tokenizer)
     await supervisor.start()

@@ -36,7 +36,7 @@ from serving.errors import EngineState, Overloaded, Unavailable
 from serving.http.http_server import server_options
 from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
-from serving.registry.loaded_model import ModelRouter, ServedModel
+from serving.registry.model_registry import Registry, RegistryLimits, ServedModel
 from serving.sampling.step_rows import Sampling
 from serving.supervisor.inflight_requests import Stream
 from serving.supervisor.supervisor import Supervisor
@@ -277,7 +277,9 @@ def app_on(
     name: str = "m",
 ) -> App:
     """The app over one supervisor (a fake one, or not), by default with a byte tokenizer."""
-    router = ModelRouter(ServerMetrics())
+    nothing: Any = None  # is placed or loaded here
+    router = Registry(ServerMetrics(), nothing, nothing, RegistryLimits())
+    router._stopping = True  # so that no request loads the model
     metrics = Metrics(router.metrics, name, supervisor)
     tokenizer = tokenizer or ByteTokenizer()
     vocabulary = tokenizer, tokenizer.token_bytes()

@@ -51,7 +51,6 @@ def made_up_machines() -> Iterator[MadeUpMachine]:
     """The machines, in the order of the table."""
     h100, rtx = card("H100", 80, 79, "GPU-h"), card("RTX 4090", 24, 23.5, "GPU-r")
     on_cpu = "cpu", "llama_cpp", ""
-    rocm = Obstacles(vendors={"torch": "amd"})
     mi300 = card("MI300X", 192, 190, "GPU-m", "amd")
     yield MadeUpMachine("no GPU", (), on_cpu)
     yield MadeUpMachine("one H100", (h100,), ("gpu", "torch", "GPU-h"))
@@ -61,8 +60,8 @@ def made_up_machines() -> Iterator[MadeUpMachine]:
     busy = card("H100", 80, 2, "GPU-1"), card("H100", 80, 78, "GPU-2")
     yield MadeUpMachine("two cards, the first in use", busy, ("gpu", "torch", "GPU-2"))
     yield MadeUpMachine("one card, in use", (busy[0],), on_cpu)
-    yield MadeUpMachine("an MI300X, torch for ROCm", (mi300,), ("gpu", "torch", "GPU-m"), rocm)
-    wrong = Obstacles(gpu=NO_BUILD, vendors={"torch": "nvidia"})
+    yield MadeUpMachine("an MI300X, torch for ROCm", (mi300,), ("gpu", "torch", "GPU-m"))
+    wrong = Obstacles(gpu={**NO_BUILD, "torch": (Cause.no_device, "it is built for CUDA")})
     yield MadeUpMachine("an MI300X, torch for CUDA", (mi300,), on_cpu, wrong)
     ill = Cause.driver_mismatch
     yield MadeUpMachine("a driver that does not fit", (), on_cpu, cause=ill)

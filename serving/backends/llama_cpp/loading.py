@@ -15,7 +15,7 @@ from models.manifest import Progress
 from serving.backends.backend_interface import AUTO, EngineConfig, check_sizes, parse_options
 from serving.backends.llama_cpp.library import LOG, PACKAGE, is_memory, library
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
-from serving.hardware.machine_facts import allowed_cores, refuse_shortage
+from serving.hardware.machine_facts import allowed_cores
 
 # ggml's numbers for KV types (enum ggml_type), llama.cpp's for flash attention.
 KV_TYPES: dict[str, int] = {"fp32": 0, "fp16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
@@ -96,8 +96,6 @@ class Loader:
             return True
 
         options, name, is_gpu = self.options, self._file.name, self.config.device == "gpu"
-        if self.config.check_memory and not is_gpu:
-            refuse_shortage(self._file.stat().st_size, f"the weights of {name}")
         # Mapped on a GPU, read on the CPU: one row 5 % quicker on 135M Q4_0, and repacked weights
         # are there once, not twice (90 instead of 150 MB).
         modes = ["mmap"] * is_gpu + ["mlock"] * options.mlock

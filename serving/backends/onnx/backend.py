@@ -22,10 +22,9 @@ from serving.backends.backend_interface import (
     parse_options,
 )
 from serving.backends.onnx.fused import SlotGraph
-from serving.backends.onnx.graph import graph_file, read_facts, weight_bytes
+from serving.backends.onnx.graph import graph_file, read_facts
 from serving.backends.onnx.growing import GrowingGraph
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory
-from serving.hardware.machine_facts import refuse_shortage
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampled
 
@@ -49,8 +48,6 @@ class OnnxBackend:
 
         file = graph_file(config.model_path)
         manifest = read_manifest(file.parent)
-        if config.check_memory:
-            refuse_shortage(weight_bytes(file), f"the weights of {file.name}")
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         progress(f"loading {file.name}", None)
         self._session: Any = _session(onnxruntime, file, options.spinning, threads)
@@ -58,9 +55,6 @@ class OnnxBackend:
         check_sizes(config, facts.context_tokens, "fp32")
         slots, context = config.slots, config.context_tokens
         kv_tokens = min(config.kv_tokens or slots * context, slots * context)
-        token_bytes = facts.kv_bytes_per_token
-        if config.check_memory:  # pages of idle slots are never touched
-            refuse_shortage(kv_tokens * token_bytes, f"the KV cache of {kv_tokens} tokens")
         self._graph: SlotGraph | GrowingGraph | None
         if facts.grouped:
             self._graph = SlotGraph(self._session, facts, slots, context)

@@ -36,7 +36,6 @@ from serving.backends.torch.gpu_sampler import draw, drawable
 from serving.backends.torch.torch_weights import DTYPES, Checkpoint, compute_dtype, load
 from serving.backends.torch.varlen_attention import KvCache, flash_trouble
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
-from serving.hardware.machine_facts import refuse_shortage
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import DRAWN, Row, Sampled, Sampling
 
@@ -109,9 +108,6 @@ class TorchBackend:
             torch.backends.cuda.enable_cudnn_sdp(False)
         else:
             torch.set_num_threads(threads)
-            if config.check_memory:
-                needed = spec.parameters * dtype.itemsize
-                refuse_shortage(needed, f"the weights of {config.model_name}")
         no_flash = flash_trouble(spec, dtype, device)
         with memory_errors("loading the weights"), torch.inference_mode():
             weights = load(checkpoint, spec, dtype, device, progress)

@@ -48,7 +48,7 @@ def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
 
 def test_the_page_for_people_says_what_there_is() -> None:
     facts = machine(
-        gpus=(GpuFacts("Test GPU", "nvidia", 80 * GIB, 70 * GIB, "550.1", "9.0"),),
+        gpus=(GpuFacts("Test GPU", "nvidia", 80 * GIB, 70 * GIB, "550.1"),),
         cgroup_cores=1.5,
     )
     broken = BackendProbe("torch", False, problem="it [bold]broke")

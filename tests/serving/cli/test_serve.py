@@ -266,7 +266,7 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
     ("arguments", "message"),
     [
         (["no-such-model"], "no-such-model"),
-        (["135m", "--policy", "gpu-only"], "no GPU"),
+        (["135m", "--policy", "gpu-only"], "no NVIDIA GPU"),
         (["135m", "--format", "Q9_9"], "Q9_9"),
         (["135m", "--backend", "vllm"], "vllm"),
         (["135m", "--kv-dtype", "fp7"], "fp7"),

@@ -33,7 +33,7 @@ Cores = tuple[int, ...]
 def test_cores_are_divided(
     allowed: Cores, engine: Cores, api: Cores, expected_engine: Cores, expected_api: Cores
 ) -> None:
-    split = split_cores(allowed, engine, api)
+    split = split_cores(allowed, engine, api, root=Path("/nowhere"))
     assert (split.engine, split.api) == (expected_engine, expected_api)
     assert split.threads == len(expected_engine) and cores_text(expected_engine) in split.note
     is_shared = bool(set(split.engine) & set(split.api))
@@ -46,10 +46,9 @@ def test_one_thread_for_each_physical_core_unless_told_otherwise(tmp_path: Path)
         folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(siblings + "\n")
-    physical = physical_of((0, 1, 2, 7), tmp_path)
-    assert physical == {0: 0, 1: 1, 2: 0, 7: 7}
-    assert split_cores((0, 1, 2), (0, 1, 2), (), None, physical).threads == 2
-    assert split_cores((0, 1, 2), (0, 1, 2), (), 4, physical).threads == 4
+    assert physical_of((0, 1, 2, 7), tmp_path) == {0: 0, 1: 1, 2: 0, 7: 7}
+    assert split_cores((0, 1, 2), root=tmp_path).threads == 2
+    assert split_cores((0, 1, 2), threads=4, root=tmp_path).threads == 4
 
 
 def test_a_core_that_is_not_allowed_is_named() -> None:
@@ -57,8 +56,6 @@ def test_a_core_that_is_not_allowed_is_named() -> None:
         split_cores((0, 1, 4), (9,))
     with pytest.raises(ServingError, match="--api-cores names core 2"):
         split_cores((0, 1), (), (2,))
-    with pytest.raises(ServingError, match="--threads"):
-        split_cores((0, 1), (), (), 0)
     for text in ("a", "1-", "-1", "3-1", "1,,2", "1.5", "0-99999999999"):
         with pytest.raises(ServingError, match="^--cores '.*' is no list of cores"):
             parse_cores(text, "--cores")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from loadtests.host.core_watch import processes
-from models.isolated import run_python, start_python
+from models.isolated import start_python
 from models.machine import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
 from serving.hardware.machine_facts import (
     HardwareFacts,
@@ -56,25 +56,20 @@ def test_a_machine_made_of_files(tmp_path: Path) -> None:
                 f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list": f"{core % 2}\n"
                 for core in range(3)
             },
-            "sys/devices/system/node/node0/x": "",
-            "sys/devices/system/node/node1/x": "",
-            "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n",
         },
     )
     facts = hardware_facts(root=tmp_path)
     assert facts.cpu_model == "Imaginary 9000"
     assert facts.isa == ("sse4_2", "fma", "avx2", "avx512f", "avx512_vnni")
-    assert (facts.physical_cores, facts.numa_nodes) == (2, 2)
     memory = facts.memory_total_bytes, facts.memory_available_bytes, facts.swap_used_bytes
     assert memory == (1024000, 409600, 61440)
-    assert (facts.governor, facts.virtualisation) == ("powersave", "virtual machine")
+    assert (facts.physical_cores, facts.virtualisation) == (2, "virtual machine")
     assert facts.gpus == () and facts.gpu_cause == "no_device"
 
 
 def test_what_cannot_be_read_is_none_not_zero(tmp_path: Path) -> None:
     facts = hardware_facts(root=tmp_path)
-    found = facts.physical_cores, facts.cgroup_cores, facts.numa_nodes, facts.governor
-    assert found == (None,) * 4
+    assert (facts.physical_cores, facts.cgroup_cores) == (None, None)
 
 
 def test_an_nvidia_card_without_its_driver_is_a_cause_of_its_own(tmp_path: Path) -> None:
@@ -115,7 +110,7 @@ def test_reading_facts_imports_nothing_heavy() -> None:
 
 def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
     """Nice alone leaves it half the core, where the kernel groups tasks by session."""
-    lower = "from serving.hardware.machine_facts import lower_priority; print(lower_priority(10))"
+    lower = "from serving.hardware.machine_facts import lower_priority; lower_priority(10)\nprint()"
     core = max(os.sched_getaffinity(0))
     busy = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
     found = [
@@ -133,16 +128,4 @@ def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
             one.communicate()
     pids = [one.pid for one in found]
     lowered, other = (after[pid].cpu_seconds - before[pid].cpu_seconds for pid in pids)
-    assert said[0] == b"None\n" and 0 <= lowered < 0.25 * other
-
-
-def test_a_session_that_cannot_be_lowered_is_said(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from serving.hardware.machine_facts import lower_priority\n"
-        "for name in sys.argv[1:]: print(lower_priority(3, Path(name)))"
-    )
-    ran = run_python("-c", code, str(tmp_path), str(tmp_path / "no" / "file"))
-    refused, absent = ran.output.decode().splitlines()
-    assert refused.startswith("the priority of the engine's session cannot be lowered: ")
-    assert absent == "None"
+    assert said == [b"\n", b"\n"] and 0 <= lowered < 0.25 * other

@@ -143,7 +143,8 @@ def test_what_an_administrator_gets_wrong_is_said_and_changes_nothing(
 ) -> None:
     answer = admin.ask(path, body)
     assert (answer.status, answer.error["param"]) == (status, param), answer.body
-    assert [one["name"] for one in admin.ask("models").json["models"]] == ["one", "two", "slow"]
+    states = {one["name"]: one["state"] for one in admin.ask("models").json["models"]}
+    assert list(states) == ["one", "two", "slow"] and states["one"] == "ready"
 
 
 def test_a_load_that_an_unload_calls_off_is_answered(admin: Admin) -> None:

@@ -10,7 +10,7 @@ import pytest
 from serving.http.api_errors import ApiError
 from serving.http.api_schemas import ChatRequest, CompletionRequest
 from serving.http.request_validation import prompts_of, token_limit, validate
-from serving.registry.loaded_model import Facts
+from serving.registry.model_registry import Facts
 from serving.sampling.step_rows import Sampling
 
 FACTS = Facts(256, 300)

@@ -16,7 +16,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import BACKENDS, BackendSpec
 from serving.engine.ipc_messages import CONFIG_VARIABLE
 from serving.errors import Cause, Unsupported
-from serving.hardware.gpus import VULKAN, GpuFacts
+from serving.hardware.gpus import GpuFacts
 from serving.placement.placement_policy import (
     Obstacles,
     Placement,
@@ -36,7 +36,7 @@ ONE, EIGHT = rung("1b").spec, rung("8b").spec
 
 def nvidia(name: str, total: float, free: float | None = None, **more: Any) -> GpuFacts:
     usable = int((total if free is None else free) * GIB)
-    return GpuFacts(name, "nvidia", int(total * GIB), usable, "550.1", "8.9", **more)
+    return GpuFacts(name, "nvidia", int(total * GIB), usable, "550.1", **more)
 
 
 def amd(name: str, total: float, **more: Any) -> GpuFacts:
@@ -46,14 +46,13 @@ def amd(name: str, total: float, **more: Any) -> GpuFacts:
 def placed(
     *gpus: GpuFacts,
     spec: Any = ONE,
-    vendors: dict[str, str] | None = None,
     trouble: dict[str, tuple[Cause, str]] | None = None,
     memory_gib: float = 64,
     **asked: Any,
 ) -> Placement:
     facts = machine(memory_gib, gpus=gpus, gpu_cause=None, gpu_note=None)
     request = PlacementRequest(model=spec, **{"context_tokens": 2048, **asked})
-    return plan(request, facts, Obstacles({}, trouble or {}, vendors or {}))
+    return plan(request, facts, Obstacles({}, trouble or {}))
 
 
 def test_the_card_with_most_free_memory_is_named_to_the_engine() -> None:
@@ -69,33 +68,6 @@ def test_a_model_goes_where_it_must_on_made_up_machines(one: MadeUpMachine) -> N
     assert placed_on(one) == one.expected
 
 
-def test_a_build_is_given_a_gpu_of_its_vendor() -> None:
-    gpus = nvidia("RTX 4090", 24, uuid="GPU-n"), amd("Radeon", 48, uuid="GPU-a")
-    for vendor, name in (("nvidia", "RTX 4090"), ("amd", "Radeon")):
-        assert placed(*gpus, vendors={"torch": vendor}).attempts[0].device_name == name
-    placement = placed(gpus[1], vendors={"torch": "nvidia"})
-    reasons = [reason.text for reason in placement.reasons if reason.cause is not None]
-    assert placement.backend == "llama_cpp" and placement.device == "gpu"
-    assert reasons == ["Radeon is there, but this build of torch is for GPUs of nvidia"]
-
-
-def test_a_device_of_vulkan_is_for_llama_cpp_alone() -> None:
-    card = GpuFacts("Arc", VULKAN, 16 * GIB, 15 * GIB, "Vulkan", uuid="Vulkan0")
-    builds = {"llama_cpp": VULKAN, "torch": "nvidia"}
-    first, second = placed(card, vendors=builds).attempts
-    assert (first.backend, first.device, first.device_id) == ("llama_cpp", "gpu", "Vulkan0")
-    assert (first.vendor, second.device) == (VULKAN, "cpu")
-    assert placed(card, backend="llama_cpp").device == "gpu", "its build is not asked yet"
-    for name in ("torch", "fake"):
-        other = placed(card, backend=name)
-        assert other.device == "cpu"
-        assert f"Arc is there, but {name} does not use Vulkan" in [r.text for r in other.reasons]
-    both = placed(nvidia("RTX 4090", 24, uuid="GPU-1"), card, vendors=builds)
-    assert [one.device_id for one in both.attempts] == ["GPU-1", ""]
-    small = placed(nvidia("RTX 4070", 12, uuid="GPU-1"), card, spec=EIGHT, slots=2, vendors=builds)
-    assert [one.device_id for one in small.attempts] == ["Vulkan0", ""]
-
-
 def test_what_bf16_does_not_fit_is_tried_in_llama_cpps_format() -> None:
     placement = placed(nvidia("RTX 4070", 12), spec=EIGHT, slots=4)
     first, second = placement.attempts
@@ -104,17 +76,6 @@ def test_what_bf16_does_not_fit_is_tried_in_llama_cpps_format() -> None:
     assert [r.cause for r in placement.reasons if r.cause] == [Cause.insufficient_vram]
     no_build = {"llama_cpp": (Cause.backend_missing, "built for the CPU only")}
     assert placed(nvidia("RTX 4070", 12), spec=EIGHT, trouble=no_build).device == "cpu"
-
-
-def test_the_cpu_that_is_fallen_back_to_has_the_slots_that_fit() -> None:
-    card = nvidia("H100", 80, uuid="GPU-1")
-    placement = placed(card, spec=EIGHT, slots=128, memory_gib=32)
-    on_gpu, on_cpu = placement.attempts
-    assert on_gpu.slots == 128 and 1 <= on_cpu.slots < 128 and on_cpu.fits
-    assert any(f"{on_cpu.slots} of the 128 slots" in one.text for one in placement.reasons)
-    more = placed(card, spec=EIGHT, slots=128, memory_gib=33).attempts[1].slots
-    assert more > on_cpu.slots, "as many as fit"
-    assert len(placed(card, spec=EIGHT, slots=128, memory_gib=4).attempts) == 1
 
 
 def test_an_engine_sees_its_gpu_alone() -> None:
@@ -126,11 +87,6 @@ def test_an_engine_sees_its_gpu_alone() -> None:
     assert seen(device="gpu", device_id="GPU-1", device_vendor="nvidia") == {
         "CUDA_VISIBLE_DEVICES": "GPU-1"
     }
-    assert seen(device="gpu", device_id="GPU-a", device_vendor="amd") == {
-        "ROCR_VISIBLE_DEVICES": "GPU-a",
-        "HIP_VISIBLE_DEVICES": "0",
-    }, "the first of ROCm's list of one, whatever number was inherited"
-    assert seen(device="gpu", device_id="Vulkan0", device_vendor=VULKAN) == {}
     assert seen(device="gpu") == {}, "no driver said what its name is"
     hidden = seen(device="cpu")
     assert hidden["CUDA_VISIBLE_DEVICES"] == hidden["HIP_VISIBLE_DEVICES"] == "-1"

@@ -48,7 +48,7 @@ def machine(memory_gib: float = 32, **changes: Any) -> HardwareFacts:
 
 
 def with_gpu(free_gib: float = 80, **changes: Any) -> HardwareFacts:
-    gpu = GpuFacts("Test GPU", "nvidia", 80 * GIB, int(free_gib * GIB), "550.1", "9.0")
+    gpu = GpuFacts("Test GPU", "nvidia", 80 * GIB, int(free_gib * GIB), "550.1")
     return machine(gpus=(gpu,), gpu_cause=None, gpu_note=None, **changes)
 
 
@@ -141,9 +141,8 @@ def test_the_policies_leave_a_device_aside_and_say_that_they_do() -> None:
     placement = planned(SMALL, with_gpu(), Policy.gpu_only)
     assert placement.device == "gpu" and len(placement.attempts) == 1
     assert causes(placement) == [Cause.forced]
-    with pytest.raises(NoPlacement, match="no GPU") as refused:
+    with pytest.raises(NoPlacement, match="this machine has no GPU"):
         planned(SMALL, machine(), Policy.gpu_only)
-    assert [reason.cause for reason in refused.value.reasons] == [Cause.no_device]
     with pytest.raises(NoPlacement, match="VRAM|GPU"):
         planned(rung("70b").spec, with_gpu(20), Policy.gpu_only)
 

@@ -54,11 +54,9 @@ def machine(tmp_path: Path) -> Machine:
         ({"options": {"mlock": True}}, None),
     ],
 )
-@pytest.mark.parametrize("is_serving", [False, True])
 def test_the_kept_table_decides_where_neither_backend_nor_its_options_are_named(
-    machine: Machine, options: dict[str, Any], expected: tuple[str, str] | None, is_serving: bool
+    machine: Machine, options: dict[str, Any], expected: tuple[str, str] | None
 ) -> None:
-    machine.is_serving = is_serving
     model = ModelOptions(source="135m", threads=1, **options)
     request = find_model(model, machine)
     choice = best_for(model, request, machine.split("", 1), machine, machine.facts())

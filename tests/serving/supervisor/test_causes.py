@@ -30,10 +30,12 @@ from tests.serving.placement.test_plan import machine, with_gpu
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
-LIMITS = RecoveryLimits(backoff_first_seconds=0.05, health_timeout_seconds=10.0, flips_per_hour=0)
+LIMITS = RecoveryLimits(
+    backoff_first_seconds=0.05, health_timeout_seconds=10.0, return_first_seconds=600.0
+)
 SOON_HUNG = msgspec.structs.replace(LIMITS, health_timeout_seconds=1.0)
 MIB = 1 << 20
-SMALL_GPU = GpuFacts("Test GPU", "nvidia", 80 << 30, 10 * MIB, "550.1", "9.0")
+SMALL_GPU = GpuFacts("Test GPU", "nvidia", 80 << 30, 10 * MIB, "550.1")
 
 
 class MadeUp(Machine):
@@ -117,7 +119,7 @@ def troubled(cause: Cause, why: str) -> MadeUp:
             MadeUp(with_gpu(memory_available_bytes=10 * MIB)),
             "9.5 MiB may be used",
         ),
-        (Cause.forced, MadeUp(with_gpu()), "the policy cpu-only leaves GPUs aside (Test GPU is"),
+        (Cause.forced, MadeUp(with_gpu()), "the policy cpu-only leaves GPUs aside"),
     ],
 )
 def test_a_cause_known_beforehand_is_explained_in_words_and_numbers(

@@ -11,6 +11,7 @@ import pytest
 
 from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
+from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.errors import Cause, EngineFailed
 from serving.supervisor.engine_process import EngineProcess
 from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, RecoveryLimits
@@ -66,16 +67,21 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
     asyncio.run(scenario())
 
 
-def test_a_silent_load_on_a_gpu_is_given_up_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["load", "step"])
+def test_a_silent_gpu_is_given_up_earlier(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setitem(LOAD_SILENCE_SECONDS, "gpu", 0.05)
     monkeypatch.setattr(EngineProcess, "kill", lambda engine: setattr(engine, "killed", True))
     for device in ("gpu", "cpu"):
         engine = EngineProcess(0, EngineConfig("fake", "", "m", device=device))
         engine.pid = 1 << 30  # of nobody
+        if what == "step":
+            engine.ready = cast(Any, object())
+            engine.send(Submit(1, GenerationRequest([1], 1)))
         time.sleep(0.1)
-        engine.end_if_hung(30.0)
+        engine.end_if_hung(0.05)
         assert engine.killed is (device == "gpu")
-        assert device == "cpu" or "no word from the loading engine" in engine.why()[1]
+        said = {"load": "no word from the loading engine", "step": "with 1 sequences in flight"}
+        assert device == "cpu" or said[what] in engine.why()[1]
 
 
 @pytest.mark.parametrize("fails", ["socket.socketpair", "threading.Thread.start"])

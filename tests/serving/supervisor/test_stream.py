@@ -3,7 +3,7 @@
 import asyncio
 
 from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
-from serving.supervisor.inflight_requests import MOST_PIECES, Stream, merged
+from serving.supervisor.inflight_requests import Stream, merged
 
 
 def stream(whole: bool = False) -> Stream:
@@ -35,17 +35,5 @@ def test_a_whole_stream_gives_one_delta_at_the_end_and_can_start_again_until_the
         source.push(Delta(7, 1, "after the end"))
         assert (await reading).text == "ab"
         assert [delta async for delta in source] == []
-
-    asyncio.run(scenario())
-
-
-def test_what_a_reader_leaves_for_long_is_merged_as_it_comes() -> None:
-    async def scenario() -> None:
-        source = stream()
-        for number in range(5 * MOST_PIECES):
-            source.push(Delta(7, 1, str(number % 10)))
-            assert len(source._pieces) < MOST_PIECES
-        found = await anext(source)
-        assert (found.tokens, found.text) == (5 * MOST_PIECES, "0123456789" * (MOST_PIECES // 2))
 
     asyncio.run(scenario())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from models.errors import BrokenWeights
-from serving.errors import BackendUnavailable, KvFull, OutOfMemory, Unsupported
+from serving.errors import BackendUnavailable, KvFull, Unsupported
 from tests.serving.backends.backend_contract import check_contradictions
 from tests.serving.backends.backend_steps import Make, generate, greedy_alone, prompt_of, row
 
@@ -61,16 +61,6 @@ def test_bad_settings_are_refused_by_name(
         pytest.skip("this llama-cpp-python has GPU support")
     with pytest.raises(error, match=words):
         make(**settings)
-
-
-def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("models.machine.cgroup_memory_left", lambda root: 1 << 10)
-    words = r"the weights of .* need [\d.]+ KiB and 1 KiB are available"
-    with pytest.raises(OutOfMemory, match=words):
-        make()
-    make(check_memory=False)
 
 
 def test_broken_files_are_told_with_llama_cpps_reason(

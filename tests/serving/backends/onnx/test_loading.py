@@ -12,7 +12,7 @@ import pytest
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from serving.backends.onnx.graph import graph_file
-from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
+from serving.errors import BackendUnavailable, Unsupported
 from tests.serving.backends.backend_steps import Make
 from tests.serving.backends.hf_folders import onnx_folder
 
@@ -42,17 +42,6 @@ def test_settings_that_the_graph_cannot_do_are_refused(make: Make) -> None:
         make(folder, options={"spining": "true"})
     with pytest.raises(BackendUnavailable, match="gpu"):
         make(folder, device="gpu")
-    with pytest.raises(OutOfMemory, match="KV cache"):
-        make(folder, slots=100_000_000)
-
-
-def test_a_graph_that_does_not_fit_into_the_container_is_refused(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("models.machine.cgroup_memory_left", lambda root: 1 << 10)
-    with pytest.raises(OutOfMemory, match="the weights of .* need .* 1 KiB are available"):
-        make(onnx_folder("llama-fp32"))
-    make(onnx_folder("llama-fp32"), check_memory=False)
 
 
 def test_damaged_files_are_named(make: Make, tmp_path: Path) -> None:
