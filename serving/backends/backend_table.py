@@ -172,7 +172,7 @@ BACKENDS: dict[str, BackendSpec] = {
     "onnx": BackendSpec(
         cls="serving.backends.onnx.backend:OnnxBackend",
         weights="onnx",
-        overhead={"cpu": Overhead(200 * MIB, 0, 600, 0.10, {"int4": 0.40, "fp32": 0.25})},
+        overhead={"cpu": Overhead(185 * MIB, 0, 600, 0.10, {"int4": 0.40, "fp32": 0.25})},
         kv_dtype=lambda *_: "fp32",  # of the graphs that models.convert_to_onnx writes
         shares_kv=False,
         options=("spinning",),

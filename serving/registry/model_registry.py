@@ -340,6 +340,7 @@ class Registry:
     async def start(self) -> None:
         """Begin to load, in order, the models that load at the start; returns at once."""
         self._background.keep(self._watch())
+        await in_text_thread(str)  # its thread is there from the start
         for one in self.models.values():
             if one.prepared.model.load == "start":
                 self._load_soon(one, evict=False)

@@ -71,8 +71,8 @@ def check_server(backend: str, path: Path) -> str:
         answer, about = complete(port, prompt=[1, 2, 3], max_tokens=1), ask(port, "GET", "/ready")
         assert ask(port, "GET", "/health").status == 200
         if state == "failed":
-            assert answer.status == about.status == 503 and about.json["state"] == "failed"
-            assert about.json["reason"] and answer.error["message"]
+            assert answer.status == about.status == 503
+            assert about.error["message"] and answer.error["message"]
             for body in (answer.body, about.body, ask(port, "GET", "/v1/placement").body):
                 assert b"Traceback" not in body
         return state

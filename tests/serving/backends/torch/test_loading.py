@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.errors import BrokenWeights, UnsupportedModel
-from serving.errors import OutOfMemory, Unsupported
+from serving.errors import Unsupported
 from tests.serving.backends.backend_steps import Make, generate, prompt_of
 from tests.serving.backends.hf_folders import generated, hf_folder
 from tests.shapes import TINY_LLAMA3
@@ -89,15 +89,6 @@ def test_foreign_architectures_are_refused_by_name(make: Make, tmp_path: Path) -
     assert generate(make(folder), prompt, 5) == generated(hf_folder("tiny-llama"))(
         prompt, 5
     )  # the same mathematics
-
-
-def test_weights_that_do_not_fit_into_the_container_are_refused(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("models.machine.cgroup_memory_left", lambda root: 1 << 10)
-    with pytest.raises(OutOfMemory, match="the weights of m need .* 1 KiB are available"):
-        make(hf_folder("tiny-llama"))
-    make(hf_folder("tiny-llama"), check_memory=False)
 
 
 def test_settings_that_it_cannot_do_are_refused(make: Make) -> None:
