@@ -230,9 +230,6 @@ class Server:
         """Status and body of what is no stream."""
         if path == "/truth":
             return 200, self.log
-        if path == "/tokenize":
-            words = msgspec.json.decode(body).get("prompt", "").split()
-            return 200, {"tokens": [len(word) for word in words], "count": len(words)}
         return 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
     def stream(self, path: str, *asked: Any) -> Stream:
