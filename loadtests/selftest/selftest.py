@@ -6,7 +6,8 @@ are compared with what the server says it did.
     times    one and four tokens a chunk, a third of the answers with a stall: TTFT, TPOT, E2E, gaps
     counts   answers that are cut off, and 429s of a full queue
     pace     Poisson arrivals as the server saw them, send lag, the client's CPU
-    limit    a server that batches by a known step law: bursts, a law, a level, as a campaign does
+    limit    servers that batch by a known step law (steady, of two speeds, with pauses): bursts, a
+             law, a level, as a campaign does
 
 Times may differ by 1 % or 1 ms (0.1 ms for a TPOT), whichever is more; counts not at all.
 """
@@ -20,7 +21,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,12 @@ WORKLOAD = Workload(preset="sharegpt", scale=0.15, max_prompt_tokens=256, max_ou
 SLO = Slo("selftest", ttft_seconds=0.25, tpot_seconds=0.02, target=0.9)
 ALONE = 10  # requests one at a time
 LIMIT_SECONDS = 8.0  # of the level that confirms
+# What the server does beside its law, and the factors of step times: mean, least, most.
+WORLDS: dict[str, tuple[dict[str, float], tuple[float, float, float]]] = {
+    "known step law": ({}, (1.0, 1.0, 1.0)),
+    "law of two speeds": ({"slower": 1.25}, (1.125, 1.0, 1.25)),
+    "law with pauses": ({"pause": 0.1}, (1.05, 1.05, 1.05)),  # every 2 s
+}
 
 # Request id -> what the server did (loadtests.selftest.reference_server).
 Log = Mapping[str, Mapping[str, Any]]
@@ -160,11 +169,17 @@ def pace(bench: Bench) -> list[Row]:
     ]
 
 
-def limit(bench: Bench) -> list[Row]:
-    """The limit of a server that batches by a law."""
-    policy = SchedulingPolicy(slots=SLOTS)
-    truth = capacity(LAW, policy, WORKLOAD, SLO).rate
-    with bench.server(law=LAW, slots=SLOTS) as url:
+def limit(_: Bench) -> list[Row]:
+    """The limits of servers that batch by a law, all at once: they mostly wait."""
+    with ProcessPoolExecutor(len(WORLDS), mp_context=get_context("spawn")) as pool:
+        return [row for rows in pool.map(_world, WORLDS) for row in rows]
+
+
+def _world(name: str) -> list[Row]:
+    """One of WORLDS, with a load generator of its own."""
+    (more, factors), policy = WORLDS[name], SchedulingPolicy(slots=SLOTS)
+    true = [capacity(LAW.slower(one), policy, WORKLOAD, SLO).rate for one in factors]
+    with open_bench() as bench, bench.server(law=LAW, slots=SLOTS, **more) as url:
 
         def ask(burst: Burst) -> Level:
             pairs = zip(burst.prompt_tokens, burst.output_tokens, strict=True)
@@ -183,7 +198,7 @@ def limit(bench: Bench) -> list[Row]:
             records, _, _ = bench.send(url, workload=WORKLOAD, rate=rate, **lasts)
             level = level_of(records, rate_per_second=rate, **lasts)
             found = estimate([alone, level], SLO, **known)
-    return capacity_rows("known step law", found, truth)
+    return capacity_rows(name, found, *true)
 
 
 def run_selftest(progress: Progress) -> list[Row]:
@@ -283,18 +298,20 @@ def lag_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) 
     return Row(world, "send lag p99, s", None, lag, limit_seconds)
 
 
-def capacity_rows(world: str, found: Capacity, truth: float) -> list[Row]:
+def capacity_rows(
+    world: str, found: Capacity, truth: float, most: float, least: float
+) -> list[Row]:
     """The estimate within CAPACITY_SHARE, inside an interval that holds the truth; what is
-    confirmed is no more than the truth.
+    confirmed is no more than the truth. `most`, `least`: at the speeds of a server that has two.
     """
     note = f"wrong: {found.reason}"
     if found.low is not None and found.high is not None:
-        holds = found.low <= truth <= found.high
+        holds = found.low <= most and least <= found.high
         note = f"{'' if holds else 'wrong '}interval {found.low:.3g} to {found.high:.3g}"
-    most = truth * (1 + CONFIRMED_SHARE)
+    share = max(CAPACITY_SHARE * truth, most * (1 + CAPACITY_SHARE) - truth)
     return [
-        Row(world, "limit, requests/s", truth, found.limit, CAPACITY_SHARE * truth, note),
-        Row(world, "confirmed, requests/s", None, found.held, most),
+        Row(world, "limit, requests/s", truth, found.limit, share, note),
+        Row(world, "confirmed, requests/s", None, found.held, most * (1 + CONFIRMED_SHARE)),
     ]
 
 
