@@ -21,9 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import get_context
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +64,7 @@ WORKLOAD = Workload(preset="sharegpt", scale=0.15, max_prompt_tokens=256, max_ou
 SLO = Slo("selftest", ttft_seconds=0.25, tpot_seconds=0.02, target=0.9)
 ALONE = 10  # requests one at a time
 LIMIT_SECONDS = 8.0  # of the level that confirms
+WORLD_SECONDS = 120.0  # that one of WORLDS may take
 # What the server does beside its law, and the factors of step times: mean, least, most.
 WORLDS: dict[str, tuple[dict[str, float], tuple[float, float, float]]] = {
     "known step law": ({}, (1.0, 1.0, 1.0)),
@@ -105,6 +104,13 @@ class Bench:
                     raise LoadError(f"the reference server did not start ({child.how_it_ended()})")
                 time.sleep(0.01)
             yield f"http://127.0.0.1:{int(text)}"
+
+    @contextmanager
+    def world(self, name: str) -> Iterator[tuple[Child, Path]]:
+        """A process that finds the limit of one of WORLDS, and the file whose last line it is."""
+        log = self._folder / f"{name}.log"
+        with Child([sys.executable, "-m", "loadtests.selftest.selftest", name], log=log) as child:
+            yield child, log
 
     def send(self, url: str, **load: Any) -> Loaded:
         """One level, as the runner has it sent; `load`: of a LoadPlan."""
@@ -169,13 +175,19 @@ def pace(bench: Bench) -> list[Row]:
     ]
 
 
-def limit(_: Bench) -> list[Row]:
+def limit(bench: Bench) -> list[Row]:
     """The limits of servers that batch by a law, all at once: they mostly wait."""
-    with ProcessPoolExecutor(len(WORLDS), mp_context=get_context("spawn")) as pool:
-        return [row for rows in pool.map(_world, WORLDS) for row in rows]
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        running = [(name, *stack.enter_context(bench.world(name))) for name in WORLDS]
+        for name, child, log in running:
+            if child.wait(WORLD_SECONDS) != 0:
+                raise LoadError(f"{name}: no limit was found ({child.how_it_ended()})")
+            rows += msgspec.json.decode(log.read_bytes().splitlines()[-1], type=list[Row])
+    return rows
 
 
-def _world(name: str) -> list[Row]:
+def _rows_of(name: str) -> list[Row]:
     """One of WORLDS, with a load generator of its own."""
     (more, factors), policy = WORLDS[name], SchedulingPolicy(slots=SLOTS)
     true = [capacity(LAW.slower(one), policy, WORKLOAD, SLO).rate for one in factors]
@@ -321,3 +333,7 @@ def level_of(records: Sequence[RequestRecord], **asked: Any) -> Level:
     same = {"cell": "", "level": "", "window_seconds": asked.pop("window_seconds", last + 1)}
     started = LevelStarted(**same, **asked)
     return Level.of(records, started, LevelFinished(due=len(records), **same))
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(_rows_of(sys.argv[1])).decode())

@@ -46,7 +46,7 @@ def test_it_batches_as_the_simulator_does(world: str) -> None:
     due = due_times(Poisson(), 12.0, 200.0, 1)
     asks = draw(WORKLOAD, len(due), 1)
     prompts, outputs = [a.prompt_tokens for a in asks], [a.output_tokens for a in asks]
-    ttft, tpot = played(Truth(law=LAW, slots=SLOTS, **more), due, prompts, outputs)
+    ttft, tpot = played(Truth(law=LAW, slots=SLOTS, **dict[str, Any](more)), due, prompts, outputs)
     same = simulate(LAW.slower(factor), SchedulingPolicy(slots=SLOTS), due, prompts, outputs)
     for share in (0.5, 0.9):
         assert np.quantile(ttft, share) == pytest.approx(np.quantile(same.ttft, share), rel=0.1)
