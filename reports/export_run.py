@@ -35,12 +35,12 @@ from reports.errors import ReportError
 # Keys whose texts are kept, since our own code writes them, and keys of which nothing but a number
 # is. Numbers and booleans under any other key are kept, texts are not.
 KEPT = frozenset(
-    "kind cell level purpose state method verdict cause backend weight_format device model name "
+    "kind cell level state method verdict cause backend weight_format device model name "
     "preset policy kv_dtype error finish_reason arrivals key workload standby by".split()
 )
 LEFT_OUT = frozenset(
     "command campaign_text url target placement layout sampling hostname error_message request_id "
-    "session strangers engines options cache details reason reasons file replay path "
+    "strangers engines options cache details reason reasons file replay path "
     "cpu_name api_key_env gpu_note uuid endpoint_notes device_name cell_levels".split()
 )
 NAMED = ("cell", "level", "key", "model", "name")  # texts that may hold a model or a cell

@@ -145,7 +145,7 @@ class ServerBench:
                                 now / plan.duration_seconds,
                             )
         finally:
-            self._sampler.level, self._sampler.client = None, os.getpid()
+            self._sampler.level = None
         assert started is not None
         self._check(engines)
         # A process that dies closes its connections before it has ended.
@@ -189,7 +189,7 @@ class ServerBench:
             started_unix_seconds=unix_seconds,
         )
         self._samples.clear()
-        self._sampler.client, self._sampler.level = self._generator.pid, asked.name
+        self._sampler.level = asked.name
         return self.state.event(started)
 
     def _check(self, engines: list[int]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def selftest() -> None:
     """Check the accuracy of the load generator on this machine against servers of known truth.
 
-    A table in half a minute; exit status 1 when something fails.
+    A table in a minute; exit status 1 when something fails.
     """
     from loadtests.campaign.progress import Progress
     from loadtests.selftest.selftest import run_selftest

@@ -29,14 +29,8 @@ class Alarm:
     def set(self, moment: float) -> None:
         """Ring at `moment` on time.perf_counter (CLOCK_MONOTONIC); at once where that is past."""
         whole = int(moment)
-        self._set(whole, max(1, int((moment - whole) * 1e9)))  # all zero would mean never
-
-    def stop(self) -> None:
-        """Do not ring."""
-        self._set(0, 0)
-
-    def _set(self, seconds: int, nanoseconds: int) -> None:
-        self._spec[2], self._spec[3] = seconds, nanoseconds
+        self._spec[2] = whole
+        self._spec[3] = max(1, int((moment - whole) * 1e9))  # all zero would mean never
         if _libc.timerfd_settime(self.fd, _ABSOLUTE, self._address, None) != 0:
             raise OSError(ctypes.get_errno(), "the timer cannot be set")
 

@@ -1,7 +1,6 @@
 """What load costs, once a second beside it: memory, swap, GPU, watts, and who else had the cores.
 
     with Sampler("cell", folder.sample, server=server_pid) as sampler:
-        sampler.client = locust_pid
         sampler.level = "cell#3.1"       # samples carry it until it is None again
         ...
         sampler.level = None             # returns when all samples of the level are handed over
@@ -50,7 +49,6 @@ class Sampler:
         """`server`: process id of one that we started; None: somebody else's endpoint. `is_ours`:
         its engine is a child; else it and all below it are the engine.
         """
-        self.client = os.getpid()  # the process whose family is the load generator
         self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
         self.failure: Exception | None = None
         self._cell = cell
@@ -89,11 +87,10 @@ class Sampler:
             self._level = name
 
     def _subject(self) -> list[int]:
-        """Whose cores are watched: the engine's; of an endpoint, the load generator's."""
-        if self._server is not None:
-            return engine_pids(self._server) if self._is_ours else family(self._server)
-        # The runner itself, without its children, where it sends no load.
-        return [self.client] if self.client == os.getpid() else family(self.client)
+        """Whose cores are watched: the engine's; nobody's where it is not ours to see."""
+        if self._server is None:
+            return []
+        return engine_pids(self._server) if self._is_ours else family(self._server)
 
     def _sample(self) -> None:
         with self._lock:

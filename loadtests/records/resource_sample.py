@@ -23,14 +23,14 @@ class Stranger(msgspec.Struct, frozen=True):
 
 
 class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The cores of a subject since the reading before: CPU it wanted, CPU others had.
+    """The engine's cores since the reading before: CPU it wanted, CPU others had.
 
-    The subject is the engine; of an endpoint that is not ours, the load generator. Seconds are of
-    one core; sums over readings are those of a longer one. loadtests.host.core_watch reads it.
+    Seconds are of one core; sums over readings are those of a longer one. loadtests.host.core_watch
+    reads it.
     """
 
     seconds: float  # of wall clock
-    busy_seconds: float | None = None  # CPU time of all the subject's threads
+    busy_seconds: float | None = None  # CPU time of all the engine's threads
     work_seconds: float | None = None  # CPU time of its busiest thread
     stalled_seconds: float | None = None  # run-queue delay of the thread that waited longest
     turns: int | None = None  # how often the thread that was put on a core most often was

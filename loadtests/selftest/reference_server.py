@@ -45,6 +45,9 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # requests that may wait for a slot; more are answered with 429. None: any number
     waiting: int | None = None
     law: StepLaw | None = None  # of continuous batching; None: ttft and gap
+    period: float = 2.0  # under a law, every second of these ...
+    slower: float = 1.0  # ... has steps that take so many times as long
+    pause: float = 0.0  # that the first step of each takes longer
 
 
 class Stream:
@@ -136,6 +139,7 @@ class Batch:
         self._filling: list[Stream] = []  # oldest first
         self._decoding: list[Stream] = []
         self._pieces: list[tuple[Stream, int]] = []  # prompt tokens of the step
+        self._period = 0
 
     def begin(self, now: float) -> None:
         """A step with what is there; idle where that is nothing."""
@@ -153,12 +157,15 @@ class Batch:
                 room -= self._pieces[-1][1]
         self.ends = None
         if self._pieces or rows:
-            self.ends = now + law.seconds(
+            seconds = law.seconds(
                 rows=len(rows),
                 prompt_tokens=sum(piece for _, piece in self._pieces),
                 context_tokens=sum(one.prompt_tokens + one.made for one in rows),
                 passes=len(self._pieces) + bool(rows),
             )
+            before, self._period = self._period, int(now / self._truth.period)
+            seconds *= self._truth.slower if self._period % 2 else 1.0
+            self.ends = now + seconds + self._truth.pause * (self._period != before)
 
     def end(self) -> list[Stream]:
         """The step is over and the next one begins: who has a token now."""
@@ -230,9 +237,6 @@ class Server:
         """Status and body of what is no stream."""
         if path == "/truth":
             return 200, self.log
-        if path == "/tokenize":
-            words = msgspec.json.decode(body).get("prompt", "").split()
-            return 200, {"tokens": [len(word) for word in words], "count": len(words)}
         return 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
     def stream(self, path: str, *asked: Any) -> Stream:

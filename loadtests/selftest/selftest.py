@@ -6,7 +6,8 @@ are compared with what the server says it did.
     times    one and four tokens a chunk, a third of the answers with a stall: TTFT, TPOT, E2E, gaps
     counts   answers that are cut off, and 429s of a full queue
     pace     Poisson arrivals as the server saw them, send lag, the client's CPU
-    limit    a server that batches by a known step law: bursts, a law, a level, as a campaign does
+    limit    servers that batch by a known step law (steady, of two speeds, with pauses): bursts, a
+             law, a level, as a campaign does
 
 Times may differ by 1 % or 1 ms (0.1 ms for a TPOT), whichever is more; counts not at all.
 """
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,13 @@ WORKLOAD = Workload(preset="sharegpt", scale=0.15, max_prompt_tokens=256, max_ou
 SLO = Slo("selftest", ttft_seconds=0.25, tpot_seconds=0.02, target=0.9)
 ALONE = 10  # requests one at a time
 LIMIT_SECONDS = 8.0  # of the level that confirms
+WORLD_SECONDS = 120.0  # that one of WORLDS may take
+# What the server does beside its law, and the factors of step times: mean, least, most.
+WORLDS: dict[str, tuple[dict[str, float], tuple[float, float, float]]] = {
+    "known step law": ({}, (1.0, 1.0, 1.0)),
+    "law of two speeds": ({"slower": 1.25}, (1.125, 1.0, 1.25)),
+    "law with pauses": ({"pause": 0.1}, (1.05, 1.05, 1.05)),  # every 2 s
+}
 
 # Request id -> what the server did (loadtests.selftest.reference_server).
 Log = Mapping[str, Mapping[str, Any]]
@@ -96,6 +104,13 @@ class Bench:
                     raise LoadError(f"the reference server did not start ({child.how_it_ended()})")
                 time.sleep(0.01)
             yield f"http://127.0.0.1:{int(text)}"
+
+    @contextmanager
+    def world(self, name: str) -> Iterator[tuple[Child, Path]]:
+        """A process that finds the limit of one of WORLDS, and the file whose last line it is."""
+        log = self._folder / f"{name}.log"
+        with Child([sys.executable, "-m", "loadtests.selftest.selftest", name], log=log) as child:
+            yield child, log
 
     def send(self, url: str, **load: Any) -> Loaded:
         """One level, as the runner has it sent; `load`: of a LoadPlan."""
@@ -161,10 +176,22 @@ def pace(bench: Bench) -> list[Row]:
 
 
 def limit(bench: Bench) -> list[Row]:
-    """The limit of a server that batches by a law."""
-    policy = SchedulingPolicy(slots=SLOTS)
-    truth = capacity(LAW, policy, WORKLOAD, SLO).rate
-    with bench.server(law=LAW, slots=SLOTS) as url:
+    """The limits of servers that batch by a law, all at once: they mostly wait."""
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        running = [(name, *stack.enter_context(bench.world(name))) for name in WORLDS]
+        for name, child, log in running:
+            if child.wait(WORLD_SECONDS) != 0:
+                raise LoadError(f"{name}: no limit was found ({child.how_it_ended()})")
+            rows += msgspec.json.decode(log.read_bytes().splitlines()[-1], type=list[Row])
+    return rows
+
+
+def _rows_of(name: str) -> list[Row]:
+    """One of WORLDS, with a load generator of its own."""
+    (more, factors), policy = WORLDS[name], SchedulingPolicy(slots=SLOTS)
+    true = [capacity(LAW.slower(one), policy, WORKLOAD, SLO).rate for one in factors]
+    with open_bench() as bench, bench.server(law=LAW, slots=SLOTS, **more) as url:
 
         def ask(burst: Burst) -> Level:
             pairs = zip(burst.prompt_tokens, burst.output_tokens, strict=True)
@@ -183,7 +210,7 @@ def limit(bench: Bench) -> list[Row]:
             records, _, _ = bench.send(url, workload=WORKLOAD, rate=rate, **lasts)
             level = level_of(records, rate_per_second=rate, **lasts)
             found = estimate([alone, level], SLO, **known)
-    return capacity_rows("known step law", found, truth)
+    return capacity_rows(name, found, *true)
 
 
 def run_selftest(progress: Progress) -> list[Row]:
@@ -283,18 +310,20 @@ def lag_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) 
     return Row(world, "send lag p99, s", None, lag, limit_seconds)
 
 
-def capacity_rows(world: str, found: Capacity, truth: float) -> list[Row]:
+def capacity_rows(
+    world: str, found: Capacity, truth: float, most: float, least: float
+) -> list[Row]:
     """The estimate within CAPACITY_SHARE, inside an interval that holds the truth; what is
-    confirmed is no more than the truth.
+    confirmed is no more than the truth. `most`, `least`: at the speeds of a server that has two.
     """
     note = f"wrong: {found.reason}"
     if found.low is not None and found.high is not None:
-        holds = found.low <= truth <= found.high
+        holds = found.low <= most and least <= found.high
         note = f"{'' if holds else 'wrong '}interval {found.low:.3g} to {found.high:.3g}"
-    most = truth * (1 + CONFIRMED_SHARE)
+    share = max(CAPACITY_SHARE * truth, most * (1 + CAPACITY_SHARE) - truth)
     return [
-        Row(world, "limit, requests/s", truth, found.limit, CAPACITY_SHARE * truth, note),
-        Row(world, "confirmed, requests/s", None, found.held, most),
+        Row(world, "limit, requests/s", truth, found.limit, share, note),
+        Row(world, "confirmed, requests/s", None, found.held, most * (1 + CONFIRMED_SHARE)),
     ]
 
 
@@ -304,3 +333,7 @@ def level_of(records: Sequence[RequestRecord], **asked: Any) -> Level:
     same = {"cell": "", "level": "", "window_seconds": asked.pop("window_seconds", last + 1)}
     started = LevelStarted(**same, **asked)
     return Level.of(records, started, LevelFinished(due=len(records), **same))
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(_rows_of(sys.argv[1])).decode())

@@ -90,7 +90,8 @@ def cells_in(path: Path) -> Iterable[Cell]:
                 e for e in events if e["kind"] == "level_started" and e["level"] == one["level"]
             )
             level = _level(started, one, records[one["level"]])
-            if started["purpose"] == "single_stream":
+            # A run of version 5 or later says no purpose.
+            if started.get("purpose") == "single_stream" or started.get("concurrency") == 1:
                 alone.append(level)
             elif len(level.due) >= 20:
                 levels.append(level)

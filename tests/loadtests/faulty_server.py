@@ -24,9 +24,7 @@ class Truth(reference_server.Truth, frozen=True, forbid_unknown_fields=True):
     usage: bool = True  # token counts at the end of a stream, and beside every chunk
     done: bool = True
     refuse: tuple[str, ...] = ()  # body fields that are answered with 400
-    tokenizer: str | None = "vllm"
     key: str | None = None
-    echo: bool = False  # request 7 is answered "w7 w7 ...": shows which turn was sent back
     case: str = ""  # nothing but a name: servers of different cases share no log
 
 
@@ -55,8 +53,6 @@ class FaultyStream(Stream):
         return super().head() + (role if self.is_chat else b"")
 
     def choice(self, text: str, finish: str | None = None) -> Body:
-        if self.faults.echo:
-            text = text.replace("ab", f"w{self.number}")
         said = super().choice(text, finish)
         if self.is_chat:
             said["choices"][0]["delta"] = {"content": said["choices"][0].pop("text")}
@@ -74,13 +70,9 @@ class FaultyServer(Server):
     truth: Truth
 
     def say(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
-        truth = self.truth
-        if truth.key and headers.get("authorization") != f"Bearer {truth.key}":
+        key = self.truth.key
+        if key and headers.get("authorization") != f"Bearer {key}":
             return 401, {"error": {"message": "no"}}
-        if path == "/tokenize" and truth.tokenizer != "vllm":
-            if truth.tokenizer is None:
-                return 404, {}
-            body = body.replace(b'"prompt"', b'"nothing"').replace(b'"content"', b'"prompt"')
         return super().say(path, headers, body)
 
     def stream(self, path: str, *asked: Any) -> Stream:

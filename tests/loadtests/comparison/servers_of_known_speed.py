@@ -45,7 +45,6 @@ def manifest(
         run_id=name,
         created=f"2026-05-28T10:{at // 60:02}:{at % 60:02}Z",
         crossover_version="0.1.0",
-        git_commit=None,
         command=[],
         campaign=campaign,
         campaign_text="",
@@ -53,7 +52,6 @@ def manifest(
         server_facts=machine,
         client_facts=machine,
         versions=versions,
-        seed=1,
     )
 
 

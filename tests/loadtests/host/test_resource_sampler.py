@@ -18,30 +18,21 @@ from tests.tools.waiting import wait_for
 
 
 def test_samples_carry_the_level_that_runs() -> None:
-    load = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     seen: list[ResourceSample] = []
-    try:
-        with Sampler("c", seen.append, interval_seconds=0.2) as sampler:
-            wait_for(lambda: seen)
-            sampler.client = load.pid
-            sampler.level = "l"
-            wait_for(lambda: sum(sample.level == "l" for sample in seen) >= 4)
-            sampler.level = None
-            of_level = [sample for sample in seen if sample.level == "l"]
-            time.sleep(0.5)
-            assert [sample for sample in seen if sample.level == "l"] == of_level, (
-                "all of a level's samples are here when it ends"
-            )
-    finally:
-        load.kill()
-        load.wait()
+    with Sampler("c", seen.append, interval_seconds=0.2) as sampler:
+        wait_for(lambda: seen)
+        sampler.level = "l"
+        wait_for(lambda: sum(sample.level == "l" for sample in seen) >= 4)
+        sampler.level = None
+        of_level = [sample for sample in seen if sample.level == "l"]
+        time.sleep(0.5)
+        assert [sample for sample in seen if sample.level == "l"] == of_level, (
+            "all of a level's samples are here when it ends"
+        )
     assert sampler.failure is None
-    assert sum(one.busy_seconds or 0.0 for one in sampler.cores) > 0.02, (
-        "the load generator's cores are watched where the engine is not ours"
-    )
-    assert all(sample.engine is None and sample.gpu_memory_bytes is None for sample in seen), (
-        "nobody there is None, not 0"
-    )
+    for sample in seen:  # of an engine that is not ours
+        unseen = (sample.engine, sample.cores, sample.gpu_memory_bytes)
+        assert unseen == (None, None, None), "nobody there is None, not 0"
 
 
 def test_a_sink_that_fails_is_told() -> None:

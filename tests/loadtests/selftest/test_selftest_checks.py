@@ -133,6 +133,20 @@ def test_a_capacity_may_be_off_by_15_percent_and_no_more_is_confirmed_than_there
     found = Capacity(
         state="holds", low=low, limit=limit, high=high, held=held, reason="too few levels"
     )
-    rows = capacity_rows("world", found, 6.0)
+    rows = capacity_rows("world", found, 6.0, 6.0, 6.0)
     assert failed(rows) == wrong
     assert low is not None or rows[0].note == "wrong: too few levels"
+
+
+@pytest.mark.parametrize(
+    ("low", "limit", "high", "held", "wrong"),
+    [
+        (6.5, 7.4, 8.0, 7.3, set()),  # the server was measured while it was fast
+        (7.1, 8.1, 8.5, 7.4, {"limit, requests/s", "confirmed, requests/s"}),
+    ],
+)
+def test_a_server_of_two_speeds_may_be_seen_at_its_fast_one(
+    low: float, limit: float, high: float, held: float, wrong: set[str]
+) -> None:
+    found = Capacity(state="holds", low=low, limit=limit, high=high, held=held)
+    assert failed(capacity_rows("world", found, 6.0, 7.0, 5.0)) == wrong
