@@ -20,26 +20,34 @@ saturate 16 bits: there int8 weights have 7 bits (`int8_bits`; the manifest's ge
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from models.conversion import copy_texts, finish, open_source, quality_of
 from models.errors import BrokenWeights, UnsupportedModel
-from models.float_forward import BLOCK, Ids, rotations
-from models.hf_config import FAMILIES, read_config
+from models.export_with_optimum import export_graph, foreign_spec
+from models.hf_config import FAMILIES, TEXTS, read_config, spec_of, v4_config
 from models.machine import int8_bits
-from models.manifest import Manifest, Progress, atomic_folder, converter, write_manifest
+from models.manifest import (
+    Manifest,
+    Progress,
+    atomic_folder,
+    converter,
+    read_manifest,
+    write_manifest,
+)
 from models.random_weights import GENERATOR, Weights, as_bytes, write_texts
-from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
+from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows, check_tensors, stored_rows
 from models.spec import ModelSpec
-from models.turned_weights import Turned, calibration_text
+from models.turned_weights import BLOCK, Turned, rotations
 
 GRAPH, DATA = "model.onnx", "model.onnx.data"
 GROUP = 32  # weights of an int4 row that share a scale
@@ -62,19 +70,25 @@ def make_onnx(
     BrokenWeights.
     """
     say = progress or (lambda what, fraction: None)
-    if read_config(source).get("model_type") not in FAMILIES:
-        from models.export_with_optimum import export_onnx
-
-        return export_onnx(source, target, weight_format, progress=progress)
-    found = open_source(source, spec)
-    rows = found.rows
-    if weight_format == "int8" and not found.is_random:
-        rows = Turned(found.spec, rows, found.ids(calibration_text()))
+    config, before = read_config(source), read_manifest(source)
+    seed = None if before is None else before.seed
+    is_foreign = config.get("model_type") not in FAMILIES
+    spec = spec or (foreign_spec if is_foreign else spec_of)(config, source.name)
     with atomic_folder(target) as folder:
-        copy_texts(source, folder)
-        _write_graph(found.spec, rows, folder, weight_format, say)
-        quality = quality_of(found, lambda ids: graph_logits(folder / GRAPH, ids, found.spec), say)
-        finish(source, folder, weight_format, found.spec, quality)
+        for name in TEXTS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        (folder / "config.json").write_bytes(msgspec.json.encode(v4_config(config)))
+        if is_foreign:
+            export_graph(source, folder, weight_format, say)
+        else:
+            check_tensors(source, spec)
+            rows = stored_rows(source, spec)
+            if weight_format == "int8" and seed is None:
+                rows = Turned(spec, rows, source)
+            _write_graph(spec, rows, folder, weight_format, say)
+        made_by = converter(weight_format)
+        write_manifest(folder, Manifest("onnx", spec, weight_format, source.name, made_by, seed))
     return target
 
 
@@ -98,29 +112,6 @@ def _write_graph(
     with (folder / DATA).open("wb") as out, ThreadPoolExecutor(THREADS) as pool:
         writer = GraphWriter(spec, rows, out, pool, weight_format, say)
         (folder / GRAPH).write_bytes(writer.graph().SerializeToString())
-
-
-def graph_logits(graph: Path, ids: Ids, spec: ModelSpec) -> Floats:
-    """An ONNX graph's logits [sequences, tokens, vocabulary], token by token through its cache."""
-    import onnxruntime
-
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(graph), settings, ["CPUExecutionProvider"])
-    names = {item.name for item in session.get_inputs()}
-    caches = sorted(name for name in names if name.startswith("past_key_values."))
-    outputs = ["logits", *(name.replace("past_key_values", "present") for name in caches)]
-    past: list[Any] = [np.zeros((len(ids), spec.kv_heads, 0, spec.head_dim), np.float32)]
-    past *= len(caches)
-    found = []
-    for position in range(ids.shape[1]):
-        feeds: dict[str, Any] = {"input_ids": ids[:, position : position + 1]}
-        feeds["attention_mask"] = np.ones((len(ids), position + 1), np.int64)
-        if "position_ids" in names:  # of what optimum exports
-            feeds["position_ids"] = np.full((len(ids), 1), position, np.int64)
-        logits, *past = session.run(outputs, feeds | dict(zip(caches, past, strict=True)))
-        found.append(logits[:, -1].astype(np.float32))
-    return np.stack(found, 1)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Checkpoints of architectures that models.convert_to_onnx does not know, by optimum-onnx.
 
-    export_onnx(Path("gpt2"), Path("gpt2-int8"), "int8")
+    export_graph(Path("gpt2"), Path("gpt2-int8"), "int8", say)
 
 optimum exports the float32 graph with a growing `past_key_values` and quantises it: dynamic int8,
 products with stored matrices only. It runs in a child process, offline. It needs some 17 bytes
@@ -16,14 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from models.conversion import copy_texts, finish
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.hf_config import read_config
 from models.isolated import run_aside
 from models.machine import int8_bits
-from models.manifest import Progress, atomic_folder
+from models.manifest import Progress
 from models.safetensors_reader import read_tensors
-from models.spec import ModelSpec
+from models.spec import ModelSpec, whole_number
 
 MODEL = "model.onnx"
 
@@ -37,9 +36,7 @@ def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
     def size(*names: str) -> int:
         """By transformers' name, or what older architectures call it."""
         value = next((config[one] for one in names if config.get(one) is not None), None)
-        if not isinstance(value, int) or not 1 <= value <= 1 << 31:
-            raise UnsupportedModel(f"{name} has {names[0]} {value!r} in its config.json")
-        return value
+        return whole_number(value, f"{name} has {names[0]}")
 
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     return ModelSpec(
@@ -58,43 +55,33 @@ def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
     )
 
 
-def export_onnx(
-    source: Path, target: Path, weight_format: str, *, progress: Progress | None = None
-) -> Path:
-    """Export a Hugging Face folder to `target`, replaced whole if it was there.
+def export_graph(source: Path, folder: Path, weight_format: str, say: Progress) -> None:
+    """Write the graph of a Hugging Face folder into `folder`, which has its texts.
 
     Raises UnsupportedModel (a format that optimum does not make, optimum is not there),
     BrokenWeights.
     """
-    config = read_config(source)
-    what = f"{source.name} is of architecture {config.get('model_type')!r}, which optimum"
+    family = read_config(source).get("model_type")
+    what = f"{source.name} is of architecture {family!r}, which optimum"
     if weight_format not in ("fp32", "int8"):
         raise UnsupportedModel(f"{what} exports to fp32 or int8, not to {weight_format}")
     if importlib.util.find_spec("optimum") is None:
         raise UnsupportedModel(f"{what} must export; pip install 'llm-crossover[optimum]'")
     read_tensors(source)  # no pickles
-    with atomic_folder(target) as folder:
-        copy_texts(source, folder)  # config.json without keys that name code
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            staged = Path(scratch, "source")
-            staged.mkdir()
-            for file in (
-                *folder.glob("*.*"),
-                *source.glob("*.safetensors*"),
-                *source.glob("*.txt"),
-            ):
-                (staged / file.name).symlink_to(file.resolve())
-            if progress:
-                progress("exporting by optimum", None)
-            try:  # in a child: its memory is freed, its output kept off ours
-                run_aside(f"{__name__}:_export", None, staged, Path(scratch), weight_format)
-            except ModelError as problem:
-                why = f"optimum could not export {source.name}: {problem}"
-                raise BrokenWeights(why) from problem
-            for made in Path(scratch, weight_format).glob(f"{MODEL}*"):
-                made.rename(folder / made.name)
-        finish(source, folder, weight_format, foreign_spec(config, source.name))
-    return target
+    say("exporting by optimum", None)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        staged = Path(scratch, "source")
+        staged.mkdir()
+        # config.json of `folder`: without keys that name code
+        for file in (*folder.glob("*.*"), *source.glob("*.safetensors*"), *source.glob("*.txt")):
+            (staged / file.name).symlink_to(file.resolve())
+        try:  # in a child: its memory is freed, its output kept off ours
+            run_aside(f"{__name__}:_export", None, staged, Path(scratch), weight_format)
+        except ModelError as problem:
+            why = f"optimum could not export {source.name}: {problem}"
+            raise BrokenWeights(why) from problem
+        for made in Path(scratch, weight_format).glob(f"{MODEL}*"):
+            made.rename(folder / made.name)
 
 
 def _export(source: Path, scratch: Path, weight_format: str, progress: object = None) -> None:

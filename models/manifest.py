@@ -37,7 +37,6 @@ class Manifest(msgspec.Struct, frozen=True):
     source: str  # "synthetic", or the name of the folder they were converted from
     generator: str  # "synthesis 1", or `converter`
     seed: int | None = None
-    quality_kl_nats: float | None = None  # KL divergence to the float model, on text
 
 
 def converter(weight_format: str) -> str:

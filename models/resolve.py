@@ -56,8 +56,6 @@ class ResolvedModel(msgspec.Struct, frozen=True):
     weight_format: str
     tokenizer_path: str  # for models.tokenizer.load_tokenizer
     synthetic: bool  # random weights: timings are real, text is noise
-    # KL divergence to the float model, where it was measured on conversion; None of random weights
-    quality_kl_nats: float | None = None
 
 
 def resolve(
@@ -188,8 +186,7 @@ def _folder(
 def _found(path: Path, spec: ModelSpec, weight_format: str) -> ResolvedModel:
     manifest, where = read_manifest(path), str(path)
     is_random = manifest is not None and manifest.seed is not None
-    quality = None if manifest is None else manifest.quality_kl_nats
-    return ResolvedModel(spec.name, spec, where, weight_format, where, is_random, quality)
+    return ResolvedModel(spec.name, spec, where, weight_format, where, is_random)
 
 
 def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:

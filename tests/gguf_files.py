@@ -17,7 +17,6 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-from models.float_forward import Ids
 from models.formats import GgufTensor, gguf_tensors
 from models.gguf_reader import read_header
 from models.gguf_vocabulary import llama_library
@@ -25,6 +24,7 @@ from models.gguf_writer import ARCHITECTURES, write_file
 from models.random_weights import as_bytes, rope_factors, stored_as, write_texts
 from models.safetensors_reader import Floats, stored_rows
 from models.spec import ModelSpec
+from tests.graph_logits import Ids
 
 CONTROL = 3  # of gguf.TokenType
 

@@ -103,7 +103,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str | None = None  # of the backend
     device: str | None = None
     weight_format: str | None = None
-    quality_kl_nats: float | None = None
     slots: int | None = None
     kv_tokens: int | None = None
     threads: int | None = None

@@ -1,4 +1,4 @@
-"""Formats and engines of one model side by side: speed, memory, quality."""
+"""Formats and engines of one model side by side: speed and memory."""
 
 from __future__ import annotations
 
@@ -26,28 +26,24 @@ def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         sentence=f"{best.engine_words} serves most of {best.model}.",
         grades=("measured",),
         table=table(
-            ("model", "engine", "capacity", "reads", "writes", "memory", "quality"),
+            ("model", "engine", "capacity", "reads", "writes", "memory"),
             map(_row, several),
-            words=("engine", "capacity", "quality"),
+            words=("engine", "capacity"),
         ),
-        note="Quality: KL divergence to the float model on text, in nats; of random weights none "
-        "is told.",
     )
 
 
 def _row(cell: CellData) -> tuple[str, ...]:
-    ready, speed = cell.ready, speeds(cell)
+    speed = speeds(cell)
     tokens = [formatting.NOT_MEASURED] * 2
     if speed is not None:
         tokens = [f"{formatting.significant(one)} tokens/s" for one in speed[:2]]
-    quality = None if ready is None or ready.synthetic else ready.info.quality_kl_nats
     return (
         cell.model,
         cell.engine_words,
         in_words(cell.capacity) if cell.capacity is not None else cell.reason,
         *tokens,
         formatting.size(cell.memory.peak_bytes or cell.memory.predicted_bytes),
-        "–" if quality is None else f"{formatting.significant(quality)} nats",
     )
 
 

@@ -89,7 +89,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_tokens: Count = 256  # most prompt tokens of a step while someone decodes
     step_seconds_target: Positive = 0.3  # of a step while someone decodes
     prefix_reuse: bool = True
-    quality_kl_nats: float | None = None  # KL divergence to the float model, where measured
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
 
 

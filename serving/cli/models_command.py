@@ -92,10 +92,8 @@ def make(
         found = resolve(
             name, kind=kind, weight_format=weight_format, cache=cache, progress=progress
         )
-        parts = [f"{found.spec.parameters:,} parameters", found.weight_format or "no weights"]
-        if found.quality_kl_nats is not None:
-            parts.append(f"KL to the float model {found.quality_kl_nats:.4f} nats")
-        typer.echo(f"{found.name}: {', '.join([*parts, found.path or '-'])}")
+        parts = (f"{found.spec.parameters:,} parameters", found.weight_format or "no weights")
+        typer.echo(f"{found.name}: {', '.join((*parts, found.path or '-'))}")
 
 
 @app.command("plan")

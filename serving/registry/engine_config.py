@@ -91,7 +91,6 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
                 threads=self.split.threads,
                 cores=self.split.engine,
                 nice=self.split.nice if one.device == "cpu" else 0,  # a GPU waits for its host
-                quality_kl_nats=files.quality_kl_nats,
                 options=self.options[one.backend],
                 **{name: getattr(self.model, name) for name in _CONFIGURED},
             )

@@ -3,9 +3,9 @@ engines serve it.
 
     python -m tests.bench.format_quality --model smollm2-135m-instruct onnx:int8 llama_cpp:Q8_0
 
-Reference: the float32 forward pass over the model's weights (of SmolLM2's GGUF file: the floats
+Reference: transformers in float32 over the model's weights (of SmolLM2's GGUF file: the floats
 that it stands for). Every format is made from them (GGUF formats: by llama.cpp's quantiser), loaded
-by its backend, and given the same 2,000 tokens of the shipped prose, one token a step and all
+by its backend, and given the same 2,000 tokens of the corpus's prose, one token a step and all
 sequences in one batch. The log-probabilities that the engine reports are held against the reference
 at every position: rounding of activations, of the KV cache and by batch mates counts, as it does in
 service.
@@ -19,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from models.conversion import open_source, prose
-from models.float_forward import forward
 from models.resolve import is_gguf, resolve
+from models.tokenizer import load_tokenizer
 from serving.backends.backend_table import weights_of
 from tests.bench.engine_child import EngineChild, config_of, engine
 from tests.bench.paired import machine, machine_line
 from tests.gguf_files import folder_of, quantise
+from tests.graph_logits import prose
+from tests.serving.backends.hf_folders import logprobs_of
 
 DEFAULT = "llama_cpp:BF16 llama_cpp:Q8_0 llama_cpp:Q4_K_M llama_cpp:Q4_0 onnx:int8 onnx:int4"
 
@@ -49,15 +50,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         if path.is_file():
             folder = folder_of(path, Path(scratch, name))
-        source = open_source(folder)
-        tokens = source.ids(prose(), arguments.sequences, arguments.tokens)
-        assert tokens is not None
-        ids = tokens.tolist()
+        count = arguments.sequences * arguments.tokens
+        tokens = np.array(load_tokenizer(folder).encode(prose())[:count])
+        ids = tokens.reshape(arguments.sequences, -1).tolist()
         print(f"{name}: {tokens.size} tokens of text; against its floats")
         print(f"{'':24}{'KL, nats':>10}{'greedy tokens kept':>20}{'weights, MB':>13}", flush=True)
         reference = Path(scratch, "reference.npy")
-        *_, logits = forward(source.spec, source.rows, tokens)
-        np.save(reference, logits)
+        np.save(reference, np.stack([logprobs_of(folder, row) for row in ids]).astype(np.float32))
         for backend, weight_format in arguments.engines:
             if weights_of(backend)[0] == "gguf" and path.is_file():
                 name = str(Path(scratch, f"{weight_format}.gguf"))

@@ -10,17 +10,22 @@ import json
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
+from models.convert_to_onnx import make_onnx
+from models.hf_config import read_spec
 from models.ladder import packaged_file
+from models.tokenizer import load_tokenizer
 from tests.gguf_files import folder_of
+from tests.graph_logits import divergence, graph_logits, prose
+from tests.serving.backends.hf_folders import logprobs_of
 
 MODEL = "smollm2-135m-instruct"
 SHORT = {"role": "system", "content": "Answer in one short sentence."}
@@ -130,10 +135,16 @@ def test_load_is_put_on_it(url: str) -> None:
 def test_every_format_knows_it(
     backend: str, weight_format: str, cache: Path, safetensors: Path
 ) -> None:
-    with served(cache, safetensors, backend, weight_format) as url:
-        with client_of(url) as client:
-            assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content
-        with urllib.request.urlopen(f"{url}/v1/placement", timeout=10) as answer:
-            assert (
-                -1e-6 < json.load(answer)["engine"]["quality_kl_nats"] < 1
-            )  # of the format, on text
+    with served(cache, safetensors, backend, weight_format) as url, client_of(url) as client:
+        assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content
+
+
+@pytest.mark.parametrize(("weight_format", "most"), [("fp32", 1e-6), ("int8", 0.02), ("int4", 1)])
+def test_a_format_says_on_text_what_the_floats_say(
+    weight_format: str, most: float, safetensors: Path, tmp_path: Path
+) -> None:
+    folder = make_onnx(safetensors, tmp_path / "out", weight_format)
+    ids = load_tokenizer(safetensors).encode(prose())[:256]
+    logits = graph_logits(folder / "model.onnx", np.array([ids]), read_spec(safetensors))
+    kl = divergence(logprobs_of(safetensors, ids)[None], logits)
+    assert -1e-6 < kl < most

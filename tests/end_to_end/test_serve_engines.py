@@ -166,11 +166,7 @@ def test_a_grammar_that_does_not_parse_is_a_400_and_the_engine_lives_on(served: 
     assert served.complete("a", 4).usage is not None
 
 
-def test_the_memory_is_told_and_no_quality_of_random_weights(served: Served) -> None:
+def test_the_memory_is_told(served: Served) -> None:
     seen = served.placement()
-    told = seen["engine"]["quality_kl_nats"]
-    assert told is None
-    assert (
-        info_of(seen).quality_kl_nats == told and info_of(seen).name == served.name
-    )  # what a run writes down
+    assert info_of(seen).name == served.name  # what a run writes down
     assert all(seen["memory"]["predicted"][part] > 0 for part in ("weight_bytes", "kv_bytes"))

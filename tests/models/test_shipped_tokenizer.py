@@ -10,6 +10,7 @@ import json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from models.tokenizer import BYTES, DATA, SHIPPED, SHIPPED_MARK, SPECIAL_TOKENS
+from tests.graph_logits import CORPUS
 
 MERGES = 4096
 
@@ -26,7 +27,7 @@ def test_training_again_gives_the_shipped_tokenizer() -> None:
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    corpus = (DATA / "corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    corpus = CORPUS.read_text(encoding="utf-8").splitlines(keepends=True)
     words = (DATA / "words.txt").read_text(encoding="utf-8").split()
     # Zipf's law: the word of rank r is used in proportion to 1 / r.
     common = [f" {word}" for rank, word in enumerate(words) for _ in range(2 + 3000 // (rank + 10))]

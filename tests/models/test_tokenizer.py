@@ -16,7 +16,8 @@ from tokenizers import decoders, models, normalizers, processors
 from models.errors import BadChat, BrokenWeights, UnknownModel
 from models.isolated import run_python
 from models.random_weights import write_gguf
-from models.tokenizer import DATA, SHIPPED, Tokenizer, load_tokenizer, shipped, write_shipped
+from models.tokenizer import SHIPPED, Tokenizer, load_tokenizer, shipped, write_shipped
+from tests.graph_logits import CORPUS
 from tests.shapes import TINY_LLAMA
 
 VOCABULARY = 4000
@@ -86,7 +87,7 @@ def test_every_vocabulary_is_filled(vocabulary: int, tmp_path: Path) -> None:
     table = tokenizer.token_bytes()
     assert tokenizer.vocabulary == len(table) == vocabulary
     assert len(set(table[3:])) == vocabulary - 3
-    text = (DATA / "corpus.txt").read_text(encoding="utf-8")
+    text = CORPUS.read_text(encoding="utf-8")
     ids = tokenizer.encode(text)
     assert decode(tokenizer, ids) == text
     padding = [one for one in range(3401, vocabulary) if table[one].startswith(b" w0")][:200]
