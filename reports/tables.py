@@ -11,7 +11,7 @@ from reports.report_data import CellData, ReportData
 from reports.sections.section import Grade, Table, table
 
 HEADS = (
-    *("model", "one user alone: first token, then each", "holds (confirmed)"),
+    *("model", "one user: first token, then each", "holds (confirmed)"),
     *("limit (estimated, 90 % interval)", "engine", "above that: GPU, its rate, price"),
 )
 STATES = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not begun"}

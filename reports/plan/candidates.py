@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from loadtests.campaign.campaign_file import SloSpec
 from loadtests.records.run_journal import Capacity
 from loadtests.simulation.simulated_capacity import SD_CALIBRATED, SD_LEVEL
 from models.ladder import is_rung, rung
@@ -49,8 +50,8 @@ def asked_of(raw: dict[str, object], folder: Path) -> Question:
                 continue
             tables.setdefault("workload", msgspec.to_builtins(data.workload))
             tables.setdefault("format", cell.weight_format or None)
-            slo: dict[str, object] = msgspec.to_builtins(data.slo)
-            slo.pop("source")
+            asks: dict[str, object] = msgspec.to_builtins(data.slo)
+            slo = {name: value for name, value in asks.items() if name in SloSpec.__struct_fields__}
             tables.setdefault("slo", slo)
             break
     return question(tables, folder)

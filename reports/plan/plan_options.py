@@ -305,14 +305,14 @@ def _stairs(
 def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterator[str]:
     """What would make the plan surer, nearest first."""
     if not any(one.owned for one in candidates):
-        yield "no machine of yours is in this plan: name one with --run or --machine"
+        yield "what a machine of yours holds (name it: --run or --machine)"
     chosen = _choice(found)
     for one in candidates:
         if chosen is None or one.name in (chosen.machine, chosen.above):
             if one.kind == "predicted" and not one.is_unknown:
-                yield f"{one.name} is predicted, not measured"
+                yield f"whether {one.name} holds what is predicted of it"
             missing = {"watts": one.watts, "dollars_per_hour": one.dollars_per_hour}
             if one.owned and (names := [name for name in missing if missing[name] is None]):
-                yield f"{' and '.join(names)} of {one.name}, which its [[machines]] may give"
+                yield f"{' and '.join(names)} of {one.name}: keys of its [[machines]]"
     if unmeasured := [one.machine for one in found if one.note == NOT_CALIBRATED]:
-        yield f"{unmeasured[0]} may suffice: `crossover calibrate` on it would tell"
+        yield f"whether {unmeasured[0]} suffices: `crossover calibrate` on it tells"

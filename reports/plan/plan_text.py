@@ -119,9 +119,11 @@ def _fine_print(plan: Plan) -> Iterator[str]:
         "confirmed, a load ran on it; estimated, simulated from times measured on it; predicted, "
         "from datasheets."
     )
+    best = "; at best: if each that is rented holds its high end"
+    shown = any("at best" in _cost(one) for one in plan.rows)
     yield (
         "Machines: in the busiest hour. $: for as many as surely suffice, rented in the hours that "
-        "need them; at best: if each that is rented holds its high end. kWh: without idling."
+        f"need them{best if shown else ''}. kWh: while they compute."
     )
     if plan.price_date:
         yield f"List prices of {plan.price_date} or later."

@@ -16,6 +16,7 @@ def cost(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     rows = []
     for one in answers:
         gpu, rate = one.gpu, one.cell.held or one.cell.limit
+        rounded: formatting.Rounding = "down" if one.cell.held else "nearest"  # as the headline
         if gpu is None or gpu.dollars_per_hour is None or not gpu.low or not rate:
             continue
         machines, million = max(1, math.ceil(gpu.low / rate)), "–"
@@ -25,7 +26,7 @@ def cost(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         rows.append(
             (
                 one.title,
-                formatting.rate(rate, rounded="down"),
+                formatting.rate(rate, rounded=rounded),
                 gpu.name,
                 formatting.rate(gpu.low, rounded="down"),
                 formatting.dollars_per_hour(gpu.dollars_per_hour),
@@ -39,8 +40,8 @@ def cost(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     return Section(
         slug="cost",
         title="Cost",
-        sentence=f"Up to {rows[-1][1]} of {rows[-1][0]} one machine like this is the cheaper way "
-        f"while it costs less than the {rows[-1][2]} ({rows[-1][4]}).",
+        sentence=f"Up to {formatting.of_requests(rows[-1][1])} of {rows[-1][0]}, a machine like "
+        f"this is cheaper than the {rows[-1][2]} if it costs less than {rows[-1][4]}.",
         grades=("predicted",),
         table=table(
             (
@@ -71,7 +72,7 @@ def energy(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     if here_said == formatting.NOT_MEASURED:
         said = "This machine does not tell its watts."
     if one.gpu is not None and there_said != formatting.NOT_MEASURED:
-        said += f" On a full {one.gpu.name} it would take {there_said}."
+        said += f" On a full {one.gpu.name} a token of {one.title} would take {there_said}."
     return Section(
         slug="energy",
         title="Energy",

@@ -1,4 +1,4 @@
-"""Loading, and the bridge: what this CPU carries while a GPU loads."""
+"""Loading: how long it takes, and what this CPU carries while a GPU loads."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     if bridged and there is not None:
         sentence = (
             f"While a GPU loads {one.title} for some {formatting.duration(there)}, this CPU "
-            f"carries {formatting.rate(one.cell.held, rounded='down')}."
+            f"carries {formatting.requests(one.cell.held, rounded='down')}."
         )
     return Section(
         slug="load-times",
-        title="Loading, and the bridge",
+        title="Loading",
         sentence=sentence,
         grades=("measured", "predicted"),
         table=table(

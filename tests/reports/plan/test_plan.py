@@ -4,11 +4,12 @@ import pytest
 
 from loadtests.records.run_journal import Capacity
 from reports.devices.device_catalog import devices, priced_gpus
-from reports.plan.candidates import _measured, candidates_of
+from reports.plan.candidates import _measured, asked_of, candidates_of
 from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
 from reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
 from reports.plan.plan_options import MOST_ROWS, Candidate, Plan, make_plan
 from reports.plan.plan_text import as_json, as_text, choice_sentence
+from tests.reports.runs import shown
 
 
 def asked(rate: float = 1.0, **more: object) -> Question:
@@ -162,3 +163,10 @@ def test_the_ends_of_a_run_s_interval_are_made_one_sided() -> None:
     told = _measured("mine", found, None)
     assert told.low == pytest.approx(0.8 ** (1.2816 / 1.6449))
     assert told.high == pytest.approx(1.25 ** (1.2816 / 1.6449))
+
+
+def test_a_run_gives_the_lengths_and_the_slo_that_are_left_out() -> None:
+    folder, data, _ = shown()
+    tables = {"model": "1b", "forecast": {"peak_rate": 0.01}, "machines": [{"run": str(folder)}]}
+    slo = asked_of(tables, folder).slo
+    assert (slo.ttft_seconds, slo.target) == (data.slo.ttft_seconds, data.slo.target)
