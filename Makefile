@@ -29,7 +29,7 @@ STAMP = $(VENV)/.installed
 help:
 	@echo "make demo   the main job: models, campaign, report (some 9 minutes on 2 cores, after the installation)"
 	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm)"
-	@echo "make test   the tests (some 12 minutes on 2 cores)"
+	@echo "make test   the tests (some 7 minutes on 2 quiet cores)"
 	@echo "make scale-test  replicas on a Ray of this machine, in an environment of its own (installs 600 MB)"
 	@echo "make test-vulkan  llama.cpp on Vulkan, on a GPU or on Mesa's software device (compiles llama.cpp; says what is missing)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
@@ -37,7 +37,7 @@ help:
 	@echo "make lint-images  hadolint, shellcheck, the schemas of compose and Kubernetes, for docker/"
 	@echo "make docs   the guides as a site, in site/"
 	@echo "make release-check  sdist and wheel, installed without torch in a clean environment: serve, load, campaign, report"
-	@echo "make lint   ruff, mypy, the rules of the house, bandit, and known vulnerabilities of the versions"
+	@echo "make lint   ruff, mypy, the rules of the house, bandit"
 
 demo: $(STAMP)
 	$(BIN)/crossover campaign run loadtests/demo$(if $(GPU),-gpu).toml --out $(RUNS)

@@ -1,6 +1,6 @@
 """Reasons to read a level with care. A serious one leaves the level out.
 
-for warning in level_warnings(level, slo, run.samples_of(level.name)):
+for warning in level_warnings(level, slo, samples):
     warning.code, warning.seriousness, warning.text, warning.advice
 """
 

@@ -219,7 +219,9 @@ def run_selftest(progress: Progress) -> list[Row]:
     rows: list[Row] = []
     with open_bench() as bench:
         for number, part in enumerate(parts):
-            progress.tick((part.__doc__ or "").split("\n")[0], fraction=number / len(parts))
+            progress.tick(
+                (part.__doc__ or "").split("\n")[0].rstrip("."), fraction=number / len(parts)
+            )
             rows += part(bench)
     return rows
 

@@ -76,7 +76,8 @@ def list_models(cache: Cache = None) -> None:
 def make(
     names: Names,
     weight_format: Annotated[
-        str | None, typer.Option("--format", help="Or gguf, hf, onnx. Default: the backend's.")
+        str | None,
+        typer.Option("--format", help="Q4_0, int8, ...; gguf, hf, onnx. Default: the backend's."),
     ] = None,
     backend: Annotated[
         str, typer.Option(help="Whose kind of weights: llama_cpp, torch, onnx.")

@@ -32,7 +32,7 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
 
     parameters = [_parameter_of(field, flags[field.name]) for field in fields]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__doc__ = run.__doc__
+    command.__doc__ = _literal(run.__doc__ or "")
     return command
 
 
@@ -43,7 +43,7 @@ def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parame
     if get_origin(kind) in (dict, tuple):
         kind, default = list[str] | None, None
     shown: dict[str, Any] = {
-        "help": re.sub(r"\[(?=[a-z#/@])", r"\\[", said.text),  # what rich would take as a tag
+        "help": _literal(said.text),
         "metavar": said.metavar or None,
     }
     if said.is_argument:
@@ -55,6 +55,11 @@ def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parame
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
+
+
+def _literal(text: str) -> str:
+    """With what rich would take as a tag, such as [slo], escaped."""
+    return re.sub(r"\[(?=[a-z#/@])", r"\\[", text)
 
 
 def parse_options(pairs: list[str] | tuple[str, ...], flag: str) -> dict[str, Any]:

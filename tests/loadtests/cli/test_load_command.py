@@ -35,6 +35,16 @@ def test_a_level_is_shown(truth_server: Start) -> None:
         assert part in said, part
 
 
+def test_the_help_page_says_table_names_in_brackets() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "crossover", "load", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert "with a [target]" in done.stdout and "[slo]" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("fail", "word"),
     [
