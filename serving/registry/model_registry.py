@@ -405,12 +405,13 @@ class Registry:
     def _load_soon(self, model: ServedModel, evict: bool = True) -> asyncio.Task[None]:
         if model.load is None:
             model.load = self._background.keep(self._load(model, evict))
+            # Not by itself: one that is cancelled before its first step has no end of its own.
+            model.load.add_done_callback(lambda _: setattr(model, "load", None))
         return model.load
 
-    def _call_off(self, model: ServedModel) -> None:
+    def _call_off(self, model: ServedModel) -> bool:
         """End a load that has not begun; one whose engine runs ends with the engine."""
-        if model.load is not None and not model.supervisor.pids:
-            model.load.cancel()
+        return model.load is not None and not model.supervisor.pids and model.load.cancel()
 
     async def _load(self, model: ServedModel, evict: bool) -> None:
         supervisor = model.supervisor
@@ -436,8 +437,6 @@ class Registry:
             if supervisor.state in (*_NOT_THERE, EngineState.loading) and model.on_demand:
                 supervisor.rest(EngineState.failed, str(problem))
             raise
-        finally:
-            model.load = None
 
     async def _room_for(self, model: ServedModel, evict: bool) -> Placement:
         """Where this model goes now, once others are evicted for it: the first attempt that fits,
@@ -480,7 +479,8 @@ class Registry:
         """Unload a model until an administrator loads it; returns the sequences cut off."""
         model = self.models[name]
         model.on_demand = False
-        self._call_off(model)
+        if model.load is not None and self._call_off(model):
+            await asyncio.wait([model.load])
         return await self._unload(model, "asked for", "asked", drain)
 
     async def _unload(self, model: ServedModel, why: str, kind: str, drain: bool = True) -> int:

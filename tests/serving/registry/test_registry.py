@@ -186,6 +186,21 @@ def test_an_administrator_unloads_what_is_in_flight_ends_and_only_he_loads_it_ag
     run(scenario())
 
 
+def test_a_load_that_is_called_off_before_its_first_step_can_be_asked_for_again() -> None:
+    async def scenario() -> None:
+        async with fleet_of(model("a", load="demand")) as registry:
+            asked = asyncio.create_task(registry.load("a"))
+            await asyncio.sleep(0)
+            assert await registry.unload("a") == 0
+            assert registry.states() == {"a": "unloaded"}
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            await registry.load("a")
+            assert registry.states() == {"a": "ready"}
+
+    run(scenario())
+
+
 def test_who_asks_while_a_model_is_unloaded_waits_for_the_unload_and_loads_it() -> None:
     async def scenario() -> None:
         async with fleet_of(model("a")) as registry:
