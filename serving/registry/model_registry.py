@@ -229,7 +229,8 @@ def make_room(
     recently used; None: it fits.
 
     The first that can be had is taken (the placement's order: GPU first), even where others are
-    evicted for it. `free`: None where the device does not say. Raises NoRoom.
+    evicted for it. `free`: None where the device does not say. Raises NoRoom where busy models are
+    in the way, NoPlacement where it would not fit even alone.
     """
 
     def lacks(needs: Bytes, gone: Sequence[ServedModel] = ()) -> list[str]:
@@ -248,8 +249,10 @@ def make_room(
         for needs in options
         for at in lacks(needs)
     )
+    if all(lacks(needs, residents) for needs in options):
+        raise NoPlacement(f"it would not fit even alone: {why}")
     busy = ", ".join(one.served_name for one in residents if one.busy)
-    raise NoRoom(f"{why}{f', while {busy} are busy' if busy else ''}")
+    raise NoRoom(f"{why}, while {busy} are busy")
 
 
 def bytes_by_place(attempts: Sequence[Attempt]) -> dict[str, int]:
@@ -458,8 +461,8 @@ class Registry:
             needs = [bytes_by_place(attempts[at : at + many]) for at in range(len(attempts))]
             try:
                 option, gone = make_room(needs, residents, free)
-            except NoRoom as problem:
-                raise NoRoom(f"{name}: {problem}") from problem
+            except (NoRoom, NoPlacement) as problem:
+                raise type(problem)(f"{name}: {problem}") from problem
             if gone is None:
                 first, *later = attempts[option:]
                 attempts = [first, *(one for one in later if one.fits or not check)]
