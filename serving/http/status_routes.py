@@ -201,7 +201,6 @@ async def _done(
         raise ApiError(404, text, "model_not_found", "name")
     try:
         await work(registry)
-        await asyncio.sleep(0)  # a load that it has cancelled ends first
     except asyncio.CancelledError:
         text = f"the load of {name!r} was given up: it was unloaded, or the server ends"
         raise try_again(503, text, "unloaded", 5.0) from None

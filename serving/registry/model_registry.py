@@ -229,7 +229,8 @@ def make_room(
     recently used; None: it fits.
 
     The first that can be had is taken (the placement's order: GPU first), even where others are
-    evicted for it. `free`: None where the device does not say. Raises NoRoom.
+    evicted for it. `free`: None where the device does not say. Raises NoRoom where busy models are
+    in the way, NoPlacement where it would not fit even alone.
     """
 
     def lacks(needs: Bytes, gone: Sequence[ServedModel] = ()) -> list[str]:
@@ -248,8 +249,10 @@ def make_room(
         for needs in options
         for at in lacks(needs)
     )
+    if all(lacks(needs, residents) for needs in options):
+        raise NoPlacement(f"it would not fit even alone: {why}")
     busy = ", ".join(one.served_name for one in residents if one.busy)
-    raise NoRoom(f"{why}{f', while {busy} are busy' if busy else ''}")
+    raise NoRoom(f"{why}, while {busy} are busy")
 
 
 def bytes_by_place(attempts: Sequence[Attempt]) -> dict[str, int]:
@@ -405,12 +408,13 @@ class Registry:
     def _load_soon(self, model: ServedModel, evict: bool = True) -> asyncio.Task[None]:
         if model.load is None:
             model.load = self._background.keep(self._load(model, evict))
+            # Not by itself: one that is cancelled before its first step has no end of its own.
+            model.load.add_done_callback(lambda _: setattr(model, "load", None))
         return model.load
 
-    def _call_off(self, model: ServedModel) -> None:
+    def _call_off(self, model: ServedModel) -> bool:
         """End a load that has not begun; one whose engine runs ends with the engine."""
-        if model.load is not None and not model.supervisor.pids:
-            model.load.cancel()
+        return model.load is not None and not model.supervisor.pids and model.load.cancel()
 
     async def _load(self, model: ServedModel, evict: bool) -> None:
         supervisor = model.supervisor
@@ -436,8 +440,6 @@ class Registry:
             if supervisor.state in (*_NOT_THERE, EngineState.loading) and model.on_demand:
                 supervisor.rest(EngineState.failed, str(problem))
             raise
-        finally:
-            model.load = None
 
     async def _room_for(self, model: ServedModel, evict: bool) -> Placement:
         """Where this model goes now, once others are evicted for it: the first attempt that fits,
@@ -459,8 +461,8 @@ class Registry:
             needs = [bytes_by_place(attempts[at : at + many]) for at in range(len(attempts))]
             try:
                 option, gone = make_room(needs, residents, free)
-            except NoRoom as problem:
-                raise NoRoom(f"{name}: {problem}") from problem
+            except (NoRoom, NoPlacement) as problem:
+                raise type(problem)(f"{name}: {problem}") from problem
             if gone is None:
                 first, *later = attempts[option:]
                 attempts = [first, *(one for one in later if one.fits or not check)]
@@ -480,7 +482,8 @@ class Registry:
         """Unload a model until an administrator loads it; returns the sequences cut off."""
         model = self.models[name]
         model.on_demand = False
-        self._call_off(model)
+        if model.load is not None and self._call_off(model):
+            await asyncio.wait([model.load])
         return await self._unload(model, "asked for", "asked", drain)
 
     async def _unload(self, model: ServedModel, why: str, kind: str, drain: bool = True) -> int:

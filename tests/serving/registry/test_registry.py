@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from serving.engine.ipc_messages import Delta, GenerationRequest
-from serving.errors import LoadFailed, NoRoom, Unavailable
+from serving.errors import LoadFailed, Unavailable
 from serving.metrics import ServerMetrics
+from serving.placement.placement_policy import NoPlacement
 from serving.registry import model_registry
 from serving.registry.engine_config import Machine, prepare
 from serving.registry.model_registry import Registry, RegistryLimits, ServedModel
@@ -186,6 +187,21 @@ def test_an_administrator_unloads_what_is_in_flight_ends_and_only_he_loads_it_ag
     run(scenario())
 
 
+def test_a_load_that_is_called_off_before_its_first_step_can_be_asked_for_again() -> None:
+    async def scenario() -> None:
+        async with fleet_of(model("a", load="demand")) as registry:
+            asked = asyncio.create_task(registry.load("a"))
+            await asyncio.sleep(0)
+            assert await registry.unload("a") == 0
+            assert registry.states() == {"a": "unloaded"}
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            await registry.load("a")
+            assert registry.states() == {"a": "ready"}
+
+    run(scenario())
+
+
 def test_who_asks_while_a_model_is_unloaded_waits_for_the_unload_and_loads_it() -> None:
     async def scenario() -> None:
         async with fleet_of(model("a")) as registry:
@@ -300,13 +316,14 @@ def test_a_model_whose_engines_kept_dying_is_loaded_again_after_a_pause(
     run(scenario())
 
 
-def test_what_does_not_fit_is_said_to_be_so() -> None:
+def test_what_never_fits_is_said_to_be_so_and_given_up() -> None:
     async def scenario() -> None:
         limits = RegistryLimits(memory_bytes=MIB)
         async with fleet_of(model("a", "demand"), limits=limits) as registry:
-            with pytest.raises(NoRoom, match="may be used"):
+            with pytest.raises(NoPlacement, match="not fit even alone: .* 1 MiB may be used"):
                 await registry.load("a")
-            assert (await refused(registry, "a")).code == "no_room"
+            assert (await refused(registry, "a")).code == "failed"
+            assert registry.models["a"].given_up
 
     run(scenario())
 
