@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -75,7 +77,11 @@ load = command_of(CommandOptions, _load)
 def measured(options: CommandOptions) -> Level:
     """The level, when its last answer has come. Raises LoadError."""
     more = {"concurrency": options.concurrency, "window_seconds": options.duration}
-    with Progress() as progress, LoadGenerator() as generator:
+    with (
+        Progress() as progress,
+        tempfile.TemporaryDirectory(prefix="crossover-load-") as folder,
+        LoadGenerator(log=Path(folder) / "log") as generator,  # Locust prints tables of its own
+    ):
         progress.tick(f"probing {options.url}")
         plan = plan_of(options, facts=(facts := probe(plan_of(options, **more).target)), **more)
         progress.say(f"{options.url}: model {facts.model}")

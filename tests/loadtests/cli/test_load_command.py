@@ -33,6 +33,7 @@ def test_a_level_is_shown(truth_server: Start) -> None:
     assert child.returncode == 0, said
     for part in ("30.0 requests/s asked", "SLO chat: 100.0% good", "TTFT", "send lag"):
         assert part in said, part
+    assert "# reqs" not in said  # Locust's own tables
 
 
 def test_the_help_page_says_table_names_in_brackets() -> None:
