@@ -207,7 +207,9 @@ def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
     repository, file = match.groups()
     wanted = [file] if file else [*TEXTS, "*.safetensors"]
     try:  # hf_hub_download, for one file, retries for half a minute where there is no network
-        folder = Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=20))
+        folder = Path(
+            snapshot_download(repository, allow_patterns=wanted, etag_timeout=20)  # nosec B615
+        )
     except (HfHubHTTPError, HFValidationError, OSError) as problem:
         reason = str(problem).split("\n")[0]
         raise UnknownModel(
