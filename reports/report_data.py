@@ -184,7 +184,9 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return True
         if self.limit == 0.0 or judged.due < LEAST_ALONE:
             return None
-        return judged.verdict != "fails"
+        if judged.verdict == "fails":
+            return False
+        return True if judged.verdict == "holds" or judged.good == judged.due else None
 
     @property
     def alone(self) -> Alone | None:

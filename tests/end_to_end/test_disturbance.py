@@ -138,5 +138,5 @@ def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
     (ended,) = of_kind(events, CellFinished)
     assert not ended.capacity.holds
     (found,) = of_kind(events, NeverQuiet)
-    assert f"(pid {busy}, " in found.reason and "% of the CPU time" in found.reason
+    assert f"(pid {busy})" in found.reason and "% of the CPU time" in found.reason
     assert found.reason in said
