@@ -36,13 +36,6 @@ class GpuFacts(msgspec.Struct, frozen=True):
     index: int = 0  # in the driver's order, which is not that of CUDA
     uuid: str | None = None  # by which an engine is given this one and no other
 
-    @property
-    def used_bytes(self) -> int | None:
-        """Memory in use, by whomever."""
-        if self.total_bytes is None or self.free_bytes is None:
-            return None
-        return self.total_bytes - self.free_bytes
-
 
 class FoundGpus(msgspec.Struct, frozen=True):
     """The GPUs, or the cause why there is none; `note`: why, or which GPU cannot be read."""

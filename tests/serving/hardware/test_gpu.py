@@ -85,7 +85,7 @@ def test_a_driver_that_hung_and_answers_again_is_heard(
     install(monkeypatch, body)
     assert find_gpus(root, timeout_seconds=0.05).cause == "health_timeout"
     (gpu,) = find_gpus(root).gpus
-    assert (gpu.name, gpu.total_bytes, gpu.used_bytes, gpu.driver) == ("H200", 100, 40, "550.1")
+    assert (gpu.name, gpu.total_bytes, gpu.free_bytes, gpu.driver) == ("H200", 100, 60, "550.1")
 
 
 def test_a_backend_that_crashes_on_import_is_told_of_not_suffered(impostor: Path) -> None:
