@@ -12,7 +12,7 @@ than one matrix. Other architectures: models.export_with_optimum.
     fp32  as they are
 
 Trained models have a few channels a hundred times as large as the others, on which one scale a
-token spends its 8 bits. So for int8 trained weights are first turned (models.turned_weights): the
+token spends its 8 bits. So for int8 trained weights are first turned (models.rotated_weights): the
 same function in a basis in which all channels are alike. Without VNNI, sums of two 8-bit products
 saturate 16 bits: there int8 weights have 7 bits (`int8_bits`; the manifest's generator says so).
 """
@@ -32,11 +32,15 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from models.cpu_and_memory import int8_bits
 from models.errors import BrokenWeights, UnsupportedModel
 from models.export_with_optimum import export_graph, foreign_spec
 from models.hf_config import FAMILIES, TEXTS, read_config, spec_of, v4_config
-from models.machine import int8_bits
-from models.manifest import (
+from models.model_spec import ModelSpec
+from models.random_weights import GENERATOR, Weights, as_bytes, write_texts
+from models.rotated_weights import BLOCK, Turned, rotations
+from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows, check_tensors, stored_rows
+from models.weights_manifest import (
     Manifest,
     Progress,
     atomic_folder,
@@ -44,10 +48,6 @@ from models.manifest import (
     read_manifest,
     write_manifest,
 )
-from models.random_weights import GENERATOR, Weights, as_bytes, write_texts
-from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows, check_tensors, stored_rows
-from models.spec import ModelSpec
-from models.turned_weights import BLOCK, Turned, rotations
 
 GRAPH, DATA = "model.onnx", "model.onnx.data"
 GROUP = 32  # weights of an int4 row that share a scale

@@ -16,13 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from models.child_process import run_aside
+from models.cpu_and_memory import int8_bits
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.hf_config import read_config
-from models.isolated import run_aside
-from models.machine import int8_bits
-from models.manifest import Progress
+from models.model_spec import ModelSpec, whole_number
 from models.safetensors_reader import read_tensors
-from models.spec import ModelSpec, whole_number
+from models.weights_manifest import Progress
 
 MODEL = "model.onnx"
 

@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, LlamaFileType, ReaderTensor
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.spec import ModelSpec, whole_number
+from models.model_spec import ModelSpec, whole_number
 
 _KEPT_ARRAY = 64  # longer arrays are the tokenizer, and come back empty
 

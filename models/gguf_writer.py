@@ -13,10 +13,10 @@ import gguf
 import numpy as np
 
 from models.chat_template import CHATML
-from models.formats import GgufTensor, gguf_tensors
-from models.manifest import Progress
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
 from models.tokenizer import SPECIAL_TOKENS, shipped
+from models.weight_formats import GgufTensor, gguf_tensors
+from models.weights_manifest import Progress
 
 # transformers' model_type -> architecture name in GGUF, which knows Mistral as llama.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

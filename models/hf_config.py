@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.spec import ModelSpec, RopeScaling, whole_number
+from models.model_spec import ModelSpec, RopeScaling, whole_number
 
 # The families (model_type) that are computed here, and their classes in transformers.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -3,8 +3,8 @@
     write_gguf(rung("3b").spec, Path("3b.gguf"), "Q4_0")  # streamed, 1.9 GB
     write_hf_folder(rung("135m").spec, Path("135m"), "bf16")  # for transformers 4 and 5
 
-Tensors, types and bytes a token are a real file's (`models.formats`): so are time and memory; text
-is noise. Spreads keep the size of activations through any number of layers, with logits of standard
+Tensors, types and bytes a token are a real file's (`models.weight_formats`): so are time and
+memory; text is noise. Spreads keep the size of activations through any number of layers, with logits of standard
 deviation LOGIT_SPREAD.
 
 One pool of normal floats, and one of blocks for each type and spread, quantised by ggml, is drawn
@@ -26,11 +26,14 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
-from models.formats import BLOCKS, GgufTensor
 from models.gguf_vocabulary import llama_library
 from models.gguf_writer import write_file
 from models.hf_config import ARCHITECTURES
-from models.manifest import (
+from models.model_spec import ModelSpec, RopeScaling
+from models.safetensors_reader import EMBEDDING, HEAD, Floats
+from models.tokenizer import SHIPPED_MARK, write_shipped
+from models.weight_formats import BLOCKS, GgufTensor
+from models.weights_manifest import (
     Manifest,
     Progress,
     atomic_file,
@@ -38,9 +41,6 @@ from models.manifest import (
     manifest_path,
     write_manifest,
 )
-from models.safetensors_reader import EMBEDDING, HEAD, Floats
-from models.spec import ModelSpec, RopeScaling
-from models.tokenizer import SHIPPED_MARK, write_shipped
 
 # Part of the manifest: weights that another generator or another tokenizer made are made again.
 GENERATOR = f"synthesis 2, tokenizer {SHIPPED_MARK}"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
 
 Floats = npt.NDArray[np.float32]
 # Rows first..last of a tensor (elements of a vector), by its Hugging Face name. Of a tied model

@@ -22,9 +22,9 @@ import msgspec
 from tokenizers import Tokenizer as HfFile
 
 from models.chat_template import CHATML, RendersChat
+from models.child_process import run_aside
 from models.errors import BadChat, BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.gguf_vocabulary import GgufTokenizer
-from models.isolated import run_aside
 
 DATA = Path(__file__).parent / "data"
 SHIPPED = DATA / "tokenizer.json"

@@ -4,7 +4,7 @@
 
 **The rule: the cheapest in the catalogue whose low end (90 %, one-sided) holds the rate.** The rate
 is what a CPU's limit asks for: a little more than it holds; where a model is not even good alone,
-the smallest rate that anybody would ask for. A plan chooses by the same rule (plan_options.py).
+the smallest rate that anybody would ask for. A plan chooses by the same rule (plan_costs.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import msgspec
 
 from loadtests.analysis.slo import Slo
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
 from reports.devices.device_capacity import (
     SLOW,
     TOGETHER,

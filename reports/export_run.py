@@ -28,8 +28,8 @@ from loadtests.records.run_folder import (
 )
 from loadtests.records.run_journal import CellFinished, Event
 from models import formatting
-from models.ladder import is_rung
-from models.manifest import write_atomically
+from models.model_ladder import is_rung
+from models.weights_manifest import write_atomically
 from reports.errors import ReportError
 
 # Keys whose texts are kept, since our own code writes them, and keys of which nothing but a number

@@ -20,9 +20,9 @@ import numpy as np
 
 from loadtests.analysis.capacity_estimate import LEAST_SECONDS, estimate
 from loadtests.analysis.level import Judged, Level, levels_of
-from loadtests.analysis.level_validity import NamedWarning, level_warnings
-from loadtests.analysis.power import watts_of
+from loadtests.analysis.level_warnings import NamedWarning, level_warnings
 from loadtests.analysis.slo import Slo
+from loadtests.analysis.watts import watts_of
 from loadtests.errors import BadRunFolder, LoadError
 from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
@@ -47,8 +47,8 @@ from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import Poisson, Trace, process_of
 from loadtests.workload.request_lengths import Workload
 from models import formatting
-from models.ladder import is_rung, rung
-from models.spec import ModelSpec
+from models.model_ladder import is_rung, rung
+from models.model_spec import ModelSpec
 from reports.devices.device_capacity import Traffic
 from reports.errors import BadRun
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from models.manifest import write_atomically
+from models.weights_manifest import write_atomically
 from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, basis, headline
 from reports.markdown import markdown

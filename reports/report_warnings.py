@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from loadtests.analysis.capacity_text import speed_words
-from loadtests.analysis.level_validity import NamedWarning, Seriousness
+from loadtests.analysis.level_warnings import NamedWarning, Seriousness
 from loadtests.records.run_journal import (
     CellReady,
     Interrupted,

@@ -24,12 +24,12 @@ from typing import Any
 
 import msgspec
 
-from models.isolated import python_variables
-from models.ladder import is_rung
-from models.manifest import write_atomically
-from serving.bounds import flags_of
+from models.child_process import python_variables
+from models.model_ladder import is_rung
+from models.weights_manifest import write_atomically
 from serving.errors import EngineFailed, ServingError
 from serving.hardware.machine_facts import allowed_cores
+from serving.option_bounds import flags_of
 from serving.server_options import Policy, ServeOptions
 
 APPLICATION = "crossover"

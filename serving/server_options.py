@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from serving.bounds import Count, Port, Positive, Seconds, converted, flags_of, option
 from serving.errors import ServingError
+from serving.option_bounds import Count, Port, Positive, Seconds, converted, flags_of, option
 
 # Panels of the help page.
 ENGINE, QUEUE, HTTP = "Engine", "Queue and faults", "HTTP"

@@ -33,7 +33,7 @@ def has_gpu() -> bool:
 # Files that import torch and transformers (6 s of CPU), and convert: one worker does them all.
 HEAVY = (
     "tests/models/test_convert_to_",
-    "tests/models/test_resolve.py",
+    "tests/models/test_resolve_model.py",
     "tests/models/test_random_weights.py",
     "tests/serving/backends/",
     "tests/serving/hardware/test_memory.py",
@@ -104,7 +104,7 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
         "crossover",
         "serving.cli.launch",
         "serving.cli.models_command",
-        "models.resolve",
+        "models.resolve_model",
         "loadtests.cli.campaign_command",
     )
     yield functools.partial(forks.run, "crossover:main")
@@ -114,7 +114,7 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
 @pytest.fixture(scope="session")
 def shipped_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Path of the tokenizer that the project ships, as the fake backend is served with."""
-    from models.resolve import resolve
+    from models.resolve_model import resolve
 
     return str(
         Path(resolve("fake", kind="none", cache=tmp_path_factory.mktemp("cache")).tokenizer_path)

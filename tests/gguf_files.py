@@ -17,13 +17,13 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-from models.formats import GgufTensor, gguf_tensors
 from models.gguf_reader import read_header
 from models.gguf_vocabulary import llama_library
 from models.gguf_writer import ARCHITECTURES, write_file
+from models.model_spec import ModelSpec
 from models.random_weights import as_bytes, rope_factors, stored_as, write_texts
 from models.safetensors_reader import Floats, stored_rows
-from models.spec import ModelSpec
+from models.weight_formats import GgufTensor, gguf_tensors
 from tests.graph_logits import Ids
 
 CONTROL = 3  # of gguf.TokenType

@@ -24,7 +24,7 @@ def sources(root: Path, package: str) -> list[Path]:
 
 
 def module_name(path: Path, root: Path = ROOT) -> str:
-    """`models/spec.py` -> `models.spec`; a package's `__init__` is the package."""
+    """`models/model_spec.py` -> `models.model_spec`; a package's `__init__` is the package."""
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

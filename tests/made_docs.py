@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from loadtests.checked_files import read_toml
-from reports.ci_checks import QUANTITIES
-from reports.plan.candidates import asked_of, candidates_of
+from reports.check_conditions import QUANTITIES
+from reports.plan.plan_costs import make_plan
 from reports.plan.plan_file import BadPlan
-from reports.plan.plan_options import make_plan
+from reports.plan.plan_machines import asked_of, candidates_of
 from reports.plan.plan_text import as_text
 from tests.campaign_template import campaign_template
 from tests.docs_of_structs import campaign_keys, plan_keys

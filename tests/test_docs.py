@@ -19,11 +19,11 @@ import typer
 import yaml
 
 import crossover
-from loadtests.analysis import level_validity
+from loadtests.analysis import level_warnings
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.cli.load_command import CommandOptions
-from serving.bounds import converted
 from serving.http.api_schemas import CHAT, COMPLETION, decode
+from serving.option_bounds import converted
 from serving.server_options import ServeOptions, models_of
 from tests.docs_site import SITE, loaded_from_elsewhere, outside
 from tests.made_docs import MADE, WHOLE, replaced
@@ -179,7 +179,7 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere() -> None:
 
 
 def test_every_warning_is_explained() -> None:
-    raised = set(level_validity.ADVICE)
+    raised = set(level_warnings.ADVICE)
     text = (ROOT / "reports/report_warnings.py").read_text()
     raised |= set(re.findall(r'(?:NamedWarning\(\s*| else )"([A-Z]\w+)"', text))
     raised |= set(re.findall(r'"([A-Z]\w+)" if ', text))

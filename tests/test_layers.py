@@ -35,7 +35,7 @@ def test_only_the_locust_side_imports_locust_since_that_patches_the_process() ->
 
 
 def test_processes_are_started_where_secrets_and_folders_are_thought_of() -> None:
-    """models/isolated.py starts every Python; the other a command as it was given.
+    """models/child_process.py starts every Python; the other a command as it was given.
 
     multiprocessing and the like would run code of the current folder, and unpickle answers.
     """
@@ -52,8 +52,8 @@ def test_processes_are_started_where_secrets_and_folders_are_thought_of() -> Non
         if starts.search(path.read_text())
     }
     assert found == {
-        "models/isolated.py",
-        "loadtests/host/parent_bound.py",
+        "models/child_process.py",
+        "loadtests/host/die_with_parent.py",
     }
 
 

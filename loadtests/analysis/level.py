@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.level_statistics import counted_as_one, grows, is_steady, wilson
+from loadtests.analysis.good_share import counted_as_one, grows, is_steady, wilson
 from loadtests.analysis.slo import Slo, Verdict
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_folder import RunRecords

@@ -28,9 +28,9 @@ from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
 from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.request_lengths import draw
 from models import formatting
-from models.ladder import is_rung, rung
-from models.resolve import is_gguf, resolve
-from models.spec import ModelSpec
+from models.model_ladder import is_rung, rung
+from models.model_spec import ModelSpec
+from models.resolve_model import is_gguf, resolve
 from serving.backends.backend_table import BACKENDS, missing_backends
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores

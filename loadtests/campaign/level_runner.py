@@ -22,7 +22,7 @@ import msgspec
 
 from loadtests.analysis.disturbance import disturbance_of, is_slight
 from loadtests.analysis.level import Level, LevelRows
-from loadtests.analysis.level_validity import is_valid, level_warnings
+from loadtests.analysis.level_warnings import is_valid, level_warnings
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.cell_selection import policy_of
 from loadtests.campaign.progress import Progress
@@ -31,7 +31,7 @@ from loadtests.campaign.server_launch import Server
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from loadtests.host.prometheus_scrape import EngineClock
 from loadtests.host.resource_sampler import Sampler
-from loadtests.load_generator.load_plan import Ended, LoadPlan, Started
+from loadtests.load_generator.level_messages import Ended, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import TargetFacts, probe
 from loadtests.records.request_record import RequestRecord

@@ -29,8 +29,8 @@ from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.run_journal import CellReady, EngineInfo
 from models.errors import ModelError
-from models.ladder import is_rung
-from models.resolve import resolve
+from models.model_ladder import is_rung
+from models.resolve_model import resolve
 from serving.hardware.cpu_topology import cores_text
 from serving.server_options import arguments
 

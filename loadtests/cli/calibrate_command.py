@@ -13,13 +13,13 @@ import msgspec
 import typer
 
 from loadtests.errors import LoadError
-from serving.bounds import Count, option
 from serving.cli.parameters import command_of
+from serving.option_bounds import Count, option
 
 if TYPE_CHECKING:
     from loadtests.campaign.campaign_file import Plan
     from loadtests.records.run_folder import RunRecords
-    from loadtests.simulation.calibration_file import MachineFile
+    from loadtests.simulation.machine_file import MachineFile
 
 CAMPAIGN = Path(__file__).parents[1] / "calibrate.toml"
 CELL_SECONDS = 120.0  # of measuring, at most, for each model
@@ -59,7 +59,7 @@ def _calibrate(options: CalibrateOptions) -> None:
     from loadtests.campaign.campaign_runner import run
     from loadtests.campaign.progress import Progress
     from loadtests.records.run_folder import read_records
-    from loadtests.simulation.calibration_file import write_machine_file
+    from loadtests.simulation.machine_file import write_machine_file
 
     out = Path(options.out).resolve()
     if not out.parent.is_dir():
@@ -88,9 +88,9 @@ def machine_of(run: RunRecords) -> MachineFile:
     """What the run's calibrations say of this machine. Raises LoadError where none has a law."""
     from loadtests.campaign.run_state import CellRecord, campaign_of
     from loadtests.records.run_journal import CellReady, of_kind
-    from loadtests.simulation.calibration_file import MachineFile, ModelSteps, hardware_of
-    from models.machine import total_bytes
-    from models.resolve import resolve
+    from loadtests.simulation.machine_file import MachineFile, ModelSteps, hardware_of
+    from models.cpu_and_memory import total_bytes
+    from models.resolve_model import resolve
     from serving.backends.backend_table import weights_of
     from serving.hardware.machine_facts import HardwareFacts
 

@@ -10,21 +10,21 @@ import msgspec
 from rich.table import Table
 
 from loadtests.analysis.level import Level, LevelRows
-from loadtests.analysis.level_validity import level_warnings
+from loadtests.analysis.level_warnings import level_warnings
 from loadtests.analysis.percentiles import PERCENTILES, distribution
 from loadtests.analysis.slo import SLO_PRESETS, Slo
 from loadtests.campaign.progress import Progress, console_of
 from loadtests.errors import Incomplete, LoadError
 from loadtests.host.child_processes import signals_interrupt
+from loadtests.load_generator.level_messages import Ended
 from loadtests.load_generator.load_options import LoadOptions, plan_of
-from loadtests.load_generator.load_plan import Ended
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import probe
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_journal import LevelFinished, LevelStarted
 from models import formatting
-from serving.bounds import Count, Positive, option
 from serving.cli.parameters import command_of
+from serving.option_bounds import Count, Positive, option
 
 
 class CommandOptions(LoadOptions, frozen=True, kw_only=True):

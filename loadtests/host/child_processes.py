@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models.isolated import start_python
-from models.machine import read_text
+from models.child_process import start_python
+from models.cpu_and_memory import read_text
 
-PARENT_BOUND = Path(__file__).with_name("parent_bound.py")
+DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -42,7 +42,7 @@ class Child:
         bound = [str(os.getpid()), ",".join(map(str, cores)) or "-", str(int(urgent))]
         with open(log, "ab") if log is not None else contextlib.nullcontext() as output:
             self._process = start_python(
-                *("-I", "-S", str(PARENT_BOUND), *bound, *command),
+                *("-I", "-S", str(DIE_WITH_PARENT), *bound, *command),
                 secrets=True,  # a server's token of the hub, a load generator's key
                 stdout=output,
                 stderr=None if log is None else subprocess.STDOUT,

@@ -25,7 +25,7 @@ import psutil
 
 from loadtests.host.core_watch import CoreWatch
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
-from models.machine import read_text
+from models.cpu_and_memory import read_text
 from serving.hardware.gpus import memory_of, tell, uuid_of
 
 INTERVAL_SECONDS = 1.0

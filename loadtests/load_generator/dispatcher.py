@@ -20,7 +20,7 @@ import msgspec
 
 from loadtests.host.precise_timer import Alarm
 from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.load_plan import Ended, LoadPlan
+from loadtests.load_generator.level_messages import Ended, LoadPlan
 from loadtests.load_generator.openai_endpoint import pool_for, probe
 from loadtests.load_generator.request_factory import Request, RequestFactory
 from loadtests.load_generator.sse_timestamps import GaveUp, stream

@@ -9,11 +9,11 @@ import msgspec
 from msgspec import Meta
 
 from loadtests.errors import LoadError
-from loadtests.load_generator.load_plan import LoadPlan
+from loadtests.load_generator.level_messages import LoadPlan
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from loadtests.workload.arrivals import Arrivals, Constant, Gamma, Poisson
 from loadtests.workload.request_lengths import Workload
-from serving.bounds import about, option, unbounded
+from serving.option_bounds import about, option, unbounded
 
 ARRIVALS: dict[str, Arrivals] = {"poisson": Poisson(), "constant": Constant(), "gamma": Gamma()}
 BY_HAND = ("rate", "workload", "arrivals", "model", "api", "api_key_env", "seed")

@@ -23,8 +23,8 @@ import msgspec
 
 from loadtests.errors import LevelInterrupted
 from loadtests.host.child_processes import Child
-from loadtests.load_generator.load_plan import Ended, Failed, LoadPlan, Recorded, Told, Wire
-from models.isolated import PACKAGE_ROOT
+from loadtests.load_generator.level_messages import Ended, Failed, LoadPlan, Recorded, Told, Wire
+from models.child_process import PACKAGE_ROOT
 
 TICK_SECONDS = 0.1
 PIPE_VARIABLE = "CROSSOVER_PIPE"  # the number of its file descriptor

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import gevent
 
 from loadtests.load_generator.http_connection import Pool
-from loadtests.load_generator.load_plan import LoadPlan
+from loadtests.load_generator.level_messages import LoadPlan
 from loadtests.load_generator.openai_endpoint import TargetFacts, request_bytes
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.arrivals import due_times

@@ -38,7 +38,7 @@ from loadtests.records.run_journal import (
     LevelStarted,
     of_kind,
 )
-from models.manifest import write_atomically
+from models.weights_manifest import write_atomically
 
 MANIFEST = "manifest.json"
 REQUESTS = "requests.jsonl"

@@ -31,14 +31,14 @@ import numpy.typing as npt
 
 from loadtests.analysis.capacity_estimate import CONFIRMING_SHARE, estimate
 from loadtests.analysis.level import Level, failure_of
-from loadtests.analysis.level_validity import send_lag_p99
+from loadtests.analysis.level_warnings import send_lag_p99
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.progress import Progress
 from loadtests.errors import LoadError
 from loadtests.host.child_processes import Child
 from loadtests.host.cpu_pinning import divide_cores
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from loadtests.load_generator.load_plan import Ended, LoadPlan
+from loadtests.load_generator.level_messages import Ended, LoadPlan
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import Target, probe
 from loadtests.records.request_record import RequestRecord

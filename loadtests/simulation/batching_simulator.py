@@ -26,13 +26,13 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from loadtests.simulation.step_law import StepLaw
-from serving.bounds import Count
 from serving.engine.prefill_budget import (
     MIN_PREFILL_TOKENS,
     PREFILL_MULTIPLE,
     PREFILL_SHARE,
     PREFILL_WORTH,
 )
+from serving.option_bounds import Count
 
 Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.float64] | npt.NDArray[np.int64]

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.errors import LoadError
-from serving.bounds import Seconds
+from serving.option_bounds import Seconds
 
 Array = npt.NDArray[np.float64]
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from loadtests.errors import LoadError
-from loadtests.workload.traces import load_trace
+from loadtests.workload.trace_file import load_trace
 
 Times = npt.NDArray[np.float64]
 

@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from loadtests.checked_files import key
 from loadtests.workload.arrivals import generator
-from loadtests.workload.traces import load_trace
+from loadtests.workload.trace_file import load_trace
 
 Pairs = npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
 Tokens = Annotated[int, Meta(ge=1)]

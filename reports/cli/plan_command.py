@@ -20,12 +20,12 @@ from loadtests.checked_files import read_toml
 from models import formatting
 from reports.devices.device_catalog import devices, user_file
 from reports.errors import ReportError
-from reports.plan.candidates import asked_of, candidates_of
+from reports.plan.plan_costs import make_plan
 from reports.plan.plan_file import EXAMPLE, BadPlan
-from reports.plan.plan_options import make_plan
+from reports.plan.plan_machines import asked_of, candidates_of
 from reports.plan.plan_text import as_json, as_text
-from serving.bounds import option
 from serving.cli.parameters import command_of
+from serving.option_bounds import option
 
 TEXT_COLUMNS = 110
 PRESETS = ", ".join(SLO_PRESETS)

@@ -10,13 +10,13 @@ import msgspec
 import typer
 
 from loadtests.analysis.slo import SLO_PRESETS
-from reports.ci_checks import QUANTITIES, checked
+from reports.check_conditions import QUANTITIES, checked
 from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, answers_of, basis, headline
 from reports.report_data import ReportData, read_report
 from reports.report_files import FORMATS, as_json, write_files
-from serving.bounds import option
 from serving.cli.parameters import command_of
+from serving.option_bounds import option
 
 USUAL = "html,md,csv"
 KNOWN = ", ".join(QUANTITIES)

@@ -24,10 +24,10 @@ import numpy as np
 from scipy.optimize import nnls
 
 from loadtests.errors import LoadError
-from loadtests.simulation.calibration_file import MachineFile, ModelSteps, read_machine_file
+from loadtests.simulation.machine_file import MachineFile, ModelSteps, read_machine_file
 from loadtests.simulation.step_law import StepLaw
-from models.formats import GGUF_FORMATS, weight_bytes
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
+from models.weight_formats import GGUF_FORMATS, weight_bytes
 from reports.devices.device_capacity import Machine
 from reports.errors import ReportError
 

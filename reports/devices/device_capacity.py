@@ -24,9 +24,9 @@ from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, Lengths, Server
 from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import Arrivals, Poisson
-from models.formats import weight_bytes
 from models.formatting import GIB
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
+from models.weight_formats import weight_bytes
 from reports.devices.device_catalog import Device
 from reports.devices.device_step_times import default_slots, predicted_law
 from reports.errors import ReportError

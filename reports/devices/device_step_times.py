@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.simulation.step_law import StepLaw
-from models.formats import weight_bytes
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
+from models.weight_formats import weight_bytes
 from reports.devices.device_catalog import Device
 from reports.errors import ReportError
 

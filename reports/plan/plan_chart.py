@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reports.chart_style import data
-from reports.plan.plan_options import Plan
+from reports.plan.plan_costs import Plan
 
 
 def staircase(plan: Plan, width: int = 640, height: int = 320) -> Any:

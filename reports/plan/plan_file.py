@@ -28,9 +28,9 @@ from loadtests.workload.arrivals import Constant, Gamma, Poisson
 from loadtests.workload.request_lengths import Workload
 from loadtests.workload.request_lengths import in_words as lengths_in_words
 from models.errors import CrossoverError
-from models.formats import known_formats
-from models.ladder import rung
-from models.spec import ModelSpec
+from models.model_ladder import rung
+from models.model_spec import ModelSpec
+from models.weight_formats import known_formats
 from reports.devices.device_capacity import Traffic
 from reports.errors import ReportError
 from reports.plan.load_forecast import DAYS, Forecast, day_loads

@@ -14,7 +14,7 @@ from rich.table import Table
 from models import formatting
 from reports.devices.device_step_times import NOT_CALIBRATED
 from reports.headline import slo_words
-from reports.plan.plan_options import Option, Plan
+from reports.plan.plan_costs import Option, Plan
 
 SHOWN_SPREAD = 0.2  # of the cost; a smaller one is not shown
 HEADS = ("way", "suffices", "machines", "$ a month", "kWh a month", "known by")

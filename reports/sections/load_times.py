@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from models import formatting
-from models.formats import weight_bytes
+from models.weight_formats import weight_bytes
 from reports.crossover_point import GPU_FORMAT
 from reports.devices.device_catalog import device_named
 from reports.headline import Answer

@@ -26,8 +26,8 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from serving.bounds import Count, Positive, check, explained
 from serving.errors import EngineFailed, Unsupported
+from serving.option_bounds import Count, Positive, check, explained
 from serving.sampling.step_rows import Row, Sampled
 from serving.server_options import AUTO as AUTO
 

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from models.errors import UnsupportedModel
-from models.formats import BLOCKS, DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, spelt, tensor_type
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
+from models.weight_formats import BLOCKS, DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, spelt, tensor_type
 from serving.backends.backend_interface import AUTO
 from serving.backends.torch.gpu_memory import overhead_bytes as torch_overhead_bytes
 from serving.errors import BackendUnavailable, Unsupported
@@ -178,7 +178,7 @@ BACKENDS: dict[str, BackendSpec] = {
         options=("spinning",),
         package="onnxruntime",
         extra="onnx",
-        probe="serving.backends.onnx.graph:probe",
+        probe="serving.backends.onnx.onnx_folder:probe",
         huge_pages=True,
     ),
     "torch": BackendSpec(

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from models import formatting
-from models.manifest import cache_dir
+from models.weights_manifest import cache_dir
 from serving.backends.backend_table import (
     BACKENDS,
     BackendProbe,

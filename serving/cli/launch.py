@@ -22,13 +22,13 @@ import uvloop
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
-from models.manifest import write_atomically
-from serving.bounds import parse_bytes
+from models.weights_manifest import write_atomically
 from serving.errors import EngineState, ServingError
 from serving.http.http_server import is_loopback, listen, serving, url_of
 from serving.http.routes import App
 from serving.logs import Narrator
 from serving.metrics import ServerMetrics
+from serving.option_bounds import parse_bytes
 from serving.placement.placement_policy import explain
 from serving.registry.engine_config import Machine, Prepared, prepare
 from serving.registry.model_registry import Registry, RegistryLimits

@@ -20,18 +20,18 @@ import typer
 
 from models import formatting
 from models.errors import ModelError
-from models.formats import FORMATS, known_formats, weight_bytes
 from models.gguf_reader import read_header
 from models.hf_config import read_spec
-from models.ladder import LADDER, rung
-from models.manifest import cache_dir
-from models.resolve import resolve
-from models.spec import ModelSpec
+from models.model_ladder import LADDER, rung
+from models.model_spec import ModelSpec
+from models.resolve_model import resolve
+from models.weight_formats import FORMATS, known_formats, weight_bytes
+from models.weights_manifest import cache_dir
 from serving.backends.backend_table import missing_backends, weights_of
-from serving.bounds import parse_bytes
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from serving.logs import Narrator
+from serving.option_bounds import parse_bytes
 from serving.placement.placement_policy import (
     Attempt,
     NoPlacement,

@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_origin
 import msgspec
 import typer
 
-from serving.bounds import about, converted, flags_of, unbounded
 from serving.errors import ServingError
+from serving.option_bounds import about, converted, flags_of, unbounded
 
 
 def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.machine import (
+from models.cpu_and_memory import (
     ROOT,
     cgroup_cores,
     cgroup_memory_left,

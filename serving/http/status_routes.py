@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from models.machine import available_bytes
+from models.cpu_and_memory import available_bytes
 from serving.errors import ContextOverflow, EngineState
 from serving.http.api_errors import ApiError, try_again
 from serving.http.api_schemas import DETOKENIZE, TOKENIZE, Wire

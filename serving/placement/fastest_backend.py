@@ -24,13 +24,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from models.child_process import run_python
 from models.errors import CrossoverError
 from models.formatting import count, duration, requests, significant
-from models.isolated import run_python
-from models.ladder import rung
-from models.manifest import Progress, cache_dir, write_atomically
-from models.resolve import resolve
-from models.spec import ModelSpec
+from models.model_ladder import rung
+from models.model_spec import ModelSpec
+from models.resolve_model import resolve
+from models.weights_manifest import Progress, cache_dir, write_atomically
 from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.backend_table import backend_class, missing_backends, weights_of
 from serving.errors import ServingError

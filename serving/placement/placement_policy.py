@@ -18,15 +18,15 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from models.formats import weight_bytes as format_bytes
 from models.formatting import size
-from models.spec import KV_ELEMENT_BYTES, ModelSpec
+from models.model_spec import KV_ELEMENT_BYTES, ModelSpec
+from models.weight_formats import weight_bytes as format_bytes
 from serving.backends.backend_interface import AUTO
 from serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
-from serving.bounds import Count, check
 from serving.errors import Cause, ServingError, Unsupported
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
+from serving.option_bounds import Count, check
 from serving.server_options import Policy
 
 HEADROOM = 0.95  # share of the free memory that may be planned with

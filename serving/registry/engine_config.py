@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from models.ladder import is_rung, rung
-from models.manifest import Progress, read_manifest
-from models.resolve import ResolvedModel, is_gguf, resolve
+from models.model_ladder import is_rung, rung
+from models.resolve_model import ResolvedModel, is_gguf, resolve
 from models.tokenizer import try_tokenizer
+from models.weights_manifest import Progress, read_manifest
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import (
     BACKENDS,
@@ -28,7 +28,7 @@ from serving.backends.backend_table import (
     spec_of,
     weights_of,
 )
-from serving.backends.onnx.graph import weight_bytes
+from serving.backends.onnx.onnx_folder import weight_bytes
 from serving.errors import Cause, Unsupported
 from serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
 from serving.hardware.gpus import GpuFacts, render_nodes

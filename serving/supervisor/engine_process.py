@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from models.isolated import start_python
+from models.child_process import start_python
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import spec_of
 from serving.engine import ipc_messages as ipc

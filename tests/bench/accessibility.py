@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models.manifest import cache_dir
+from models.weights_manifest import cache_dir
 from reports.headline import answers_of
 from reports.html_page import page, sections_of
 from reports.report_data import read_report

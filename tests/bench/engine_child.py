@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from models.resolve import resolve
+from models.resolve_model import resolve
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import backend_class, spec_of
 from serving.hardware.machine_facts import peak_resident_bytes, resident_bytes

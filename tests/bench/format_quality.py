@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.resolve import is_gguf, resolve
+from models.resolve_model import is_gguf, resolve
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_table import weights_of
 from tests.bench.engine_child import EngineChild, config_of, engine

@@ -44,7 +44,7 @@ import psutil
 
 from loadtests.host.child_processes import Child
 from loadtests.workload.arrivals import Poisson, due_times
-from models.isolated import python_variables
+from models.child_process import python_variables
 from serving.hardware.cpu_topology import parse_cores
 from tests.bench.http_client import Client, Outcome, get, post, run
 

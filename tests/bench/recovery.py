@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import uvicorn
 
-from models.resolve import resolve
+from models.resolve_model import resolve
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.hardware.cpu_topology import parse_cores

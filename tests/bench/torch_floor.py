@@ -24,8 +24,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from models.ladder import rung
-from models.spec import ModelSpec
+from models.model_ladder import rung
+from models.model_spec import ModelSpec
 from tests.bench.engine_child import EngineChild, config_of
 from tests.bench.paired import machine, machine_line
 

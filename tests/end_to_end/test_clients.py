@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from models.manifest import cache_dir
 from models.random_weights import write_gguf
 from models.tokenizer import write_shipped
+from models.weights_manifest import cache_dir
 from tests.serving.cli.test_serve import server
 from tests.serving.fakes import ask
 from tests.shapes import TINY_LLAMA

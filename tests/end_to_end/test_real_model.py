@@ -21,7 +21,7 @@ import pytest
 
 from models.convert_to_onnx import make_onnx
 from models.hf_config import read_spec
-from models.ladder import packaged_file
+from models.model_ladder import packaged_file
 from models.tokenizer import load_tokenizer
 from tests.gguf_files import folder_of
 from tests.graph_logits import divergence, graph_logits, prose

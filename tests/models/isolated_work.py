@@ -4,7 +4,7 @@ import os
 import signal
 
 from models.errors import BrokenWeights
-from models.manifest import Progress
+from models.weights_manifest import Progress
 
 
 def double(value: int, progress: Progress) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from models.errors import ModelError, UnsupportedModel
-from models.formats import weight_bytes
 from models.gguf_reader import read_header
-from models.manifest import manifest_path
 from models.random_weights import write_gguf
-from models.resolve import resolve
+from models.resolve_model import resolve
 from models.tokenizer import try_tokenizer
+from models.weight_formats import weight_bytes
+from models.weights_manifest import manifest_path
 from tests.gguf_files import gguf_logits, quantise
 from tests.shapes import TINY_LLAMA
 

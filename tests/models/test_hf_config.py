@@ -11,8 +11,8 @@ import pytest
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.hf_config import read_config, read_spec, spec_of, v4_config
+from models.model_spec import ModelSpec
 from models.random_weights import hf_config
-from models.spec import ModelSpec
 from tests.shapes import TINY
 
 

@@ -5,12 +5,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.formats import GGUF_FORMATS
 from models.gguf_reader import read_header
-from models.ladder import rung
+from models.model_ladder import rung
+from models.model_spec import ModelSpec
 from models.random_weights import write_gguf, write_hf_folder
 from models.safetensors_reader import check_tensors
-from models.spec import ModelSpec
+from models.weight_formats import GGUF_FORMATS
 from tests.gguf_files import gguf_logits
 from tests.shapes import TINY, TINY_LLAMA
 

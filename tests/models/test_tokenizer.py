@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfFile
 from tokenizers import decoders, models, normalizers, processors
 
+from models.child_process import run_python
 from models.errors import BadChat, BrokenWeights, UnknownModel
-from models.isolated import run_python
 from models.random_weights import write_gguf
 from models.tokenizer import SHIPPED, Tokenizer, load_tokenizer, shipped, write_shipped
 from tests.graph_logits import CORPUS

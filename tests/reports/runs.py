@@ -10,7 +10,7 @@ import msgspec
 
 from loadtests.campaign.run_state import CellState
 from loadtests.simulation.batching_simulator import SchedulingPolicy
-from models.ladder import rung
+from models.model_ladder import rung
 from reports.headline import Answer, answers_of
 from reports.report_data import ReportData, read_report
 from tests.loadtests.campaign.simulated import Simulated, campaign

@@ -20,7 +20,7 @@ from loadtests.campaign.level_runner import level_text
 from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from models import formatting
 from reports import headline, html_page, markdown, report_files, slo_sliders
-from reports.ci_checks import QUANTITIES, checked
+from reports.check_conditions import QUANTITIES, checked
 from reports.crossover_point import best_cells
 from reports.errors import BadRun, ReportError
 from reports.export_run import export_run

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from loadtests.campaign.campaign_file import Server as CampaignServer
 from serving.backends.backend_interface import EngineConfig
-from serving.bounds import check, unbounded
 from serving.cli.serve_command import serve
 from serving.errors import ServingError, Unsupported
+from serving.option_bounds import check, unbounded
 from serving.server_options import (
     ModelOptions,
     Policy,

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.ladder import rung
-from models.spec import ModelSpec
+from models.model_ladder import rung
+from models.model_spec import ModelSpec
 from serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
 from serving.backends.torch.cuda_graphs import DecodeGraphs
 from serving.backends.torch.forward_pass import SlotModel

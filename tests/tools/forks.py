@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from models.isolated import start_python
+from models.child_process import start_python
 from serving.engine.ipc_messages import CONFIG_VARIABLE, SOCKET_VARIABLE
 
 ROOT = Path(__file__).parents[2]

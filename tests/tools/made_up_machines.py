@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from models.ladder import rung
+from models.model_ladder import rung
 from serving.errors import Cause
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.machine import cpu_name
-from models.manifest import Progress
+from models.cpu_and_memory import cpu_name
+from models.weights_manifest import Progress
 from serving.backends.backend_interface import BackendInfo, EngineConfig, check_row
 from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, Batch, calls_of, dummies
 from serving.backends.llama_cpp.library import LOG, build_details, is_memory

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.manifest import Progress
+from models.weights_manifest import Progress
 from serving.backends.backend_interface import AUTO, EngineConfig, check_sizes, parse_options
 from serving.backends.llama_cpp.library import LOG, PACKAGE, is_memory, library
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported

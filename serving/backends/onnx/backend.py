@@ -1,6 +1,7 @@
 """ONNX Runtime on the CPU: a session over a converted graph, with continuous batching.
 
-Two kinds of graph are served: see graph.py for the difference, fused.py and growing.py for how.
+Two kinds of graph are served: onnx_folder.py says the difference, fixed_kv_cache.py and
+growing_kv_cache.py how.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import msgspec
 import numpy as np
 
 from models.errors import BrokenWeights
-from models.manifest import Progress, read_manifest
+from models.weights_manifest import Progress, read_manifest
 from serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,
     check_sizes,
     parse_options,
 )
-from serving.backends.onnx.fused import SlotGraph
-from serving.backends.onnx.graph import graph_file, read_facts
-from serving.backends.onnx.growing import GrowingGraph
+from serving.backends.onnx.fixed_kv_cache import SlotGraph
+from serving.backends.onnx.growing_kv_cache import GrowingGraph
+from serving.backends.onnx.onnx_folder import graph_file, read_facts
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampled

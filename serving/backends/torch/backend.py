@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from models.hf_config import read_spec
-from models.manifest import Progress
+from models.weights_manifest import Progress
 from serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.manifest import Progress
+from models.weights_manifest import Progress
 from serving.backends.torch.forward_pass import SlotModel, known
 from serving.backends.torch.varlen_attention import FlashStep
 from serving.sampling.step_rows import Row

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import Block, FlashStep, KvCache, PlainStep, Step
 from serving.sampling.step_rows import Row

@@ -5,7 +5,7 @@ All sizes in bytes, from shapes alone: the allocator's rounding is in `WORKSPACE
 
 from __future__ import annotations
 
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
 
 MIB = 1 << 20
 CONTEXT_BYTES = 600 * MIB  # the CUDA context and the modules of kernels; 0.5 to 1 GB are told

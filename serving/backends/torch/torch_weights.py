@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.manifest import Progress
+from models.model_spec import ModelSpec
 from models.safetensors_reader import EMBEDDING, FORMATS, HEAD, Stored, read_tensors
-from models.spec import ModelSpec
+from models.weights_manifest import Progress
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,

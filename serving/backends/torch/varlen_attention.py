@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
 
 Flash = Callable[..., tuple[Any, ...]]
 

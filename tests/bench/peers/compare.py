@@ -37,8 +37,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from loadtests.host.parent_bound import be_urgent
-from models.ladder import is_rung, rung
+from loadtests.host.die_with_parent import be_urgent
+from models.model_ladder import is_rung, rung
 from models.tokenizer import load_tokenizer
 from tests.bench.http_client import closed_loop
 from tests.bench.paired import machine, machine_line, ratios

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import psutil
 
-from models.manifest import cache_dir
-from models.resolve import resolve
+from models.resolve_model import resolve
+from models.weights_manifest import cache_dir
 from serving.backends.backend_table import BACKENDS, spec_of
 
 HERE = Path(__file__).parent
@@ -223,7 +223,7 @@ def started(contestant: Contestant, setup: Setup, log: Path) -> Iterator[Server]
     path, tokenizer_path = weights(contestant, setup.model)
     command = launcher(contestant, setup, path)
     ready = "/ready" if contestant.is_ours else "/health"
-    bound = str(ROOT / "loadtests" / "host" / "parent_bound.py")
+    bound = str(ROOT / "loadtests" / "host" / "die_with_parent.py")
     both = listed(tuple(sorted({*setup.engine_cores, *setup.client_cores})))
     wrapper = [sys.executable, "-I", "-S", bound, str(os.getpid()), both, "0"]
     url = f"http://127.0.0.1:{setup.port}"

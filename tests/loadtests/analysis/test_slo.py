@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.analysis.level_statistics import counted_as_one, wilson
+from loadtests.analysis.good_share import counted_as_one, wilson
 from loadtests.analysis.percentiles import distribution
 from loadtests.analysis.slo import SLO_PRESETS, Slo, requests_to_hold
 

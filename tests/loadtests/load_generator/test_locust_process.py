@@ -16,7 +16,7 @@ import pytest
 
 from loadtests.errors import LevelInterrupted
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from loadtests.load_generator.load_plan import Ended, LoadPlan, Started, Told
+from loadtests.load_generator.level_messages import Ended, LoadPlan, Started, Told
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.request_record import RequestRecord

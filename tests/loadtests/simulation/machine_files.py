@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from loadtests.simulation.batching_simulator import SchedulingPolicy
-from loadtests.simulation.calibration_file import Hardware, MachineFile, ModelSteps
+from loadtests.simulation.machine_file import Hardware, MachineFile, ModelSteps
 from loadtests.simulation.step_law import StepLaw
-from models.ladder import rung
+from models.model_ladder import rung
 
 
 def steps_of(model: str, law: StepLaw, weight_format: str = "Q4_0", slots: int = 8) -> ModelSteps:

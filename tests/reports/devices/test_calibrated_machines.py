@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.simulation.calibration_file import write_machine_file
+from loadtests.simulation.machine_file import write_machine_file
 from loadtests.simulation.step_law import StepLaw
-from models.ladder import rung
-from models.spec import ModelSpec
+from models.model_ladder import rung
+from models.model_spec import ModelSpec
 from reports.devices.calibrated_machines import calibrated_machine
 from reports.errors import ReportError
 from tests.loadtests.simulation.machine_files import machine_file, steps_of

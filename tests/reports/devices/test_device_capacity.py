@@ -7,8 +7,8 @@ import pytest
 
 from loadtests.analysis.slo import Slo
 from loadtests.simulation.simulated_capacity import Lengths
-from models.formats import weight_bytes
-from models.ladder import rung
+from models.model_ladder import rung
+from models.weight_formats import weight_bytes
 from reports.devices.device_capacity import (
     Machine,
     Service,

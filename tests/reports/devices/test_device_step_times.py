@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.ladder import rung
+from models.model_ladder import rung
 from reports.devices.device_catalog import Device, device_named
 from reports.devices.device_step_times import constants_of, predicted_law
 from reports.errors import ReportError

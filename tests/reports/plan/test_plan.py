@@ -4,10 +4,10 @@ import pytest
 
 from loadtests.records.run_journal import Capacity
 from reports.devices.device_catalog import devices, priced_gpus
-from reports.plan.candidates import _measured, asked_of, candidates_of
 from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
+from reports.plan.plan_costs import MOST_ROWS, Candidate, Plan, make_plan
 from reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
-from reports.plan.plan_options import MOST_ROWS, Candidate, Plan, make_plan
+from reports.plan.plan_machines import _measured, asked_of, candidates_of
 from reports.plan.plan_text import as_json, as_text, choice_sentence
 from tests.reports.runs import shown
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from models.model_spec import ModelSpec
 from models.random_weights import write_gguf
-from models.spec import ModelSpec
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import backend_class
 from tests.serving.backends.backend_steps import Make

@@ -77,7 +77,7 @@ def _write_gpt2(folder: Path) -> None:
 
 
 def children_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What models.isolated.run_aside does, in this process, for tests that are about what it makes;
+    """What models.child_process.run_aside does, in this process, for tests about what it makes;
     tests/end_to_end/test_serve_engines.py converts in a new interpreter.
     """
 
@@ -85,7 +85,7 @@ def children_here(monkeypatch: pytest.MonkeyPatch) -> None:
         module, _, name = function.partition(":")
         getattr(importlib.import_module(module), name)(*args, **kwargs, progress=progress)
 
-    monkeypatch.setattr("models.resolve.run_aside", run)
+    monkeypatch.setattr("models.resolve_model.run_aside", run)
 
 
 @functools.cache

@@ -16,9 +16,9 @@ import pytest
 
 from models.errors import BrokenWeights
 from models.gguf_reader import read_header
-from models.manifest import manifest_path
 from models.random_weights import write_gguf
 from models.tokenizer import try_tokenizer
+from models.weights_manifest import manifest_path
 from serving.backends.backend_interface import EngineConfig
 from serving.supervisor.restart_policy import RecoveryLimits
 from tests.serving.backends.hf_folders import hf_folder, onnx_folder

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from models.ladder import LADDER
-from serving.bounds import parse_bytes
+from models.model_ladder import LADDER
 from serving.errors import ServingError
+from serving.option_bounds import parse_bytes
 
 Ran = subprocess.CompletedProcess[str]
 Ask = Callable[..., Ran]

@@ -298,7 +298,7 @@ def test_the_help_page_teaches() -> None:
 
 def test_help_is_quick_since_nothing_heavy_is_imported() -> None:
     heavy = {"torch", "numpy", "uvicorn", "starlette", "transformers", "llama_cpp"}
-    heavy |= {"asyncio", "psutil", "serving.placement.placement_policy", "models.isolated"}
+    heavy |= {"asyncio", "psutil", "serving.placement.placement_policy", "models.child_process"}
     code = f"import sys, serving.cli.serve_command; print(sorted({heavy!r} & set(sys.modules)))"
     assert run("-c", code).stdout.strip() == "[]"
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from models import isolated
+from models import child_process
 from serving.errors import Cause
 from serving.hardware.gpus import FoundGpus, GpuFacts, visible
 from tests.tools.fake_nvml import built
@@ -32,7 +32,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(library: Path, wrong: str, code: str) -> Any:
     """What Python code prints, as JSON, beside such a driver."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_NVML": wrong}
-    environment["PYTHONPATH"] = isolated.python_variables()["PYTHONPATH"]
+    environment["PYTHONPATH"] = child_process.python_variables()["PYTHONPATH"]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
     )

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from loadtests.host.core_watch import processes
-from models.isolated import start_python
-from models.machine import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
+from models.child_process import start_python
+from models.cpu_and_memory import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
 from serving.hardware.machine_facts import (
     HardwareFacts,
     hardware_facts,

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from models import isolated
+from models import child_process
 from serving.backends.backend_table import probe_backend
 from serving.hardware.gpus import find_gpus, run_probe
 
@@ -18,8 +18,8 @@ from serving.hardware.gpus import find_gpus, run_probe
 @pytest.fixture
 def impostor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in front of a child's path, where a test puts a library as it likes."""
-    real = isolated.PACKAGE_ROOT
-    monkeypatch.setattr(isolated, "PACKAGE_ROOT", f"{tmp_path}:{real}")
+    real = child_process.PACKAGE_ROOT
+    monkeypatch.setattr(child_process, "PACKAGE_ROOT", f"{tmp_path}:{real}")
     return tmp_path
 
 

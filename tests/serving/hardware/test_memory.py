@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from models.convert_to_onnx import make_onnx
+from models.model_spec import ModelSpec
 from models.random_weights import write_gguf, write_hf_folder
-from models.spec import ModelSpec
 from serving.backends.backend_interface import EngineConfig
 from serving.hardware.machine_facts import hardware_facts
 from serving.placement.placement_policy import PlacementRequest, predicted

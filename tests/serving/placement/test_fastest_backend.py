@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.ladder import rung
+from models.model_ladder import rung
 from models.random_weights import write_gguf
 from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.errors import ServingError

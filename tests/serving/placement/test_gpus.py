@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.ladder import rung
+from models.model_ladder import rung
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import BACKENDS, BackendSpec
 from serving.engine.ipc_messages import CONFIG_VARIABLE

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from models import formatting
-from models.ladder import rung
-from models.spec import ModelSpec
+from models.model_ladder import rung
+from models.model_spec import ModelSpec
 from serving.errors import Cause, Unsupported
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts

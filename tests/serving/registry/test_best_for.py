@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.ladder import rung
+from models.model_ladder import rung
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import hardware_facts
 from serving.placement.fastest_backend import EngineCandidate, EngineTimes, Question, keep

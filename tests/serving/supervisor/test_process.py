@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from models.isolated import start_python
+from models.child_process import start_python
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.errors import Cause, EngineFailed

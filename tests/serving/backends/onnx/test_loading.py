@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from serving.backends.onnx.graph import graph_file
+from serving.backends.onnx.onnx_folder import graph_file
 from serving.errors import BackendUnavailable, Unsupported
 from tests.serving.backends.backend_steps import Make
 from tests.serving.backends.hf_folders import onnx_folder

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.simulation.calibration_file import (
+from loadtests.simulation.machine_file import (
     BadMachineFile,
     hardware_of,
     read_machine_file,

@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 import scipy.fft
 
+from models.model_spec import ModelSpec
 from models.random_weights import rope_factors
 from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
-from models.spec import ModelSpec
 from models.tokenizer import DATA, load_tokenizer
 
 BLOCK = 1 << 20  # floats of a matrix that are worked on at once

@@ -1,6 +1,6 @@
 """Weight formats: those that are made here, those that are read, and the bytes they take.
 
-    >>> from models.ladder import rung
+    >>> from models.model_ladder import rung
     >>> {t.type for t in gguf_tensors(rung("8b").spec, "Q4_K_M")} == {"F32", "Q4_K", "Q6_K"}
     True
     >>> round(weight_bytes(rung("135m").spec, "Q4_0") / 2**20)
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from models.errors import UnsupportedModel
-from models.spec import ModelSpec, TensorShape
+from models.model_spec import ModelSpec, TensorShape
 
 
 class Block(NamedTuple):

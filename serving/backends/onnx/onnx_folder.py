@@ -2,8 +2,8 @@
 
 Two kinds of graph are served:
   grouped  attention by GroupQueryAttention, which appends to a KV buffer in place (written by
-           models.convert_to_onnx): fused.py
-  growing  past_key_values in, longer present.* out (optimum, most of the hub): growing.py
+           models.convert_to_onnx): fixed_kv_cache.py
+  growing  past_key_values in, longer present.* out (optimum, most of the hub): growing_kv_cache.py
 
 All of it is read from the session's inputs and outputs and the config beside the graph. Neither
 torch nor the onnx package is imported: that saves about 250 MB.

@@ -110,7 +110,7 @@ def run_aside(
     """
     with tempfile.TemporaryFile() as words:
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        child = start_python("-m", "models.isolated", function, stderr=words, **pipes)
+        child = start_python("-m", "models.child_process", function, stderr=words, **pipes)
         assert child.stdin is not None and child.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError), child.stdin:

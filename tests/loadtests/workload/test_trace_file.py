@@ -3,7 +3,7 @@
 import pytest
 
 from loadtests.errors import LoadError
-from loadtests.workload.traces import load_trace
+from loadtests.workload.trace_file import load_trace
 
 ROW = '{"prompt_tokens": 1, "output_tokens": 2}\n'
 

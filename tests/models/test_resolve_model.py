@@ -7,8 +7,11 @@ import msgspec
 import pytest
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.ladder import rung
-from models.manifest import (
+from models.model_ladder import rung
+from models.random_weights import write_gguf, write_hf_folder
+from models.resolve_model import ResolvedModel, is_gguf, resolve
+from models.tokenizer import load_tokenizer
+from models.weights_manifest import (
     atomic_file,
     atomic_folder,
     cache_dir,
@@ -17,9 +20,6 @@ from models.manifest import (
     read_manifest,
     write_manifest,
 )
-from models.random_weights import write_gguf, write_hf_folder
-from models.resolve import ResolvedModel, is_gguf, resolve
-from models.tokenizer import load_tokenizer
 from tests.shapes import TINY_LLAMA
 
 

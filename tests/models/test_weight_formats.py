@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from models.errors import UnknownModel, UnsupportedModel
-from models.formats import gguf_tensors, weight_bytes
 from models.gguf_reader import read_header
-from models.ladder import LADDER, rung
+from models.model_ladder import LADDER, rung
+from models.model_spec import ModelSpec
 from models.random_weights import write_gguf
-from models.spec import ModelSpec
+from models.weight_formats import gguf_tensors, weight_bytes
 from tests.gguf_files import quantise
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
 

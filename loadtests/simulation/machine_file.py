@@ -19,10 +19,10 @@ from loadtests.checked_files import converted
 from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.step_law import StepLaw
-from models.manifest import write_atomically
-from models.spec import ModelSpec
-from serving.bounds import Count, Positive, Seconds
+from models.model_spec import ModelSpec
+from models.weights_manifest import write_atomically
 from serving.hardware.machine_facts import HardwareFacts
+from serving.option_bounds import Count, Positive, Seconds
 
 VERSION: Literal[2] = 2
 

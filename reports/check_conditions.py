@@ -15,7 +15,7 @@ import msgspec
 
 from models import formatting
 from models.formatting import GIB
-from models.ladder import is_rung, rung
+from models.model_ladder import is_rung, rung
 from reports.errors import ReportError
 from reports.headline import Answer
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from models.errors import UnknownModel
-from models.spec import ModelSpec, RopeScaling
+from models.model_spec import ModelSpec, RopeScaling
 
 
 class Rung(msgspec.Struct, frozen=True):

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from models.cpu_and_memory import int8_bits
 from models.errors import BrokenWeights, ModelError
-from models.machine import int8_bits
-from models.spec import ModelSpec
+from models.model_spec import ModelSpec
 
 # The number goes up when the same source would give other files: what an earlier version left in
 # the cache is made again.

@@ -25,18 +25,25 @@ from typing import Any
 
 import msgspec
 
+from models.child_process import run_aside
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.export_with_optimum import foreign_spec
-from models.formats import DEFAULT_FORMATS, spelt
 from models.gguf_reader import read_header
 from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
-from models.isolated import run_aside
-from models.ladder import LADDER, PACKAGED, is_rung, packaged_file, rung
-from models.manifest import Progress, atomic_folder, cache_dir, converter, making, read_manifest
+from models.model_ladder import LADDER, PACKAGED, is_rung, packaged_file, rung
+from models.model_spec import ModelSpec
 from models.random_weights import GENERATOR
 from models.safetensors_reader import check_tensors
-from models.spec import ModelSpec
 from models.tokenizer import write_shipped
+from models.weight_formats import DEFAULT_FORMATS, spelt
+from models.weights_manifest import (
+    Progress,
+    atomic_folder,
+    cache_dir,
+    converter,
+    making,
+    read_manifest,
+)
 
 CONVERT = "models.convert_to_onnx:make_onnx"
 RANDOM = {

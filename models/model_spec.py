@@ -1,6 +1,6 @@
 """The shape of a model, and what follows from it: tensors, parameters, bytes of the KV cache.
 
->>> from models.ladder import rung
+>>> from models.model_ladder import rung
 >>> rung("smollm2-135m").spec.parameters
 134515008
 """

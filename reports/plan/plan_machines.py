@@ -18,7 +18,7 @@ import msgspec
 from loadtests.campaign.campaign_file import SloSpec
 from loadtests.records.run_journal import Capacity
 from loadtests.simulation.simulated_capacity import SD_CALIBRATED, SD_LEVEL
-from models.ladder import is_rung, rung
+from models.model_ladder import is_rung, rung
 from reports.crossover_point import best_cells
 from reports.devices.calibrated_machines import calibrated_machine
 from reports.devices.device_capacity import (
@@ -33,8 +33,8 @@ from reports.devices.device_capacity import (
 from reports.devices.device_catalog import device_named, priced_gpus
 from reports.errors import ReportError
 from reports.headline import machine_words
+from reports.plan.plan_costs import Candidate
 from reports.plan.plan_file import BadPlan, MachineKeys, Question, question
-from reports.plan.plan_options import Candidate
 from reports.report_data import CellData, ReportData, read_report
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from serving.backends.backend_interface import check_row
-from serving.backends.onnx.graph import GraphFacts, Part
+from serving.backends.onnx.onnx_folder import GraphFacts, Part
 from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from models.child_process import run_aside, run_python
 from models.errors import BrokenWeights, ModelError
-from models.isolated import run_aside, run_python
 from tests.tools.forks import ROOT
 
 WORK = "tests.models.isolated_work"
@@ -57,7 +57,7 @@ def test_code_of_the_current_folder_never_runs(tmp_path: Path) -> None:
 import sys; sys.path[:] = [{str(ROOT)!r}] + sys.path[1:]
 from pathlib import Path
 from loadtests.load_generator.locust_process import LoadGenerator
-from models.isolated import run_aside, run_python
+from models.child_process import run_aside, run_python
 run_aside("{WORK}:double", None, 21)
 assert run_python("-c", "import models.errors, psutil").status == 0
 with LoadGenerator(log=Path("log")) as one:

@@ -1,8 +1,8 @@
 """Serving a graph whose KV cache grows: past_key_values in, longer present.* out.
 
 optimum exports it and most hub repositories hold it. Each step copies the whole cache (several
-times slower than fused.py). Decode rows of different lengths go through one call, padded on the
-left. Graphs without position_ids count positions from the padded length: those run row by row.
+times slower than fixed_kv_cache.py). Decode rows of different lengths go through one call, padded
+on the left. Graphs without position_ids count positions from the padded length: those run row by row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.backends.backend_interface import check_row
-from serving.backends.onnx.graph import GraphFacts, Logits, Part
+from serving.backends.onnx.onnx_folder import GraphFacts, Logits, Part
 from serving.sampling.step_rows import Row
 
 Cache = list[npt.NDArray[np.float32]]  # per layer key, value: [kv_heads, tokens, head_dim]

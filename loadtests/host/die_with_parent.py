@@ -1,6 +1,6 @@
 """Runs a command that ends with its parent, on given cores.
 
-    python -I -S parent_bound.py PARENT_PID CORES URGENT command...
+    python -I -S die_with_parent.py PARENT_PID CORES URGENT command...
 
 A SIGKILL of the runner leaves no server or load generator behind. A program of its own, not a
 `preexec_fn`, since the runner has threads. CORES is "0,2,3", or "-" for all. URGENT is 1 for a
