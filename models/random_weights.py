@@ -4,8 +4,8 @@
     write_hf_folder(rung("135m").spec, Path("135m"), "bf16")  # for transformers 4 and 5
 
 Tensors, types and bytes a token are a real file's (`models.weight_formats`): so are time and
-memory; text is noise. Spreads keep the size of activations through any number of layers, with logits of standard
-deviation LOGIT_SPREAD.
+memory; text is noise. Spreads keep the size of activations through any number of layers, with
+logits of standard deviation LOGIT_SPREAD.
 
 One pool of normal floats, and one of blocks for each type and spread, quantised by ggml, is drawn
 once; a tensor reads the pool round and round from its own offset. The pools' lengths are primes

@@ -2,7 +2,8 @@
 
 optimum exports it and most hub repositories hold it. Each step copies the whole cache (several
 times slower than fixed_kv_cache.py). Decode rows of different lengths go through one call, padded
-on the left. Graphs without position_ids count positions from the padded length: those run row by row.
+on the left. Graphs without position_ids count positions from the padded length: those run row by
+row.
 """
 
 from __future__ import annotations
