@@ -10,9 +10,10 @@
 Context is the tokens in the KV of all decoding rows together. A pass is one run through the
 weights: engines on CPUs compute the decode rows of a step in one pass and each prompt in another.
 
-One non-negative least squares on relative errors fits it (`fit_law`); its error is told by leaving
-observations out. The same struct holds laws of this run's stamps, of a machine elsewhere and of a
-datasheet; who makes it says which.
+One non-negative least squares fits it (`fit_law`), on squared errors over seconds: relative errors
+alone would let a prompt of ten tokens count as much as one of 500, and the long ones are those that
+come late. Its error is told by leaving observations out. The same struct holds laws of this run's
+stamps, of a machine elsewhere and of a datasheet; who makes it says which.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ NUMBERS = tuple(f"{name}_seconds" for name in "base row prompt_token context_tok
 
 
 def fit_law(observations: Sequence[StepObservation], *, knows_context: bool = True) -> StepLaw:
-    """The law with the least squared relative error, no number of it below 0.
+    """The law with the least sum of squared errors over seconds, no number of it below 0.
 
     A cost that the observations never vary is 0; so is a context token's where `knows_context` says
     that contexts were too short to tell it. Raises LoadError for fewer than five observations.
@@ -111,11 +112,13 @@ def fit_law(observations: Sequence[StepObservation], *, knows_context: bool = Tr
         features[:, 3] = 0.0
     seconds = np.array([o.seconds for o in observations])
     relative = features / seconds[:, None]
-    found = _least_squares(relative)
+    weights = np.sqrt(seconds)
+    found = _least_squares(relative, weights)
     errors = []
     for fold in range(min(FOLDS, len(seconds))):
         left_out = np.arange(len(seconds)) % FOLDS == fold
-        errors.append(relative[left_out] @ _least_squares(relative[~left_out]) - 1.0)
+        fitted = _least_squares(relative[~left_out], weights[~left_out])
+        errors.append(relative[left_out] @ fitted - 1.0)
     return StepLaw(
         **dict(zip(NUMBERS, found.tolist(), strict=True)),
         error=float(np.sqrt(np.mean(np.concatenate(errors) ** 2))),
@@ -123,10 +126,10 @@ def fit_law(observations: Sequence[StepObservation], *, knows_context: bool = Tr
     )
 
 
-def _least_squares(relative: Array) -> Array:
-    """The five numbers, from features over seconds: [n, 5] -> [5]."""
+def _least_squares(relative: Array, weights: Array) -> Array:
+    """The five numbers, from features over seconds [n, 5] and weights of relative errors [n]."""
     from scipy.optimize import nnls
 
     scale = np.maximum(relative.max(axis=0), 1e-300)
-    found: Array = nnls(relative / scale, np.ones(len(relative)))[0] / scale
+    found: Array = nnls(weights[:, None] * relative / scale, weights)[0] / scale
     return found
