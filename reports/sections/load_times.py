@@ -32,7 +32,7 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     if bridged and there is not None:
         sentence = (
             f"While a GPU loads {one.title} for some {formatting.duration(there)}, this CPU "
-            f"carries {formatting.requests(one.cell.held, rounded='down')}."
+            f"carries {formatting.requests(one.cell.held, rounded='down', like=one.cell.like)}."
         )
     return Section(
         slug="load-times",

@@ -48,7 +48,7 @@ def test_a_calibration_alone_is_an_estimate_with_its_interval() -> None:
     )
     reach = math.exp(1.645 * SD_CALIBRATED * STEEPNESS)
     assert FIRST.low == pytest.approx(LIMIT / reach) and FIRST.high == pytest.approx(LIMIT * reach)
-    assert FIRST.reason == "no level of open load was measured"
+    assert FIRST.reason == "no level of open load that counts was measured"
     assert FIRST.confirm_seconds == confirming_seconds(SLO, 0.8 * LIMIT)
 
 
