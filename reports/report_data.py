@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
-import numpy as np
 
 from loadtests.analysis.capacity_estimate import LEAST_SECONDS, estimate
 from loadtests.analysis.capacity_text import common_rate
@@ -109,15 +108,8 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return formatting.load(self.level.rate, self.level.started.concurrency, like=like)
 
     def quantile(self, name: str, q: float) -> float | None:
-        """Of `ttft`, `tpot`, `e2e` or `send_lag` of the counted requests; None: there is none.
-
-        inf where so many failed.
-        """
-        column = getattr(self.level, name)[self.level.counted]
-        known = column[~np.isnan(column)]
-        if not len(known):
-            return None
-        return float(np.quantile(known, q, method="inverted_cdf"))
+        """Of `ttft`, `tpot`, `e2e` or `send_lag`."""
+        return self.level.quantile(getattr(self.level, name), q)
 
 
 class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):

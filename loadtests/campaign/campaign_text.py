@@ -9,7 +9,6 @@ from rich.table import Table
 
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import levels_of
-from loadtests.analysis.percentiles import distribution
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cell_runner import capacity_of
 from loadtests.campaign.level_runner import level_text
@@ -99,8 +98,7 @@ def _alone(state: CellRecord) -> str:
     alone = [one for one in state.counted if one.is_single_stream and one.counts]
     if not alone:
         return "-"
-    columns = (alone[-1].ttft, alone[-1].tpot)
-    ttft, tpot = (distribution(one[alone[-1].counted]).median_or_mean for one in columns)
+    ttft, tpot = (alone[-1].quantile(one, 0.5) for one in (alone[-1].ttft, alone[-1].tpot))
     return f"TTFT {formatting.seconds(ttft)}, TPOT {formatting.seconds(tpot)}"
 
 
