@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Context, Decimal
 from typing import Literal
 
@@ -79,15 +78,6 @@ def rate_unit(value: float | None) -> tuple[float, str]:
     return (60.0, " a minute") if value * 60 >= 9.995 else (3600.0, " an hour")
 
 
-def common(rates: Iterable[float | None]) -> float | None:
-    """The rate in whose unit (`like`) all of these can be compared: per second where none is below
-    1/s, else a minute, or an hour where none reaches ten a minute; None: no rate is known."""
-    known = [one for one in rates if one]
-    if not known or min(known) >= 0.9995:
-        return max(known, default=None)
-    return min(max(known), 0.5)
-
-
 def rate(
     value: float | None,
     digits: int = 2,
@@ -110,31 +100,22 @@ def of_requests(said: str) -> str:
     return re.sub("(/s| a minute| an hour)", r" requests\1", said, count=1)
 
 
-def requests(
-    value: float | None,
-    digits: int = 2,
-    rounded: Rounding = "nearest",
-    like: float | None = None,
-) -> str:
-    """`1.8 requests/s`, `34 requests a minute`. `like`: see `rate`."""
-    return of_requests(rate(value, digits, rounded, like))
+def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest") -> str:
+    """`1.8 requests/s`, `34 requests a minute`."""
+    return of_requests(rate(value, digits, rounded))
 
 
 def load(
-    rate_per_second: float | None,
-    users: int | None = None,
-    digits: int = 2,
-    like: float | None = None,
+    per_second: float | None, users: int | None = None, digits: int = 2, like: float | None = None
 ) -> str:
     """What a level is loaded with: `1.8/s`, `8 users`, `alone` (one request at a time)."""
-    if rate_per_second is not None:
-        return rate(rate_per_second, digits, like=like)
+    if per_second is not None:
+        return rate(per_second, digits, like=like)
     return "alone" if users in (None, 1) else f"{users} users"
 
 
 def rate_interval(low: float | None, high: float | None, like: float | None = None) -> str:
-    """`1.7–2.4/s`, `above 43 a minute`: in the unit of `like`, else of the higher end; never
-    narrower than it is."""
+    """`1.7–2.4/s`, `above 43 a minute`: in the unit of `like`, else of the higher end."""
     if low is None and high is None:
         return NOT_MEASURED
     unit = like or high or low

@@ -63,7 +63,8 @@ def headline(answers: Sequence[Answer], data: ReportData) -> str:
     if last < 0:
         return f"{machine} {verb} none of these models within the SLO{_needs_gpu(beyond[0])}."
     top, found, like = told[last], told[last].cell.capacity, told[last].cell.like
-    said = f"{formatting.requests(top.cell.held, rounded='down', like=like)}, confirmed"
+    held = formatting.rate(top.cell.held, rounded="down", like=like)
+    said = f"{formatting.of_requests(held)}, confirmed"
     if not top.cell.held and found is not None:
         ends = formatting.rate_with_interval(found.limit, found.low, found.high, like)
         said = f"about {formatting.of_requests(ends)}, estimated"

@@ -17,8 +17,12 @@ from models import formatting
 
 
 def common_rate(found: Iterable[Capacity | None]) -> float | None:
-    """The rate in whose unit (`like`) all of these are read, so that they can be compared."""
-    return formatting.common(rate for one in found if one for rate in (one.held, one.limit))
+    """The rate in whose unit (`like`) all of these are read, so that they can be compared: per
+    second where none is below 1/s, else a minute, or an hour where none reaches ten a minute."""
+    known = [rate for one in found if one for rate in (one.held, one.limit) if rate]
+    if not known or min(known) >= 0.9995:
+        return max(known, default=None)
+    return min(max(known), 0.5)
 
 
 def in_words(found: Capacity | None, like: float | None = None) -> str:

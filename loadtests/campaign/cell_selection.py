@@ -121,9 +121,9 @@ def fastest_engine(
     }
     if len(rates) > 1 and max(rates.values()) > 0:
         best = max(rates, key=lambda engine: rates[engine])
-        like = formatting.common(rates.values())
         told = ", ".join(
-            f"{' '.join(one)} {formatting.requests(rate, like=like)}" for one, rate in rates.items()
+            f"{' '.join(one)} {formatting.of_requests(formatting.rate(rate, like=rates[best]))}"
+            for one, rate in rates.items()
         )
         reason = f"of the engines that can run here it holds most by its step times: {told}"
     reason += "".join(f"; not {one.name}: {one.why_not}" for one in found.candidates if one.why_not)

@@ -28,7 +28,7 @@ import numpy as np
 from models.child_process import run_python
 from models.cpu_and_memory import read_text
 from models.errors import CrossoverError
-from models.formatting import common, count, duration, requests, share, significant
+from models.formatting import count, duration, of_requests, rate, share, significant
 from models.model_ladder import rung
 from models.model_spec import ModelSpec
 from models.resolve_model import resolve
@@ -128,8 +128,8 @@ def fastest_backend(
     found = [_looked_at(question, facts, *pair) for pair in looked]
     if sum(not one.why_not for one in found) > 1:
         found = [_measured(question, one, facts, say, progress) for one in found]
-    like = common(one.requests_per_second for one in found)
-    told = "; ".join(f"{one.name}: {one.why_not or _rate(one, like)}" for one in found)
+    most = max((one.requests_per_second or 0.0 for one in found), default=0.0)
+    told = "; ".join(f"{one.name}: {one.why_not or _rate(one, most)}" for one in found)
     possible = [one for one in found if not one.why_not]
     if not possible:
         told = told or f"no engine of the CPU has the format {', '.join(question.formats)}"
@@ -144,8 +144,8 @@ def fastest_backend(
     return EngineChoice(best.backend, best.weight_format, reason, tuple(found))
 
 
-def _rate(one: EngineCandidate, like: float | None) -> str:
-    return requests(one.requests_per_second, like=like)
+def _rate(one: EngineCandidate, like: float) -> str:
+    return of_requests(rate(one.requests_per_second, like=like))
 
 
 def known_times(

@@ -61,15 +61,6 @@ def test_numbers_are_said(name: str) -> None:
         assert getattr(formatting, name)(*arguments) == text
 
 
-def test_rates_that_are_compared_have_one_unit() -> None:
-    for rates, said in (
-        *(([43.0, None, 2.4], "43/s"), ([2.4, 0.57, 0.0], "140 a minute")),
-        *(([0.12, 0.011], "430 an hour"), ([0.57], "34 a minute")),
-    ):
-        assert formatting.rate(rates[0], like=formatting.common(rates)) == said
-    assert formatting.common([None]) is None
-
-
 def test_a_bound_is_rounded_to_its_own_side() -> None:
     for value, digits, down, up in (
         *((5.65, 2, "5.6", "5.7"), (637 / 60, 2, "10", "11"), (9.96, 2, "9.9", "10")),

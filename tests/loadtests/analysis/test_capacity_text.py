@@ -15,6 +15,7 @@ from loadtests.analysis.capacity_text import (
     state_words,
 )
 from loadtests.records.run_journal import Capacity
+from models import formatting
 
 LAW: dict[str, Any] = {"method": "law", "limit": 2.42, "low": 2.04, "high": 2.87}
 
@@ -69,3 +70,6 @@ def test_capacities_side_by_side_are_read_in_one_unit() -> None:
     assert in_words(slow, like) == "holds 24 a minute, limit about 34 a minute (29–41)"
     words = in_words(Capacity(state="holds", held=2.19, **LAW), like)
     assert words == "holds 130 a minute, limit about 150 a minute (120–180)"
+    for rates, unit in (((43.0, 2.4), "43/s"), ((0.12, 0.011), "430 an hour"), ((), "34 a minute")):
+        like = common_rate([Capacity(state="holds", held=one) for one in rates])
+        assert formatting.rate(next(iter(rates), 0.57), like=like) == unit
