@@ -197,11 +197,8 @@ class EngineProcess(asyncio.Protocol):
             why = f"no word from the loading engine for {silent:.0f} s"
             self.give_up(Cause.health_timeout, why)
         elif self.ready is not None and count:
-            longest, pace = (
-                LONGEST_STEP[device] * timeout_seconds,
-                self.pace.prompt_tokens_per_second,
-            )
-            if pace is not None:
+            longest = LONGEST_STEP[device] * timeout_seconds
+            if (pace := self.pace.prompt_tokens_per_second) is not None:
                 at_pace = SLOWER_THAN_PACE * self.ready.info.step_tokens / pace
                 longest = min(longest, max(timeout_seconds, at_pace))
             if age > longest:
