@@ -105,16 +105,17 @@ def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest"
     return of_requests(rate(value, digits, rounded))
 
 
-def load(rate_per_second: float | None, users: int | None = None, digits: int = 2) -> str:
+def load(
+    per_second: float | None, users: int | None = None, digits: int = 2, like: float | None = None
+) -> str:
     """What a level is loaded with: `1.8/s`, `8 users`, `alone` (one request at a time)."""
-    if rate_per_second is not None:
-        return rate(rate_per_second, digits)
+    if per_second is not None:
+        return rate(per_second, digits, like=like)
     return "alone" if users in (None, 1) else f"{users} users"
 
 
 def rate_interval(low: float | None, high: float | None, like: float | None = None) -> str:
-    """`1.7–2.4/s`, `above 43 a minute`: in the unit of `like`, else of the higher end; never
-    narrower than it is."""
+    """`1.7–2.4/s`, `above 43 a minute`: in the unit of `like`, else of the higher end."""
     if low is None and high is None:
         return NOT_MEASURED
     unit = like or high or low

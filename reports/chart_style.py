@@ -90,11 +90,7 @@ _SECONDS_LABEL = (
     "format(datum.value, '~r') + ' s'"
 )
 
-_RATE_LABEL = (
-    "datum.value < 0.166 ? format(datum.value * 3600, '.3~r') + '/h' : "
-    "datum.value < 0.999 ? format(datum.value * 60, '.3~r') + '/min' : "
-    "format(datum.value, '.3~r') + '/s'"
-)
+_SHORT = {"/s": "/s", " a minute": "/min", " an hour": "/h"}
 
 
 def data(rows: Sequence[Row]) -> Layer:
@@ -135,29 +131,27 @@ def ticks(low: float, high: float, most: int = 7) -> list[float]:
     return found
 
 
-def rate_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Requests/s that are round in the unit people read them in, with room for their labels."""
-    per = ((3600, 0.0, 0.166), (60, 0.166, 0.999), (1, 0.999, math.inf))
-    found: list[float] = []
-    for times, least, below in per:
-        for tick in ticks(low * times, high * times, 99):
-            rate = tick / times
-            apart = math.log(high / low) / most
-            if least <= rate < below and (not found or math.log(rate / found[-1]) >= apart):
-                found.append(rate)
-    return found
+def rate_ticks(low: float, high: float, like: float | None, most: int = 7) -> list[float]:
+    """Requests/s that are round in the unit of `like`."""
+    times, _ = formatting.rate_unit(like)
+    return [tick / times for tick in ticks(low * times, high * times, most)]
 
 
-def rate_label(rate: float) -> str:
+def rate_label(rate: float, like: float | None) -> str:
     """`20/h`, `50/min`, `5/s`."""
-    times, unit = formatting.rate_unit(rate)
-    return f"{rate * times:.3g}{unit.replace(' a minute', '/min').replace(' an hour', '/h')}"
+    times, unit = formatting.rate_unit(like)
+    return f"{formatting.significant(rate * times, 1)}{_SHORT[unit]}"
 
 
-def rate_axis(low: float, high: float) -> alt.X:
-    """Rates on a log scale; labels are per second, minute or hour."""
-    values = rate_ticks(low, high, 6)
-    axis = alt.Axis(title="request rate", labelExpr=_RATE_LABEL, values=values, labelOverlap=False)
+def rate_axis(low: float, high: float, like: float | None) -> alt.X:
+    """Rates on a log scale, in the unit of `like`."""
+    times, unit = formatting.rate_unit(like)
+    axis = alt.Axis(
+        title="request rate",
+        labelExpr=f"format(datum.value * {times}, ',.3~r') + '{_SHORT[unit]}'",
+        values=rate_ticks(low, high, like, 6),
+        labelOverlap=False,
+    )
     return alt.X("rate:Q", scale=alt.Scale(type="log", domain=[low, high], nice=False), axis=axis)
 
 

@@ -62,10 +62,11 @@ def headline(answers: Sequence[Answer], data: ReportData) -> str:
         return "No rate was confirmed or estimated in this run."
     if last < 0:
         return f"{machine} {verb} none of these models within the SLO{_needs_gpu(beyond[0])}."
-    top, found = told[last], told[last].cell.capacity
-    said = f"{formatting.requests(top.cell.held, rounded='down')}, confirmed"
+    top, found, like = told[last], told[last].cell.capacity, told[last].cell.like
+    held = formatting.rate(top.cell.held, rounded="down", like=like)
+    said = f"{formatting.of_requests(held)}, confirmed"
     if not top.cell.held and found is not None:
-        ends = formatting.rate_with_interval(found.limit, found.low, found.high)
+        ends = formatting.rate_with_interval(found.limit, found.low, found.high, like)
         said = f"about {formatting.of_requests(ends)}, estimated"
     said = f"{machine} {verb} up to {top.title}: {said}"
     if beyond:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
-import numpy as np
 
 from loadtests.analysis.capacity_estimate import LEAST_SECONDS, estimate
+from loadtests.analysis.capacity_text import common_rate
 from loadtests.analysis.level import Judged, Level, levels_of
 from loadtests.analysis.level_warnings import NamedWarning, level_warnings
 from loadtests.analysis.slo import Slo
@@ -103,21 +103,13 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     watts: float | None = None  # mean of the window; None: not measured
     warnings: tuple[NamedWarning, ...] = ()
 
-    @property
-    def load(self) -> str:
-        """In words: `1.8/s`, `8 users`, `alone`."""
-        return formatting.load(self.level.rate, self.level.started.concurrency)
+    def load(self, like: float | None) -> str:
+        """In words: `1.8/s`, `8 users`, `alone`; `like`: of the cell."""
+        return formatting.load(self.level.rate, self.level.started.concurrency, like=like)
 
     def quantile(self, name: str, q: float) -> float | None:
-        """Of `ttft`, `tpot`, `e2e` or `send_lag` of the counted requests; None: there is none.
-
-        inf where so many failed.
-        """
-        column = getattr(self.level, name)[self.level.counted]
-        known = column[~np.isnan(column)]
-        if not len(known):
-            return None
-        return float(np.quantile(known, q, method="inverted_cdf"))
+        """Of `ttft`, `tpot`, `e2e` or `send_lag`."""
+        return self.level.quantile(getattr(self.level, name), q)
 
 
 class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -137,6 +129,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reason: str = ""  # why it was skipped or not finished; "": it was measured
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
     capacity: Capacity | None = None  # None: not measured
+    like: float | None = None  # the rate in whose unit all rates of the run are read
     least_seconds: float = LEAST_SECONDS  # of the shortest level that confirms
     law: StepLaw | None = None  # under load: this run's, slower by the levels' factor
     policy: SchedulingPolicy | None = None
@@ -274,7 +267,8 @@ def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
     for said in run.manifest.cells:
         own = levels.get(str(said.get("key")), [])
         found.append(_cell_of(run, said, own, workload, traffic, slo))
-    return found
+    like = common_rate(cell.capacity for cell in found)
+    return [msgspec.structs.replace(cell, like=like) for cell in found]
 
 
 def _traffic(manifest: RunManifest, workload: Workload) -> Traffic | None:

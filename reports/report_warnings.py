@@ -56,8 +56,8 @@ def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
             for warning in one.warnings:
                 # a level that fails by far is unsteady by nature
                 if one.judged.verdict != "fails" or warning.code != "Unsteady":
-                    where = one.load if one.load == "alone" else f"at {one.load}"
-                    name = f"{cell.model} {where}"
+                    load = one.load(cell.like)
+                    name = f"{cell.model} {load if load == 'alone' else f'at {load}'}"
                     by_code.setdefault(warning.code, []).append((name, warning))
     for code, found in by_code.items():
         name, worst = min(found, key=lambda pair: pair[1].seriousness.rank)

@@ -44,6 +44,7 @@ class Lattice(msgspec.Struct, frozen=True, kw_only=True):
     tpot: tuple[float, ...]
     target: tuple[float, ...]
     run: dict[str, int]
+    unit: tuple[float, str]  # in which all rates are read: its seconds, and its name
     models: tuple[dict[str, Any] | None, ...]  # None: no law, so nothing is told of other SLOs
 
 
@@ -62,7 +63,8 @@ def lattice_of(answers: Sequence[Answer], slo: Slo) -> Lattice | None:
         return None
     places = (axis.index(value) for axis, value in zip(axes, own, strict=True))
     run = dict(zip(("ttft", "tpot", "target"), places, strict=True))
-    return Lattice(ttft=ttft, tpot=tpot, target=target, run=run, models=models)
+    unit = formatting.rate_unit(answers[0].cell.like)
+    return Lattice(ttft=ttft, tpot=tpot, target=target, run=run, unit=unit, models=models)
 
 
 def _model(answer: Answer, grid: Grid, own: int, slo: Slo) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from loadtests.analysis.capacity_text import held_words, speed_words
+from loadtests.analysis import capacity_text
 from models import formatting
 from reports.headline import Answer
 from reports.report_data import CellData, ReportData
@@ -77,8 +77,8 @@ def _held(cell: CellData) -> Cell:
         text = formatting.NOT_MEASURED if cell.state == "measured" else STATES[cell.state]
         return Cell(text=text, detail=cell.reason)
     if found.holds:
-        text = formatting.rate(found.held, rounded="down")
-        return Cell(text=text, grade="confirmed", detail=held_words(found))
+        text = formatting.rate(found.held, rounded="down", like=cell.like)
+        return Cell(text=text, grade="confirmed", detail=capacity_text.held_words(found))
     if found.state == "not_even_alone":
         return Cell(text="not even alone", detail=found.reason)
     parts = [found.reason] if found.reason else []
@@ -91,19 +91,15 @@ def _held(cell: CellData) -> Cell:
 def _limit(cell: CellData) -> Cell:
     """The estimate with its interval."""
     found = cell.capacity
-    if found is None or found.state == "not_even_alone":
-        return Cell(text="–")
-    if found.method == "law" and found.limit is not None:
-        said = formatting.rate_with_interval(found.limit, found.low, found.high, found.held)
-        parts = ["simulated from step times that this run measured; 90 % interval"]
-        detail = "; ".join(filter(None, (*parts, speed_words(found))))
-        return Cell(text=said, grade="estimated", detail=detail)
-    if found.low is None and found.high is None:
-        if found.method == "law" and not found.holds:  # its step times are too long for one
-            return Cell(text="none", grade="estimated", detail=found.reason)
-        return Cell(text="not known")
-    text = formatting.rate_interval(found.low, found.high)
-    return Cell(text=text, grade="estimated", detail="between levels that held and failed")
+    text = capacity_text.limit(found, cell.like)
+    if found is None or text in ("–", "not known"):
+        return Cell(text=text)
+    detail = "between levels that held and failed"
+    if found.method == "law":
+        how = "simulated from step times that this run measured; 90 % interval"
+        parts = (found.reason if found.limit is None else how, capacity_text.speed_words(found))
+        detail = "; ".join(filter(None, parts))
+    return Cell(text=text, grade="estimated", detail=detail)
 
 
 def _takes_over(answer: Answer) -> Cell:
@@ -113,11 +109,13 @@ def _takes_over(answer: Answer) -> Cell:
         return Cell(text="runs on a GPU" if answer.cell.device == "gpu" else "not known")
     if gpu is None:
         return Cell(text="no GPU in the list", grade="predicted", detail=over.reason)
-    rate = formatting.rate(gpu.rate)
+    like = answer.cell.like
+    rate = formatting.rate(gpu.rate, like=like)
+    asked = formatting.rate(over.rate, like=like)
     detail = (
-        f"the cheapest of the list that holds {formatting.rate(over.rate)} in nine cases of ten; "
-        f"predicted {rate} ({formatting.rate_interval(gpu.low, gpu.high)}) from its datasheet, "
-        "weights in 16 bits"
+        f"the cheapest of the list that holds {asked} in nine cases of ten; predicted {rate} "
+        f"({formatting.rate_interval(gpu.low, gpu.high, like)}) from its datasheet, weights in "
+        "16 bits"
     )
     price = formatting.dollars_per_hour(gpu.dollars_per_hour)
     return Cell(text=f"{gpu.name}: {rate}, {price}", grade="predicted", detail=detail)
@@ -138,7 +136,7 @@ def levels_table(data: ReportData) -> Table:
             rows.append(
                 (
                     f"{cell.model} {cell.weight_format}".strip(),
-                    one.load,
+                    one.load(cell.like),
                     f"{one.judged.good} of {one.judged.due}",
                     one.judged.verdict,
                     *latencies,

@@ -37,6 +37,7 @@ from loadtests.simulation.step_law import StepLaw
 from loadtests.simulation.step_observation import level_factor
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.request_lengths import Workload
+from models.formatting import share
 
 CONFIRMING_SHARE = 0.8  # of the limit: where a level confirms, and tells the factor
 MOST_TELLING = 1.4  # times the limit: above, queues say little of steps
@@ -194,7 +195,7 @@ def _by_law(
         return Capacity(
             state="no_rate_confirmed",
             method="law",
-            reason=f"by the law {found.alone_share:.0%} of requests are good one at a time",
+            reason=f"by the law {share(found.alone_share, 2)} of requests are good one at a time",
         )
     reach = math.exp(Z_90 * (SD_LEVEL if near else SD_CALIBRATED) * found.steepness)
     # Both speeds of a machine that changed: steps that take longer lower the limit so much more.
@@ -258,12 +259,14 @@ def _confirmed(
                 low=max(found.low or 0.0, held),
                 reason="" if found.high else "no rate was seen to break the SLO",
             )
-    needed = None
-    if rate := CONFIRMING_SHARE * (found.limit or 0.0) or (1 / alone if alone else 0.0):
+    needed, rate = None, CONFIRMING_SHARE * (found.limit or 0.0)
+    if found.method == "levels" and alone:
+        rate = 1 / alone
+    if rate:  # 0.0: nothing to confirm by the law
         needed = confirming_seconds(
             slo, rate, alone, by_levels=not is_law, least_seconds=least_seconds
         )
-    why = "no level of open load was measured"
+    why = "no level of open load that counts was measured"
     if loaded:
         why = "no level was long and steady enough, with requests good enough, to prove a rate"
     return msgspec.structs.replace(

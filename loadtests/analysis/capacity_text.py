@@ -10,39 +10,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from loadtests.records.run_journal import Capacity
 from models import formatting
 
 
-def in_words(found: Capacity | None) -> str:
+def common_rate(found: Iterable[Capacity | None]) -> float | None:
+    """The rate in whose unit (`like`) all of these are read, so that they can be compared: per
+    second where none is below 1/s, else a minute, or an hour where none reaches ten a minute."""
+    known = [rate for one in found if one for rate in (one.held, one.limit) if rate]
+    if not known or min(known) >= 0.9995:
+        return max(known, default=None)
+    return min(max(known), 0.5)
+
+
+def in_words(found: Capacity | None, like: float | None = None) -> str:
     """The state and the limit; None: not measured."""
     if found is None or found.state == "not_even_alone":
         return state_words(found)
-    return f"{state_words(found)}, {limit_words(found)}"
+    about = "about " if found.method == "law" and found.limit else ""
+    return f"{state_words(found, like)}, limit {about}{limit(found, like)}"
 
 
-def state_words(found: Capacity | None) -> str:
+def state_words(found: Capacity | None, like: float | None = None) -> str:
     """`holds 2.1/s`, `no rate confirmed`, `not even alone`."""
     if found is None:
         return formatting.NOT_MEASURED
     if found.state == "holds":
-        return f"holds {formatting.rate(found.held, rounded='down')}"
+        return f"holds {formatting.rate(found.held, rounded='down', like=like)}"
     is_once = found.state == "not_even_alone" and found.starts < 2
     return found.state.replace("_", " ") + (" (on one start)" if is_once else "")
 
 
-def limit_words(found: Capacity) -> str:
-    """`limit about 2.4/s (2.0–2.9)`; by levels alone `limit between 2.0 and 2.9/s`."""
-    low, high = found.low, found.high
-    if found.state == "not_even_alone":
-        return "no limit"
-    if found.method == "law" and found.limit is not None:
-        said = formatting.rate_with_interval(found.limit, low, high, found.held)
-        return f"limit about {said}"
-    if low is None and high is None:
-        return "limit not known"
-    ends = formatting.rate_interval(low, high)
-    return "limit " + (f"between {ends.replace('–', ' and ')}" if low and high else ends)
+def limit(found: Capacity | None, like: float | None = None) -> str:
+    """`2.4/s (2.0–2.9)`; by levels alone `2.0–2.9/s`; `none` where not even requests one at a time
+    are good by the law; `not known`; `–`: there is none to tell of."""
+    if found is None or found.state == "not_even_alone":
+        return "–"
+    low, high, like = found.low, found.high, like or found.held
+    if found.method == "law":
+        known = found.limit is not None
+        return formatting.rate_with_interval(found.limit, low, high, like) if known else "none"
+    return (
+        "not known" if low is None and high is None else formatting.rate_interval(low, high, like)
+    )
 
 
 def held_words(found: Capacity) -> str:

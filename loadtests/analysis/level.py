@@ -275,6 +275,14 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         known = values[np.isfinite(values)]
         return float(known.mean()) if len(known) else None
 
+    def quantile(self, column: Floats, q: float) -> float | None:
+        """Nearest rank, of the counted requests; None where none has a value. inf: so many failed.
+
+        However few they are: percentiles.py has those that enough observations support.
+        """
+        known = column[self.counted & ~np.isnan(column)]
+        return float(np.quantile(known, q, method="inverted_cdf")) if len(known) else None
+
 
 class LevelRows:
     """A level while it runs: it grows by a record."""

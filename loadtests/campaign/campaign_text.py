@@ -9,7 +9,6 @@ from rich.table import Table
 
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import levels_of
-from loadtests.analysis.percentiles import distribution
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cell_runner import capacity_of
 from loadtests.campaign.level_runner import level_text
@@ -40,23 +39,23 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     )
     for what in run.damage():
         console.print(f"left out: {what}", style="yellow")
-    table = Table("model", "one at a time", "holds", "limit", "grade", box=None, pad_edge=False)
+    table = Table(
+        "model", "one at a time", "holds", "limit (estimated)", "grade", box=None, pad_edge=False
+    )
     confirming = 0.0
-    for cell in cells:
-        state = CellRecord(run.events, campaign, cell, measured)
-        if isinstance(state.ended, journal.CellFinished):
-            found: journal.Capacity | None = state.ended.capacity
-        else:
-            found = capacity_of(state) if state.counted else None
+    states = [CellRecord(run.events, campaign, cell, measured) for cell in cells]
+    capacities = [_capacity_of(state) for state in states]
+    like = capacity_text.common_rate(capacities)
+    for state, found in zip(states, capacities, strict=True):
         if levels:
-            _show_cell(state, found, console)
+            _show_cell(state, found, like, console)
         if found is None:
             reason = getattr(state.ended, "reason", "")
             told = ["-", "-", printable(f"skipped: {reason}") if reason else "not measured"]
         else:
-            told = _capacity_cells(found)
+            told = _capacity_cells(found, like)
             confirming += 0.0 if found.holds else found.confirm_seconds or 0.0
-        table.add_row(cell.key, _alone(state), *told)
+        table.add_row(state.key, _alone(state), *told)
     console.print(f"\n{_asked(campaign)}", style="bold")
     console.print(table)
     if confirming:
@@ -77,13 +76,20 @@ def _asked(campaign: Campaign) -> str:
     )
 
 
-def _capacity_cells(found: journal.Capacity) -> list[str]:
+def _capacity_of(state: CellRecord) -> journal.Capacity | None:
+    """By the cell's last word; before it by its levels so far; None: there is none."""
+    if isinstance(state.ended, journal.CellFinished):
+        return state.ended.capacity
+    return capacity_of(state) if state.counted else None
+
+
+def _capacity_cells(found: journal.Capacity, like: float | None) -> list[str]:
     """holds, limit, grade."""
+    limit = capacity_text.limit(found, like)
     if found.state == "not_even_alone":
-        return [capacity_text.state_words(found), "-", "confirmed" if found.starts > 1 else ""]
-    limit = capacity_text.limit_words(found).removeprefix("limit ")
+        return [capacity_text.state_words(found), limit, "confirmed" if found.starts > 1 else ""]
     if found.holds:
-        return [formatting.rate(found.held, rounded="down"), limit, "confirmed"]
+        return [formatting.rate(found.held, rounded="down", like=like), limit, "confirmed"]
     return ["-", limit, "estimated" if found.method == "law" and found.limit else found.reason]
 
 
@@ -92,19 +98,20 @@ def _alone(state: CellRecord) -> str:
     alone = [one for one in state.counted if one.is_single_stream and one.counts]
     if not alone:
         return "-"
-    columns = (alone[-1].ttft, alone[-1].tpot)
-    ttft, tpot = (distribution(one[alone[-1].counted]).median_or_mean for one in columns)
+    ttft, tpot = (alone[-1].quantile(one, 0.5) for one in (alone[-1].ttft, alone[-1].tpot))
     return f"TTFT {formatting.seconds(ttft)}, TPOT {formatting.seconds(tpot)}"
 
 
-def _show_cell(state: CellRecord, found: journal.Capacity | None, console: Console) -> None:
+def _show_cell(
+    state: CellRecord, found: journal.Capacity | None, like: float | None, console: Console
+) -> None:
     console.print(f"\n{state.key}", style="bold")
     if state.choice is not None:
         console.print(f"fastest engine: {state.choice.reason}", style="dim")
     for level in state.levels:
         if not level.started.is_burst:
-            console.print(f"  {level_text(level, state.campaign.slo)}")
+            console.print(f"  {level_text(level, state.campaign.slo, like)}")
     if found is not None:
-        console.print(capacity_text.in_words(found))
+        console.print(capacity_text.in_words(found, like))
         for text in filter(None, (found.reason, capacity_text.speed_words(found))):
             console.print(f"  {text}", style="dim")

@@ -121,7 +121,10 @@ def fastest_engine(
     }
     if len(rates) > 1 and max(rates.values()) > 0:
         best = max(rates, key=lambda engine: rates[engine])
-        told = ", ".join(f"{' '.join(one)} {formatting.requests(rates[one])}" for one in rates)
+        told = ", ".join(
+            f"{' '.join(one)} {formatting.of_requests(formatting.rate(rate, like=rates[best]))}"
+            for one, rate in rates.items()
+        )
         reason = f"of the engines that can run here it holds most by its step times: {told}"
     reason += "".join(f"; not {one.name}: {one.why_not}" for one in found.candidates if one.why_not)
     progress.say(f"{cell.key}: best engine: {reason}")

@@ -252,8 +252,8 @@ def judged(
     return replace(level, finished=replace(end, is_valid=is_valid(warnings), warnings=codes))
 
 
-def level_text(level: Level, slo: Slo) -> str:
-    """A level for people: load, counts, means, verdict."""
+def level_text(level: Level, slo: Slo, like: float | None = None) -> str:
+    """A level for people: load, in the unit of `like`, counts, means, verdict."""
     start, found, end = level.started, level.judge(slo), level.finished
     if start.is_burst:
         return f"a burst of {len(level.due)}"
@@ -269,7 +269,7 @@ def level_text(level: Level, slo: Slo) -> str:
     ttft, tpot = (formatting.seconds(level.mean(one), 3, "-") for one in (level.ttft, level.tpot))
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
     return (
-        f"{formatting.load(start.rate_per_second, start.concurrency, 3)}: "
+        f"{formatting.load(start.rate_per_second, start.concurrency, 3, like)}: "
         f"{found.good}{share} of {found.due} good, TTFT {ttft}, TPOT {tpot}"
         f"{failed and f', failed: {failed}'} -> {words}"
     )

@@ -72,8 +72,6 @@ class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hardware: Hardware
     models: Annotated[tuple[ModelSteps, ...], Meta(min_length=1)]
     taken_share: Part | None = None  # of the CPU time that the engine wanted, by others
-    watts: Positive | None = None  # under load, as its owner says
-    dollars_per_hour: Seconds | None = None
 
 
 def read_machine_file(path: Path) -> MachineFile:

@@ -12,10 +12,10 @@ for (const one of document.querySelectorAll("#answers [data-cell], #headline, .b
 function rate(value, rounded = Math.round) { // as models/formatting.py words it
   if (value === null) return "not known";
   if (value === 0) return "none";
-  const [times, unit] = value >= 0.9995 ? [1, "/s"] : value * 60 >= 9.995 ? [60, " a minute"] : [3600, " an hour"];
+  const [times, unit] = lattice.unit;
   const scaled = value * times, digits = Math.max(0, 1 - Math.floor(Math.log10(scaled)));
   const step = 10 ** Math.floor(Math.log10(scaled) - 1);
-  if (scaled >= 100) return Math.round(rounded(scaled / step + (rounded === Math.floor ? 1e-9 : 0)) * step) + unit;
+  if (scaled >= 100) return Math.round(rounded(scaled / step + (rounded === Math.floor ? 1e-9 : 0)) * step).toLocaleString("en") + unit;
   const places = 10 ** Math.min(digits, 6);
   return (rounded(scaled * places + (rounded === Math.floor ? 1e-9 : 0)) / places).toFixed(Math.min(digits, 6)) + unit;
 }

@@ -52,8 +52,6 @@ def calibrated_machine(path: Path) -> Machine:
         slots=policy.slots,
         policy=policy,
         memory_bytes=file.hardware.memory_bytes,
-        watts=file.watts,
-        dollars_per_hour=file.dollars_per_hour,
     )
 
 

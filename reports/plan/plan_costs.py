@@ -199,7 +199,7 @@ def _options(
 def _as_it_is(asked: Question, machine: Candidate, forecast: Forecast) -> Option:
     kwh = machine.kwh([(one.rate, one.hours) for one in forecast.loads], machine.owned)
     count = max(0, machine.owned - asked.keys.spares)
-    surely = f"holds {formatting.rate(machine.low * count)}" if machine.low else ""
+    holds = formatting.rate((machine.low or 0.0) * count, like=forecast.peak_rate)
     return Option(
         kind="as it is",
         machine=machine.name,
@@ -209,7 +209,7 @@ def _as_it_is(asked: Question, machine: Candidate, forecast: Forecast) -> Option
         kwh=kwh,
         energy_unknown=kwh is None,
         known_by=machine.kind,
-        note=machine.reason or surely,
+        note=machine.reason or (f"holds {holds}" if machine.low else ""),
     )
 
 

@@ -129,9 +129,14 @@ def _cell_of(data: ReportData, model: str) -> CellData | None:
 def _of_run(asked: Question, data: ReportData) -> Candidate:
     cell = _cell_of(data, asked.spec.name)
     if cell is None or cell.capacity is None:
-        known = ", ".join(one.model for one in data.cells if one.capacity) or "none"
+        known = [one.model for one in data.cells if one.capacity]
+        if not known:
+            raise BadPlan(
+                f"run {data.manifest.run_id} has no capacity of any model yet: go on with "
+                f"`crossover campaign resume {data.folder}`, or leave the run out"
+            )
         raise BadPlan(
-            f"run {data.manifest.run_id} measured {known}, not {asked.spec.name}: "
+            f"run {data.manifest.run_id} measured {', '.join(known)}, not {asked.spec.name}: "
             "name a model that it measured, or leave the run out"
         )
     name = machine_words(data)

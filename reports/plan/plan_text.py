@@ -98,7 +98,8 @@ def choice_sentence(plan: Plan) -> str:
 def _changes(plan: Plan) -> Iterator[str]:
     """Where another way is the choice."""
     for one in plan.changes:
-        side = f"{'Above' if one.is_above else 'Below'} {formatting.requests(one.rate)}"
+        rate = formatting.of_requests(formatting.rate(one.rate, like=plan.peak_rate))
+        side = f"{'Above' if one.is_above else 'Below'} {rate}"
         if one.option is None:
             yield f"{side} nothing surely suffices."
         else:

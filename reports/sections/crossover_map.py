@@ -75,11 +75,12 @@ def crossover_map(answers: Sequence[Answer], *, is_narrow: bool = False) -> Char
         f'patternTransform="rotate(45)"><rect width="7" height="7" fill="{ESTIMATED}"/>'
         f'<rect width="3" height="7" fill="{CPU}"/></pattern></defs>',
     ]
-    for rate in rate_ticks(scale.low, scale.high, 4 if is_narrow else 7):
+    like = answers[0].cell.like
+    for rate in rate_ticks(scale.low, scale.high, like, 4 if is_narrow else 7):
         x = scale.place(rate)
         parts += [
             f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="{LINE}" stroke-opacity=".45"/>',
-            _text(x, bottom + 18, rate_label(rate), f'text-anchor="middle" fill="{MUTED}"'),
+            _text(x, bottom + 18, rate_label(rate, like), f'text-anchor="middle" fill="{MUTED}"'),
         ]
     for index, (answer, one) in enumerate(zip(answers, bars, strict=True)):
         parts += _row(index, answer, one, scale, f"url(#hatch-{kind})")
@@ -114,14 +115,17 @@ def _row(
         )
 
     size = formatting.parameters(answer.cell.parameters)
-    confirmed = f"confirmed up to {formatting.rate(ends['held'], rounded='down')}"
+    like = answer.cell.like
+    confirmed = f"confirmed up to {formatting.rate(ends['held'], rounded='down', like=like)}"
+    estimated = f"estimated up to {formatting.rate(ends['limit'], like=like)}"
+    predicted = f"{gpu_name}: predicted {formatting.rate(ends['gpu'], like=like)}"
     own = 'text-anchor="end"'
     parts = [
         _text(scale.left - 12, middle - 1, answer.title, f'{own} fill="{INK}" font-weight="600"'),
         _text(scale.left - 12, middle + 12, size, f'{own} fill="{MUTED}" font-size="10.5"'),
         bar("held", scale.left, held, CPU, confirmed),
-        bar("limit", held, limit, hatched, f"estimated up to {formatting.rate(ends['limit'])}"),
-        bar("gpu", limit, gpu, GPU, f"{gpu_name}: predicted {formatting.rate(ends['gpu'])}"),
+        bar("limit", held, limit, hatched, estimated),
+        bar("gpu", limit, gpu, GPU, predicted),
     ]
     if ends["low"] and ends["high"]:
         low, high = scale.place(ends["low"]), scale.place(ends["high"])

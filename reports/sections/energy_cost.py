@@ -26,9 +26,9 @@ def cost(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         rows.append(
             (
                 one.title,
-                formatting.rate(rate, rounded=rounded),
+                formatting.rate(rate, rounded=rounded, like=one.cell.like),
                 gpu.name,
-                formatting.rate(gpu.low, rounded="down"),
+                formatting.rate(gpu.low, rounded="down", like=one.cell.like),
                 formatting.dollars_per_hour(gpu.dollars_per_hour),
                 str(machines),
                 f"${formatting.significant(gpu.dollars_per_hour / machines)}/h",

@@ -20,7 +20,7 @@ def fallback_times(data: ReportData, answers: Sequence[Answer]) -> Section | Non
             if len(one.level.backends) > 1:
                 # the longest time without any content chunk, of all streams together
                 gap = float(np.diff(np.sort(one.level.chunks)).max(initial=0.0))
-                rows.append((cell.model, one, gap))
+                rows.append((cell, one, gap))
     if not rows:
         return None
     return Section(
@@ -33,13 +33,13 @@ def fallback_times(data: ReportData, answers: Sequence[Answer]) -> Section | Non
             ("model", "load", "answered by", "failed", "no token for"),
             (
                 (
-                    name,
-                    one.load,
+                    cell.model,
+                    one.load(cell.like),
                     ", ".join(f"{who}: {count}" for who, count in one.level.backends.items()),
                     str(one.judged.failed),
                     formatting.seconds(gap),
                 )
-                for name, one, gap in rows
+                for cell, one, gap in rows
             ),
             words=("load", "answered by"),
         ),

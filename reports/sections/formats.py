@@ -41,7 +41,7 @@ def _row(cell: CellData) -> tuple[str, ...]:
     return (
         cell.model,
         cell.engine_words,
-        in_words(cell.capacity) if cell.capacity is not None else cell.reason,
+        in_words(cell.capacity, cell.like) if cell.capacity is not None else cell.reason,
         *tokens,
         formatting.size(cell.memory.peak_bytes or cell.memory.predicted_bytes),
     )

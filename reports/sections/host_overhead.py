@@ -13,7 +13,7 @@ from reports.sections.section import Section, table
 def host_overhead(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where no engine told its time."""
     rows = [
-        (cell.model, one.load, told.host_share, told)
+        (cell.model, one.load(cell.like), told.host_share, told)
         for cell in data.cells
         for one in cell.loaded
         if one.level.finished and (told := one.level.finished.engine_time) is not None

@@ -93,7 +93,7 @@ def _chart(
     high = max(seen, default=1.0)
     if limit is not None:
         high = min(max(high, 1.5 * limit), MOST_OVER * limit)
-    x, y = rate_axis(*ends), seconds_axis(min([*seen, high / 10]) / 1.4, high * 1.2)
+    x, y = rate_axis(*ends, cell.like), seconds_axis(min([*seen, high / 10]) / 1.4, high * 1.2)
     layers = []
     if lines:
         drawn = data(lines).mark_line(strokeWidth=2, clip=True)

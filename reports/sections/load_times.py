@@ -30,9 +30,10 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     one, here, there = (bridged or rows)[-1]
     sentence = f"{one.title} loads in {formatting.seconds(here)} here."
     if bridged and there is not None:
+        held = formatting.rate(one.cell.held, rounded="down", like=one.cell.like)
         sentence = (
             f"While a GPU loads {one.title} for some {formatting.duration(there)}, this CPU "
-            f"carries {formatting.requests(one.cell.held, rounded='down')}."
+            f"carries {formatting.of_requests(held)}."
         )
     return Section(
         slug="load-times",

@@ -31,13 +31,14 @@ def other_machines(data: ReportData, answers: Sequence[Answer]) -> Section | Non
     found = [capacity_of(service, data.slo) for service in fitting(spec, traffic, MOST)]
     if not found:
         return None
-    best = max(found, key=lambda one: one.rate or 0.0)
+    best, like = max(found, key=lambda one: one.rate or 0.0), known[-1].cell.like
+    most = formatting.rate(best.rate, like=like)
     return Section(
         slug="other-machines",
         title="Other machines",
-        sentence=f"{best.name} would hold {formatting.rate(best.rate)} of {known[-1].title}.",
+        sentence=f"{best.name} would hold {most} of {known[-1].title}.",
         grades=("predicted",),
-        table=_table(found),
+        table=_table(found, like),
         note="Simulated with this run's requests by step times from datasheets and published "
         "measurements. The cheapest GPUs that the model fits.",
     )
@@ -64,14 +65,14 @@ def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         title="Several GPUs",
         sentence=f"{found[-1].name} that share each step would hold {gain} of {one.title}.",
         grades=("predicted",),
-        table=_table(found),
+        table=_table(found, one.cell.like),
         note="Each step is divided among them (tensor parallelism), and they exchange what they "
         "found twice a layer over their link. Copies of the model on each (replicas) hold as many "
         "times the rate instead, and answer no quicker.",
     )
 
 
-def _table(found: Sequence[DeviceCapacity]) -> Table:
+def _table(found: Sequence[DeviceCapacity], like: float | None) -> Table:
     return table(
         (
             *("machine", "would hold", "90 % interval", "first token, median"),
@@ -80,8 +81,8 @@ def _table(found: Sequence[DeviceCapacity]) -> Table:
         (
             (
                 one.name,
-                formatting.rate(one.rate) if one.rate else one.reason,
-                formatting.rate_interval(one.low, one.high) if one.rate else "–",
+                formatting.rate(one.rate, like=like) if one.rate else one.reason,
+                formatting.rate_interval(one.low, one.high, like) if one.rate else "–",
                 formatting.seconds(one.ttft_seconds, missing="–"),
                 formatting.seconds(one.tpot_seconds, missing="–"),
                 formatting.size(one.memory_bytes),

@@ -99,7 +99,9 @@ def make(
 
 @app.command("plan")
 def plan_models(
-    names: Names,
+    names: Annotated[
+        list[str], typer.Argument(help="Sizes (135m, 1b), GGUF files, folders with a config.json.")
+    ],
     formats: Annotated[list[str] | None, typer.Option("--format", help="Repeatable.")] = None,
     slots: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 16,
     context: Annotated[int, typer.Option(min=1, help="Most tokens of one sequence.")] = 2048,

@@ -6,8 +6,9 @@
 Memory and packages decide by arithmetic who can be chosen. Those who can are measured in a child
 process, by the backend that serves: prompts alone, decode steps of one row and of all slots. The
 times are kept in CACHE/engine-times.json until the CPU or the version of an engine's library
-changes. One request costs its prompt's time alone and its share of the decode steps that it makes
-together with the other streams; the most requests/s win.
+changes; those that others disturbed, until the next time. One request costs its prompt's time alone
+and its share of the decode steps that it makes together with the other streams; the most requests/s
+win.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import msgspec
 import numpy as np
 
 from models.child_process import run_python
+from models.cpu_and_memory import read_text
 from models.errors import CrossoverError
-from models.formatting import count, duration, requests, significant
+from models.formatting import count, duration, of_requests, rate, share, significant
 from models.model_ladder import rung
 from models.model_spec import ModelSpec
 from models.resolve_model import resolve
@@ -51,6 +53,7 @@ PART_SECONDS = 0.5  # of each kind of step
 MOST_STEPS = 64  # of one kind
 SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long one where there is time for it
 TIMEOUT_SECONDS = 300.0
+MOST_TAKEN = 0.1  # of the CPU time that an engine wanted: more, and it is measured again
 PACKAGES = ("llama-cpp-python", "onnxruntime", "torch")
 
 Say = Callable[[str], None]
@@ -63,6 +66,7 @@ class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_second: float
     decode_seconds: float  # of a step of one row
     decode_slots_seconds: float  # of a step of `slots` rows
+    taken_share: float = 0.0  # of the CPU time that the engine wanted while it was measured
 
 
 class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +126,8 @@ def fastest_backend(
     found = [_looked_at(question, facts, *pair) for pair in looked]
     if sum(not one.why_not for one in found) > 1:
         found = [_measured(question, one, facts, say, progress) for one in found]
-    told = "; ".join(f"{one.name}: {one.why_not or _rate(one)}" for one in found)
+    most = max((one.requests_per_second or 0.0 for one in found), default=0.0)
+    told = "; ".join(f"{one.name}: {one.why_not or _rate(one, most)}" for one in found)
     possible = [one for one in found if not one.why_not]
     if not possible:
         told = told or f"no engine of the CPU has the format {', '.join(question.formats)}"
@@ -137,21 +142,20 @@ def fastest_backend(
     return EngineChoice(best.backend, best.weight_format, reason, tuple(found))
 
 
-def _rate(one: EngineCandidate) -> str:
-    rate = one.requests_per_second
-    return "not measured" if rate is None else requests(rate)
+def _rate(one: EngineCandidate, like: float) -> str:
+    return of_requests(rate(one.requests_per_second, like=like))
 
 
 def known_times(
     question: Question, engine: EngineCandidate, facts: HardwareFacts, say: Say, progress: Progress
 ) -> EngineTimes | None:
-    """The engine's times for the model: kept, or measured now.
+    """The engine's times for the model: kept, or measured now, where others disturbed them too.
 
     None: not kept, and not to be measured. Raises CrossoverError where measuring fails.
     """
     cache, began = question.cache, time.monotonic()
     kept = read_table(cache, facts).get(question.key(engine))
-    if kept is not None or not question.may_measure:
+    if not question.may_measure or (kept is not None and kept.taken_share <= MOST_TAKEN):
         return kept
     kind, spelt = weights_of(engine.backend, engine.weight_format)
     files = resolve(question.source, kind=kind, weight_format=spelt, cache=cache, progress=progress)
@@ -170,7 +174,11 @@ def known_times(
     times = measured_times(config, question.request.model)
     keep(cache, facts, question.key(engine), times)
     spent = duration(time.monotonic() - began)
-    say(f"measured {engine.name} on {files.name} in {spent}, kept in {table_path(cache)}")
+    where = f"kept in {table_path(cache)}"
+    if times.taken_share > MOST_TAKEN:
+        taken = share(times.taken_share, 2)
+        where = f"others took {taken} of the CPU time that it wanted: measured again next time"
+    say(f"measured {engine.name} on {files.name} in {spent}, {where}")
     return times
 
 
@@ -311,13 +319,27 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
     )
 
 
+def _cpu_seconds() -> tuple[float, float]:
+    """Seconds in which threads of this process ran; in which they were ready and had no core, or
+    the host of this machine had taken it."""
+    told = [read_text(one).split() for one in Path("/proc/self/task").glob("*/schedstat")]
+    ran, waited = (1e-9 * sum(int(each[at]) for each in told if each) for at in (0, 1))
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    cores = (line.split() for line in read_text(Path("/proc/stat")).splitlines())
+    stolen = sum(int(each[8]) for each in cores if each[0] in names)
+    return ran, waited + stolen / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
     """The child: measures on the engine's cores, says one line of JSON."""
     config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     backend = backend_class(config.backend)(config, lambda what, fraction: None)
+    before = _cpu_seconds()
     times = measure(backend)
+    ran, lost = (now - was for now, was in zip(_cpu_seconds(), before, strict=True))
+    times = msgspec.structs.replace(times, taken_share=round(lost / max(ran + lost, 1e-9), 4))
     backend.close()
     print(f"\n{msgspec.json.encode(times).decode()}", flush=True)
 

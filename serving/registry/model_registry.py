@@ -331,7 +331,8 @@ class Registry:
             raise ServingError(f"two models are called {name!r}; give one of them another name")
         supervisor = self._make_supervisor(prepared)
         if prepared.model.load == "demand":
-            supervisor.rest(EngineState.unloaded, "it is loaded when it is first asked for")
+            supervisor.state = EngineState.unloaded
+            supervisor.reason = "it is loaded when it is first asked for"
         metrics = Metrics(self.metrics, name, supervisor)
         vocabulary = read_vocabulary(prepared.tokenizer_path)
         self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
@@ -454,15 +455,12 @@ class Registry:
             attempts = [one for one in wanted.attempts if one.backend in prepared.files]
             if not attempts:
                 why = "; ".join(reason.text for reason in wanted.reasons)
-                raise NoPlacement(f"{name} can run nowhere any more: {why}")
+                raise NoPlacement(f"it can run nowhere any more: {why}")
             others = [one for one in self.models.values() if one is not model]
             residents = [one for one in others if one.supervisor.pids]
             free = bytes_free(attempts, residents, self.limits.memory_bytes) if check else {}
             needs = [bytes_by_place(attempts[at : at + many]) for at in range(len(attempts))]
-            try:
-                option, gone = make_room(needs, residents, free)
-            except (NoRoom, NoPlacement) as problem:
-                raise type(problem)(f"{name}: {problem}") from problem
+            option, gone = make_room(needs, residents, free)
             if gone is None:
                 first, *later = attempts[option:]
                 attempts = [first, *(one for one in later if one.fits or not check)]

@@ -30,7 +30,11 @@ from serving.backends.backend_table import spec_of
 from serving.engine import ipc_messages as ipc
 from serving.errors import Cause
 from serving.supervisor.admission import Pace
-from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, LONGEST_STEP
+from serving.supervisor.restart_policy import (
+    LOAD_SILENCE_SECONDS,
+    LONGEST_STEP,
+    SLOWER_THAN_PACE,
+)
 
 # Of a thread of OpenMP that waits for one without a core, before it leaves its own to it; 300,000
 # by default. Two threads, two cores and other work on both (load 7): 9 tokens/s, and 12 with this.
@@ -192,9 +196,14 @@ class EngineProcess(asyncio.Protocol):
         if self.ready is None and silent > LOAD_SILENCE_SECONDS[device]:
             why = f"no word from the loading engine for {silent:.0f} s"
             self.give_up(Cause.health_timeout, why)
-        elif self.ready is not None and count and age > LONGEST_STEP[device] * timeout_seconds:
-            why = f"no step finished for {age:.1f} s with {count} sequences in flight"
-            self.give_up(Cause.health_timeout, why)
+        elif self.ready is not None and count:
+            longest = LONGEST_STEP[device] * timeout_seconds
+            if (pace := self.pace.prompt_tokens_per_second) is not None:
+                at_pace = SLOWER_THAN_PACE * self.ready.info.step_tokens / pace
+                longest = min(longest, max(timeout_seconds, at_pace))
+            if age > longest:
+                why = f"no step finished for {age:.1f} s with {count} sequences in flight"
+                self.give_up(Cause.health_timeout, why)
 
     # Its end.
 

@@ -27,6 +27,8 @@ PERMANENT = frozenset({Cause.backend_missing, Cause.unsupported})
 LOAD_SILENCE_SECONDS = {"gpu": 120.0, "cpu": 1800.0}
 # Times health_timeout_seconds for a step: a prompt of a large model on a CPU takes minutes.
 LONGEST_STEP = {"gpu": 1.0, "cpu": 20.0}
+# Times what the most tokens of a step take at the engine's pace, where that is known and less.
+SLOWER_THAN_PACE = 10.0
 
 
 class RecoveryLimits(msgspec.Struct, frozen=True):

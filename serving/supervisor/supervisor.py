@@ -170,8 +170,10 @@ class Supervisor:
         """Say why no engine lives: unloaded, or failed. Only while none does."""
         idle = (EngineState.loading, EngineState.unloaded, EngineState.failed)
         if not self._living and self.state in idle:
-            if state == EngineState.failed and reason != self.reason:
-                self._tell("failed", reason)
+            # What is not loaded for want of room is told of once, at the start.
+            is_news = state == EngineState.failed or self.state == EngineState.loading
+            if is_news and reason != self.reason:
+                self._tell(state.value, reason)
             self._become(state, reason)
 
     async def wait_ready(self, timeout_seconds: float | None = None) -> ipc.Ready:

@@ -48,7 +48,7 @@ def test_a_calibration_alone_is_an_estimate_with_its_interval() -> None:
     )
     reach = math.exp(1.645 * SD_CALIBRATED * STEEPNESS)
     assert FIRST.low == pytest.approx(LIMIT / reach) and FIRST.high == pytest.approx(LIMIT * reach)
-    assert FIRST.reason == "no level of open load was measured"
+    assert FIRST.reason == "no level of open load that counts was measured"
     assert FIRST.confirm_seconds == confirming_seconds(SLO, 0.8 * LIMIT)
 
 
@@ -191,5 +191,6 @@ def test_without_a_law_the_limit_is_between_what_held_and_what_failed() -> None:
 
 def test_a_law_by_which_nothing_holds_says_so() -> None:
     slow = StepLaw(base_seconds=0.5)
-    found = estimate([], SLO, law=slow, policy=POLICY, workload=LENGTHS)
-    assert found.limit is None and "0% of requests are good one at a time" in found.reason
+    found = estimate([alone()], SLO, law=slow, policy=POLICY, workload=LENGTHS)
+    assert found.limit is None and "0 % of requests are good one at a time" in found.reason
+    assert found.confirm_seconds is None, "no level could confirm a rate"

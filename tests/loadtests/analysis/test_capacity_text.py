@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from loadtests.analysis.capacity_text import (
+    common_rate,
     held_words,
     in_words,
-    limit_words,
+    limit,
     speed_words,
     state_words,
 )
 from loadtests.records.run_journal import Capacity
+from models import formatting
 
 LAW: dict[str, Any] = {"method": "law", "limit": 2.42, "low": 2.04, "high": 2.87}
 
@@ -33,11 +35,13 @@ LAW: dict[str, Any] = {"method": "law", "limit": 2.42, "low": 2.04, "high": 2.87
         ),
         (
             Capacity(state="holds", held=2.0, low=2.0, limit=2.2, high=2.5),
-            "holds 2.0/s, limit between 2.0 and 2.5/s",
+            "holds 2.0/s, limit 2.0–2.5/s",
         ),
         (Capacity(state="holds", held=2.0, low=2.0), "holds 2.0/s, limit above 2.0/s"),
         (Capacity(state="no_rate_confirmed", high=2.5), "no rate confirmed, limit below 2.5/s"),
         (Capacity(state="no_rate_confirmed"), "no rate confirmed, limit not known"),
+        # Not even requests one at a time are good, by the law.
+        (Capacity(state="no_rate_confirmed", method="law"), "no rate confirmed, limit none"),
         (Capacity(state="not_even_alone", starts=2), "not even alone"),
         (Capacity(state="not_even_alone", starts=1), "not even alone (on one start)"),
     ],
@@ -57,4 +61,15 @@ def test_what_it_rests_on_and_what_is_wanting() -> None:
     assert held_words(open_yet) == "why"
     moved = Capacity(state="holds", speed_moved=0.34)
     assert speed_words(moved) == "this machine's speed moved by 34% while it was measured"
-    assert limit_words(Capacity(state="not_even_alone")) == "no limit"
+    assert limit(Capacity(state="not_even_alone")) == "–"
+
+
+def test_capacities_side_by_side_are_read_in_one_unit() -> None:
+    slow = Capacity(state="holds", held=0.41, method="law", limit=0.57, low=0.49, high=0.67)
+    like = common_rate([Capacity(state="holds", held=2.19, **LAW), slow, None])
+    assert in_words(slow, like) == "holds 24 a minute, limit about 34 a minute (29–41)"
+    words = in_words(Capacity(state="holds", held=2.19, **LAW), like)
+    assert words == "holds 130 a minute, limit about 150 a minute (120–180)"
+    for rates, unit in (((43.0, 2.4), "43/s"), ((0.12, 0.011), "430 an hour"), ((), "34 a minute")):
+        like = common_rate([Capacity(state="holds", held=one) for one in rates])
+        assert formatting.rate(next(iter(rates), 0.57), like=like) == unit

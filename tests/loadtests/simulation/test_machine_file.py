@@ -30,7 +30,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     [
         ({"version": 1}, "version is 1; `crossover calibrate` writes one anew"),
         ({"models": []}, "models"),
-        ({"watts": -3}, "watts must be above 0, got -3"),
+        ({"taken_share": -3}, "taken_share must be at least 0, got -3"),
         ({"measured_on": "today"}, "measured_on"),
         ({"colour": "red"}, "colour"),
     ],

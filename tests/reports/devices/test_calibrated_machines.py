@@ -28,7 +28,7 @@ def truth(spec: ModelSpec) -> StepLaw:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     models = (steps_of(name, truth(rung(name).spec)) for name in ("135m", "360m"))
-    write_machine_file(tmp_path / "machine.json", machine_file(*models, dollars_per_hour=0.1))
+    write_machine_file(tmp_path / "machine.json", machine_file(*models))
     return tmp_path / "machine.json"
 
 
@@ -45,7 +45,6 @@ def test_a_measured_model_has_its_own_law_and_a_bigger_one_is_told_from_its_shap
             truth(spec).seconds(rows, prompt, context), rel=0.05
         )
     assert narrow < wide < machine.law(spec, "Q8_0", 8, 1)[1]
-    assert machine.dollars_per_hour == 0.1
 
 
 def test_what_it_says_nothing_of_is_refused(path: Path) -> None:

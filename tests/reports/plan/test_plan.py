@@ -1,7 +1,11 @@
 """A plan: forecast in, a ranking out; the rule, the staircases, and what is refused."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
+from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from loadtests.records.run_journal import Capacity
 from reports.devices.device_catalog import devices, priced_gpus
 from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
@@ -165,6 +169,15 @@ def test_the_ends_of_a_run_s_interval_are_made_one_sided() -> None:
     assert told.high == pytest.approx(1.25 ** (1.2816 / 1.6449))
     confirmed = _measured("mine", Capacity(state="holds", held=0.6, low=0.7, limit=1.0), None)
     assert (confirmed.low, confirmed.kind) == (0.6, "confirmed"), "as the report says, and no more"
+
+
+def test_a_run_that_measured_nothing_says_how_to_go_on(tmp_path: Path) -> None:
+    for name in (MANIFEST, EVENTS, REQUESTS):
+        shutil.copy(shown()[0] / name, tmp_path)
+    (tmp_path / EVENTS).write_bytes((tmp_path / EVENTS).read_bytes().split(b"\n")[0] + b"\n")
+    tables = {"model": "1b", "forecast": {"peak_rate": 1.0}, "machines": [{"run": str(tmp_path)}]}
+    with pytest.raises(BadPlan, match=f"no capacity of any model yet: .* resume {tmp_path}"):
+        candidates_of(asked_of(tables, tmp_path))
 
 
 def test_a_run_gives_the_lengths_and_the_slo_that_are_left_out() -> None:

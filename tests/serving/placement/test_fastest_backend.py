@@ -5,6 +5,7 @@ rows are scripted. Then real measurements.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -111,6 +112,24 @@ def test_a_row_is_replaced_by_a_newer_one(cache: Path) -> None:
     keep_times(cache, "int8", times(0.04))
     assert len(read_table(cache, FACTS)) == 3
     assert chosen(cache).backend == "llama_cpp"
+
+
+def test_times_that_others_disturbed_serve_once_and_are_measured_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_times(cache, "int8", msgspec.structs.replace(times(0.04), taken_share=0.2))
+    assert chosen(cache).backend == "llama_cpp", "nothing may be measured: they are all there is"
+    module = "serving.placement.fastest_backend"
+    monkeypatch.setattr(
+        f"{module}.resolve",
+        lambda source, **more: SimpleNamespace(
+            path="", name=source, weight_format="", tokenizer_path=""
+        ),
+    )
+    monkeypatch.setattr(f"{module}.measured_times", lambda config, spec: times(0.01))
+    for _ in range(2):
+        assert chosen(cache, may_measure=True).backend == "onnx"
+        monkeypatch.setattr(f"{module}.measured_times", None)  # from now on nothing is measured
 
 
 def test_what_is_not_known_is_not_measured_beside_requests_and_the_usual_order_holds(

@@ -105,6 +105,10 @@ def test_the_idle_make_room_and_the_busy_never_go() -> None:
             await until(lambda: registry.states() == {"a": "ready", "b": "unloaded"})
             held = await registry.hold("b")  # waits for the load; a was idle and went
             assert registry.states() == {"a": "unloaded", "b": "ready"}
+            told = [event for event in b.supervisor.events if event.kind == "unloaded"]
+            assert [one.message for one in told] == [
+                "there is no room beside a; it is loaded when it is asked for"
+            ]
             assert "to make room for b" in (a.supervisor.reason or "")
             pid = b.supervisor.engine_pid
             problem = await refused(registry, "a")
@@ -320,7 +324,7 @@ def test_what_never_fits_is_said_to_be_so_and_given_up() -> None:
     async def scenario() -> None:
         limits = RegistryLimits(memory_bytes=MIB)
         async with fleet_of(model("a", "demand"), limits=limits) as registry:
-            with pytest.raises(NoPlacement, match="not fit even alone: .* 1 MiB may be used"):
+            with pytest.raises(NoPlacement, match="^it would not fit even alone: .* 1 MiB may be"):
                 await registry.load("a")
             assert (await refused(registry, "a")).code == "failed"
             assert registry.models["a"].given_up
