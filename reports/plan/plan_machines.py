@@ -162,18 +162,17 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
 
 
 def _measured(name: str, capacity: Capacity, watts: float | None) -> Candidate:
-    """The journal's capacity with one-sided ends; what is confirmed is surely held."""
+    """The journal's capacity: what is confirmed is surely held, as the report says, and no more;
+    where nothing is, the one-sided ends of the estimate."""
     limit, low, high = capacity.limit, capacity.low, capacity.high
     if limit and low:
         low = limit * (low / limit) ** ONE_SIDED
     if limit and high:
         high = limit * (high / limit) ** ONE_SIDED
-    if capacity.held:
-        low = max(capacity.held, low or 0.0)
     return Candidate(
         device=name,
-        kind="confirmed" if capacity.holds and capacity.held else "estimated",
-        low=low,
+        kind="confirmed" if capacity.held else "estimated",
+        low=capacity.held or low,
         rate=limit if limit is not None else capacity.held,
         high=high,
         reason="misses the SLO alone" if capacity.state == "not_even_alone" else "",

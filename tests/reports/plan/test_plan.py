@@ -167,6 +167,8 @@ def test_the_ends_of_a_run_s_interval_are_made_one_sided() -> None:
     told = _measured("mine", found, None)
     assert told.low == pytest.approx(0.8 ** (1.2816 / 1.6449))
     assert told.high == pytest.approx(1.25 ** (1.2816 / 1.6449))
+    confirmed = _measured("mine", Capacity(state="holds", held=0.6, low=0.7, limit=1.0), None)
+    assert (confirmed.low, confirmed.kind) == (0.6, "confirmed"), "as the report says, and no more"
 
 
 def test_a_run_that_measured_nothing_says_how_to_go_on(tmp_path: Path) -> None:
