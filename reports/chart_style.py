@@ -147,8 +147,8 @@ def rate_axis(low: float, high: float, like: float | None) -> alt.X:
     """Rates on a log scale, in the unit of `like`."""
     times, unit = formatting.rate_unit(like)
     axis = alt.Axis(
-        title="request rate",
-        labelExpr=f"format(datum.value * {times}, ',.3~r') + '{_SHORT[unit]}'",
+        title=f"requests{unit.replace('/s', ' a second')}, logarithmic",
+        labelExpr=f"format(datum.value * {times}, ',.3~r')",
         values=rate_ticks(low, high, like, 6),
         labelOverlap=False,
     )
@@ -170,6 +170,16 @@ def rule_at(value: float, text: str, y: alt.Y, colour: str = SLO) -> list[Layer]
     return [
         line.mark_rule(color=colour, strokeDash=[4, 3]).encode(y=y),
         line.mark_text(color=colour, **mark).encode(x=alt.value(0), y=y, text="text:N"),
+    ]
+
+
+def rate_line(rate: float, text: str, x: alt.X) -> list[Layer]:
+    """A line upwards at a rate, with its text at the top, left of it."""
+    line = data([{"rate": rate, "text": text}])
+    mark = {"align": "right", "baseline": "top", "dx": -4, "fontSize": 11}
+    return [
+        line.mark_rule(color=MUTED, strokeDash=[2, 3]).encode(x=x),
+        line.mark_text(color=MUTED, **mark).encode(x=x, y=alt.value(0), text="text:N"),
     ]
 
 

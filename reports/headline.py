@@ -23,6 +23,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     cell: CellData
     over: TakeOver | None  # None: not known, or a GPU serves it already
+    slo: Slo
 
     @property
     def title(self) -> str:
@@ -40,7 +41,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 def answers_of(data: ReportData) -> list[Answer]:
     """One for each model, smallest first."""
-    return [Answer(cell=cell, over=takes_over(cell, data.slo)) for cell in best_cells(data)]
+    return [
+        Answer(cell=cell, over=takes_over(cell, data.slo), slo=data.slo)
+        for cell in best_cells(data)
+    ]
 
 
 def headline(answers: Sequence[Answer], data: ReportData) -> str:
@@ -72,7 +76,10 @@ def headline(answers: Sequence[Answer], data: ReportData) -> str:
     if beyond:
         return f"{said}{_needs_gpu(beyond[0])}."
     if top.gpu is not None:
-        return f"{said}; above that {_article(top.gpu.name)} {_priced(top.gpu)} takes over."
+        limit = (
+            "that" if not top.cell.held else f"about {formatting.rate(top.cell.limit, like=like)}"
+        )
+        return f"{said}; above {limit} {_article(top.gpu.name)} {_priced(top.gpu)} takes over."
     return f"{said}."
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from loadtests.analysis.slo import Slo
 from loadtests.simulation.simulated_capacity import Server
+from models import formatting
 from reports.chart_style import (
     CPU,
     SLO,
@@ -20,6 +21,7 @@ from reports.chart_style import (
     layered,
     palette,
     rate_axis,
+    rate_line,
     rule_at,
     seconds_axis,
 )
@@ -103,6 +105,8 @@ def _chart(
         layers.append(marks.encode(x=x, y=y, color=palette("of:N", COLOURS, legend=not lines)))
     if limit is not None:
         layers += rule_at(limit, "SLO", y, SLO)
+    if cell.limit:
+        layers += rate_line(cell.limit, f"limit {formatting.rate(cell.limit, like=cell.like)}", x)
     return Chart(
         slug=f"{name}-{cell.key}",
         label=f"{TITLES[name]} of {cell.model} against the request rate: lines are "
