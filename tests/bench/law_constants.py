@@ -31,11 +31,10 @@ from loadtests.simulation import step_observation
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import (
     LOADED,
-    SD_CALIBRATED,
-    SD_LEVEL,
     Lengths,
     capacity,
     lengths_of,
+    sd_of,
 )
 from loadtests.simulation.step_law import StepLaw, StepObservation, fit_law
 from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
@@ -73,7 +72,9 @@ def cells_in(path: Path) -> Iterable[Cell]:
         record = msgspec.json.decode(line, type=RequestRecord)
         records[record.level].append(record)
     slo = msgspec.convert(manifest["campaign"]["slo"], Slo)
-    workload = msgspec.convert(manifest["campaign"]["workload"], Workload)
+    asked = manifest["campaign"]["workload"]  # runs of old have keys that are gone, at defaults
+    known = {name: asked[name] for name in Workload.__struct_fields__ if name in asked}
+    workload = msgspec.convert(known, Workload)
     for made in events:
         if made["kind"] != "calibrated" or not made.get("policy"):
             continue
@@ -218,7 +219,7 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
         steep = np.array([one["steep"] for one in part])
         errors = np.log([one["first"] / one["truth"] for one in part]) / steep
         first = errors - math.log(LOADED)
-        within = np.mean(np.abs(first) < Z_90 * SD_CALIBRATED)
+        within = np.mean(np.abs(first) < Z_90 * sd_of(0))
         loaded = math.exp(float(np.median(errors)))
         of_cells = f"| {name} | {len(part)} | {loaded:.2f} | {_rms(first):.3f}, {within:.0%} |"
         for low, high in ((0.4, 0.7), (0.7, 1.05), (1.05, 1.4)):
@@ -236,7 +237,7 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
             }
             lines.append(
                 f"{of_cells} {low}-{high} | {len(near)} | {_rms(by['steps']):.3f} "
-                f"| {_rms(by['tpot']):.3f} | {np.mean(np.abs(by['steps']) < Z_90 * SD_LEVEL):.0%} |"
+                f"| {_rms(by['tpot']):.3f} | {np.mean(np.abs(by['steps']) < Z_90 * sd_of(1)):.0%} |"
             )
             of_cells = "| | | | |"
     return "\n".join(lines)
