@@ -70,6 +70,8 @@ def test_slower_steps_lower_the_limit_by_the_factor_of_the_levels() -> None:
     two = [steady_level(0.8 * LIMIT), steady_level(0.82 * LIMIT)]
     mean = by_law(two, (1.0, 1.1)).factor
     assert mean == pytest.approx(math.sqrt(1.1))
+    widths = [math.log((found.high or 0) / LIMIT) for found in (by_law(two[:1]), by_law(two))]
+    assert widths[1] < 0.9 * widths[0], "two levels tell more than one"
 
 
 def test_a_level_far_below_the_limit_teaches_nothing_of_it() -> None:
