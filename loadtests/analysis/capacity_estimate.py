@@ -88,8 +88,8 @@ def estimate(
     if law is not None and policy is not None and workload is not None and law.fits:
         told = [(one.rate, factor) for one in loaded if (factor := _factor(law, one.level, policy))]
         speeds = [one for each in loaded for one in _speeds(law, each.level, policy)]
-        # Whatever the law says, the limit is not far above where requests were too late.
-        short = [one.rate for one in loaded if (one.judged.share or 0.0) < slo.target]
+        # Whatever the law says, the limit is not far above a rate that missed the target.
+        short = [one.rate for one in loaded if one.judged.good < slo.target * one.judged.due]
 
         def simulate(factor: float) -> SimulatedCapacity:
             return _simulated(law.slower(factor), policy, workload, slo, arrivals=arrivals)
@@ -213,15 +213,14 @@ def _by_law(
     seen = [factor, *near, *speeds]
     if near and not 1 / (1 + MOVED) <= factor / LOADED <= 1 + MOVED:  # it was calibrated at another
         seen.append(LOADED)
-    slowest, fastest = max(seen), min(seen)
-    moved = slowest / fastest - 1
+    moved = max(seen) / min(seen) - 1
     if moved <= MOVED:
-        slowest = fastest = factor
+        seen = [factor]
     return Capacity(
         state="no_rate_confirmed",
         limit=found.rate,
-        low=found.rate * (factor / slowest) ** found.steepness / reach,
-        high=found.rate * (factor / fastest) ** found.steepness * reach,
+        low=found.rate * (factor / max(seen)) ** found.steepness / reach,
+        high=found.rate * (factor / min(seen)) ** found.steepness * reach,
         method="law",
         steepness=found.steepness,
         factor=factor if near else None,
