@@ -5,9 +5,10 @@
 
 The law measures, a level confirms. The limit is simulated from step times (*estimated*), with one
 factor from the levels near it: how much longer their steps took than the law says. Its interval is
-limit x exp(+-1.645 sd), sd = a measured constant x the steepness d ln limit / d ln step time, cut
-by what levels exclude. Without a law the limit lies between the highest rate that held and the
-lowest that failed. Only what ran, undisturbed, steady and long enough, is held (*confirmed*).
+limit x exp(+-1.645 sd), sd = what was measured with so many levels x the steepness d ln limit /
+d ln step time, cut by what levels exclude. Without a law the limit lies between the highest rate
+that held and the lowest that failed. Only what ran, undisturbed, steady and long enough, is held
+(*confirmed*).
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import (
     LEAST_TELLING,
     LOADED,
-    SD_CALIBRATED,
-    SD_LEVEL,
     Lengths,
     SimulatedCapacity,
     capacity,
+    sd_of,
 )
 from loadtests.simulation.step_law import StepLaw
-from loadtests.simulation.step_observation import level_factor
+from loadtests.simulation.step_observation import level_factor, two_speeds
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.request_lengths import Workload
 from models.formatting import share
@@ -88,11 +88,14 @@ def estimate(
     found = Capacity(state="no_rate_confirmed")
     if law is not None and policy is not None and workload is not None and law.fits:
         told = [(one.rate, factor) for one in loaded if (factor := _factor(law, one.level, policy))]
+        speeds = [one for each in loaded for one in _speeds(law, each.level, policy)]
+        # Whatever the law says, the limit is not far above a rate that missed the target.
+        short = [one.rate for one in loaded if one.judged.good < slo.target * one.judged.due]
 
         def simulate(factor: float) -> SimulatedCapacity:
             return _simulated(law.slower(factor), policy, workload, slo, arrivals=arrivals)
 
-        found = _by_law(simulate, told)
+        found = _by_law(simulate, told, speeds, min(short, default=math.inf))
     return _confirmed(_below(found, failed), seen, slo, least_seconds)
 
 
@@ -106,6 +109,7 @@ def confirmed_rate(
 
 # A cell is asked for again after each level, and once more by a report.
 _factor = functools.lru_cache(maxsize=64)(level_factor)
+_speeds = functools.lru_cache(maxsize=64)(two_speeds)
 _simulated = functools.lru_cache(maxsize=64)(capacity)
 
 
@@ -178,13 +182,21 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
 
 
 def _by_law(
-    simulate: Callable[[float], SimulatedCapacity], told: Sequence[tuple[float, float]]
+    simulate: Callable[[float], SimulatedCapacity],
+    told: Sequence[tuple[float, float]],
+    speeds: Sequence[float],
+    short: float,
 ) -> Capacity:
-    """The simulated limit with one factor from the levels near it; `told`: (rate, factor)."""
-    factor, near = LOADED, list[float]()
+    """The simulated limit with one factor from the levels near it; `told`: (rate, factor).
+
+    `speeds`: factors within levels in which the machine's speed changed. `short`: the lowest rate
+    that missed the target; inf: none did.
+    """
+    factor, near, least = LOADED, list[float](), short
     found = simulate(factor)
     for _ in range(3):
-        ends = LEAST_TELLING * found.rate, MOST_TELLING * found.rate
+        least = min(least, found.rate)
+        ends = LEAST_TELLING * least, MOST_TELLING * found.rate
         now = [one for at, one in told if ends[0] <= at <= ends[1]]
         if not now or now == near:
             break
@@ -197,19 +209,19 @@ def _by_law(
             method="law",
             reason=f"by the law {share(found.alone_share, 2)} of requests are good one at a time",
         )
-    reach = math.exp(Z_90 * (SD_LEVEL if near else SD_CALIBRATED) * found.steepness)
+    reach = math.exp(Z_90 * sd_of(len(near)) * found.steepness)
     # Both speeds of a machine that changed: steps that take longer lower the limit so much more.
-    slowest, fastest = max(near, default=factor), min(near, default=factor)
+    seen = [factor, *near, *speeds]
     if near and not 1 / (1 + MOVED) <= factor / LOADED <= 1 + MOVED:  # it was calibrated at another
-        slowest, fastest = max(slowest, LOADED), min(fastest, LOADED)
-    moved = slowest / fastest - 1
+        seen.append(LOADED)
+    moved = max(seen) / min(seen) - 1
     if moved <= MOVED:
-        slowest = fastest = factor
+        seen = [factor]
     return Capacity(
         state="no_rate_confirmed",
         limit=found.rate,
-        low=found.rate * (factor / slowest) ** found.steepness / reach,
-        high=found.rate * (factor / fastest) ** found.steepness * reach,
+        low=found.rate * (factor / max(seen)) ** found.steepness / reach,
+        high=found.rate * (factor / min(seen)) ** found.steepness * reach,
         method="law",
         steepness=found.steepness,
         factor=factor if near else None,

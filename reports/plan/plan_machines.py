@@ -17,7 +17,7 @@ import msgspec
 
 from loadtests.campaign.campaign_file import SloSpec
 from loadtests.records.run_journal import Capacity
-from loadtests.simulation.simulated_capacity import SD_CALIBRATED, SD_LEVEL
+from loadtests.simulation.simulated_capacity import sd_of
 from models.model_ladder import is_rung, rung
 from reports.crossover_point import best_cells
 from reports.devices.calibrated_machines import calibrated_machine
@@ -148,7 +148,7 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
             f"run {data.manifest.run_id} has no step law of {cell.model}, so it says "
             "nothing of other requests or another SLO"
         )
-    law, sd = cell.law, SD_LEVEL if cell.capacity.factor else SD_CALIBRATED
+    law, sd = cell.law, sd_of(1 if cell.capacity.factor else 0)
     machine = Machine(
         name=name,
         law=lambda spec, weight_format, slots, devices: (law, 1.645 * sd),

@@ -15,9 +15,10 @@ from loadtests.analysis.level import Level
 from loadtests.analysis.slo import SLO_PRESETS, Slo
 from loadtests.records.run_journal import Capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy
-from loadtests.simulation.simulated_capacity import LOADED, SD_CALIBRATED, SD_LEVEL, Lengths
+from loadtests.simulation.simulated_capacity import LOADED, Lengths, sd_of
 from loadtests.simulation.step_law import StepLaw
 from tests.loadtests.analysis.made import alone, steady_level, taken
+from tests.loadtests.simulation.known_server import KnownServer
 
 SLO = Slo("chat", 2.0, 0.2, target=0.9)
 LAW = StepLaw(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)
@@ -46,7 +47,7 @@ def test_a_calibration_alone_is_an_estimate_with_its_interval() -> None:
     assert (FIRST.state, FIRST.method, FIRST.held, FIRST.factor) == (
         *("no_rate_confirmed", "law", None, None),
     )
-    reach = math.exp(1.645 * SD_CALIBRATED * STEEPNESS)
+    reach = math.exp(1.645 * sd_of(0) * STEEPNESS)
     assert FIRST.low == pytest.approx(LIMIT / reach) and FIRST.high == pytest.approx(LIMIT * reach)
     assert FIRST.reason == "no level of open load that counts was measured"
     assert FIRST.confirm_seconds == confirming_seconds(SLO, 0.8 * LIMIT)
@@ -59,7 +60,7 @@ def test_a_level_that_holds_near_the_limit_confirms_and_narrows() -> None:
     assert found.held == pytest.approx(0.8 * LIMIT, rel=0.01)
     assert (found.held_seconds, found.held_requests, found.held_share) == (120.0, len(level.due), 1)
     assert found.limit == pytest.approx(LIMIT) and found.factor == pytest.approx(LOADED)
-    assert found.high == pytest.approx(LIMIT * math.exp(1.645 * SD_LEVEL * STEEPNESS))
+    assert found.high == pytest.approx(LIMIT * math.exp(1.645 * sd_of(1) * STEEPNESS))
     assert found.confirm_seconds is None and found.starts == 1 and found.speed_moved is None
 
 
@@ -69,14 +70,25 @@ def test_slower_steps_lower_the_limit_by_the_factor_of_the_levels() -> None:
     two = [steady_level(0.8 * LIMIT), steady_level(0.82 * LIMIT)]
     mean = by_law(two, (1.0, 1.1)).factor
     assert mean == pytest.approx(math.sqrt(1.1))
+    widths = [math.log((found.high or 0) / LIMIT) for found in (by_law(two[:1]), by_law(two))]
+    assert widths[1] < 0.9 * widths[0], "two levels tell more than one"
 
 
 def test_a_level_far_below_the_limit_teaches_nothing_of_it() -> None:
     found = by_law([steady_level(0.6 * LIMIT)], 1.5)
     assert found.limit == pytest.approx(LIMIT) and found.factor is None
     assert found.state == "holds" and found.held == pytest.approx(0.6 * LIMIT, rel=0.02)
-    reach = math.exp(1.645 * SD_CALIBRATED * STEEPNESS)
+    reach = math.exp(1.645 * sd_of(0) * STEEPNESS)
     assert found.high == pytest.approx(LIMIT * reach)
+
+
+def test_a_level_that_missed_the_target_is_near_the_limit_whatever_the_law_says() -> None:
+    level = steady_level(0.6 * LIMIT)
+    short = steady_level(0.6 * LIMIT, bad=len(level.due) // 9)
+    assert short.judge(SLO).verdict == "unresolved"
+    found = by_law([short], 1.5)
+    assert found.factor == pytest.approx(1.5) and found.limit is not None
+    assert found.limit < 0.9 * LIMIT
 
 
 def test_a_rate_above_what_all_say_is_not_held() -> None:
@@ -145,6 +157,29 @@ def test_both_speeds_of_a_machine_are_in_the_interval() -> None:
     assert found.high > LIMIT * (LOADED / 1.0) ** STEEPNESS
     since = by_law(levels[:1], 1.6 * LOADED)
     assert since.speed_moved == pytest.approx(0.6), "it was calibrated at another speed"
+
+
+@pytest.mark.parametrize("slowed", [1.0, 1.2, 2.0])
+def test_a_minute_of_another_speed_within_a_level_is_said_and_in_the_interval(
+    slowed: float,
+) -> None:
+    """Whatever the level's rate; steps of a quiet machine wander by as much as a fifth."""
+
+    def steps(rows: int, tokens: int, context: int, passes: int) -> float:
+        factor = slowed if 60 <= server.now < 120 else 1.0
+        return LOADED * factor * LAW.seconds(rows, tokens, context)
+
+    server = KnownServer(steps)
+    due = np.arange(180.0)
+    level = server.level(due.tolist(), [40] * len(due), [10] * len(due))
+    found = estimate([level], SLO, law=LAW, policy=POLICY, workload=LENGTHS)
+    assert found.limit is not None and found.low is not None and found.high is not None
+    if slowed < 2.0:
+        assert found.speed_moved is None
+        return
+    assert found.speed_moved == pytest.approx(1.0, rel=0.1)
+    assert found.low == found.held, "at half speed the limit is lower than what held"
+    assert found.high > LIMIT
 
 
 @pytest.mark.parametrize(
