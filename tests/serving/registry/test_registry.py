@@ -209,11 +209,11 @@ def test_who_asks_while_a_model_is_unloaded_waits_for_the_unload_and_loads_it() 
                 unloading = asyncio.create_task(registry._unload(a, "idle", "idle"))
                 await until(lambda: a.state == "draining")
                 async with asyncio.timeout(10):
-                    release = await again("a")
+                    held = await again("a")
                 assert (await collect(stream)).finish == "length" and await unloading == 0
                 assert a.state == "ready"
-                if release is not None:
-                    release()
+                if held is not None:
+                    held.let_go()
 
     run(scenario())
 
