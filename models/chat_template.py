@@ -70,7 +70,7 @@ class RendersChat:
         given: dict[str, Any] = {
             "tools": None,
             "documents": None,
-            "date_string": _strftime_now("%d %b %Y"),  # Llama 3 would say July 2024
+            "date_string": time.strftime("%d %b %Y"),  # Llama 3 would say July 2024
             **self.chat_tokens,
             **variables,
             "messages": list(messages),

@@ -65,7 +65,7 @@ _NO_STATS = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
 
 
 def _stats(served: Supervisor) -> StepStats:
-    return served.stats or _NO_STATS
+    return served.requests.stats or _NO_STATS
 
 
 def _kv_share(served: Supervisor) -> float | None:

@@ -7,7 +7,6 @@ step, whatever the number of streams: one wake-up of the event loop, not one per
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
@@ -142,14 +141,17 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies that are complete now."""
         self._buffer += data
+        bodies = []
         position = 0
         while len(self._buffer) - position >= FRAME.size:
             (length,) = FRAME.unpack_from(self._buffer, position)
             end = position + FRAME.size + length
             if len(self._buffer) < end:
                 break
-            yield bytes(self._buffer[position + FRAME.size : end])
+            bodies.append(bytes(self._buffer[position + FRAME.size : end]))
             position = end
         del self._buffer[:position]
+        return bodies

@@ -38,15 +38,18 @@ async def chat_completions(request: Request) -> Answer:
         raise refused("top_logprobs", "needs logprobs: true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     generation = validate(body, facts, logprobs, calls_schema)
-    model.supervisor.check_room()  # before a long prompt is tokenised
+    model.supervisor.requests.check_room()  # before a long prompt is tokenised
     is_free = not generation.sampling.is_constrained
-    variables = dict(body.chat_template_kwargs or {})
-    if not is_free and "enable_thinking" in template:
-        variables.setdefault("enable_thinking", False)  # it could not think
-    ids, is_thinking = await prompt_of(request, model, body, variables, facts.context_tokens)
+    if request.body_bytes <= INLINE_CHARACTERS:
+        text = rendered(model, body, is_free)
+    else:
+        text = await in_text_thread(rendered, model, body, is_free)
+    most = facts.context_tokens
+    ids = await model.tokens(text, "messages", most=most, parse_special=True)
     answer = ChatAnswer(request, body, generation, [(ids, token_limit(body, len(ids), facts))])
     has_reasons = is_free and THOUGHT in template
     if has_reasons or calls:
+        is_thinking = text.rstrip().endswith(THINK)  # the prompt has opened it
         reasoning: Any = ("open" if is_thinking else "maybe") if has_reasons else None
         names = frozenset(tool.function.name for tool in offered(body))
         answer.form = Form(reasoning, calls, names)
@@ -58,28 +61,15 @@ async def chat_completions(request: Request) -> Answer:
 # --- the prompt
 
 
-async def prompt_of(
-    request: Request, model: ServedModel, body: ChatRequest, variables: dict[str, Any], most: int
-) -> tuple[list[int], bool]:
-    """A chat as token ids, at most `most`, and whether the answer begins inside of the model's
-    reasoning. `variables`: of the template. Raises ApiError 400, ContextOverflow."""
+def rendered(model: ServedModel, body: ChatRequest, is_free: bool) -> str:
+    """The chat in the model's template: parts joined, `developer` as `system`, the arguments of
+    calls as objects. `is_free`: the answer is held to no grammar. Raises ApiError 400."""
+    template = model.tokenizer.chat_template or ""
+    variables = dict(body.chat_template_kwargs or {})
     for name in sorted(_OURS & variables.keys()):
         raise refused(f"chat_template_kwargs.{name}", "the request has a key of its own for it")
-    size = request.body_bytes
-    try:  # a template is a program, and not ours
-        if size <= INLINE_CHARACTERS:
-            text = rendered(model, body, variables)
-        else:
-            text = await in_text_thread(rendered, model, body, variables)
-    except BadChat as problem:
-        raise refused("messages", str(problem)) from None
-    ids = await model.tokens(text, "messages", most=most, parse_special=True)
-    return ids, text.rstrip().endswith(THINK)
-
-
-def rendered(model: ServedModel, body: ChatRequest, variables: dict[str, Any]) -> str:
-    """The chat in the model's template: parts joined, `developer` as `system`, the arguments of
-    calls as objects. Raises ApiError 400, BadChat."""
+    if not is_free and "enable_thinking" in template:
+        variables.setdefault("enable_thinking", False)  # it could not think
     turns: list[dict[str, Any]] = []
     called: dict[str | None, str] = {}  # id of a call -> name of its function
     for index, message in enumerate(body.messages):
@@ -90,8 +80,8 @@ def rendered(model: ServedModel, body: ChatRequest, variables: dict[str, Any]) -
             content = "\n".join(part.text for part in content)
         role = "system" if message.role == "developer" else message.role
         turn: dict[str, Any] = {"role": role, "content": content or ""}
-        if (name := message.name or called.get(message.tool_call_id)) is not None:
-            turn["name"] = name
+        if (speaker := message.name or called.get(message.tool_call_id)) is not None:
+            turn["name"] = speaker
         if (reasoning := message.reasoning_content or message.reasoning) is not None:
             turn["reasoning_content"] = reasoning
         if message.tool_calls:
@@ -102,10 +92,12 @@ def rendered(model: ServedModel, body: ChatRequest, variables: dict[str, Any]) -
         turns.append(turn)
     variables["tools"] = None
     if body.tools or called:
-        template = model.tokenizer.chat_template or ""
         turns, variables["tools"] = told_of_tools(turns, offered(body), template)
     head = body.add_generation_prompt is not False
-    return model.tokenizer.render_chat(turns, head, variables=variables)
+    try:  # a template is a program, and not ours
+        return model.tokenizer.render_chat(turns, head, variables=variables)
+    except BadChat as problem:
+        raise refused("messages", str(problem)) from None
 
 
 def _calls_of(message: Message, index: int) -> list[dict[str, Any]]:

@@ -53,7 +53,6 @@ class Choice:
     """One sequence of a request, and what is known of it so far. Times are perf_counter's."""
 
     index: int
-    prompt_tokens: int
     stream: Stream
     submitted: float
     splitter: Splitter | None  # where there may be more in the text than content
@@ -75,7 +74,7 @@ async def completions(request: Request) -> Answer:
     model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
     generation = validate(body, facts, body.logprobs)
-    model.supervisor.check_room()  # before a long prompt is tokenised
+    model.supervisor.requests.check_room()  # before a long prompt is tokenised
     bos, most = body.add_special_tokens is not False, facts.context_tokens
     prompts: list[tuple[list[int], int]] = []
     for ids in prompts_of(body, facts):
@@ -107,16 +106,23 @@ class Answer:
         assert request.model is not None
         self.request = request
         self.model = request.model
-        self.generation = generation
-        self.prompts = prompts
+        self.sampling = generation.sampling
+        self.sequences: list[GenerationRequest] = []
         self.id = f"{self.prefix}-{request.serial}"
         self.created = int(time.time())
         self.n = body.n or 1
         self.streamed = bool(body.stream)
         self.options = body.stream_options or StreamOptions()
         has_counts = self.options.continuous_usage_stats
-        self.is_plain = generation.sampling.logprobs is None and not has_counts
+        self.is_plain = self.sampling.logprobs is None and not has_counts
         self.choices: list[Choice] = []
+        replace, seed, left = msgspec.structs.replace, self.sampling.seed, request.seconds_left()
+        for ids, most in prompts:
+            one = replace(generation, prompt=ids, max_tokens=most, deadline_seconds=left)
+            self.sequences.append(one)
+            for number in range(1, self.n):
+                sampling = replace(self.sampling, seed=(seed + number) % (1 << 63))
+                self.sequences.append(replace(one, sampling=sampling))
 
     def shown(self, choice: Choice, part: Part) -> Any:
         """A chunk's choice: a part, or END. Takes the choice's log-probabilities."""
@@ -147,84 +153,67 @@ class Answer:
         return data.decode("utf-8", "backslashreplace") if data else f"token_id:{token}"
 
     async def send(self) -> None:
-        """Submit every sequence of the request, or none, and write its answer. Raises ApiError,
-        Unavailable, Overloaded."""
+        """Submit every sequence of the request, or none; count what comes of them, and write it
+        where the answer is streamed. Raises ApiError, Unavailable, Overloaded.
+
+        Only the text differs between the events of plain content: the rest is encoded once.
+        """
+        arrived, metrics = asyncio.Event(), self.model.metrics
         try:
-            for ids, most in self.prompts:
-                for number in range(self.n):
-                    self._submit(ids, most, number)
-            if len(self.choices) == 1:
-                await self._follow(self.choices[0])
-            else:
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        for choice in self.choices:
-                            group.create_task(self._follow(choice))
-                except BaseExceptionGroup as problems:
-                    raise problems.exceptions[0] from None
-            if self.streamed:
-                last = self._event([], self.usage()) if self.options.include_usage else b""
-                await self.request.write(last + b"data: [DONE]\n\n", last=True)
-            elif self.is_plain:
-                await self.request.answer(self._body())
-            else:  # log-probabilities are up to seconds of work
-                await self.request.answer(await in_text_thread(self._body))
+            for index, sequence in enumerate(self.sequences):
+                stream = self.model.supervisor.submit(sequence, arrived)
+                splitter = None if self.form is None else Splitter(self.form)
+                self.choices.append(Choice(index, stream, time.perf_counter(), splitter))
+            running = len(self.choices)
+            while running:
+                await arrived.wait()
+                arrived.clear()
+                for choice in self.choices:
+                    delta = choice.stream.take()
+                    if delta is None:
+                        continue
+                    choice.details += delta.details
+                    if delta.tokens:
+                        now = time.perf_counter()
+                        if choice.tokens:
+                            metrics.inter_token.observe(now - choice.last)
+                        else:
+                            self._began(choice, delta, now)
+                        metrics.generation_tokens.inc(delta.tokens)
+                        choice.tokens += delta.tokens
+                        choice.last = now
+                    if delta.finish is not None:
+                        running -= 1
+                        self._ended(choice, FinishReason(delta.finish))
+                        if choice.finish is None:
+                            raise self._failure(delta)
+                    if not self.streamed:
+                        choice.text += delta.text
+                    elif delta.text and choice.frame is not None and choice.finish is None:
+                        head, tail = choice.frame
+                        await self.request.write(head + encode(delta.text) + tail)
+                    else:
+                        await self.request.write(self._events(choice, delta.text))
+            await self._finish()
         finally:
             for choice in self.choices:
                 choice.stream.cancel()  # unless it has ended
                 if not choice.is_over:
                     self._ended(choice, FinishReason.CANCELLED)
 
-    def _submit(self, ids: list[int], most_tokens: int, number: int) -> None:
-        sampling = self.generation.sampling
-        if number:
-            seed = (sampling.seed + number) % (1 << 63)
-            sampling = msgspec.structs.replace(sampling, seed=seed)
-        sequence = msgspec.structs.replace(
-            self.generation,
-            prompt=ids,
-            max_tokens=most_tokens,
-            sampling=sampling,
-            deadline_seconds=self.request.seconds_left(),
-        )
-        stream = self.model.supervisor.submit(sequence)
-        splitter = None if self.form is None else Splitter(self.form)
-        now, index = time.perf_counter(), len(self.choices)
-        self.choices.append(Choice(index, len(ids), stream, now, splitter))
-
-    async def _follow(self, choice: Choice) -> None:
-        """Count the deltas of one sequence, and write them where the answer is streamed. Raises
-        where the sequence did not end as it should.
-
-        Only the text differs between the events of plain content: the rest is encoded once.
-        """
-        metrics = self.model.metrics
-        async for delta in choice.stream:
-            choice.details += delta.details
-            if delta.tokens:
-                now = time.perf_counter()
-                if choice.tokens:
-                    metrics.inter_token.observe(now - choice.last)
-                else:
-                    self._began(choice, delta, now)
-                metrics.generation_tokens.inc(delta.tokens)
-                choice.tokens += delta.tokens
-                choice.last = now
-            if delta.finish is not None:
-                self._ended(choice, FinishReason(delta.finish))
-                if choice.finish is None:
-                    raise self._failure(delta)
-            if not self.streamed:
-                choice.text += delta.text
-            elif delta.text and choice.frame is not None and choice.finish is None:
-                head, tail = choice.frame
-                await self.request.write(head + encode(delta.text) + tail)
-            else:
-                await self.request.write(self._events(choice, delta.text))
+    async def _finish(self) -> None:
+        """Write what comes once all sequences have ended: the last event, or the whole answer."""
+        if self.streamed:
+            last = self._event([], self.usage()) if self.options.include_usage else b""
+            await self.request.write(last + b"data: [DONE]\n\n", last=True)
+        elif self.is_plain:
+            await self.request.answer(self._body())
+        else:  # log-probabilities are up to seconds of work
+            await self.request.answer(await in_text_thread(self._body))
 
     def _began(self, choice: Choice, delta: Delta, now: float) -> None:
         """The first tokens are here."""
-        metrics, prompt_tokens = self.model.metrics, choice.prompt_tokens
+        metrics, prompt_tokens = self.model.metrics, choice.stream.prompt_tokens
         choice.first, choice.cached = now, delta.cached_tokens
         queue, prefill = delta.queue_seconds, delta.prefill_seconds
         if queue is not None and prefill is not None:
@@ -259,7 +248,7 @@ class Answer:
         for part in parts:
             if self.options.continuous_usage_stats:
                 tokens = 0 if part is ROLE else choice.tokens
-                usage = usage_of(choice.prompt_tokens, tokens, choice.cached)
+                usage = usage_of(choice.stream.prompt_tokens, tokens, choice.cached)
             data += self._event([self.shown(choice, part)], usage)
         if text and self.is_plain and choice.splitter is None and choice.finish is None:
             marked = self._event([self.shown(choice, Part("content", MARK))], usage)
@@ -285,7 +274,7 @@ class Answer:
 
     def logprobs(self, choice: Choice) -> dict[str, Any] | None:
         """Those not written yet; None: nobody asked for any."""
-        if self.generation.sampling.logprobs is None:
+        if self.sampling.logprobs is None:
             return None
         details, choice.details = choice.details, []
         return self.told(details)
@@ -294,7 +283,7 @@ class Answer:
         """Usage of the request: each prompt counts once, however many answers it has."""
         firsts = self.choices[:: self.n]
         cached = [choice.cached for choice in firsts if choice.cached is not None]
-        prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
+        prompt_tokens = sum(choice.stream.prompt_tokens for choice in firsts)
         tokens = sum(choice.tokens for choice in self.choices)
         return usage_of(prompt_tokens, tokens, sum(cached) if cached else None)
 

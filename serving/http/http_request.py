@@ -14,7 +14,6 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -52,7 +51,7 @@ class Request:
         self.status: int | None = None
         self.ended = self.gone = False
         self.model: ServedModel | None = None  # once it is known
-        self._release: Callable[[], None] | None = None  # lets go of the model
+        self._held: ServedModel | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
@@ -87,7 +86,7 @@ class Request:
         self._watcher = asyncio.create_task(self._watch(asyncio.current_task()))
         try:
             async with asyncio.timeout(self.seconds_left()):
-                self._release = await self.router.hold(model.served_name)
+                self._held = await self.router.hold(model.served_name)
         except TimeoutError:
             raise too_late(self.deadline_seconds) from None
         return model
@@ -110,8 +109,8 @@ class Request:
         """It has ended, in whatever way."""
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._release is not None:
-            self._release()
+        if self._held is not None:
+            self._held.let_go()
 
     async def _head(self, status: int, more: dict[str, str]) -> None:
         self.status = status

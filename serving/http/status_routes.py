@@ -62,7 +62,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "crossover",
-        "max_model_len": model.known_facts().context_tokens,  # vLLM's name of the context
+        "max_model_len": model.facts(to_generate=False).context_tokens,  # vLLM's name of it
         "state": model.supervisor.state,
     }
 
@@ -71,14 +71,14 @@ async def tokenize(request: Request) -> dict[str, Any]:
     body = await request.read(TOKENIZE)
     model = request.model = request.router.named(body.model)
     ids = await model.tokens(body.prompt, "prompt", bos=body.add_special_tokens is not False)
-    most = model.known_facts().context_tokens
+    most = model.facts(to_generate=False).context_tokens
     return {"tokens": ids, "count": len(ids), "max_model_len": most}
 
 
 async def detokenize(request: Request) -> dict[str, str]:
     body = await request.read(DETOKENIZE)
     model = request.model = request.router.named(body.model)
-    facts = model.known_facts()
+    facts = model.facts(to_generate=False)
     if len(body.tokens) > facts.context_tokens:
         raise ContextOverflow(len(body.tokens), facts.context_tokens, "tokens")
     check_ids(body.tokens, facts, "tokens")

@@ -3,7 +3,8 @@
     registry = Registry(metrics, machine, make_supervisor, RegistryLimits())
     registry.serve(prepared)                          # each of them
     await registry.start()                            # loads in order, returns at once
-    release = await registry.hold("smollm2-135m")     # a request: load it, keep it loaded
+    model = await registry.hold("smollm2-135m")       # a request: load it, keep it loaded
+    model.let_go()
 
 Each model has one Supervisor. One model loads at a time: only then is it known what memory there
 is. When it is short, idle models are evicted, the least recently used first; a model in use never
@@ -103,7 +104,7 @@ class ServedModel:
         self.metrics = metrics
         self.prepared = prepared
         self.placement: Placement | Any = None if prepared is None else prepared.placement
-        supervisor.on_step = metrics.stepped
+        supervisor.requests.on_step = metrics.stepped
         self.created = int(time.time())
         self._longest = max(_LONGEST_SPECIAL, max(map(len, self.table), default=0))
         self.holders = 0  # requests that are being answered
@@ -113,21 +114,20 @@ class ServedModel:
 
     # What a request needs.
 
-    def facts(self) -> Facts:
-        """What the serving engine can do. Raises Unavailable while none serves."""
-        if self.supervisor.state != EngineState.ready or self.supervisor.ready is None:
-            raise self.supervisor.unavailable()
-        return self.known_facts()
+    def facts(self, to_generate: bool = True) -> Facts:
+        """What the serving engine can do. One sequence has the whole KV pool at most.
 
-    def known_facts(self) -> Facts:
-        """The same, as far as the configuration tells while no engine serves. One sequence has the
-        whole KV pool at most."""
-        ready = self.supervisor.ready
+        While none serves: raises Unavailable, or where nothing is `to_generate`, what the
+        configuration tells.
+        """
+        supervisor = self.supervisor
+        ready = supervisor.ready
+        if to_generate and (ready is None or supervisor.state != EngineState.ready):
+            raise supervisor.unavailable()
         if ready is not None:
             info = ready.info
-            context = min(info.context_tokens, info.kv_tokens)
-            return Facts(context, info.vocabulary)
-        config = self.supervisor.config
+            return Facts(min(info.context_tokens, info.kv_tokens), info.vocabulary)
+        config = supervisor.config
         context = min(config.context_tokens, config.kv_tokens or config.context_tokens)
         return Facts(context, self.tokenizer.vocabulary)
 
@@ -185,13 +185,9 @@ class ServedModel:
         """True once it has been given up for RETRY_SECONDS."""
         return self.given_up and time.monotonic() >= self.supervisor.since + RETRY_SECONDS
 
-    def hold(self) -> Callable[[], None]:
-        """A request uses it from now on, until the returned function is called, once."""
-        self._held(1)
-        return partial(self._held, -1)
-
-    def _held(self, more: int) -> None:
-        self.holders += more
+    def let_go(self) -> None:
+        """A request that held it has ended."""
+        self.holders -= 1
         self.used_at = time.monotonic()
 
     # Its memory.
@@ -361,9 +357,9 @@ class Registry:
 
     # A request.
 
-    async def hold(self, name: str) -> Callable[[], None]:
+    async def hold(self, name: str) -> ServedModel:
         """Wait until this model serves, loading it where that is allowed, and keep it loaded until
-        the returned function is called. Raises Unavailable."""
+        it is let go. Raises Unavailable."""
         model, until = self.models[name], time.monotonic() + self.limits.load_wait_seconds
         while not self._stopping:
             state = model.supervisor.state
@@ -379,7 +375,9 @@ class Registry:
                 if state not in _UNLOADED and not model.may_try_again:
                     break
             await self._until_loaded(model, self._load_soon(model), until)
-        return model.hold()  # its facts say why it does not serve
+        model.holders += 1
+        model.used_at = time.monotonic()
+        return model  # its facts say why it does not serve
 
     async def _until_loaded(
         self, model: ServedModel, load: asyncio.Task[None], until: float

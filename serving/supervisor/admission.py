@@ -2,7 +2,7 @@
 
     ledger = Ledger(QueueBounds(ttft_seconds=2.0), 16, sequences)
     ledger.check_room(prompt_tokens=300)     # raises Overloaded
-    ledger.changed()
+    ledger.known_load = None                 # sequences have joined, gone on, or begin again
 
 Work is counted in tokens, prompt and output alike, and done at the engine's pace. Sequences begin
 in the order they joined, each in the slot that is free first, and those in slots get a token each
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heapreplace
+from typing import Protocol
 
 import msgspec
 
@@ -68,13 +69,12 @@ class Pace:
         return self._prompt_tokens / self._prompt_seconds if is_known else self.tokens_per_second
 
 
-class Work:
+class Work(Protocol):
     """One sequence in flight, in tokens. It has begun once it has produced one."""
 
-    def __init__(self, prompt_tokens: int, max_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.max_tokens = max_tokens
-        self.produced = 0
+    prompt_tokens: int
+    max_tokens: int
+    produced: int
 
 
 class Ledger:
@@ -86,19 +86,11 @@ class Ledger:
         self._slots = slots
         self._sequences = sequences
         self._used_share = 1.0  # of max_tokens, as recent sequences used it
-        self._known: tuple[int, float] | None = None  # _load()
-
-    def serve_with(self, slots: int, pace: Pace) -> None:
-        """Another engine works now."""
-        self._slots, self.pace, self._known = slots, pace, None
-
-    def changed(self) -> None:
-        """Sequences have joined, gone on, or begin again."""
-        self._known = None
+        self.known_load: tuple[int, float] | None = None  # _load(), while it stays as it is
 
     def ended(self, one: Work, naturally: bool) -> None:
         """One less; `naturally`: no error or cancellation, a typical length."""
-        self._known = None
+        self.known_load = None
         if naturally and one.max_tokens:
             self._used_share += 0.05 * (one.produced / one.max_tokens - self._used_share)
 
@@ -119,16 +111,17 @@ class Ledger:
             seconds = max(seconds, (before + prompt_tokens) / pace)
         return seconds
 
-    def check_room(self, prompt_tokens: int) -> None:
+    def check_room(self, prompt_tokens: int = 1) -> None:
         """Raises Overloaded where a sequence with this prompt may not join now."""
         bounds, waits = self.bounds, len(self._sequences) >= self._slots
-        wait = self.predicted_wait_seconds()
-        if len(self._sequences) >= self._slots + bounds.waiting_requests:
-            text = f"{bounds.waiting_requests} requests are waiting, the most allowed"
-            raise _refused("queue_requests", text, wait)
-        if wait is not None and wait > bounds.wait_seconds:
-            text = f"a wait of {wait:.1f} s is predicted, {bounds.wait_seconds:g} s at most"
-            raise _refused("queue_wait", text, wait - bounds.wait_seconds)
+        if waits:
+            wait = self.predicted_wait_seconds()
+            if len(self._sequences) >= self._slots + bounds.waiting_requests:
+                text = f"{bounds.waiting_requests} requests are waiting, the most allowed"
+                raise _refused("queue_requests", text, wait)
+            if wait is not None and wait > bounds.wait_seconds:
+                text = f"a wait of {wait:.1f} s is predicted, {bounds.wait_seconds:g} s at most"
+                raise _refused("queue_wait", text, wait - bounds.wait_seconds)
         slo = bounds.ttft_seconds
         if slo is not None and (waits or self._load()[0]):  # else no better time can come
             ttft = self.predicted_ttft_seconds(prompt_tokens)
@@ -142,14 +135,14 @@ class Ledger:
     def _load(self) -> tuple[int, float]:
         """Prompt tokens of sequences that have not begun, and all tokens to be worked before one
         begins that joins full slots."""
-        if self._known is None:
+        if self.known_load is None:
             prompts, ends = 0, [0.0] * self._slots  # of each slot's part, in tokens of one sequence
             for one in self._sequences.values():
                 left = self._used_share * (one.max_tokens - one.produced)
                 heapreplace(ends, ends[0] + left)
                 prompts += 0 if one.produced else one.prompt_tokens
-            self._known = prompts, prompts + self._slots * max(0.0, ends[0])
-        return self._known
+            self.known_load = prompts, prompts + self._slots * max(0.0, ends[0])
+        return self.known_load
 
 
 def _refused(kind: str, text: str, room_in_seconds: float | None) -> Overloaded:

@@ -1,7 +1,7 @@
 """One engine process: start it, speak serving.engine.ipc_messages with it, notice its end, say why.
 
     engine = EngineProcess(0, config)
-    await engine.start(on_message, on_exit)       # on_exit comes once, after the last message
+    await engine.start(on_step, on_message, on_exit)    # on_exit comes once, after all messages
     engine.send(Submit(...))
 
 A thread passes its output on, keeps the last lines (the reason when a library aborts) and waits for
@@ -113,13 +113,15 @@ class EngineProcess(asyncio.Protocol):
 
     async def start(
         self,
-        on_message: Callable[[EngineProcess, ipc.FromEngine], None],
+        on_step: Callable[[EngineProcess, ipc.Step], None],
+        on_message: Callable[[EngineProcess, ipc.Loading | ipc.Ready], None],
         on_exit: Callable[[EngineProcess], None],
     ) -> None:
-        """Start `python -m serving.engine.engine_loop`. Both functions are called on the loop.
+        """Start `python -m serving.engine.engine_loop`. The functions are called on the loop.
 
         Where that fails, `on_exit` is called before this returns.
         """
+        self._on_step = on_step
         self._on_message = on_message
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
@@ -240,13 +242,15 @@ class EngineProcess(asyncio.Protocol):
             if isinstance(message, ipc.Step):
                 self._step_at, stats = self._heard_at, message.stats
                 self.pace.learn(stats.decode_rows, stats.prefill_tokens, stats.step_seconds)
-            elif isinstance(message, ipc.Ready):
-                self.ready = message
-                self.ready_at = self._heard_at
+                self._on_step(self, message)
             elif isinstance(message, ipc.Died):
                 self._cause = message.cause, message.message
                 self._loop.call_later(STUCK_AFTER_SECONDS, self.kill)
-            self._on_message(self, message)
+            else:
+                if isinstance(message, ipc.Ready):
+                    self.ready = message
+                    self.ready_at = self._heard_at
+                self._on_message(self, message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._socket_closed = True

@@ -1,11 +1,11 @@
 """The sequences in flight: which engine has which, and what becomes of them when it ends.
 
     requests = InflightRequests(bounds, slots)
-    stream = requests.admit(GenerationRequest(...))     # raises Overloaded
-    requests.give(stream, engine)                       # to an engine that is ready
-    requests.hear(engine, step)                         # what the engine added
-    requests.move(engine, "it died", None, place=1)     # unread ones again
-    async for delta in stream: ...                      # the reader's side
+    requests.serve_with(engine)                         # one that is ready
+    stream = requests.submit(GenerationRequest(...), engine, None)    # raises Overloaded
+    requests.hear(engine, step)                         # what an engine added
+    requests.move(engine, "it died", place=1)           # unread ones again
+    await stream.arrived.wait(); stream.take()          # the reader's side
 
 What arrives between two reads of a stream is merged into one Delta. Where the request says `whole`
 there is one Delta, at the end; such a sequence can begin again on another engine up to its last
@@ -22,65 +22,65 @@ from collections.abc import Callable
 import msgspec
 
 from serving.engine import ipc_messages as ipc
-from serving.supervisor.admission import Ledger, QueueBounds, Work
+from serving.supervisor.admission import Ledger, QueueBounds
 from serving.supervisor.engine_process import EngineProcess
 
 MOST_ATTEMPTS = 2  # of one sequence with an engine: it may be the one that kills it
 _NATURAL = (ipc.FinishReason.STOP, ipc.FinishReason.LENGTH)
 
 
-class Stream(Work):
-    """The Deltas of one sequence, up to the one with `finish`. For one reader, on one loop."""
+class Stream:
+    """The Deltas of one sequence, up to the one with `finish`. For one reader, on one loop.
+
+    `arrived`: set when there is something to take; the streams of one reader may share it.
+    """
 
     def __init__(
-        self, number: int, request: ipc.GenerationRequest, cancel: Callable[[int], None], now: float
+        self,
+        number: int,
+        request: ipc.GenerationRequest,
+        cancel: Callable[[int], None],
+        now: float,
+        arrived: asyncio.Event | None = None,
     ) -> None:
-        super().__init__(len(request.prompt), request.max_tokens)
         self.id = number
         self.request = request
+        self.prompt_tokens = len(request.prompt)
+        self.max_tokens = request.max_tokens
+        self.produced = 0  # tokens
         seconds = request.deadline_seconds
         self.deadline = None if seconds is None else now + seconds  # by time.monotonic()
         self.engine: EngineProcess | None = None  # that has it; None: it waits for one
         self.places: list[int] = []  # of the engines it was given to
+        self.arrived = asyncio.Event() if arrived is None else arrived
         self.finished = False
         self.handed_over = False  # the reader has seen something: it cannot begin again
         self._cancel = cancel
         self._pieces: list[ipc.Delta] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
 
     def cancel(self) -> None:
         """Give the sequence up; its last Delta (finish "cancelled") still comes."""
         if not self.finished:
             self._cancel(self.id)
 
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> ipc.Delta:
-        while not self._pieces or (self.request.whole and not self.finished):
-            if self._ended:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        delta = self._pieces[0] if len(self._pieces) == 1 else merged(self._pieces)
+    def take(self) -> ipc.Delta | None:
+        """What has come since the last time; None: nothing that may be handed over."""
+        pieces = self._pieces
+        if not pieces or (self.request.whole and not self.finished):
+            return None
         self._pieces = []
         self.handed_over = True
-        self._ended = delta.finish is not None
-        return delta
+        return pieces[0] if len(pieces) == 1 else merged(pieces)
 
     def push(self, delta: ipc.Delta) -> None:
-        """The supervisor's side: one more Delta. Ignored after the last one."""
+        """The engine's side: one more Delta. Ignored after the last one."""
         if self.finished:
             return
+        self.produced += delta.tokens
         self._pieces.append(delta)
         self.finished = delta.finish is not None
-        if self._waiter is not None and (self.finished or not self.request.whole):
-            if not self._waiter.done():
-                self._waiter.set_result(None)
+        if self.finished or not self.request.whole:
+            self.arrived.set()
 
     def start_again(self) -> None:
         """Forget what has come so far; only while nothing has been handed over."""
@@ -107,27 +107,41 @@ def _last(sequence: int, finish: ipc.FinishReason, error: str | None = None) -> 
     return ipc.Delta(sequence, 0, "", finish=finish, error=error)
 
 
-class InflightRequests:
-    """Everything submitted and not finished, and the ledger that decides who may join."""
+class InflightRequests(Ledger):
+    """Everything submitted and not finished. As a ledger it decides who may join."""
 
     def __init__(self, bounds: QueueBounds, slots: int) -> None:
         self._streams: dict[int, Stream] = {}
-        self.ledger = Ledger(bounds, slots, self._streams)
+        super().__init__(bounds, slots, self._streams)
+        self.engine: EngineProcess | None = None  # that gets new sequences
+        self.stats: ipc.StepStats | None = None  # of its last step
+        self.on_step: Callable[[ipc.StepStats], None] | None = None  # of its steps
         self.failed = 0  # ended with an error of ours since the last stop began
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def admit(self, request: ipc.GenerationRequest) -> Stream:
-        """A new sequence, not yet given to an engine. Raises Overloaded."""
-        self.ledger.check_room(len(request.prompt))
-        stream = Stream(next(self._ids), request, self.cancel, time.monotonic())
+    def serve_with(self, engine: EngineProcess) -> None:
+        """This engine, which is ready, gets what waits, oldest first, and what comes."""
+        assert engine.ready is not None
+        self._slots, self.pace, self.known_load = engine.ready.info.slots, engine.pace, None
+        self.engine, self.stats = engine, None
+        for stream in self._waiting():
+            self._give(stream, engine)
+
+    def submit(
+        self, request: ipc.GenerationRequest, engine: EngineProcess, arrived: asyncio.Event | None
+    ) -> Stream:
+        """A new sequence for this engine. Raises Overloaded."""
+        self.check_room(len(request.prompt))
+        stream = Stream(next(self._ids), request, self.cancel, time.monotonic(), arrived)
         self._streams[stream.id] = stream
-        self.ledger.changed()
+        self.known_load = None
+        self._give(stream, engine)
         return stream
 
-    def give(self, stream: Stream, engine: EngineProcess) -> None:
+    def _give(self, stream: Stream, engine: EngineProcess) -> None:
         """Send it to an engine; one that is given again has the rest of its deadline left."""
         request = stream.request
         if stream.places and stream.deadline is not None:
@@ -137,11 +151,6 @@ class InflightRequests:
         stream.places.append(engine.place)
         engine.send(ipc.Submit(stream.id, request))
 
-    def give_waiting(self, engine: EngineProcess) -> None:
-        """Send every sequence that waits for an engine to this one, oldest first."""
-        for stream in self._waiting():
-            self.give(stream, engine)
-
     def end_overdue(self) -> None:
         """End every sequence that waits for an engine and whose deadline is past."""
         for stream in self._waiting():
@@ -150,38 +159,37 @@ class InflightRequests:
 
     def hear(self, engine: EngineProcess, step: ipc.Step) -> None:
         """What one step of an engine added, to the sequences that it still has."""
-        self.ledger.changed()
+        self.known_load = None
+        if engine is self.engine:
+            self.stats = step.stats
+            if self.on_step is not None:
+                self.on_step(step.stats)
         for delta in step.deltas:
             stream = self._streams.get(delta.id)
             if stream is None or stream.engine is not engine:
                 continue
-            stream.produced += delta.tokens
             if delta.finish is None:
                 stream.push(delta)
             else:
                 self._end(delta)
 
-    def move(
-        self,
-        engine: EngineProcess,
-        message: str,
-        successor: EngineProcess | None,
-        place: int | None,
-    ) -> None:
-        """The engine is gone. Sequences whose reader has seen nothing begin again on `successor`,
-        or when there is an engine; it is the `place`-th of the list, None where none is to come.
+    def move(self, engine: EngineProcess, message: str, place: int | None) -> None:
+        """The engine is gone. Sequences whose reader has seen nothing begin again on the one that
+        serves, or when there is one; it is the `place`-th of the list, None where none is to come.
 
         The others, and those that have been there MOST_ATTEMPTS times, end with finish "error".
         """
-        self.ledger.changed()
+        self.known_load = None
+        if engine is self.engine:
+            self.engine = None
         for stream in [one for one in self._streams.values() if one.engine is engine]:
             tried = place is None or stream.places.count(place) >= MOST_ATTEMPTS
             if stream.handed_over or tried:
                 self._fail(stream, f"the engine ended while this request was running: {message}")
                 continue
             stream.start_again()
-            if successor is not None:
-                self.give(stream, successor)
+            if self.engine is not None:
+                self._give(stream, self.engine)
 
     def cancel(self, sequence: int) -> None:
         """The reader gives up. The engine says when it is over; without one it is over now."""
@@ -207,5 +215,5 @@ class InflightRequests:
         stream = self._streams.pop(delta.id)
         if stream.engine is not None:
             stream.engine.over(delta.id)
-        self.ledger.ended(stream, delta.finish in _NATURAL)
         stream.push(delta)
+        self.ended(stream, delta.finish in _NATURAL)

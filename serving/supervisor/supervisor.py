@@ -4,7 +4,7 @@
     await supervisor.start()
     await supervisor.wait_ready(600)
     stream = supervisor.submit(GenerationRequest([1, 2, 3], max_tokens=64))
-    async for delta in stream: ...
+    await stream.arrived.wait(); stream.take()
     await supervisor.stop(drain=True, timeout_seconds=30)
 
 Everything happens on one event loop. States: loading -> ready <-> restarting -> failed; draining ->
@@ -77,17 +77,16 @@ class Supervisor:
         self.state = EngineState.loading
         self.reason: str | None = "starting"
         self.since = time.monotonic()  # the state, or its reason
-        self.stats: ipc.StepStats | None = None
+        self.requests = InflightRequests(bounds, configs[0].slots)
+        self.ready: ipc.Ready | None = None  # what the serving engine said; None: none serves
         self.loading: ipc.Loading | None = None
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self.restarts = self.fallbacks = self.returns = 0
         self.deaths: Counter[str] = Counter()  # by cause
-        self.on_step: Callable[[ipc.StepStats], None] | None = None  # of the current engine
         self._limits = limits
         self._wants_standby = standby
         self._on_event = on_event
         self._on_output = on_output
-        self._requests = InflightRequests(bounds, self.configs[0].slots)
         self._place = 0  # of the configuration in use
         self._engines: dict[int, EngineProcess] = {}  # by place
         self._retired: set[EngineProcess] = set()  # they finish what they have
@@ -117,11 +116,6 @@ class Supervisor:
         return self._engines.get(self._place)
 
     @property
-    def ready(self) -> ipc.Ready | None:
-        """What the serving engine said when it was loaded; None while none serves."""
-        return None if self._current is None else self._current.ready
-
-    @property
     def engine_pid(self) -> int | None:
         current = self._current
         return current.pid if current is not None and current.alive else None
@@ -129,7 +123,7 @@ class Supervisor:
     @property
     def in_flight(self) -> int:
         """Sequences submitted and not finished."""
-        return len(self._requests)
+        return len(self.requests)
 
     @property
     def pids(self) -> list[int]:
@@ -190,17 +184,14 @@ class Supervisor:
         """Wait until the state, or how far the load is, changes."""
         await self._changed.wait()
 
-    def check_room(self) -> None:
-        """Raises Overloaded where not even the shortest sequence may join now."""
-        self._requests.ledger.check_room(1)
-
-    def submit(self, request: ipc.GenerationRequest) -> Stream:
+    def submit(
+        self, request: ipc.GenerationRequest, arrived: asyncio.Event | None = None
+    ) -> Stream:
         """Give the engine a new sequence. Raises Unavailable or Overloaded."""
-        if self.state != EngineState.ready or self._current is None:
+        engine = self.requests.engine
+        if self.state != EngineState.ready or engine is None:
             raise self.unavailable()
-        stream = self._requests.admit(request)
-        self._requests.give(stream, self._current)
-        return stream
+        return self.requests.submit(request, engine, arrived)
 
     async def stop(
         self, drain: bool = True, timeout_seconds: float = 30.0, *, unload: str | None = None
@@ -214,12 +205,12 @@ class Supervisor:
         if unload is not None:
             state, why = EngineState.unloaded, f"the model was unloaded: {unload}"
         if self.state == EngineState.stopped:
-            return self._requests.failed
+            return self.requests.failed
         if self.state != EngineState.draining:
-            self._tell("draining", f"{len(self._requests)} sequences in flight")
-            self._requests.failed = 0
+            self._tell("draining", f"{len(self.requests)} sequences in flight")
+            self.requests.failed = 0
             self._become(EngineState.draining, why)
-        self._requests.fail(why, only_waiting=True)
+        self.requests.fail(why, only_waiting=True)
         for engine in self._living:
             self._ask_to_end(engine, drain)
         seconds = timeout_seconds if drain and self.in_flight else self._limits.kill_after_seconds
@@ -232,8 +223,8 @@ class Supervisor:
                 engine.kill()
             while self._living:
                 await self.wait_change()
-        self._requests.fail(f"{why} before this request had finished")
-        cut_off = self._requests.failed
+        self.requests.fail(f"{why} before this request had finished")
+        cut_off = self.requests.failed
         self._background.cancel()
         # Of an unload and a stop at the same time, the stop has the last word.
         if self.state == EngineState.draining or state == EngineState.stopped:
@@ -256,18 +247,11 @@ class Supervisor:
             self.loading, self._starts_at = None, time.monotonic()
         kind = "returning" if place < self._place else "started"
         self._tell(kind, f"loading {engine.config.model_name}", engine)
-        await engine.start(self._hear, self._ended)
+        await engine.start(self.requests.hear, self._hear, self._ended)
 
-    def _hear(self, engine: EngineProcess, message: ipc.FromEngine) -> None:
-        is_current = self._current is engine
+    def _hear(self, engine: EngineProcess, message: ipc.Loading | ipc.Ready) -> None:
         match message:
-            case ipc.Step():
-                if is_current:
-                    self.stats = message.stats
-                    if self.on_step is not None:
-                        self.on_step(message.stats)
-                self._requests.hear(engine, message)
-            case ipc.Loading() if is_current:
+            case ipc.Loading() if engine is self._current:
                 self.loading = message
                 if self.state == EngineState.loading:
                     self.reason = message.what
@@ -295,14 +279,11 @@ class Supervisor:
         self._serve_with(engine)
 
     def _serve_with(self, engine: EngineProcess) -> None:
-        """This engine, which is ready, gets what waits and what comes."""
-        assert engine.ready is not None
-        self._place = engine.place
-        self.loading = self.stats = None
-        self._requests.ledger.serve_with(engine.ready.info.slots, engine.pace)
+        """This engine, which is ready, is the current one from now on."""
+        self._place, self.ready, self.loading = engine.place, engine.ready, None
         if self.state != EngineState.draining:
             self._become(EngineState.ready, None)
-        self._requests.give_waiting(engine)
+        self.requests.serve_with(engine)
         if self._wants_standby and self._place + 1 < len(self.configs):
             self._background.keep(self._spawn(self._place + 1))
 
@@ -318,6 +299,8 @@ class Supervisor:
     def _ended(self, engine: EngineProcess) -> None:
         """The process is gone: find out why, move its sequences, decide what comes next."""
         is_current = self._current is engine
+        if is_current:
+            self.ready = None
         if self._engines.get(engine.place) is engine:
             del self._engines[engine.place]
         self._retired.discard(engine)
@@ -335,10 +318,7 @@ class Supervisor:
             elif engine.place > self._place:  # another stands by
                 pause = self._limits.backoff_longest_seconds
                 self._background.keep(self._spawn(engine.place, pause))
-        current = self._current
-        successor = current if current is not None and current.ready else None
-        place = None if self.state in _OVER else self._place
-        self._requests.move(engine, message, successor, place)
+        self.requests.move(engine, message, None if self.state in _OVER else self._place)
         self._notify()
 
     def _current_died(self, engine: EngineProcess, ending: Ending) -> None:
@@ -349,7 +329,7 @@ class Supervisor:
         if place is None:
             self._tell("failed", verdict.text, engine, ending.cause)
             self._become(EngineState.failed, verdict.text)
-            self._requests.fail(verdict.text, only_waiting=True)
+            self.requests.fail(verdict.text, only_waiting=True)
             return
         if place != engine.place:
             self.fallbacks += 1
@@ -380,7 +360,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
-            self._requests.end_overdue()
+            self.requests.end_overdue()
             for engine in self._living:
                 engine.end_if_hung(self._limits.health_timeout_seconds)
             if self._place and self.state == EngineState.ready and 0 not in self._engines:

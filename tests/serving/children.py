@@ -50,9 +50,20 @@ def run(work: Awaitable[None]) -> None:
     asyncio.run(limited(), debug=False)
 
 
+async def next_of(stream: Stream) -> Delta:
+    """What comes next; of a `whole` one, all of it."""
+    while (delta := stream.take()) is None:
+        await stream.arrived.wait()
+        stream.arrived.clear()
+    return delta
+
+
 async def collect(stream: Stream) -> Delta:
     """Everything of a stream as one Delta."""
-    return merged([delta async for delta in stream])
+    deltas = [await next_of(stream)]
+    while deltas[-1].finish is None:
+        deltas.append(await next_of(stream))
+    return merged(deltas)
 
 
 def truth(tokenizer_path: str, prompt: list[int], count: int) -> str:

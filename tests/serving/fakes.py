@@ -38,7 +38,8 @@ from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
 from serving.registry.model_registry import Registry, RegistryLimits, ServedModel
 from serving.sampling.step_rows import Sampling
-from serving.supervisor.inflight_requests import Stream
+from serving.supervisor.admission import QueueBounds
+from serving.supervisor.inflight_requests import InflightRequests, Stream
 from serving.supervisor.supervisor import Supervisor
 
 INFO = BackendInfo(
@@ -99,14 +100,14 @@ class FakeSupervisor:
         self.state = EngineState.ready
         self.reason: str | None = None
         self.ready: Ready | None = Ready(info, 1.5, 10_000, 20_000)
-        self.stats: StepStats | None = StepStats(1, 2, 100, 0.01, 0.008, 1, 0, 3)
+        self.requests = InflightRequests(QueueBounds(), info.slots)
+        self.requests.stats = StepStats(1, 2, 100, 0.01, 0.008, 1, 0, 3)
         self.config = EngineConfig(
             "fake", "/models/secret.gguf", "m", context_tokens=info.context_tokens, slots=info.slots
         )
         self.restarts = self.fallbacks = self.returns = 0
         self.deaths: dict[str, int] = {}
         self.events: list[Any] = []
-        self.on_step: Any = None
         self.submitted: list[GenerationRequest] = []
         self.streams: dict[int, Stream] = {}
         self.cancelled: list[int] = []
@@ -129,14 +130,14 @@ class FakeSupervisor:
     def unavailable(self) -> Unavailable:
         return Unavailable(self.reason or self.state, 2.5, self.state)
 
-    def submit(self, request: GenerationRequest) -> Stream:
+    def submit(self, request: GenerationRequest, arrived: asyncio.Event | None = None) -> Stream:
         if self.state != "ready":
             raise self.unavailable()
         if self.refuse_after is not None and len(self.submitted) >= self.refuse_after:
             raise self.refusal
         self._loop = asyncio.get_running_loop()
         self.submitted.append(request)
-        stream = Stream(len(self.submitted), request, self._cancel, 0.0)
+        stream = Stream(len(self.submitted), request, self._cancel, 0.0, arrived)
         self.streams[stream.id] = stream
         if not self.by_hand:
             task = asyncio.ensure_future(self._answer(stream))
@@ -182,9 +183,6 @@ class FakeSupervisor:
     def _cancel(self, sequence: int) -> None:
         self.cancelled.append(sequence)
         self.push(sequence, "", "cancelled", 0)
-
-    def check_room(self) -> None:
-        pass
 
 
 def _details(word: str, sampling: Sampling) -> list[TokenDetail]:

@@ -117,7 +117,7 @@ def test_the_engines_state_is_shown_and_what_is_not_known_is_not(
         for key in scraped(ask(port, "GET", "/metrics").body)
         if key[0] == "engine_process_memory_bytes"
     ]
-    supervisor.ready, supervisor.stats, supervisor.state = None, None, EngineState.failed
+    supervisor.ready, supervisor.requests.stats, supervisor.state = None, None, EngineState.failed
     found = scraped(ask(port, "GET", "/metrics").body)
     assert found["engine_state", "failed"] == 1 and ("kv_cache_usage_perc",) not in found
 

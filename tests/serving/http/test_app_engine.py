@@ -203,7 +203,11 @@ def test_a_full_queue_is_a_rate_limit_error(tokenizer_path: Path) -> None:
 def test_a_client_that_leaves_frees_its_slot(tokenizer_path: Path, streamed: bool) -> None:
     with serving(engine(tokenizer_path, step_seconds=0.02)) as (port, supervisor):
         with connected(port, post(stream=streamed, n=2, max_tokens=450)) as client:
-            wait_until(lambda: supervisor.stats is not None and supervisor.stats.running == 2)
+            wait_until(
+                lambda: (
+                    supervisor.requests.stats is not None and supervisor.requests.stats.running == 2
+                )
+            )
             if streamed:
                 read_until(client, b'"text"')
         left = time.monotonic()
@@ -227,7 +231,11 @@ def test_an_engine_that_is_killed_costs_only_those_who_have_seen_something(
             connected(port, post(max_tokens=60, temperature=0)) as whole,
         ):
             read_until(streaming, b'"text"')
-            wait_until(lambda: supervisor.stats is not None and supervisor.stats.running == 2)
+            wait_until(
+                lambda: (
+                    supervisor.requests.stats is not None and supervisor.requests.stats.running == 2
+                )
+            )
             os.kill(first, signal.SIGKILL)
             found = read_until(streaming, b"0\r\n\r\n")
             assert b"[DONE]" not in found and b'"code":"engine_failed"' in found

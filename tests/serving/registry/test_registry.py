@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from serving.engine.ipc_messages import Delta, GenerationRequest
+from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import LoadFailed, Unavailable
 from serving.metrics import ServerMetrics
 from serving.placement.placement_policy import NoPlacement
@@ -21,9 +21,10 @@ from serving.registry import model_registry
 from serving.registry.engine_config import Machine, prepare
 from serving.registry.model_registry import Registry, RegistryLimits, ServedModel
 from serving.server_options import ModelOptions
-from serving.supervisor.inflight_requests import Stream, merged
+from serving.supervisor.inflight_requests import Stream
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
+from tests.serving.children import collect
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -79,7 +80,7 @@ async def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
 
 async def refused(registry: Registry, name: str) -> Unavailable:
     with pytest.raises(Unavailable) as problem:
-        (await registry.hold(name))()
+        (await registry.hold(name)).let_go()
         registry.models[name].facts()
     assert problem.value.retry_after_seconds > 0
     return problem.value
@@ -92,10 +93,6 @@ def started(one: ServedModel) -> int:
 def submit(one: ServedModel, tokens: int, whole: bool = False) -> Stream:
     request = GenerationRequest([1, 2], tokens, ignore_eos=True, whole=whole)
     return one.supervisor.submit(request)
-
-
-async def end_of(stream: Stream) -> Delta:
-    return merged([delta async for delta in stream])
 
 
 def test_the_idle_make_room_and_the_busy_never_go() -> None:
@@ -114,11 +111,11 @@ def test_the_idle_make_room_and_the_busy_never_go() -> None:
             problem = await refused(registry, "a")
             assert problem.code == "no_room" and "while b are busy" in problem.reason
             assert b.supervisor.engine_pid == pid and b.state == "ready"
-            held()
+            held.let_go()
             stream = submit(b, 100)  # nobody holds it, and it is busy all the same
             assert (await refused(registry, "a")).code == "no_room"
-            assert (await end_of(stream)).tokens == 100
-            (await registry.hold("a"))()
+            assert (await collect(stream)).tokens == 100
+            (await registry.hold("a")).let_go()
             assert registry.states() == {"a": "ready", "b": "unloaded"}
             assert (b.metrics.loads["ready"], b.metrics.unloads["evicted"]) == (1, 1)
 
@@ -132,8 +129,8 @@ def test_many_requests_for_a_model_that_is_not_loaded_load_it_once() -> None:
             assert registry.states() == {"a": "unloaded"} and a.supervisor.pids == []
             entering = [asyncio.create_task(registry.hold("a")) for _ in range(20)]
             await until(lambda: registry.states() == {"a": "loading"})
-            for release in await asyncio.gather(*entering):
-                release()
+            for held in await asyncio.gather(*entering):
+                held.let_go()
             assert started(a) == 1 and a.holders == 0
 
     run(scenario())
@@ -146,7 +143,7 @@ def test_who_waits_too_long_is_told_when_to_come_back_and_the_load_goes_on() -> 
             problem = await refused(registry, "a")
             assert problem.code == "loading" and "within 0.1 s" in problem.reason
             await until(lambda: registry.states()["a"] == "ready")
-            (await registry.hold("a"))()
+            (await registry.hold("a")).let_go()
             assert started(registry.models["a"]) == 1
 
     run(scenario())
@@ -157,13 +154,13 @@ def test_an_idle_model_is_unloaded_and_comes_back_when_it_is_asked_for() -> None
         async with fleet_of(model("a", idle=0.3)) as registry:
             a = registry.models["a"]
             await until(lambda: a.state == "ready")
-            release = await registry.hold("a")
+            held = await registry.hold("a")
             await asyncio.sleep(0.5)
             assert a.state == "ready"  # held, so not idle
-            release()
+            held.let_go()
             await until(lambda: a.state == "unloaded", 5)
             assert "idle for" in (a.supervisor.reason or "") and a.supervisor.pids == []
-            (await registry.hold("a"))()
+            (await registry.hold("a")).let_go()
             assert a.metrics.unloads["idle"] == 1
 
     run(scenario())
@@ -175,10 +172,10 @@ def test_an_administrator_unloads_what_is_in_flight_ends_and_only_he_loads_it_ag
             await until(lambda: registry.states()["a"] == "ready")
             stream = submit(registry.models["a"], 100)
             assert await registry.unload("a") == 0
-            assert (await end_of(stream)).finish == "length"
+            assert (await collect(stream)).finish == "length"
             assert "administrator" in (await refused(registry, "a")).reason
             await registry.load("a")
-            (await registry.hold("a"))()
+            (await registry.hold("a")).let_go()
 
             loading = asyncio.create_task(registry.load("b"))  # and calls off what is under way
             await until(lambda: bool(registry.models["b"].supervisor.pids))
@@ -216,11 +213,11 @@ def test_who_asks_while_a_model_is_unloaded_waits_for_the_unload_and_loads_it() 
                 unloading = asyncio.create_task(registry._unload(a, "idle", "idle"))
                 await until(lambda: a.state == "draining")
                 async with asyncio.timeout(10):
-                    release = await again("a")
-                assert (await end_of(stream)).finish == "length" and await unloading == 0
+                    held = await again("a")
+                assert (await collect(stream)).finish == "length" and await unloading == 0
                 assert a.state == "ready"
-                if release is not None:
-                    release()
+                if held is not None:
+                    held.let_go()
 
     run(scenario())
 
@@ -244,7 +241,7 @@ def test_an_eviction_goes_to_its_end_where_the_load_is_given_up() -> None:
                 await loading
             await until(lambda: a.metrics.unloads["evicted"] == 1, 5)
             assert a.state == "unloaded" and b.state == "unloaded"
-            (await registry.hold("a"))()
+            (await registry.hold("a")).let_go()
 
     run(scenario())
 
@@ -293,7 +290,7 @@ def test_a_model_that_does_not_load_is_not_tried_by_every_request() -> None:
                 await registry.load("bad")  # an administrator may
             assert started(bad) > tries and bad.metrics.loads["failed"] == 2
             await until(lambda: registry.states()["a"] == "ready")  # what ends one ends no other
-            (await registry.hold("a"))()
+            (await registry.hold("a")).let_go()
             reason = registry.models["broken"].supervisor.reason
             assert reason == "nobody thought of this"
 
@@ -313,7 +310,7 @@ def test_a_model_whose_engines_kept_dying_is_loaded_again_after_a_pause(
                 for token in range(9):
                     poison = GenerationRequest([token, 9], 1)
                     if a.supervisor.state == "ready":
-                        assert (await end_of(a.supervisor.submit(poison))).finish == "error"
+                        assert (await collect(a.supervisor.submit(poison))).finish == "error"
                     await until(lambda: a.supervisor.state in ("ready", "failed"))
                 assert "the engine died 5 times" in (await refused(registry, "a")).reason
 
@@ -340,8 +337,8 @@ def test_an_engine_that_is_killed_is_replaced_and_the_other_models_do_not_notice
             other, unread = submit(b, 200), submit(a, 50, whole=True)
             assert a.supervisor.engine_pid is not None
             os.kill(a.supervisor.engine_pid, signal.SIGKILL)
-            assert (await end_of(other)).tokens == 200
-            assert (await end_of(unread)).tokens == 50
+            assert (await collect(other)).tokens == 200
+            assert (await collect(unread)).tokens == 50
             assert (a.supervisor.restarts, b.supervisor.restarts) == (1, 0)
 
     run(scenario())

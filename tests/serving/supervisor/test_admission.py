@@ -1,15 +1,23 @@
 """The queue's bounds, and whether predicted waits and Retry-After come true."""
 
 import random
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 import pytest
 
 from serving.errors import Overloaded
-from serving.supervisor.admission import Ledger, QueueBounds, Work
+from serving.supervisor.admission import Ledger, QueueBounds
 
 OPEN = QueueBounds(waiting_requests=1 << 20, wait_seconds=1e9)
+
+
+@dataclass
+class Work:
+    prompt_tokens: int
+    max_tokens: int
+    produced: int = 0
 
 
 class Queue(Ledger):
@@ -21,11 +29,11 @@ class Queue(Ledger):
 
     def admit(self, number: int, prompt: int, limit: int) -> None:
         self.inside[number] = Work(prompt, limit)
-        self.changed()
+        self.known_load = None
 
     def progressed(self, number: int, tokens: int) -> None:
         self.inside[number].produced += tokens
-        self.changed()
+        self.known_load = None
 
     def finished(self, number: int) -> None:
         self.ended(self.inside.pop(number), naturally=True)

@@ -13,7 +13,18 @@ import pytest
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import EngineFailed, Unavailable
-from tests.serving.children import LONG, QUICK, alive, collect, kinds, run, running, truth, until
+from tests.serving.children import (
+    LONG,
+    QUICK,
+    alive,
+    collect,
+    kinds,
+    next_of,
+    run,
+    running,
+    truth,
+    until,
+)
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -33,7 +44,7 @@ def test_after_a_death_the_unread_start_again_and_the_read_end_with_an_error(
                 for n in range(6)
             ]
             whole = supervisor.submit(GenerationRequest([9, 9, 9], 40, ignore_eos=True, whole=True))
-            await anext(read)
+            await next_of(read)
             first_pid = supervisor.engine_pid
             assert first_pid is not None
             os.kill(first_pid, number)
@@ -169,7 +180,7 @@ def test_the_preferred_engine_comes_back_after_a_pause(
             assert supervisor.label == "fake/cpu"
             cpu_pid = supervisor.engine_pid
             old = supervisor.submit(GenerationRequest([1, 2], 2 * LONG, ignore_eos=True))
-            await anext(old)
+            await next_of(old)
             await until(lambda: supervisor.label == "fake/gpu")
             at = {event.kind: event.unix_seconds for event in supervisor.events}
             assert at["returning"] - at["fell_back"] >= 0.5
@@ -196,7 +207,7 @@ def test_an_engine_that_dies_in_a_drain_says_why_and_a_pause_is_part_of_retry_af
             assert 6.0 < supervisor.retry_after_seconds() < 30.0
         async with running(config()) as supervisor:
             cut = supervisor.submit(GenerationRequest([1], LONG, ignore_eos=True))
-            await anext(cut)
+            await next_of(cut)
             stopping = asyncio.create_task(supervisor.stop(drain=True, timeout_seconds=20))
             await until(lambda: supervisor.state == "draining")
             os.kill(supervisor.pids[0], signal.SIGSEGV)

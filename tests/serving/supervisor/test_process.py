@@ -55,7 +55,8 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
     async def scenario() -> None:
         ended = asyncio.Event()
         engine = EngineProcess(0, EngineConfig("fake", "", "m"), lambda line: None)
-        await engine.start(lambda engine, message: None, lambda engine: ended.set())
+        nobody: Any = lambda engine, message: None  # noqa: E731
+        await engine.start(nobody, nobody, lambda engine: ended.set())
         engine.give_up(Cause.health_timeout, "no step finished for 31.0 s")
         await asyncio.wait_for(ended.wait(), 20)
         cause, text = engine.why()

@@ -14,7 +14,18 @@ import pytest
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest
 from serving.supervisor.supervisor import Supervisor
-from tests.serving.children import LONG, QUICK, alive, collect, kinds, run, running, truth, until
+from tests.serving.children import (
+    LONG,
+    QUICK,
+    alive,
+    collect,
+    kinds,
+    next_of,
+    run,
+    running,
+    truth,
+    until,
+)
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -40,7 +51,7 @@ def test_it_takes_over_at_once_after_a_single_death_and_nothing_unread_is_lost(
                 supervisor.submit(GenerationRequest([4, 5, 6 + n], 20, ignore_eos=True, whole=True))
                 for n in range(6)
             ]
-            await anext(read)
+            await next_of(read)
             assert supervisor.engine_pid is not None
             os.kill(supervisor.engine_pid, signal.SIGKILL)
             for n, stream in enumerate(unread):
@@ -75,7 +86,7 @@ def test_after_the_way_back_the_other_engine_stands_by_again_and_finishes_what_i
             os.kill(supervisor.engine_pid, signal.SIGKILL)
             await until(lambda: supervisor.label == "fake/cpu")
             old = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
-            await anext(old)
+            await next_of(old)
             await until(lambda: supervisor.label == "fake/gpu")
             assert (await collect(old)).finish == "length"
             assert alive(cpu_pid) and cpu_pid in supervisor.pids

@@ -4,6 +4,7 @@ import asyncio
 
 from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
 from serving.supervisor.inflight_requests import Stream, merged
+from tests.serving.children import next_of
 
 
 def stream(whole: bool = False) -> Stream:
@@ -25,7 +26,7 @@ def test_merging_joins_text_sums_tokens_and_keeps_what_only_one_knows() -> None:
 def test_a_whole_stream_gives_one_delta_at_the_end_and_can_start_again_until_then() -> None:
     async def scenario() -> None:
         source = stream(whole=True)
-        reading = asyncio.create_task(anext(source))
+        reading = asyncio.create_task(next_of(source))
         source.push(Delta(7, 1, "lost"))
         await asyncio.sleep(0)
         assert not reading.done() and not source.handed_over
@@ -34,6 +35,6 @@ def test_a_whole_stream_gives_one_delta_at_the_end_and_can_start_again_until_the
         source.push(Delta(7, 1, "b", finish=FinishReason.LENGTH))
         source.push(Delta(7, 1, "after the end"))
         assert (await reading).text == "ab"
-        assert [delta async for delta in source] == []
+        assert source.take() is None
 
     asyncio.run(scenario())

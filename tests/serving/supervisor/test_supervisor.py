@@ -16,7 +16,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import Overloaded, Unavailable
 from serving.supervisor.admission import QueueBounds
-from tests.serving.children import LONG, alive, collect, run, running, truth, until
+from tests.serving.children import LONG, alive, collect, next_of, run, running, truth, until
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -39,7 +39,7 @@ def test_it_serves_on_either_loop(
                 assert (whole.tokens, whole.finish) == (30, "length")
                 assert whole.text == truth(tokenizer_path, prompt, 30)
             assert supervisor.in_flight == 0
-            assert supervisor.label == "fake/cpu" and supervisor.stats is not None
+            assert supervisor.label == "fake/cpu" and supervisor.requests.stats is not None
         assert supervisor.state == "stopped"
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -67,7 +67,7 @@ def test_cancelling_frees_the_slot_and_ends_the_stream(config: Callable[..., Eng
         async with running(config(slots=1)) as supervisor:
             first = supervisor.submit(GenerationRequest([1], 2000, ignore_eos=True))
             second = supervisor.submit(GenerationRequest([2], 3, ignore_eos=True))
-            await anext(first)
+            await next_of(first)
             first.cancel()
             started = time.monotonic()
             assert (await collect(first)).finish == "cancelled"
@@ -122,7 +122,7 @@ def test_a_drain_has_a_limit_and_a_second_stop_aborts_it(
     async def scenario(limit: float, abort: bool) -> None:
         async with running(config()) as supervisor:
             stream = supervisor.submit(GenerationRequest([1], 2000, ignore_eos=True))
-            await anext(stream)
+            await next_of(stream)
             started = time.monotonic()
             stopping = asyncio.create_task(supervisor.stop(drain=True, timeout_seconds=limit))
             if abort:
