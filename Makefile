@@ -29,7 +29,7 @@ STAMP = $(VENV)/.installed
 help:
 	@echo "make demo   the main job: models, campaign, report (some 9 minutes on 2 cores, after the installation)"
 	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm)"
-	@echo "make test   the tests (some 7 minutes on 2 quiet cores)"
+	@echo "make test   the tests (some 5 minutes on 2 quiet cores)"
 	@echo "make scale-test  replicas on a Ray of this machine, in an environment of its own (installs 600 MB)"
 	@echo "make test-vulkan  llama.cpp on Vulkan, on a GPU or on Mesa's software device (compiles llama.cpp; says what is missing)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
@@ -44,8 +44,8 @@ demo: $(STAMP)
 	$(BIN)/crossover report "$$(ls -td $(RUNS)/*/ | head -n 1)"
 
 test: $(STAMP)
-	@echo "== two at a time; then, alone, what holds a measured time to a bound"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not clock"
+	@echo "== three at a time, since many of them wait; then, alone, what holds a measured time to a bound"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not clock"
 	$(BIN)/python -m pytest -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
 
 scale-test:

@@ -42,7 +42,12 @@ HEAVY = (
 
 
 # What begins first, so that the workers end together.
-LONGEST = ("heavy", "tests/end_to_end/test_campaign.py", "reports")
+LONGEST = (
+    "heavy",
+    "tests/end_to_end/test_campaign.py",
+    "tests/end_to_end/test_real_model.py",
+    "reports",
+)
 
 
 def worker_group(nodeid: str) -> str:

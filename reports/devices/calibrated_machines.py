@@ -32,8 +32,7 @@ from reports.devices.device_capacity import Machine
 from reports.errors import ReportError
 
 # Half widths of the 90 % band of ln(step time), measured on an AMD EPYC of two cores with the law
-# of today's predecessor (docs/benchmarks.md): the model itself 0.09; bigger models 0.34; another
-# format 0.60.
+# of today's predecessor: the model itself 0.09; bigger models 0.34; another format 0.60.
 SAME_HALF_WIDTH = 0.09
 BIGGER_HALF_WIDTH = 0.34
 FORMAT_HALF_WIDTH = 0.60

@@ -1,9 +1,9 @@
 """Which cores the engine gets and which HTTP gets: pure decisions over core numbers.
 
 Up to SHARED_CORES the engine has all of them, and HTTP, which needs a few hundredths of a core,
-goes before it (`nice`): on a quiet machine with two, 1.35 to 1.74 x the tokens/s of an engine that
-leaves one to HTTP (tests/bench/RESULTS.md). Its threads wait for each other at every operator, so
-whoever takes one's core stops all: beside other work `--cores` and `--api-cores` keep them apart.
+goes before it (`nice`): a core that is left to HTTP is half of a machine with two. Its threads wait
+for each other at every operator, so whoever takes one's core stops all: beside other work `--cores`
+and `--api-cores` keep them apart.
 """
 
 from __future__ import annotations

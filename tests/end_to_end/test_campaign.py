@@ -72,7 +72,7 @@ slots = 2
 context_tokens = 128
 options = { step_seconds = 0.02 }
 [search]
-rates = [4.0, 5.0]
+rates = [4.0]
 level_seconds = 2.5
 single_stream_requests = 3
 """
@@ -107,7 +107,7 @@ def is_within_level(folder: Path, count: int) -> bool:
     return any(record.level == levels[-1].level for record in records.requests())
 
 
-def known(url: str, budget: float, level: float = 10.0, more: str = "") -> Plan:
+def known(url: str, budget: float, level: float, more: str = "") -> Plan:
     return parse_campaign(KNOWN.format(url=url, budget=budget, level=level, more=more))
 
 
@@ -117,7 +117,7 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
 ) -> None:
     """The slots of the endpoint are found, since it does not say them."""
     out = StringIO()
-    plan = known(truth_server(slots=8, law=LAW, case="law"), budget=150)
+    plan = known(truth_server(slots=8, law=LAW, case="law"), budget=75, level=5.0)
     with Progress(out, plain_every_seconds=1.0) as progress:
         folder = run(plan, tmp_path, progress, command=["test"])
     check_folder(folder)
@@ -140,11 +140,10 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
         assert part in out.getvalue(), part
 
 
-@pytest.mark.parametrize("fault", ["cut", "garbage", "status:500"])
 def test_an_endpoint_that_fails_in_the_middle_costs_that_level_and_says_so(
-    truth_server: Start, tmp_path: Path, fault: str
+    truth_server: Start, tmp_path: Path
 ) -> None:
-    url = truth_server(slots=8, fail=fault, fail_every=3, fail_after=12, case=fault)
+    url = truth_server(slots=8, fail="status:500", fail_every=3, fail_after=12, case="fails")
     out = StringIO()
     with Progress(out) as progress:
         plan = known(url, 60, level=2.0, more="rates = [8.0]")
@@ -173,7 +172,7 @@ def test_a_killed_load_generator_costs_one_attempt(truth_server: Start, tmp_path
 
     killer = threading.Thread(target=kill)
     killer.start()
-    plan = known(truth_server(slots=4, case="killed"), 60, 4.0, "rates = [5.0, 6.0]")
+    plan = known(truth_server(slots=4, case="killed"), 60, 3.0, "rates = [5.0]")
     folder = run(plan, tmp_path, Progress(StringIO()))
     killer.join()
     check_folder(folder)
@@ -187,7 +186,7 @@ def test_a_stopped_runner_leaves_no_child_and_resume_ends_well(
     """Ctrl-C, then SIGKILL, each within a level; then it runs through."""
     file = tmp_path / "c.toml"
     url = truth_server(slots=4, case="resume")
-    more = "rates = [4.0, 5.0, 6.0]"
+    more = "rates = [4.0, 5.0]"
     file.write_text(KNOWN.format(url=url, budget=60, level=3.0, more=more))
     log = tmp_path / "log"
     arguments = ["run", str(file), "--out", str(tmp_path / "runs")]
@@ -276,7 +275,7 @@ def with_engine(faults: str = "", **changes: str) -> Plan:
     for old, new in changes.items():
         text = text.replace(f'{old} = ["fake"]', f"{old} = {new}")
     text = text.replace("options = { step_seconds = 0.02 }", "ready_seconds = 60")
-    text = text.replace("[4.0, 5.0]", "[2.0]")
+    text = text.replace("[4.0]", "[2.0]")
     engine = OTHERS.format(python=sys.executable, script=SCRIPT, faults=faults)
     return parse_campaign(text + engine)
 

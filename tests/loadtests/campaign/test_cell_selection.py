@@ -113,7 +113,6 @@ def plan_of(cache: Path | str = "c", models: str = '["auto"]') -> Plan:
     [
         (0.02, 24, ["135m"]),  # plainly too slow
         (1.0, 24, ["135m", "360m", "1b"]),
-        (3.0, 24, ["135m", "360m", "1b", "3b"]),
         (30.0, 256, ["3b", "8b", "14b", "32b"]),
         (30.0, 12, ["1b", "3b", "8b", "14b"]),  # what fits in memory all keeps the SLO
     ],

@@ -10,6 +10,7 @@ import importlib
 import shutil
 import tempfile
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,16 +77,17 @@ def _write_gpt2(folder: Path) -> None:
     write_shipped(folder, 704, 256)
 
 
-def children_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def children_here(monkeypatch: pytest.MonkeyPatch, module: str = "models.resolve_model") -> None:
     """What models.child_process.run_aside does, in this process, for tests about what it makes;
-    tests/end_to_end/test_serve_engines.py converts in a new interpreter.
+    tests/models/test_convert_to_onnx.py converts in a new interpreter.
     """
 
     def run(function: str, progress: Any, *args: Any, **kwargs: Any) -> None:
         module, _, name = function.partition(":")
-        getattr(importlib.import_module(module), name)(*args, **kwargs, progress=progress)
+        with warnings.catch_warnings(action="ignore"):
+            getattr(importlib.import_module(module), name)(*args, **kwargs, progress=progress)
 
-    monkeypatch.setattr("models.resolve_model.run_aside", run)
+    monkeypatch.setattr(f"{module}.run_aside", run)
 
 
 @functools.cache
@@ -96,6 +98,8 @@ def onnx_folder(name: str) -> Path:
     if "growing" in name:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("models.convert_to_onnx.FAMILIES", ())
+            patch.setenv("HF_HUB_OFFLINE", "1")
+            children_here(patch, "models.export_with_optimum")
             return make_onnx(hf_folder(shape), out, weight_format)
     return make_onnx(hf_folder(shape), out, weight_format, spec=TINY[shape])
 

@@ -153,7 +153,7 @@ def answer(deltas: list[Delta]) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "changes",
     [{}, {"no_good": 7}, {"kv_tokens": 300, "no_good": 9}, {"prefill_tokens": 7}, {"slots": 1}],

@@ -49,19 +49,26 @@ print(resident_bytes())
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("medium") / "hf"
+    write_hf_folder(MEDIUM, path, "fp32")
+    return path
+
+
 @pytest.mark.parametrize(
     ("backend", "weight_format"),
     [("llama_cpp", "Q4_0"), ("onnx", "int8"), ("torch", "fp32")],
 )
-def test_memory_is_what_placement_said(tmp_path: Path, backend: str, weight_format: str) -> None:
-    path = tmp_path / "weights.gguf"
+def test_memory_is_what_placement_said(
+    folder: Path, tmp_path: Path, backend: str, weight_format: str
+) -> None:
+    path = folder
     if backend == "llama_cpp":
+        path = tmp_path / "weights.gguf"
         write_gguf(MEDIUM, path, weight_format)
-    else:
-        path = tmp_path / "hf"
-        write_hf_folder(MEDIUM, path, "fp32")
-    if backend == "onnx":
-        path = make_onnx(path, tmp_path / "onnx", weight_format, spec=MEDIUM)
+    elif backend == "onnx":
+        path = make_onnx(folder, tmp_path / "onnx", weight_format, spec=MEDIUM)
     sizes = {"slots": SLOTS, "context_tokens": CONTEXT, "threads": 1}
     config = EngineConfig(backend, str(path), "medium", weight_format=weight_format, **sizes)
     command = [sys.executable, "-c", FILL, msgspec.json.encode(config)]

@@ -20,7 +20,6 @@ def asked(**values: object) -> argparse.Namespace:
     return argparse.Namespace(**vars(chosen) | values)
 
 
-@pytest.mark.clock
 def test_at_five_times_what_it_can_do_the_rest_is_refused_and_those_let_in_are_served(
     tmp_path: Path,
 ) -> None:
