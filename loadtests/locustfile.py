@@ -31,7 +31,7 @@ from loadtests.load_generator.load_options import BY_HAND, LoadOptions, add_opti
 from loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE
 from loadtests.records.request_record import RequestRecord
 from models.errors import CrossoverError, printable
-from serving.option_bounds import converted
+from serving.option_help import converted
 
 LEAD_SECONDS = 0.05  # between Started and t0: the runner has heard of it then
 DONE = "crossover_done"  # a worker's message: its level has ended

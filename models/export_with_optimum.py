@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from models.child_process import run_aside
-from models.cpu_and_memory import int8_bits
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.hf_config import read_config
+from models.machine_limits import int8_bits
 from models.model_spec import ModelSpec, whole_number
 from models.safetensors_reader import read_tensors
 from models.weights_manifest import Progress

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from models.cpu_and_memory import int8_bits
 from models.errors import BrokenWeights, ModelError
+from models.machine_limits import int8_bits
 from models.model_spec import ModelSpec
 
 # The number goes up when the same source would give other files: what an earlier version left in

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from loadtests.analysis.slo import SLO_PRESETS
+from loadtests.records.journal_events import CellFinished, Event
 from loadtests.records.run_folder import (
     EVENTS,
     MANIFEST,
@@ -26,7 +27,6 @@ from loadtests.records.run_folder import (
     RunRecords,
     read_records,
 )
-from loadtests.records.run_journal import CellFinished, Event
 from models import formatting
 from models.model_ladder import is_rung
 from models.weights_manifest import write_atomically

@@ -8,11 +8,11 @@ from textwrap import wrap
 
 import vl_convert
 
+from reports.answer_tables import HEADS, answer_row
 from reports.chart_style import CPU, ESTIMATED, FONT, GPU, INK, LINE, MUTED, PAPER
 from reports.headline import Answer, basis, headline, machine_words
 from reports.report_data import ReportData
 from reports.sections.crossover_map import WIDTH, crossover_map
-from reports.tables import HEADS, answer_row
 
 MARGIN, ROW = 30, 30
 INSIDE = WIDTH + 240  # pixels between the margins

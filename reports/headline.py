@@ -13,7 +13,7 @@ import msgspec
 
 from loadtests.analysis.slo import Slo
 from models import formatting
-from reports.crossover_point import TakeOver, best_cells, takes_over
+from reports.cheapest_gpu import TakeOver, best_cells, takes_over
 from reports.devices.device_capacity import DeviceCapacity
 from reports.report_data import CellData, ReportData
 

@@ -16,6 +16,7 @@ import msgspec
 from markupsafe import Markup, escape
 
 from models import formatting
+from reports.answer_tables import HEADS, answer_row, levels_table
 from reports.chart_style import dark_rules, svg
 from reports.headline import Answer, basis, headline, machine_words
 from reports.report_data import ReportData
@@ -25,7 +26,6 @@ from reports.sections.crossover_map import crossover_map
 from reports.sections.latency_curves import latency_curves
 from reports.sections.section import Chart, Section
 from reports.slo_sliders import lattice_of
-from reports.tables import HEADS, answer_row, levels_table
 
 KEYS = ("model", "alone", "holds", "limit", "engine", "over")
 WIDE, HALF = 520, 430  # pixels of a drawn chart; on a phone its text can still be read

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reports.answer_tables import HEADS, answer_row
 from reports.headline import Answer, basis, headline
 from reports.report_data import ReportData
 from reports.report_warnings import alerts_of, warnings_of
 from reports.sections.section import Section
-from reports.tables import HEADS, answer_row
 
 MOST_BYTES = 6_000
 

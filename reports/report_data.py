@@ -19,14 +19,12 @@ import msgspec
 
 from loadtests.analysis.capacity_estimate import LEAST_SECONDS, estimate
 from loadtests.analysis.capacity_text import common_rate
-from loadtests.analysis.level import Judged, Level, levels_of
+from loadtests.analysis.level_columns import Judged, Level, levels_of
 from loadtests.analysis.level_warnings import NamedWarning, level_warnings
 from loadtests.analysis.slo import Slo
 from loadtests.analysis.watts import watts_of
 from loadtests.errors import BadRunFolder, LoadError
-from loadtests.records.resource_sample import ResourceSample
-from loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
-from loadtests.records.run_journal import (
+from loadtests.records.journal_events import (
     Calibrated,
     Capacity,
     CellFinished,
@@ -41,6 +39,8 @@ from loadtests.records.run_journal import (
     NeverQuiet,
     of_kind,
 )
+from loadtests.records.resource_sample import ResourceSample
+from loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import LOADED, QUICK_REQUESTS, lengths_of
 from loadtests.simulation.step_law import StepLaw

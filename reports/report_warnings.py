@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from loadtests.analysis.capacity_text import speed_words
 from loadtests.analysis.level_warnings import NamedWarning, Seriousness
-from loadtests.records.run_journal import (
+from loadtests.records.journal_events import (
     CellReady,
     Interrupted,
     LevelAbandoned,

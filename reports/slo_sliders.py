@@ -19,11 +19,11 @@ from loadtests.analysis.capacity_estimate import confirmed_rate
 from loadtests.analysis.slo import Slo
 from loadtests.simulation.simulated_capacity import Server
 from models import formatting
-from reports.crossover_point import ABOVE, LEAST_RATE, fitting
+from reports.answer_tables import alone_words
+from reports.cheapest_gpu import ABOVE, LEAST_RATE, fitting
 from reports.devices.device_capacity import SLOW, simulated
 from reports.headline import Answer
 from reports.report_data import CellData
-from reports.tables import alone_words
 
 TTFT = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
 TPOT = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)

@@ -11,7 +11,7 @@ import time
 from datetime import datetime
 from typing import TextIO
 
-from serving.supervisor.supervisor import Event
+from serving.supervisor.engine_supervisor import Event
 
 _QUIET = ("started", "ready")  # said in better words elsewhere
 _BETWEEN_SECONDS = 3.0  # lines of one progress

@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 from serving.engine.ipc_messages import FinishReason, StepStats
 from serving.errors import EngineState
 from serving.hardware.machine_facts import resident_bytes
-from serving.supervisor.supervisor import Supervisor
+from serving.supervisor.engine_supervisor import Supervisor
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 

@@ -29,7 +29,7 @@ from models.model_ladder import is_rung
 from models.weights_manifest import write_atomically
 from serving.errors import EngineFailed, ServingError
 from serving.hardware.machine_facts import allowed_cores
-from serving.option_bounds import flags_of
+from serving.option_help import flags_of
 from serving.server_options import Policy, ServeOptions
 
 APPLICATION = "crossover"

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from serving.errors import ServingError
-from serving.option_bounds import Count, Port, Positive, Seconds, converted, flags_of, option
+from serving.option_help import Count, Port, Positive, Seconds, converted, flags_of, option
 
 # Panels of the help page.
 ENGINE, QUEUE, HTTP = "Engine", "Queue and faults", "HTTP"

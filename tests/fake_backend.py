@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from serving.backends.backend_interface import BackendInfo, EngineConfig, parse_options
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
-from serving.sampling.sampler import sample
+from serving.sampling.batch_sampler import sample
 from serving.sampling.step_rows import NO_TOKEN, Row, Sampled
 
 if TYPE_CHECKING:

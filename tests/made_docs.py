@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from loadtests.checked_files import read_toml
+from loadtests.toml_files import read_toml
 from reports.check_conditions import QUANTITIES
 from reports.plan.plan_costs import make_plan
 from reports.plan.plan_file import BadPlan

@@ -22,8 +22,8 @@ import crossover
 from loadtests.analysis import level_warnings
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.cli.load_command import CommandOptions
-from serving.http.api_schemas import CHAT, COMPLETION, decode
-from serving.option_bounds import converted
+from serving.http.body_types import CHAT, COMPLETION, decode
+from serving.option_help import converted
 from serving.server_options import ServeOptions, models_of
 from tests.docs_site import SITE, loaded_from_elsewhere, outside
 from tests.made_docs import MADE, WHOLE, replaced

@@ -70,7 +70,7 @@ def test_nothing_in_loadtests_hides_a_module_that_locust_would_import() -> None:
             {"torch", "transformers", "llama_cpp", "onnxruntime", "locust", "altair", "starlette"},
         ),
         (
-            "serving.supervisor.supervisor",
+            "serving.supervisor.engine_supervisor",
             {"torch", "transformers", "llama_cpp", "onnxruntime", "locust"},
         ),
         (

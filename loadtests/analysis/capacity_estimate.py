@@ -21,9 +21,9 @@ from typing import NamedTuple
 import msgspec
 
 from loadtests.analysis.good_share import LEAST_AS_ONE, wilson
-from loadtests.analysis.level import Judged, Level
+from loadtests.analysis.level_columns import Judged, Level
 from loadtests.analysis.slo import Slo, requests_to_hold
-from loadtests.records.run_journal import Capacity
+from loadtests.records.journal_events import Capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import (
     LEAST_TELLING,

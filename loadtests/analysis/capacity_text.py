@@ -1,6 +1,6 @@
 """A capacity in words: the only place that words one, for terminal, report and plan alike.
 
-    >>> from loadtests.records.run_journal import Capacity
+    >>> from loadtests.records.journal_events import Capacity
     >>> found = Capacity(state="holds", held=2.1, limit=2.42, low=2.04, high=2.87, method="law")
     >>> in_words(found)
     'holds 2.1/s, limit about 2.4/s (2.0–2.9)'
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from loadtests.records.run_journal import Capacity
+from loadtests.records.journal_events import Capacity
 from models import formatting
 
 

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from loadtests.records.journal_events import Disturbance
 from loadtests.records.resource_sample import CoresSample, Stranger
-from loadtests.records.run_journal import Disturbance
 
 MOST_TAKEN_SHARE = 0.03  # more, and a level is disturbed
 # More, and it counts for nothing: its rate may be so far below the capacity that the upper end of

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from loadtests.analysis.disturbance import in_words
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
 from loadtests.analysis.percentiles import distribution
 from loadtests.analysis.slo import Slo
 from loadtests.records.resource_sample import ResourceSample

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from serving.option_bounds import Positive, Share
+from serving.option_help import Positive, Share
 
 Verdict = Literal["holds", "fails", "unresolved"]
 

@@ -30,10 +30,10 @@ import msgspec
 from msgspec import Meta
 
 from loadtests.analysis.slo import SLO_PRESETS, Slo
-from loadtests.checked_files import Table, converted, key, parse_toml, read_toml
 from loadtests.errors import BadCampaign, LoadError
 from loadtests.load_generator.level_messages import DEFAULT_WORKLOAD
 from loadtests.load_generator.openai_endpoint import Target, check_target
+from loadtests.toml_files import Table, converted, key, parse_toml, read_toml
 from loadtests.workload.arrivals import Arrivals, Poisson, Trace
 from loadtests.workload.request_lengths import Workload
 from loadtests.workload.trace_file import load_trace
@@ -42,7 +42,7 @@ from models.model_ladder import is_rung, rung
 from models.weight_formats import DEFAULT_FORMATS
 from serving.backends.backend_table import BACKENDS, weights_of
 from serving.errors import BackendUnavailable
-from serving.option_bounds import Count, Positive, Seconds, Share
+from serving.option_help import Count, Positive, Seconds, Share
 from serving.placement.fastest_backend import BEST
 from serving.server_options import SharedOptions
 

@@ -27,13 +27,13 @@ from loadtests.analysis.capacity_estimate import (
     estimate,
 )
 from loadtests.analysis.disturbance import in_words
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
 from loadtests.analysis.slo import requests_to_hold
 from loadtests.campaign.level_runner import LevelAsk, OpenBench, ServerBench, level_text
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellRecord, CellState, seed_of
+from loadtests.campaign.resume_state import CellRecord, CellState, seed_of
 from loadtests.errors import LevelInterrupted, LoadError, ServerLost
-from loadtests.records import run_journal as journal
+from loadtests.records import journal_events as journal
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import measured_reuse

@@ -22,7 +22,7 @@ from loadtests.campaign.campaign_file import (
 from loadtests.campaign.progress import Progress
 from loadtests.errors import BadCampaign
 from loadtests.host.cpu_pinning import Layout, divide_cores
-from loadtests.records.run_journal import EngineChosen
+from loadtests.records.journal_events import EngineChosen
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
 from loadtests.simulation.step_law import StepLaw

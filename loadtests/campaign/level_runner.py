@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 
 from loadtests.analysis.disturbance import disturbance_of, is_slight
-from loadtests.analysis.level import Level, LevelRows
+from loadtests.analysis.level_columns import Level, LevelRows
 from loadtests.analysis.level_warnings import is_valid, level_warnings
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.cell_selection import policy_of
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellState
+from loadtests.campaign.resume_state import CellState
 from loadtests.campaign.server_launch import Server
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from loadtests.host.prometheus_scrape import EngineClock
@@ -34,9 +34,9 @@ from loadtests.host.resource_sampler import Sampler
 from loadtests.load_generator.level_messages import Ended, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import TargetFacts, probe
+from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
-from loadtests.records.run_journal import LevelFinished, LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst
 from loadtests.workload.request_lengths import Ask

@@ -27,7 +27,7 @@ from loadtests.host.cpu_pinning import Layout
 from loadtests.host.resource_sampler import engine_pids, family
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.openai_endpoint import Target
-from loadtests.records.run_journal import CellReady, EngineInfo
+from loadtests.records.journal_events import CellReady, EngineInfo
 from models.errors import ModelError
 from models.model_ladder import is_rung
 from models.resolve_model import resolve

@@ -14,7 +14,7 @@ import typer
 
 from loadtests.errors import LoadError
 from serving.cli.parameters import command_of
-from serving.option_bounds import Count, option
+from serving.option_help import Count, option
 
 if TYPE_CHECKING:
     from loadtests.campaign.campaign_file import Plan
@@ -86,10 +86,10 @@ def plan_of(options: CalibrateOptions) -> Plan:
 
 def machine_of(run: RunRecords) -> MachineFile:
     """What the run's calibrations say of this machine. Raises LoadError where none has a law."""
-    from loadtests.campaign.run_state import CellRecord, campaign_of
-    from loadtests.records.run_journal import CellReady, of_kind
+    from loadtests.campaign.resume_state import CellRecord, campaign_of
+    from loadtests.records.journal_events import CellReady, of_kind
     from loadtests.simulation.machine_file import MachineFile, ModelSteps, hardware_of
-    from models.cpu_and_memory import total_bytes
+    from models.machine_limits import total_bytes
     from models.resolve_model import resolve
     from serving.backends.backend_table import weights_of
     from serving.hardware.machine_facts import HardwareFacts

@@ -14,7 +14,7 @@ from rich.table import Table
 from loadtests.errors import LoadError
 from models import formatting
 from serving.cli.parameters import command_of
-from serving.option_bounds import option
+from serving.option_help import option
 
 if TYPE_CHECKING:
     from loadtests.comparison.compare_runs import Comparison

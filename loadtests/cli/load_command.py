@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from rich.table import Table
 
-from loadtests.analysis.level import Level, LevelRows
+from loadtests.analysis.level_columns import Level, LevelRows
 from loadtests.analysis.level_warnings import level_warnings
 from loadtests.analysis.percentiles import PERCENTILES, distribution
 from loadtests.analysis.slo import SLO_PRESETS, Slo
@@ -20,11 +20,11 @@ from loadtests.load_generator.level_messages import Ended
 from loadtests.load_generator.load_options import LoadOptions, plan_of
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import probe
+from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import LevelFinished, LevelStarted
 from models import formatting
 from serving.cli.parameters import command_of
-from serving.option_bounds import Count, Positive, option
+from serving.option_help import Count, Positive, option
 
 
 class CommandOptions(LoadOptions, frozen=True, kw_only=True):

@@ -22,12 +22,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from loadtests.analysis.level import Level, levels_of
+from loadtests.analysis.level_columns import Level, levels_of
 from loadtests.analysis.percentiles import distribution
 from loadtests.comparison.run_environment import CELL, FACTS, differences
 from loadtests.errors import BadRunFolder, NotComparable
+from loadtests.records.journal_events import CellFinished, EngineChosen, of_kind
 from loadtests.records.run_folder import MANIFEST, RunManifest, RunRecords, read_records
-from loadtests.records.run_journal import CellFinished, EngineChosen, of_kind
 from models import formatting
 
 ALPHA = 0.05

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from models.child_process import start_python
-from models.cpu_and_memory import read_text
+from models.machine_limits import read_text
 
 DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

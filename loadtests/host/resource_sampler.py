@@ -23,9 +23,9 @@ from typing import Any
 
 import psutil
 
-from loadtests.host.core_watch import CoreWatch
+from loadtests.host.cpu_time_taken import CoreWatch
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
-from models.cpu_and_memory import read_text
+from models.machine_limits import read_text
 from serving.hardware.gpus import memory_of, tell, uuid_of
 
 INTERVAL_SECONDS = 1.0

@@ -13,7 +13,7 @@ from loadtests.load_generator.level_messages import LoadPlan
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from loadtests.workload.arrivals import Arrivals, Constant, Gamma, Poisson
 from loadtests.workload.request_lengths import Workload
-from serving.option_bounds import about, option, unbounded
+from serving.option_help import about, option, unbounded
 
 ARRIVALS: dict[str, Arrivals] = {"poisson": Poisson(), "constant": Constant(), "gamma": Gamma()}
 BY_HAND = ("rate", "workload", "arrivals", "model", "api", "api_key_env", "seed")

@@ -20,7 +20,7 @@ from loadtests.load_generator.http_connection import Pool, clock, connect
 from loadtests.load_generator.sse_timestamps import stream
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.exact_prompts import WORDS
-from serving.option_bounds import Positive, option
+from serving.option_help import Positive, option
 
 PROBE_TOKENS = 8
 PROBE_WORDS = (4, 64)  # of two prompts, whose counts say what a word costs, and the rest

@@ -25,8 +25,8 @@ class Stranger(msgspec.Struct, frozen=True):
 class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The engine's cores since the reading before: CPU it wanted, CPU others had.
 
-    Seconds are of one core; sums over readings are those of a longer one. loadtests.host.core_watch
-    reads it.
+    Seconds are of one core; sums over readings are those of a longer one.
+    loadtests.host.cpu_time_taken reads it.
     """
 
     seconds: float  # of wall clock

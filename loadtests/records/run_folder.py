@@ -7,7 +7,7 @@
     runs/<id>/logs/            output of servers and load generators; never read back
 
     run = read_records(folder)
-    for level in levels_of(run): ...           # loadtests.analysis.level
+    for level in levels_of(run): ...           # loadtests.analysis.level_columns
 
 A line is written by one write() to a file opened with O_APPEND: a killed writer, or a full disk,
 leaves at most one cut-off line, and the next record begins a new one. Readers leave out a line that
@@ -27,9 +27,7 @@ import msgspec
 
 from loadtests.errors import BadRunFolder
 from loadtests.host.machine_lock import take_lock
-from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import ResourceSample
-from loadtests.records.run_journal import (
+from loadtests.records.journal_events import (
     FORMAT_VERSION,
     AnyEvent,
     E,
@@ -38,6 +36,8 @@ from loadtests.records.run_journal import (
     LevelStarted,
     of_kind,
 )
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.resource_sample import ResourceSample
 from models.weights_manifest import write_atomically
 
 MANIFEST = "manifest.json"

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.analysis.capacity_estimate import CONFIRMING_SHARE, estimate
-from loadtests.analysis.level import Level, failure_of
+from loadtests.analysis.level_columns import Level, failure_of
 from loadtests.analysis.level_warnings import send_lag_p99
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.progress import Progress
@@ -41,8 +41,8 @@ from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.level_messages import Ended, LoadPlan
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import Target, probe
+from loadtests.records.journal_events import Capacity, LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import Capacity, LevelFinished, LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import capacity

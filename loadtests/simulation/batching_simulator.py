@@ -32,7 +32,7 @@ from serving.engine.prefill_budget import (
     PREFILL_SHARE,
     PREFILL_WORTH,
 )
-from serving.option_bounds import Count
+from serving.option_help import Count
 
 Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.float64] | npt.NDArray[np.int64]

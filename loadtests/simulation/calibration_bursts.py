@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
 from loadtests.errors import LoadError
 from loadtests.simulation.step_law import (
     FITS,

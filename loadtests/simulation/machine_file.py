@@ -15,14 +15,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from loadtests.checked_files import converted
 from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.step_law import StepLaw
+from loadtests.toml_files import converted
 from models.model_spec import ModelSpec
 from models.weights_manifest import write_atomically
 from serving.hardware.machine_facts import HardwareFacts
-from serving.option_bounds import Count, Positive, Seconds
+from serving.option_help import Count, Positive, Seconds
 
 VERSION: Literal[2] = 2
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
 from loadtests.analysis.slo import Slo
 from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import Array, SchedulingPolicy, Simulated, simulate

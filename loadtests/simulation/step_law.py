@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.errors import LoadError
-from serving.option_bounds import Seconds
+from serving.option_help import Seconds
 
 Array = npt.NDArray[np.float64]
 

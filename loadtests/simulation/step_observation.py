@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.step_law import StepLaw, StepObservation
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from loadtests.checked_files import key
+from loadtests.toml_files import key
 from loadtests.workload.arrivals import generator
 from loadtests.workload.trace_file import load_trace
 

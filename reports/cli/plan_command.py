@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtests.analysis.slo import SLO_PRESETS
-from loadtests.checked_files import read_toml
+from loadtests.toml_files import read_toml
 from models import formatting
 from reports.devices.device_catalog import devices, user_file
 from reports.errors import ReportError
@@ -25,7 +25,7 @@ from reports.plan.plan_file import EXAMPLE, BadPlan
 from reports.plan.plan_machines import asked_of, candidates_of
 from reports.plan.plan_text import as_json, as_text
 from serving.cli.parameters import command_of
-from serving.option_bounds import option
+from serving.option_help import option
 
 TEXT_COLUMNS = 110
 PRESETS = ", ".join(SLO_PRESETS)

@@ -16,7 +16,7 @@ from reports.headline import Answer, answers_of, basis, headline
 from reports.report_data import ReportData, read_report
 from reports.report_files import FORMATS, as_json, write_files
 from serving.cli.parameters import command_of
-from serving.option_bounds import option
+from serving.option_help import option
 
 USUAL = "html,md,csv"
 KNOWN = ", ".join(QUANTITIES)

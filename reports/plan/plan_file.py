@@ -21,9 +21,9 @@ from msgspec import Meta
 
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import SloSpec, slo_of
-from loadtests.checked_files import Table, converted, key
 from loadtests.errors import LoadError
 from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, lengths_of
+from loadtests.toml_files import Table, converted, key
 from loadtests.workload.arrivals import Constant, Gamma, Poisson
 from loadtests.workload.request_lengths import Workload
 from loadtests.workload.request_lengths import in_words as lengths_in_words

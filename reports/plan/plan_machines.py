@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 
 from loadtests.campaign.campaign_file import SloSpec
-from loadtests.records.run_journal import Capacity
+from loadtests.records.journal_events import Capacity
 from loadtests.simulation.simulated_capacity import sd_of
 from models.model_ladder import is_rung, rung
-from reports.crossover_point import best_cells
+from reports.cheapest_gpu import best_cells
 from reports.devices.calibrated_machines import calibrated_machine
 from reports.devices.device_capacity import (
     ONE_SIDED,

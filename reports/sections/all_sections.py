@@ -8,7 +8,7 @@ from reports.headline import Answer
 from reports.report_data import ReportData
 from reports.sections.energy_cost import cost, energy
 from reports.sections.fallback_times import fallback_times
-from reports.sections.formats import formats
+from reports.sections.format_comparison import formats
 from reports.sections.host_overhead import host_overhead
 from reports.sections.load_times import load_times
 from reports.sections.memory import memory

@@ -7,7 +7,7 @@ from statistics import median
 
 from models import formatting
 from models.weight_formats import weight_bytes
-from reports.crossover_point import GPU_FORMAT
+from reports.cheapest_gpu import GPU_FORMAT
 from reports.devices.device_catalog import device_named
 from reports.headline import Answer
 from reports.report_data import ReportData

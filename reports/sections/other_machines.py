@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from models import formatting
-from reports.crossover_point import GPU_FORMAT, fitting
+from reports.cheapest_gpu import GPU_FORMAT, fitting
 from reports.devices.device_capacity import (
     TOGETHER,
     DeviceCapacity,

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from serving.errors import EngineFailed, Unsupported
-from serving.option_bounds import Count, Positive, check, explained
+from serving.option_help import Count, Positive, check, explained
 from serving.sampling.step_rows import Row, Sampled
 from serving.server_options import AUTO as AUTO
 

@@ -21,7 +21,7 @@ from models.errors import UnsupportedModel
 from models.model_spec import ModelSpec
 from models.weight_formats import BLOCKS, DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, spelt, tensor_type
 from serving.backends.backend_interface import AUTO
-from serving.backends.torch.gpu_memory import overhead_bytes as torch_overhead_bytes
+from serving.backends.torch.memory_overhead import overhead_bytes as torch_overhead_bytes
 from serving.errors import BackendUnavailable, Unsupported
 from serving.hardware.gpus import run_probe
 
@@ -148,7 +148,7 @@ def _llama_extra(model: ModelSpec, weight_format: str, isa: Collection[str]) -> 
 # Overheads. llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 %
 # of the measured RSS, weights read into memory. onnx: the file stays mapped, matrices are packed
 # into memory of its own: int8 into as much, 4 bits with their scales into 1.4 times as much. torch
-# on the GPU: what its largest step takes (torch/gpu_memory.py).
+# on the GPU: what its largest step takes (torch/memory_overhead.py).
 # Huge pages, 135M on one core: llama_cpp up to 2 % quicker, onnx at one stream 2 to 6 %, torch 0.
 BACKENDS: dict[str, BackendSpec] = {
     "llama_cpp": BackendSpec(
@@ -194,7 +194,7 @@ BACKENDS: dict[str, BackendSpec] = {
         options=(),
         package="torch",
         extra="torch",
-        probe="serving.backends.torch.probe:probe",
+        probe="serving.backends.torch.torch_capabilities:probe",
         gpu_build="install torch built for CUDA or ROCm, see pytorch.org",
     ),
 }

@@ -28,13 +28,13 @@ from serving.http.http_server import is_loopback, listen, serving, url_of
 from serving.http.routes import App
 from serving.logs import Narrator
 from serving.metrics import ServerMetrics
-from serving.option_bounds import parse_bytes
+from serving.option_help import parse_bytes
 from serving.placement.placement_policy import explain
 from serving.registry.engine_config import Machine, Prepared, prepare
-from serving.registry.model_registry import Registry, RegistryLimits
+from serving.registry.loaded_models import Registry, RegistryLimits
 from serving.server_options import ServeOptions, models_of
 from serving.supervisor.admission import QueueBounds
-from serving.supervisor.supervisor import Supervisor
+from serving.supervisor.engine_supervisor import Supervisor
 
 LOCAL_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 LOOK_SECONDS = 0.05  # between two looks at how far a load is

@@ -31,7 +31,7 @@ from serving.backends.backend_table import missing_backends, weights_of
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from serving.logs import Narrator
-from serving.option_bounds import parse_bytes
+from serving.option_help import parse_bytes
 from serving.placement.placement_policy import (
     Attempt,
     NoPlacement,

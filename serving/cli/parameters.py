@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from serving.errors import ServingError
-from serving.option_bounds import about, converted, flags_of, unbounded
+from serving.option_help import about, converted, flags_of, unbounded
 
 
 def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.cpu_and_memory import ROOT, read_text
+from models.machine_limits import ROOT, read_text
 from serving.errors import ServingError
 
 SHARED_CORES = 8  # up to so many are shared where nobody says otherwise

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from models.child_process import Ran, run_python
-from models.cpu_and_memory import ROOT, read_text
+from models.machine_limits import ROOT, read_text
 from serving.errors import Cause, Unsupported
 
 VULKAN = "vulkan"  # the vendor of what a build of llama.cpp drives by Vulkan, whoever made it

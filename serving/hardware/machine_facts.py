@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.cpu_and_memory import (
+from models.machine_limits import (
     ROOT,
     cgroup_cores,
     cgroup_memory_left,

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from models.errors import BadChat
 from serving.engine.ipc_messages import TokenDetail
 from serving.http.api_errors import refused
-from serving.http.api_schemas import (
+from serving.http.body_types import (
     CHAT,
     ChatChoice,
     ChatDelta,
@@ -22,7 +22,7 @@ from serving.http.completions import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.http_request import Request
 from serving.http.request_validation import token_limit, validate
 from serving.http.tool_calls import THINK, THOUGHT, Form, Part, format_of, offered, told_of_tools
-from serving.registry.model_registry import INLINE_CHARACTERS, ServedModel, in_text_thread
+from serving.registry.loaded_models import INLINE_CHARACTERS, ServedModel, in_text_thread
 
 _OURS = frozenset({"messages", "add_generation_prompt", "tools"})
 

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
 from serving.http.api_errors import ApiError, too_late, try_again
-from serving.http.api_schemas import (
+from serving.http.body_types import (
     COMPLETION,
     Completion,
     Finish,
@@ -31,7 +31,7 @@ from serving.http.api_schemas import (
 from serving.http.http_request import Request
 from serving.http.request_validation import prompts_of, token_limit, validate
 from serving.http.tool_calls import Form, Part, Splitter
-from serving.registry.model_registry import in_text_thread
+from serving.registry.loaded_models import in_text_thread
 from serving.supervisor.inflight_requests import Stream
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place

@@ -20,8 +20,8 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from serving.http.api_errors import ApiError, too_late
-from serving.http.api_schemas import decode, encode
-from serving.registry.model_registry import Registry, ServedModel
+from serving.http.body_types import decode, encode
+from serving.registry.loaded_models import Registry, ServedModel
 
 T = TypeVar("T")
 

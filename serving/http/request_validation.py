@@ -15,8 +15,8 @@ from typing import cast
 from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import ContextOverflow
 from serving.http.api_errors import refused
-from serving.http.api_schemas import ChatRequest, CompletionRequest, Generation, encode
-from serving.registry.model_registry import Facts
+from serving.http.body_types import ChatRequest, CompletionRequest, Generation, encode
+from serving.registry.loaded_models import Facts
 from serving.sampling.grammar import MAX_CHARACTERS
 from serving.sampling.step_rows import GREEDY_BELOW, Sampling
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.http import status_routes
 from serving.http.api_errors import ApiError, ErrorBody, as_answer
-from serving.http.api_schemas import (
+from serving.http.body_types import (
     ChatChoice,
     ChatRequest,
     Completion,
@@ -32,7 +32,7 @@ from serving.http.chat_completions import chat_completions
 from serving.http.completions import Answer, completions, sse_event
 from serving.http.http_request import Request
 from serving.http.status_routes import LoadRequest, UnloadRequest
-from serving.registry.model_registry import Registry
+from serving.registry.loaded_models import Registry
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in metrics

@@ -16,14 +16,14 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from models.cpu_and_memory import available_bytes
+from models.machine_limits import available_bytes
 from serving.errors import ContextOverflow, EngineState
 from serving.http.api_errors import ApiError, try_again
-from serving.http.api_schemas import DETOKENIZE, TOKENIZE, Wire
+from serving.http.body_types import DETOKENIZE, TOKENIZE, Wire
 from serving.http.http_request import Request
 from serving.http.request_validation import check_ids
 from serving.metrics import CONTENT_TYPE
-from serving.registry.model_registry import Registry, ServedModel
+from serving.registry.loaded_models import Registry, ServedModel
 
 _OF_ENGINE = ("weight_format", "slots", "context_tokens", "kv_tokens")  # as the engine has them
 _OF_MEMORY = ("weight_bytes", "kv_bytes", "overhead_bytes")

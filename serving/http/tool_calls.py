@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from serving.http.api_errors import refused
-from serving.http.api_schemas import CalledFunction, ChatRequest, Tool, ToolCall, encode
+from serving.http.body_types import CalledFunction, ChatRequest, Tool, ToolCall, encode
 from serving.sampling.grammar import MAX_CHARACTERS
 
 THINK, THOUGHT = "<think>", "</think>"

@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 
 from models.child_process import run_python
-from models.cpu_and_memory import read_text
 from models.errors import CrossoverError
 from models.formatting import count, duration, of_requests, rate, share, significant
+from models.machine_limits import read_text
 from models.model_ladder import rung
 from models.model_spec import ModelSpec
 from models.resolve_model import resolve

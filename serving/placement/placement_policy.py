@@ -26,7 +26,7 @@ from serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_o
 from serving.errors import Cause, ServingError, Unsupported
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
-from serving.option_bounds import Count, check
+from serving.option_help import Count, check
 from serving.server_options import Policy
 
 HEADROOM = 0.95  # share of the free memory that may be planned with

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
 from loadtests.analysis.slo import Slo
+from loadtests.records.journal_events import LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.workload.arrivals import Arrivals, Gamma, Poisson, due_times
 from loadtests.workload.request_lengths import Workload, draw

@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
 from loadtests.analysis.slo import Slo
+from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import LevelFinished, LevelStarted
 from loadtests.simulation import step_observation
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import (

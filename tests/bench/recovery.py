@@ -40,8 +40,8 @@ from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.hardware.cpu_topology import parse_cores
 from serving.http.http_server import server_options
+from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.restart_policy import RecoveryLimits
-from serving.supervisor.supervisor import Supervisor
 from tests.bench.http_client import Client, Outcome, post, run
 from tests.serving.fakes import app_on
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from loadtests.campaign.campaign_file import Campaign, Plan, parse_campaign
+from loadtests.records.journal_events import Capacity, CellFinished, LevelFinished, of_kind
 from loadtests.records.run_folder import read_records
-from loadtests.records.run_journal import Capacity, CellFinished, LevelFinished, of_kind
 from tests.bench.known_worlds import STARTS, World, worlds
 from tests.loadtests.campaign.simulated import Simulated
 

@@ -24,14 +24,14 @@ import msgspec
 import numpy as np
 
 from loadtests.analysis import capacity_text
-from loadtests.analysis.level import Level, levels_of
+from loadtests.analysis.level_columns import Level, levels_of
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, read_campaign
 from loadtests.campaign.campaign_runner import run
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellRecord, campaign_of
+from loadtests.campaign.resume_state import CellRecord, campaign_of
+from loadtests.records.journal_events import Calibrated, Capacity, CellFinished, of_kind
 from loadtests.records.run_folder import RunRecords, read_records
-from loadtests.records.run_journal import Calibrated, Capacity, CellFinished, of_kind
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law import StepLaw

@@ -23,8 +23,7 @@ from loadtests.campaign.campaign_runner import resume, run
 from loadtests.campaign.progress import Progress
 from loadtests.errors import BadRunFolder, Incomplete
 from loadtests.host.resource_sampler import engine_pids, family
-from loadtests.records.run_folder import read_records
-from loadtests.records.run_journal import (
+from loadtests.records.journal_events import (
     CellFinished,
     CellReady,
     CellSkipped,
@@ -33,6 +32,7 @@ from loadtests.records.run_journal import (
     LevelStarted,
     of_kind,
 )
+from loadtests.records.run_folder import read_records
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law import StepLaw

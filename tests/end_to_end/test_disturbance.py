@@ -21,8 +21,7 @@ from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.campaign_runner import run
 from loadtests.campaign.progress import Progress
 from loadtests.host.cpu_pinning import divide_cores
-from loadtests.records.run_folder import read_records
-from loadtests.records.run_journal import (
+from loadtests.records.journal_events import (
     CellFinished,
     LevelFinished,
     LevelStarted,
@@ -30,6 +29,7 @@ from loadtests.records.run_journal import (
     Waited,
     of_kind,
 )
+from loadtests.records.run_folder import read_records
 from serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
 

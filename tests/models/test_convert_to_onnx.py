@@ -57,7 +57,7 @@ def test_without_vnni_int8_weights_have_seven_bits(
 ) -> None:
     found = {}
     for flags, bits in (({"avx512_vnni"}, 8), ({"avx2"}, 7)):
-        monkeypatch.setattr("models.cpu_and_memory.cpu_flags", lambda flags=flags: frozenset(flags))
+        monkeypatch.setattr("models.machine_limits.cpu_flags", lambda flags=flags: frozenset(flags))
         folder = make_onnx(hf_folder("tiny-llama"), tmp_path / str(bits), "int8")
         manifest = read_manifest(folder)
         assert manifest is not None and f"{bits} bits" in manifest.generator

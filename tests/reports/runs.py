@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 
 import msgspec
 
-from loadtests.campaign.run_state import CellState
+from loadtests.campaign.resume_state import CellState
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from models.model_ladder import rung
 from reports.headline import Answer, answers_of

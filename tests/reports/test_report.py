@@ -20,13 +20,13 @@ from loadtests.campaign.level_runner import level_text
 from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from models import formatting
 from reports import headline, html_page, markdown, report_files, slo_sliders
+from reports.answer_tables import HEADS, answer_row
+from reports.cheapest_gpu import best_cells
 from reports.check_conditions import QUANTITIES, checked
-from reports.crossover_point import best_cells
 from reports.errors import BadRun, ReportError
 from reports.export_run import export_run
 from reports.report_data import read_report
 from reports.report_warnings import alerts_of, warnings_of
-from reports.tables import HEADS, answer_row
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 from tests.reports.runs import shown
 

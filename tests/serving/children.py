@@ -13,9 +13,9 @@ from typing import Any
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import Delta
+from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.inflight_requests import Stream, merged
 from serving.supervisor.restart_policy import RecoveryLimits
-from serving.supervisor.supervisor import Supervisor
 from tests.fake_backend import continuation
 
 VOCABULARY = 2048

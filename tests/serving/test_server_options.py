@@ -14,7 +14,7 @@ from loadtests.campaign.campaign_file import Server as CampaignServer
 from serving.backends.backend_interface import EngineConfig
 from serving.cli.serve_command import serve
 from serving.errors import ServingError, Unsupported
-from serving.option_bounds import check, unbounded
+from serving.option_help import check, unbounded
 from serving.server_options import (
     ModelOptions,
     Policy,

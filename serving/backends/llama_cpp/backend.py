@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.cpu_and_memory import cpu_name
+from models.machine_limits import cpu_name
 from models.weights_manifest import Progress
 from serving.backends.backend_interface import BackendInfo, EngineConfig, check_row
 from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, Batch, calls_of, dummies
 from serving.backends.llama_cpp.library import LOG, build_details, is_memory
 from serving.backends.llama_cpp.loading import Loader
 from serving.errors import EngineFailed, KvFull, OutOfMemory
-from serving.sampling.sampler import sample
+from serving.sampling.batch_sampler import sample
 from serving.sampling.step_rows import Row, Sampled
 
 READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; round figures

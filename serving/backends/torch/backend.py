@@ -31,12 +31,12 @@ from serving.backends.backend_interface import (
 )
 from serving.backends.torch.cuda_graphs import DecodeGraphs
 from serving.backends.torch.forward_pass import SlotModel, run_pass, to_device
-from serving.backends.torch.gpu_memory import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from serving.backends.torch.gpu_sampler import draw, drawable
+from serving.backends.torch.memory_overhead import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from serving.backends.torch.torch_weights import DTYPES, Checkpoint, compute_dtype, load
 from serving.backends.torch.varlen_attention import KvCache, flash_trouble
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
-from serving.sampling.sampler import sample
+from serving.sampling.batch_sampler import sample
 from serving.sampling.step_rows import DRAWN, Row, Sampled, Sampling
 
 KV_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -1,6 +1,6 @@
 """Drawing tokens on the device: a step sends a few integers to the host, not megabytes of logits.
 
-The same draws as serving.sampling.seeded_draw, from the same uniform numbers. What it does not do
+The same draws as serving.sampling.top_k_top_p, from the same uniform numbers. What it does not do
 (penalties, bias, bans, grammars, log-probabilities, min-p) is left to the host: see `drawable`.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from serving.backends.torch.forward_pass import to_device
-from serving.sampling.seeded_draw import MEMBERS, ROUNDS, proposal_numbers, uniforms
 from serving.sampling.step_rows import GREEDY_BELOW, Row
+from serving.sampling.top_k_top_p import MEMBERS, ROUNDS, proposal_numbers, uniforms
 
 MOST_CANDIDATES = 4096  # top-k and top-p look at so many tokens
 _ROUNDS = ROUNDS[:2]  # of proposals; where none is taken, the host goes on
@@ -83,7 +83,7 @@ def _draw_top_k(
 def _draw_proposals(
     logits: Tensor, numbers: Tensor, temperature: Tensor, top_p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The first proposal that is accepted and kept, as serving.sampling.seeded_draw defines them.
+    """The first proposal that is accepted and kept, as serving.sampling.top_k_top_p defines them.
 
     `numbers` [3, n, proposals]: for the group, the member and the acceptance.
     """

@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.level import Level
-from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import ResourceSample
-from loadtests.records.run_journal import (
+from loadtests.analysis.level_columns import Level
+from loadtests.records.journal_events import (
     Disturbance,
     LevelFinished,
     LevelStarted,
 )
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.resource_sample import ResourceSample
 
 
 def request(

@@ -11,9 +11,9 @@ import pytest
 
 from loadtests.analysis import capacity_estimate
 from loadtests.analysis.capacity_estimate import confirming_seconds, estimate
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
 from loadtests.analysis.slo import SLO_PRESETS, Slo
-from loadtests.records.run_journal import Capacity
+from loadtests.records.journal_events import Capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import LOADED, Lengths, sd_of
 from loadtests.simulation.step_law import StepLaw

@@ -14,7 +14,7 @@ from loadtests.analysis.capacity_text import (
     speed_words,
     state_words,
 )
-from loadtests.records.run_journal import Capacity
+from loadtests.records.journal_events import Capacity
 from models import formatting
 
 LAW: dict[str, Any] = {"method": "law", "limit": 2.42, "low": 2.04, "high": 2.87}

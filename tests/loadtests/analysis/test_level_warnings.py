@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
 from loadtests.analysis.level_warnings import NamedWarning, Seriousness, is_valid, level_warnings
 from loadtests.analysis.slo import Slo
 from loadtests.records.request_record import RequestRecord

@@ -22,17 +22,17 @@ import numpy as np
 import pytest
 
 from loadtests.analysis.disturbance import disturbance_of
-from loadtests.analysis.level import Level, LevelRows
+from loadtests.analysis.level_columns import Level, LevelRows
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.campaign.campaign_runner import World, resume, run
 from loadtests.campaign.level_runner import LevelAsk, ServerBench, judged
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellState
+from loadtests.campaign.resume_state import CellState
 from loadtests.errors import LevelInterrupted
+from loadtests.records.journal_events import CellReady, Event, LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import CoresSample, Stranger
 from loadtests.records.run_folder import RunFolder
-from loadtests.records.run_journal import CellReady, Event, LevelFinished, LevelStarted
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.workload.arrivals import due_times
 from loadtests.workload.request_lengths import draw

@@ -19,7 +19,7 @@ from loadtests.campaign.campaign_file import (
     read_campaign,
     slo_of,
 )
-from loadtests.campaign.run_state import new_run
+from loadtests.campaign.resume_state import new_run
 from loadtests.campaign.server_launch import filled
 from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign

@@ -17,7 +17,7 @@ from loadtests.campaign.campaign_text import show_run
 from loadtests.campaign.cell_runner import MOST_SERVERS
 from loadtests.campaign.level_runner import LevelAsk
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellState
+from loadtests.campaign.resume_state import CellState
 from loadtests.errors import (
     BadRunFolder,
     Incomplete,
@@ -27,8 +27,7 @@ from loadtests.errors import (
     TargetUnusable,
 )
 from loadtests.host.machine_lock import machine_lock
-from loadtests.records.run_folder import MANIFEST, REQUESTS, read_records
-from loadtests.records.run_journal import (
+from loadtests.records.journal_events import (
     Calibrated,
     CellFinished,
     CellSkipped,
@@ -40,6 +39,7 @@ from loadtests.records.run_journal import (
     RunStarted,
     of_kind,
 )
+from loadtests.records.run_folder import MANIFEST, REQUESTS, read_records
 from tests.loadtests.campaign.checks import check_folder, kinds
 from tests.loadtests.campaign.simulated import (
     Simulated,

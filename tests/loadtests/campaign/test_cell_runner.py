@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.records.run_folder import read_records
-from loadtests.records.run_journal import (
+from loadtests.records.journal_events import (
     Calibrated,
     Capacity,
     CellFinished,
@@ -17,6 +16,7 @@ from loadtests.records.run_journal import (
     Waited,
     of_kind,
 )
+from loadtests.records.run_folder import read_records
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law import StepLaw
 from tests.loadtests.campaign.checks import check_folder

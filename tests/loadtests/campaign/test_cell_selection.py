@@ -20,11 +20,11 @@ from loadtests.campaign.cell_selection import (
     with_rungs,
 )
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellRecord, campaign_of, seed_of
+from loadtests.campaign.resume_state import CellRecord, campaign_of, seed_of
 from loadtests.campaign.server_launch import serve_command
 from loadtests.errors import BadCampaign
+from loadtests.records.journal_events import EngineChosen, of_kind
 from loadtests.records.run_folder import read_records
-from loadtests.records.run_journal import EngineChosen, of_kind
 from serving.hardware.machine_facts import hardware_facts
 from serving.placement.fastest_backend import BEST, USUAL, EngineCandidate, EngineTimes, keep
 from tests.loadtests.campaign.simulated import Simulated, killed_after

@@ -21,13 +21,13 @@ from loadtests.comparison.compare_runs import (
 )
 from loadtests.comparison.run_environment import differences
 from loadtests.errors import BadRunFolder, NotComparable
-from loadtests.records.run_folder import RunFolder
-from loadtests.records.run_journal import (
+from loadtests.records.journal_events import (
     Capacity,
     CellFinished,
     LevelFinished,
     LevelStarted,
 )
+from loadtests.records.run_folder import RunFolder
 from tests.loadtests.analysis.made import request
 from tests.loadtests.comparison.servers_of_known_speed import (
     CAMPAIGN,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loadtests.host.prometheus_scrape import EngineClock
-from loadtests.records.run_journal import EngineTime
+from loadtests.records.journal_events import EngineTime
 
 
 @pytest.fixture

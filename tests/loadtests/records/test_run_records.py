@@ -13,8 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.analysis.level import levels_of
+from loadtests.analysis.level_columns import levels_of
 from loadtests.errors import BadRunFolder
+from loadtests.records.journal_events import (
+    FORMAT_VERSION,
+    AnyEvent,
+    Event,
+    LevelAbandoned,
+    of_kind,
+)
 from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_folder import (
     EVENTS,
@@ -25,13 +32,6 @@ from loadtests.records.run_folder import (
     RunFolder,
     read_manifest,
     read_records,
-)
-from loadtests.records.run_journal import (
-    FORMAT_VERSION,
-    AnyEvent,
-    Event,
-    LevelAbandoned,
-    of_kind,
 )
 from tests.loadtests.records.written import MANIFEST_RECORD, finished, record, started
 

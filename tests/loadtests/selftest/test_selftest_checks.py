@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from loadtests.records.journal_events import Capacity
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import Capacity
 from loadtests.selftest.selftest import (
     arrival_row,
     capacity_rows,

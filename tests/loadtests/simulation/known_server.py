@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
+from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_journal import LevelFinished, LevelStarted
 from loadtests.simulation.calibration_bursts import Burst
 from loadtests.simulation.step_law import StepLaw
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from loadtests.records.journal_events import Capacity
 from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
-from loadtests.records.run_journal import Capacity
 from reports.devices.device_catalog import devices, priced_gpus
 from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
 from reports.plan.plan_costs import MOST_ROWS, Candidate, Plan, make_plan

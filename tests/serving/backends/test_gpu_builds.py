@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serving.backends.llama_cpp.library import LogTail
-from serving.backends.torch.probe import cause_of
+from serving.backends.torch.torch_capabilities import cause_of
 from serving.errors import Cause
 
 

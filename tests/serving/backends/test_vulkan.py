@@ -23,8 +23,8 @@ from serving.backends.llama_cpp.backend import LlamaCppBackend
 from serving.hardware.gpus import VULKAN, GpuFacts
 from serving.registry.engine_config import Machine, prepare
 from serving.server_options import ModelOptions
+from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.restart_policy import RecoveryLimits
-from serving.supervisor.supervisor import Supervisor
 from tests.serving.backends.backend_steps import generate, prompt_of
 from tests.serving.fakes import app_on, ask, complete, served, wait_until
 from tests.shapes import TINY_LLAMA3

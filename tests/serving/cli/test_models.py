@@ -12,7 +12,7 @@ import pytest
 
 from models.model_ladder import LADDER
 from serving.errors import ServingError
-from serving.option_bounds import parse_bytes
+from serving.option_help import parse_bytes
 
 Ran = subprocess.CompletedProcess[str]
 Ask = Callable[..., Ran]

@@ -10,9 +10,9 @@ import msgspec
 import psutil
 import pytest
 
-from loadtests.host.core_watch import processes
+from loadtests.host.cpu_time_taken import processes
 from models.child_process import start_python
-from models.cpu_and_memory import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
+from models.machine_limits import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
 from serving.hardware.machine_facts import (
     HardwareFacts,
     hardware_facts,

@@ -22,8 +22,8 @@ import pytest
 from models.tokenizer import Tokenizer, load_tokenizer, write_shipped
 from serving.backends.backend_interface import EngineConfig
 from serving.supervisor.admission import QueueBounds
+from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.restart_policy import RecoveryLimits
-from serving.supervisor.supervisor import Supervisor
 from tests.fake_backend import continuation
 from tests.serving.fakes import app_on, ask, complete, scraped, served, wait_until
 from tests.serving.http.test_app_streams import connected, post, read_until

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serving.errors import Overloaded
-from serving.http.api_schemas import ChatRequest, CompletionRequest
+from serving.http.body_types import ChatRequest, CompletionRequest
 from tests.serving.fakes import (
     ByteTokenizer,
     FakeSupervisor,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serving.http.api_errors import try_again
-from serving.http.api_schemas import CHAT, COMPLETION, decode
+from serving.http.body_types import CHAT, COMPLETION, decode
 
 TURN = {"role": "user", "content": "hi"}
 SAID = {

@@ -9,7 +9,7 @@ import pytest
 
 from serving.errors import Cause
 from serving.http.routes import ROUTES, document
-from serving.supervisor.supervisor import Event
+from serving.supervisor.engine_supervisor import Event
 from tests.serving.fakes import FakeSupervisor, app_on, ask, served
 
 

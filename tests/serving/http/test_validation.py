@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from serving.http.api_errors import ApiError
-from serving.http.api_schemas import ChatRequest, CompletionRequest
+from serving.http.body_types import ChatRequest, CompletionRequest
 from serving.http.request_validation import prompts_of, token_limit, validate
-from serving.registry.model_registry import Facts
+from serving.registry.loaded_models import Facts
 from serving.sampling.step_rows import Sampling
 
 FACTS = Facts(256, 300)

@@ -8,7 +8,7 @@ import pytest
 
 from serving.errors import NoRoom
 from serving.placement.placement_policy import Attempt, NoPlacement
-from serving.registry.model_registry import bytes_by_place, bytes_free, make_room
+from serving.registry.loaded_models import bytes_by_place, bytes_free, make_room
 
 
 class Resident(NamedTuple):

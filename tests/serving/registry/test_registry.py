@@ -17,13 +17,12 @@ from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import LoadFailed, Unavailable
 from serving.metrics import ServerMetrics
 from serving.placement.placement_policy import NoPlacement
-from serving.registry import model_registry
 from serving.registry.engine_config import Machine, prepare
-from serving.registry.model_registry import Registry, RegistryLimits, ServedModel
+from serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
 from serving.server_options import ModelOptions
+from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.inflight_requests import Stream
 from serving.supervisor.restart_policy import RecoveryLimits
-from serving.supervisor.supervisor import Supervisor
 from tests.serving.children import collect
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -300,7 +299,7 @@ def test_a_model_that_does_not_load_is_not_tried_by_every_request() -> None:
 def test_a_model_whose_engines_kept_dying_is_loaded_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_registry, "RETRY_SECONDS", 0.5)  # 30 s
+    monkeypatch.setattr(loaded_models, "RETRY_SECONDS", 0.5)  # 30 s
 
     async def scenario() -> None:
         async with fleet_of(model("a", fail_cause="exit", fail_token=9, idle=600.0)) as registry:

@@ -13,8 +13,8 @@ import pytest
 
 from models.tokenizer import load_tokenizer, write_shipped
 from serving.errors import Unsupported
+from serving.sampling.batch_sampler import sample
 from serving.sampling.grammar import Grammars, Matcher
-from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampling
 from tests.shapes import TINY_LLAMA
 

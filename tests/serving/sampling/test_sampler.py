@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from scipy import stats
 from scipy.special import log_softmax, softmax
 
-from serving.sampling.sampler import sample
+from serving.sampling.batch_sampler import sample
 from serving.sampling.step_rows import NO_TOKEN, Row, Sampling
 
 F32 = npt.NDArray[np.float32]

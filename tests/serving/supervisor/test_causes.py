@@ -23,8 +23,8 @@ from serving.hardware.machine_facts import HardwareFacts
 from serving.placement.placement_policy import Obstacles, PlacementRequest, explain
 from serving.registry.engine_config import Machine, prepare
 from serving.server_options import ModelOptions, Policy
+from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.restart_policy import RecoveryLimits
-from serving.supervisor.supervisor import Supervisor
 from tests.serving.fakes import app_on, ask, complete, scraped, served, wait_until
 from tests.serving.placement.test_plan import machine, with_gpu
 

@@ -14,8 +14,8 @@ from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.errors import Cause, EngineFailed
 from serving.supervisor.engine_process import EngineProcess
+from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, RecoveryLimits
-from serving.supervisor.supervisor import Supervisor
 
 ABORTED = (
     "ggml_cuda_init: found 1 CUDA devices",

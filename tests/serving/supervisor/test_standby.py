@@ -13,7 +13,7 @@ import pytest
 
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest
-from serving.supervisor.supervisor import Supervisor
+from serving.supervisor.engine_supervisor import Supervisor
 from tests.serving.children import (
     LONG,
     QUICK,

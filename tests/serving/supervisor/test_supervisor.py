@@ -144,7 +144,7 @@ def test_the_child_dies_with_its_parent(
         "import asyncio, sys\n"
         "from serving.backends.backend_interface import EngineConfig\n"
         "from serving.engine.ipc_messages import GenerationRequest\n"
-        "from serving.supervisor.supervisor import Supervisor\n"
+        "from serving.supervisor.engine_supervisor import Supervisor\n"
         "async def main():\n"
         "    s = Supervisor([EngineConfig('fake', '', 'fake', tokenizer_path=sys.argv[1], "
         "options={'step_seconds': 0.01})])\n"

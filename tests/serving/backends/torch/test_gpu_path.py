@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from serving.backends.torch import gpu_memory as need
+from serving.backends.torch import memory_overhead as need
 from serving.backends.torch.backend import TorchBackend, memory_errors
 from serving.backends.torch.cuda_graphs import batch_buckets
 from serving.errors import EngineFailed, OutOfMemory

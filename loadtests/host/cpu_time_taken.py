@@ -23,7 +23,7 @@ import psutil
 
 from loadtests.analysis.disturbance import busiest
 from loadtests.records.resource_sample import CoresSample, Stranger
-from models.cpu_and_memory import ROOT, cgroup_folders, read_text, sizes
+from models.machine_limits import ROOT, cgroup_folders, read_text, sizes
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 Threads = dict[tuple[int, int], tuple[float, float, int]]

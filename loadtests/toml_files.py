@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from models.errors import CrossoverError
-from serving.option_bounds import bound
+from serving.option_help import bound
 
 T = TypeVar("T")
 TYPES = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}

@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from loadtests.analysis.good_share import counted_as_one, grows, is_steady, wilson
 from loadtests.analysis.slo import Slo, Verdict
+from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_folder import RunRecords
-from loadtests.records.run_journal import LevelFinished, LevelStarted
 
 Floats = npt.NDArray[np.float64]
 

@@ -52,7 +52,7 @@ from serving.placement.placement_policy import (
     narrowed,
 )
 from serving.registry.engine_config import Machine, Prepared
-from serving.supervisor.supervisor import RETRY_SECONDS, Background, Supervisor
+from serving.supervisor.engine_supervisor import RETRY_SECONDS, Background, Supervisor
 
 T = TypeVar("T")
 Vocabulary = tuple[Tokenizer, list[bytes]]  # a tokenizer, and the bytes of each token

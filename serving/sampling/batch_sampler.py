@@ -4,7 +4,7 @@
 
 A step of greedy rows is one argmax. Order of operations and meaning are vLLM's: logit_bias,
 penalties, banned ids, grammar, temperature, min_p, top_k, top_p, then the draw
-(serving.sampling.seeded_draw). Presence and frequency penalties count generated tokens, the
+(serving.sampling.top_k_top_p). Presence and frequency penalties count generated tokens, the
 repetition penalty prompt and generated ones. Log-probabilities are those of the raw logits.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from serving.sampling.seeded_draw import draw_tokens, top_ids
 from serving.sampling.step_rows import (
     GREEDY_BELOW,
     NO_TOKEN,
@@ -21,6 +20,7 @@ from serving.sampling.step_rows import (
     Sampled,
     TokenDetail,
 )
+from serving.sampling.top_k_top_p import draw_tokens, top_ids
 
 
 def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtests.analysis.level import Level, failure_of
+from loadtests.analysis.level_columns import Level, failure_of
 from loadtests.analysis.percentiles import distribution
 from loadtests.analysis.slo import Slo
 from loadtests.records.request_record import RequestRecord

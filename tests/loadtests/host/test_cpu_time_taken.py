@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.analysis.disturbance import disturbance_of
-from loadtests.host.core_watch import CoreWatch, process_of, throttled_seconds
+from loadtests.host.cpu_time_taken import CoreWatch, process_of, throttled_seconds
 
 pytestmark = pytest.mark.clock
 CORE = max(os.sched_getaffinity(0))

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.analysis.level import Level
+from loadtests.analysis.level_columns import Level
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, plain
 from loadtests.errors import BadRunFolder
-from loadtests.records import run_journal as journal
+from loadtests.records import journal_events as journal
 from loadtests.records.run_folder import RunFolder, RunManifest
 from serving.hardware.machine_facts import HardwareFacts
 
