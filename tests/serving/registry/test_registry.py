@@ -17,6 +17,7 @@ from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import LoadFailed, Unavailable
 from serving.metrics import ServerMetrics
 from serving.placement.placement_policy import NoPlacement
+from serving.registry import loaded_models
 from serving.registry.engine_config import Machine, prepare
 from serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
 from serving.server_options import ModelOptions
