@@ -20,7 +20,7 @@ import numpy.typing as npt
 from serving.backends.backend_interface import BackendInfo, EngineConfig, parse_options
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
 from serving.sampling.batch_sampler import sample
-from serving.sampling.step_rows import NO_TOKEN, Row, Sampled
+from serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
 
 if TYPE_CHECKING:
     from serving.backends.backend_table import BackendSpec

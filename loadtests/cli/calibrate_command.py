@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from loadtests.errors import LoadError
-from serving.cli.parameters import command_of
+from serving.cli.command_of_options import command_of
 from serving.option_help import Count, option
 
 if TYPE_CHECKING:

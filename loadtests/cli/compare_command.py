@@ -13,7 +13,7 @@ from rich.table import Table
 
 from loadtests.errors import LoadError
 from models import formatting
-from serving.cli.parameters import command_of
+from serving.cli.command_of_options import command_of
 from serving.option_help import option
 
 if TYPE_CHECKING:

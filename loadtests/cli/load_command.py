@@ -23,7 +23,7 @@ from loadtests.load_generator.openai_endpoint import probe
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from models import formatting
-from serving.cli.parameters import command_of
+from serving.cli.command_of_options import command_of
 from serving.option_help import Count, Positive, option
 
 

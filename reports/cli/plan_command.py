@@ -24,7 +24,7 @@ from reports.plan.plan_costs import make_plan
 from reports.plan.plan_file import EXAMPLE, BadPlan
 from reports.plan.plan_machines import asked_of, candidates_of
 from reports.plan.plan_text import as_json, as_text
-from serving.cli.parameters import command_of
+from serving.cli.command_of_options import command_of
 from serving.option_help import option
 
 TEXT_COLUMNS = 110

@@ -15,7 +15,7 @@ from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, answers_of, basis, headline
 from reports.report_data import ReportData, read_report
 from reports.report_files import FORMATS, as_json, write_files
-from serving.cli.parameters import command_of
+from serving.cli.command_of_options import command_of
 from serving.option_help import option
 
 USUAL = "html,md,csv"

@@ -28,7 +28,7 @@ import msgspec
 
 from serving.errors import EngineFailed, Unsupported
 from serving.option_help import Count, Positive, check, explained
-from serving.sampling.step_rows import Row, Sampled
+from serving.sampling.step_inputs import Row, Sampled
 from serving.server_options import AUTO as AUTO
 
 Options = TypeVar("Options", bound=msgspec.Struct)

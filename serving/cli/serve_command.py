@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from serving.cli.parameters import command_of
+from serving.cli.command_of_options import command_of
 from serving.server_options import ServeOptions
 
 # An empty line between two lines keeps them apart in the help page.

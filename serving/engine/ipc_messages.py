@@ -13,8 +13,8 @@ import msgspec
 
 from serving.backends.backend_interface import BackendInfo
 from serving.errors import Cause
-from serving.sampling.step_rows import Sampling
-from serving.sampling.step_rows import TokenDetail as TokenDetail
+from serving.sampling.step_inputs import Sampling
+from serving.sampling.step_inputs import TokenDetail as TokenDetail
 
 CONFIG_VARIABLE = "CROSSOVER_ENGINE"  # an EngineConfig as JSON
 SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"  # the number of the engine's socket

@@ -25,13 +25,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from serving.backends.backend_interface import Backend, EngineConfig, Launched
-from serving.engine.detokenizer import StreamText
+from serving.engine.detokenize_and_stop import StreamText
 from serving.engine.ipc_messages import Delta, FinishReason, StepStats, Submit
 from serving.engine.prefill_budget import PREFILL_MULTIPLE, StepClock, prefill_tokens
 from serving.engine.sequence import Sequence
 from serving.engine.slot_allocator import SlotAllocator
 from serving.errors import EngineFailed, KvFull, ServingError, Unsupported
-from serving.sampling.step_rows import NO_TOKEN, Row, Sampled
+from serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
 
 PATIENCE = 16  # tokens until a sequence's steps are launched again, where one was no good
 MOST_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from serving.backends.backend_interface import Backend
-from serving.sampling.step_rows import Tokens
+from serving.sampling.step_inputs import Tokens
 
 MIN_REUSED_TOKENS = 16  # a shorter common prefix is not worth a copy
 _NOTHING: Tokens = np.empty(0, np.int32)

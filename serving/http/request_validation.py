@@ -18,7 +18,7 @@ from serving.http.api_errors import refused
 from serving.http.body_types import ChatRequest, CompletionRequest, Generation, encode
 from serving.registry.loaded_models import Facts
 from serving.sampling.grammar import MAX_CHARACTERS
-from serving.sampling.step_rows import GREEDY_BELOW, Sampling
+from serving.sampling.step_inputs import GREEDY_BELOW, Sampling
 
 MOST_SEQUENCES = 128  # prompts * n of one request
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions

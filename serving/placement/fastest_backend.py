@@ -43,7 +43,7 @@ from serving.placement.placement_policy import (
     backends_with,
     fitted,
 )
-from serving.sampling.step_rows import Row
+from serving.sampling.step_inputs import Row
 
 BEST = "best"  # in place of a backend's name in a campaign
 USUAL = (("llama_cpp", "Q4_0"), ("onnx", "int8"))  # looked at where no format is asked for

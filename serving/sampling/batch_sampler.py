@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from serving.sampling.step_rows import (
+from serving.sampling.step_inputs import (
     GREEDY_BELOW,
     NO_TOKEN,
     Logits,

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import ServingError, Unsupported
-from serving.sampling.step_rows import Logits, Sampling
+from serving.sampling.step_inputs import Logits, Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

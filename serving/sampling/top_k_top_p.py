@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from serving.sampling.step_rows import NO_TOKEN, Logits, Row, Sampling
+from serving.sampling.step_inputs import NO_TOKEN, Logits, Row, Sampling
 
 Ids = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]

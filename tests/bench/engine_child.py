@@ -34,7 +34,7 @@ from models.resolve_model import resolve
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import backend_class, spec_of
 from serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
-from serving.sampling.step_rows import Row, Sampling
+from serving.sampling.step_inputs import Row, Sampling
 from serving.supervisor.engine_process import allocator
 
 ROOT = Path(__file__).parents[2]

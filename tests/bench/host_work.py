@@ -20,7 +20,7 @@ from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Step, Submit, frame
 from serving.engine.scheduler import Scheduler
 from serving.sampling.batch_sampler import sample
-from serving.sampling.step_rows import Row, Sampled, Sampling
+from serving.sampling.step_inputs import Row, Sampled, Sampling
 
 
 class ReadyLogits:

@@ -37,7 +37,7 @@ from serving.http.http_server import server_options
 from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
 from serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
-from serving.sampling.step_rows import Sampling
+from serving.sampling.step_inputs import Sampling
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.inflight_requests import InflightRequests, Stream

@@ -26,7 +26,7 @@ from serving.backends.torch.cuda_graphs import DecodeGraphs
 from serving.backends.torch.forward_pass import SlotModel
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import KvCache
-from serving.sampling.step_rows import DRAWN, Row
+from serving.sampling.step_inputs import DRAWN, Row
 
 META = torch.device("meta")
 

@@ -31,7 +31,7 @@ from serving.backends.llama_cpp.library import LOG, build_details, is_memory
 from serving.backends.llama_cpp.loading import Loader
 from serving.errors import EngineFailed, KvFull, OutOfMemory
 from serving.sampling.batch_sampler import sample
-from serving.sampling.step_rows import Row, Sampled
+from serving.sampling.step_inputs import Row, Sampled
 
 READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; round figures
 FLOPS_PER_THREAD = 40e9

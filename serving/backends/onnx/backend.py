@@ -27,7 +27,7 @@ from serving.backends.onnx.growing_kv_cache import GrowingGraph
 from serving.backends.onnx.onnx_folder import graph_file, read_facts
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory
 from serving.sampling.batch_sampler import sample
-from serving.sampling.step_rows import Row, Sampled
+from serving.sampling.step_inputs import Row, Sampled
 
 
 class OnnxOptions(msgspec.Struct, frozen=True):

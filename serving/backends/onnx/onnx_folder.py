@@ -24,7 +24,7 @@ import numpy.typing as npt
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from serving.backends.backend_table import BackendProbe
 from serving.errors import Cause
-from serving.sampling.step_rows import Row
+from serving.sampling.step_inputs import Row
 
 Logits = npt.NDArray[np.float32]
 Part = tuple[Logits, list[Row]]  # logits [n, vocabulary] of rows that want a token, and these rows

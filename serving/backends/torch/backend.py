@@ -37,7 +37,7 @@ from serving.backends.torch.torch_weights import DTYPES, Checkpoint, compute_dty
 from serving.backends.torch.varlen_attention import KvCache, flash_trouble
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from serving.sampling.batch_sampler import sample
-from serving.sampling.step_rows import DRAWN, Row, Sampled, Sampling
+from serving.sampling.step_inputs import DRAWN, Row, Sampled, Sampling
 
 KV_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KINDS_OF_DRAWS = (

@@ -18,7 +18,7 @@ from torch import Tensor
 from models.weights_manifest import Progress
 from serving.backends.torch.forward_pass import SlotModel, known
 from serving.backends.torch.varlen_attention import FlashStep
-from serving.sampling.step_rows import Row
+from serving.sampling.step_inputs import Row
 
 
 def batch_buckets(rows: int) -> list[int]:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from models.model_spec import ModelSpec
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import Block, FlashStep, KvCache, PlainStep, Step
-from serving.sampling.step_rows import Row
+from serving.sampling.step_inputs import Row
 
 
 class SlotModel:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serving.backends.torch.forward_pass import to_device
-from serving.sampling.step_rows import GREEDY_BELOW, Row
+from serving.sampling.step_inputs import GREEDY_BELOW, Row
 from serving.sampling.top_k_top_p import MEMBERS, ROUNDS, proposal_numbers, uniforms
 
 MOST_CANDIDATES = 4096  # top-k and top-p look at so many tokens

@@ -24,7 +24,7 @@ from serving.backends.backend_interface import Backend, EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed
-from serving.sampling.step_rows import Sampling
+from serving.sampling.step_inputs import Sampling
 from tests.serving.backends.backend_steps import Make, Reference, Tie, generate, prompt_of, row
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from serving.backends.backend_interface import Backend
-from serving.sampling.step_rows import Row, Sampling
+from serving.sampling.step_inputs import Row, Sampling
 
 Make = Callable[..., Any]  # the fixture of conftest.py
 Reference = Callable[[Sequence[int], int], list[int]]

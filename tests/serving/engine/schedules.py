@@ -8,7 +8,7 @@ from typing import Any
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import Delta, GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
-from serving.sampling.step_rows import Row, Sampled, Sampling
+from serving.sampling.step_inputs import Row, Sampled, Sampling
 from tests.fake_backend import FakeBackend, continuation
 
 VOCABULARY = 500

@@ -17,7 +17,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import Delta, Submit
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed
-from serving.sampling.step_rows import DRAWN, NO_TOKEN, Row, Sampled, Sampling
+from serving.sampling.step_inputs import DRAWN, NO_TOKEN, Row, Sampled, Sampling
 from tests.serving.engine.schedules import (
     TABLE,
     VOCABULARY,

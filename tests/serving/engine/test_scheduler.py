@@ -11,7 +11,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import Delta
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed, ServingError, Unsupported
-from serving.sampling.step_rows import Row, Sampled, Sampling
+from serving.sampling.step_inputs import Row, Sampled, Sampling
 from tests.fake_backend import FakeBackend, continuation
 from tests.serving.engine.schedules import (
     TABLE,

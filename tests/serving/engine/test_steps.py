@@ -4,7 +4,7 @@ import pytest
 
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.scheduler import Scheduler
-from serving.sampling.step_rows import Row, Sampled
+from serving.sampling.step_inputs import Row, Sampled
 from tests.serving.engine.schedules import TABLE, VOCABULARY, Recorder, make, request, run
 
 

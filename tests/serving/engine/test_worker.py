@@ -31,7 +31,7 @@ from serving.engine.ipc_messages import (
     decode_from_engine,
     frame,
 )
-from serving.sampling.step_rows import Sampling
+from serving.sampling.step_inputs import Sampling
 from serving.supervisor.inflight_requests import merged
 from tests.fake_backend import continuation
 

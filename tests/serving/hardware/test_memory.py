@@ -39,7 +39,7 @@ import sys, msgspec, numpy as np
 from serving.backends.backend_table import backend_class
 from serving.backends.backend_interface import EngineConfig
 from serving.hardware.machine_facts import resident_bytes
-from serving.sampling.step_rows import Row
+from serving.sampling.step_inputs import Row
 config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
 backend = backend_class(config.backend)(config, lambda what, fraction: None)
 for slot in range(config.slots):

@@ -11,7 +11,7 @@ from serving.http.api_errors import ApiError
 from serving.http.body_types import ChatRequest, CompletionRequest
 from serving.http.request_validation import prompts_of, token_limit, validate
 from serving.registry.loaded_models import Facts
-from serving.sampling.step_rows import Sampling
+from serving.sampling.step_inputs import Sampling
 
 FACTS = Facts(256, 300)
 

@@ -29,7 +29,7 @@ from serving.placement.fastest_backend import (
     table_path,
 )
 from serving.placement.placement_policy import NoPlacement, PlacementRequest
-from serving.sampling.step_rows import Row, Sampled
+from serving.sampling.step_inputs import Row, Sampled
 from tests.serving.backends.hf_folders import onnx_folder
 from tests.shapes import TINY_LLAMA3
 

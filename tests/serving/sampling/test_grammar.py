@@ -15,7 +15,7 @@ from models.tokenizer import load_tokenizer, write_shipped
 from serving.errors import Unsupported
 from serving.sampling.batch_sampler import sample
 from serving.sampling.grammar import Grammars, Matcher
-from serving.sampling.step_rows import Row, Sampling
+from serving.sampling.step_inputs import Row, Sampling
 from tests.shapes import TINY_LLAMA
 
 BYTES = Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}))

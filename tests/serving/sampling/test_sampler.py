@@ -16,7 +16,7 @@ from scipy import stats
 from scipy.special import log_softmax, softmax
 
 from serving.sampling.batch_sampler import sample
-from serving.sampling.step_rows import NO_TOKEN, Row, Sampling
+from serving.sampling.step_inputs import NO_TOKEN, Row, Sampling
 
 F32 = npt.NDArray[np.float32]
 

@@ -15,7 +15,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.sampling.grammar import Grammars
-from serving.sampling.step_rows import Sampling
+from serving.sampling.step_inputs import Sampling
 from tests.gguf_files import gguf_of
 from tests.serving.backends.backend_contract import (
     check_churn,

@@ -11,7 +11,7 @@ import torch
 
 from serving.backends.torch.gpu_sampler import draw, drawable
 from serving.sampling.batch_sampler import sample
-from serving.sampling.step_rows import Sampling
+from serving.sampling.step_inputs import Sampling
 from tests.serving.backends.backend_steps import Make, prompt_of, row
 from tests.serving.backends.hf_folders import hf_folder
 

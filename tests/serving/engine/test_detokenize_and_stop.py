@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from serving.engine.detokenizer import StreamText
+from serving.engine.detokenize_and_stop import StreamText
 
 
 def stream(
