@@ -43,7 +43,7 @@ from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import LOADED, QUICK_REQUESTS, lengths_of
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.arrivals import Poisson, Trace, process_of
 from loadtests.workload.request_lengths import Workload
 from models import formatting

@@ -33,7 +33,7 @@ from loadtests.simulation.simulated_capacity import (
     capacity,
     sd_of,
 )
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.simulation.step_observation import level_factor, two_speeds
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.request_lengths import Workload

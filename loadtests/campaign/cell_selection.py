@@ -25,7 +25,7 @@ from loadtests.host.cpu_pinning import Layout, divide_cores
 from loadtests.records.journal_events import EngineChosen
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.request_lengths import draw
 from models import formatting
 from models.model_ladder import is_rung, rung

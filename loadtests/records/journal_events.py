@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from loadtests.simulation.batching_simulator import SchedulingPolicy
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 
 FORMAT_VERSION = 5  # goes up when what is written means something else
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 
 clock = time.perf_counter
 MODEL = "true-model"

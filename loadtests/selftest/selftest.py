@@ -46,7 +46,7 @@ from loadtests.records.request_record import RequestRecord
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import capacity
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.request_lengths import Ask, Workload
 from serving.hardware.machine_facts import allowed_cores
 

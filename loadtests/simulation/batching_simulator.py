@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from serving.engine.prefill_budget import (
     MIN_PREFILL_TOKENS,
     PREFILL_MULTIPLE,

@@ -25,7 +25,7 @@ import numpy as np
 
 from loadtests.analysis.level_columns import Level
 from loadtests.errors import LoadError
-from loadtests.simulation.step_law import (
+from loadtests.simulation.step_law_fit import (
     FITS,
     LEAST_OBSERVATIONS,
     StepLaw,

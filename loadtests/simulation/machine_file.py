@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import SchedulingPolicy
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.toml_files import converted
 from models.model_spec import ModelSpec
 from models.weights_manifest import write_atomically

@@ -22,7 +22,7 @@ from loadtests.analysis.level_columns import Level
 from loadtests.analysis.slo import Slo
 from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import Array, SchedulingPolicy, Simulated, simulate
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.arrivals import Arrivals, Poisson, due_times
 from loadtests.workload.request_lengths import Workload, draw
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from loadtests.analysis.level_columns import Level
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
-from loadtests.simulation.step_law import StepLaw, StepObservation
+from loadtests.simulation.step_law_fit import StepLaw, StepObservation
 
 Array = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]

@@ -25,7 +25,7 @@ from scipy.optimize import nnls
 
 from loadtests.errors import LoadError
 from loadtests.simulation.machine_file import MachineFile, ModelSteps, read_machine_file
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from models.model_spec import ModelSpec
 from models.weight_formats import GGUF_FORMATS, weight_bytes
 from reports.devices.device_capacity import Machine

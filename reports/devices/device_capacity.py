@@ -22,7 +22,7 @@ import numpy as np
 from loadtests.analysis.slo import Slo
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, Lengths, Server
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.arrivals import Arrivals, Poisson
 from models.formatting import GIB
 from models.model_spec import ModelSpec

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from models.model_spec import ModelSpec
 from models.weight_formats import weight_bytes
 from reports.devices.device_catalog import Device

@@ -36,7 +36,7 @@ from loadtests.simulation.simulated_capacity import (
     lengths_of,
     sd_of,
 )
-from loadtests.simulation.step_law import StepLaw, StepObservation, fit_law
+from loadtests.simulation.step_law_fit import StepLaw, StepObservation, fit_law
 from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
 from loadtests.workload.request_lengths import Workload
 

@@ -34,7 +34,7 @@ from loadtests.records.journal_events import Calibrated, Capacity, CellFinished,
 from loadtests.records.run_folder import RunRecords, read_records
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import capacity
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 
 RATES = (0.85, 1.0, 1.15)  # of the estimate
 HIGHER = (1.32, 1.52, 1.75)  # one after the other, until a level misses the target

@@ -16,7 +16,7 @@ from loadtests.analysis.slo import SLO_PRESETS, Slo
 from loadtests.records.journal_events import Capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import LOADED, Lengths, sd_of
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from tests.loadtests.analysis.made import alone, steady_level, taken
 from tests.loadtests.simulation.known_server import KnownServer
 

@@ -18,7 +18,7 @@ from loadtests.records.journal_events import (
 )
 from loadtests.records.run_folder import read_records
 from loadtests.simulation.simulated_capacity import capacity
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, campaign
 

@@ -14,7 +14,7 @@ from loadtests.analysis.level_columns import Level
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.simulation.calibration_bursts import Burst
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 
 LAW = StepLaw(
     base_seconds=0.02,

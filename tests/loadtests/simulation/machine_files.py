@@ -8,7 +8,7 @@ import msgspec
 
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.machine_file import Hardware, MachineFile, ModelSteps
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from models.model_ladder import rung
 
 

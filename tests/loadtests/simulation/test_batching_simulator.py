@@ -9,7 +9,7 @@ import pytest
 
 from loadtests.simulation.batching_simulator import SchedulingPolicy as Policy
 from loadtests.simulation.batching_simulator import simulate
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.arrivals import Poisson, due_times
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Submit

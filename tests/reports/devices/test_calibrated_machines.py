@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.simulation.machine_file import write_machine_file
-from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_law_fit import StepLaw
 from models.model_ladder import rung
 from models.model_spec import ModelSpec
 from reports.devices.calibrated_machines import calibrated_machine

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from loadtests.errors import LoadError
-from loadtests.simulation.step_law import NUMBERS, StepObservation, fit_law
+from loadtests.simulation.step_law_fit import NUMBERS, StepObservation, fit_law
 from tests.loadtests.simulation.known_server import LAW
 
 
