@@ -68,6 +68,21 @@ def test_after_a_death_the_unread_start_again_and_the_read_end_with_an_error(
     run(scenario())
 
 
+def test_what_its_reader_has_given_up_does_not_begin_again(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config()) as supervisor:
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGSTOP)  # it does not see the cancellation
+            left = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
+            left.cancel()
+            os.kill(supervisor.engine_pid, signal.SIGKILL)
+            assert (await collect(left)).finish == "cancelled" and supervisor.in_flight == 0
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_a_stopped_child_is_found_killed_and_replaced(
     config: Callable[..., EngineConfig], device: str
