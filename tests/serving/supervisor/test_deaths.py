@@ -210,6 +210,27 @@ def test_the_preferred_engine_comes_back_after_a_pause(
     run(scenario())
 
 
+def test_a_fallback_that_died_is_not_started_beside_the_preferred_engine(
+    config: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    """It dies while the preferred one comes back, and serves before the fallback's restart."""
+
+    async def scenario() -> None:
+        once = str(tmp_path / "once")
+        gpu = config("gpu", fail_cause="runtime_oom", fail_once_file=once, load_seconds=0.3)
+        limits = msgspec.structs.replace(QUICK, backoff_first_seconds=0.8)
+        async with running(gpu, config(), limits=limits) as supervisor:
+            await collect(supervisor.submit(GenerationRequest([1], 1)))
+            await until(lambda: kinds(supervisor)[-1] == "returning")
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGKILL)
+            await until(lambda: kinds(supervisor)[-1] == "returned")
+            await asyncio.sleep(1.0)
+            assert kinds(supervisor)[-1] == "returned" and len(supervisor.pids) == 1
+
+    run(scenario())
+
+
 def test_an_engine_that_dies_in_a_drain_says_why_and_a_pause_is_part_of_retry_after(
     config: Callable[..., EngineConfig],
 ) -> None:
