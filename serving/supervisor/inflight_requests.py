@@ -176,7 +176,7 @@ class InflightRequests(Ledger):
                 self._end(delta)
 
     def move(self, engine: EngineProcess, message: str, place: int | None) -> None:
-        """The engine is gone. Sequences whose reader has seen nothing, and waits, begin again on the
+        """The engine is gone. Sequences whose reader waits and has seen nothing begin again on the
         one that serves, or when there is one; it is the `place`-th of the list, None where none is
         to come.
 
