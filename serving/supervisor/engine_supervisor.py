@@ -239,7 +239,8 @@ class Supervisor:
         await asyncio.sleep(delay_seconds)
         is_wanted = self.state in (EngineState.loading, EngineState.restarting)
         if place != self._place:
-            is_wanted = self.state == EngineState.ready and place <= self._place + 1
+            last = self._place + 1 if self._wants_standby else self._place
+            is_wanted = self.state == EngineState.ready and place <= last
         if not is_wanted or place in self._engines:
             return
         engine = self._engines[place] = EngineProcess(place, self.configs[place], self._on_output)

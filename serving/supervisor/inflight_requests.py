@@ -55,11 +55,13 @@ class Stream:
         self.arrived = asyncio.Event() if arrived is None else arrived
         self.finished = False
         self.handed_over = False  # the reader has seen something: it cannot begin again
+        self.given_up = False  # by its reader
         self._cancel = cancel
         self._pieces: list[ipc.Delta] = []
 
     def cancel(self) -> None:
         """Give the sequence up; its last Delta (finish "cancelled") still comes."""
+        self.given_up = True
         if not self.finished:
             self._cancel(self.id)
 
@@ -174,17 +176,18 @@ class InflightRequests(Ledger):
                 self._end(delta)
 
     def move(self, engine: EngineProcess, message: str, place: int | None) -> None:
-        """The engine is gone. Sequences whose reader has seen nothing begin again on the one that
-        serves, or when there is one; it is the `place`-th of the list, None where none is to come.
+        """The engine is gone. Sequences whose reader waits and has seen nothing begin again on the
+        one that serves, or when there is one; it is the `place`-th of the list, None where none is
+        to come.
 
         The others, and those that have been there MOST_ATTEMPTS times, end with finish "error".
         """
         self.known_load = None
         if engine is self.engine:
-            self.engine = None
+            self.engine = self.stats = None
         for stream in [one for one in self._streams.values() if one.engine is engine]:
             tried = place is None or stream.places.count(place) >= MOST_ATTEMPTS
-            if stream.handed_over or tried:
+            if stream.handed_over or stream.given_up or tried:
                 self._fail(stream, f"the engine ended while this request was running: {message}")
                 continue
             stream.start_again()
@@ -208,6 +211,9 @@ class InflightRequests(Ledger):
         return [stream for stream in self._streams.values() if stream.engine is None]
 
     def _fail(self, stream: Stream, message: str) -> None:
+        if stream.given_up:
+            self._end(_last(stream.id, ipc.FinishReason.CANCELLED))
+            return
         self.failed += 1
         self._end(_last(stream.id, ipc.FinishReason.ERROR, message))
 

@@ -247,6 +247,25 @@ def test_an_engine_that_is_killed_costs_only_those_who_have_seen_something(
         assert str(tokenizer_path).encode() not in found
 
 
+def test_nothing_runs_in_an_engine_that_is_gone(tokenizer_path: Path) -> None:
+    limits = msgspec.structs.replace(QUICK, backoff_first_seconds=30.0)
+    config = engine(tokenizer_path, slots=1, step_seconds=0.02)
+    with serving(config, limits=limits) as (port, supervisor), ExitStack() as clients:
+        for _ in range(2):
+            clients.enter_context(connected(port, post(stream=True)))
+        gauges = ("num_requests_running", "num_requests_waiting")
+
+        def found() -> list[float]:
+            values = scraped(ask(port, "GET", "/metrics").body)
+            return [values[name,] for name in gauges]
+
+        wait_until(lambda: found() == [1, 1])
+        assert supervisor.engine_pid is not None
+        os.kill(supervisor.engine_pid, signal.SIGKILL)
+        wait_until(lambda: supervisor.state == "restarting")
+        assert found() == [0, 0]
+
+
 def test_a_fallback_is_seen_in_the_head_of_the_answer(tokenizer_path: Path) -> None:
     broken = engine(tokenizer_path, fail_cause="runtime_oom", step_seconds=0.01)
     gpu = msgspec.structs.replace(broken, device="gpu")

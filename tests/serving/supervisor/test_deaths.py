@@ -68,6 +68,21 @@ def test_after_a_death_the_unread_start_again_and_the_read_end_with_an_error(
     run(scenario())
 
 
+def test_what_its_reader_has_given_up_does_not_begin_again(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config()) as supervisor:
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGSTOP)  # it does not see the cancellation
+            left = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
+            left.cancel()
+            os.kill(supervisor.engine_pid, signal.SIGKILL)
+            assert (await collect(left)).finish == "cancelled" and supervisor.in_flight == 0
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_a_stopped_child_is_found_killed_and_replaced(
     config: Callable[..., EngineConfig], device: str
@@ -191,6 +206,27 @@ def test_the_preferred_engine_comes_back_after_a_pause(
             await until(lambda: not alive(cpu_pid))
             assert (supervisor.fallbacks, supervisor.returns) == (1, 1)
             assert kinds(supervisor)[-2:] == ["returning", "returned"]
+
+    run(scenario())
+
+
+def test_a_fallback_that_died_is_not_started_beside_the_preferred_engine(
+    config: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    """It dies while the preferred one comes back, and serves before the fallback's restart."""
+
+    async def scenario() -> None:
+        once = str(tmp_path / "once")
+        gpu = config("gpu", fail_cause="runtime_oom", fail_once_file=once, load_seconds=0.3)
+        limits = msgspec.structs.replace(QUICK, backoff_first_seconds=0.8)
+        async with running(gpu, config(), limits=limits) as supervisor:
+            await collect(supervisor.submit(GenerationRequest([1], 1)))
+            await until(lambda: kinds(supervisor)[-1] == "returning")
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGKILL)
+            await until(lambda: kinds(supervisor)[-1] == "returned")
+            await asyncio.sleep(1.0)
+            assert kinds(supervisor)[-1] == "returned" and len(supervisor.pids) == 1
 
     run(scenario())
 
