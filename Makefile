@@ -27,9 +27,9 @@ STAMP = $(VENV)/.installed
 .PHONY: demo test scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
-	@echo "make demo   the main job: models, campaign, report (some 9 minutes on 2 cores, after the installation)"
+	@echo "make demo   the main job: models, campaign, report (some 8 minutes on 2 cores, after the installation)"
 	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm)"
-	@echo "make test   the tests (some 5 minutes on 2 quiet cores)"
+	@echo "make test   the tests (some 4 minutes on 2 quiet cores, after the installation)"
 	@echo "make scale-test  replicas on a Ray of this machine, in an environment of its own (installs 600 MB)"
 	@echo "make test-vulkan  llama.cpp on Vulkan, on a GPU or on Mesa's software device (compiles llama.cpp; says what is missing)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
