@@ -210,6 +210,12 @@ class ServedModel:
         return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
 
 
+def called_off(model: ServedModel) -> Unavailable:
+    """The answer to whoever waits for a load that an unload has ended."""
+    text = f"the load of the model {model.served_name!r} was given up: it was unloaded"
+    return Unavailable(text, 5.0, "unloaded")
+
+
 class RegistryLimits(msgspec.Struct, frozen=True):
     """`memory_bytes`: RAM of all engines together; None: what the machine has free."""
 
@@ -389,8 +395,10 @@ class Registry:
             seconds = model.supervisor.retry_after_seconds()
             raise Unavailable(f"{who} is being loaded and {waited}", seconds, "loading")
         if load.cancelled():
-            raise Unavailable(f"the load of {who} was given up", 5.0, "unloaded")
+            raise called_off(model)
         problem = load.exception()
+        if isinstance(problem, Unavailable):
+            raise problem
         if problem is not None:
             is_full = isinstance(problem, NoRoom)
             seconds, code = (5.0, "no_room") if is_full else (RETRY_SECONDS, "load_failed")
@@ -399,7 +407,8 @@ class Registry:
     # Loading.
 
     async def load(self, name: str) -> None:
-        """Load a model now, for an administrator. Raises NoRoom, NoPlacement, LoadFailed."""
+        """Load a model now, for an administrator. Raises NoRoom, NoPlacement, LoadFailed;
+        Unavailable where an unload ends it."""
         model = self.models[name]
         model.on_demand = True
         await asyncio.shield(self._load_soon(model))
@@ -428,11 +437,15 @@ class Registry:
                 try:
                     await supervisor.wait_ready()
                 except EngineFailed as problem:
+                    if supervisor.state in _UNLOADED:
+                        raise called_off(model) from None
                     raise LoadFailed(str(problem)) from problem
             model.used_at = time.monotonic()
             model.metrics.loads["ready"] += 1
         except NoRoom as problem:
             supervisor.rest(EngineState.unloaded, str(problem))
+            raise
+        except Unavailable:  # it was called off
             raise
         except Exception as problem:  # whatever it is, this model did not load
             model.metrics.loads["failed"] += 1

@@ -158,7 +158,8 @@ def test_a_load_that_an_unload_calls_off_is_answered(admin: Admin) -> None:
         refused = behind.result(10)
         assert (refused.status, refused.error["code"]) == (503, "unloaded")
         assert admin.ask("unload", {"name": "slow"}).json["state"] == "unloaded"
-        assert first.result(10).status == 500
+        given_up = first.result(10)  # its engine loads, or is about to: the answer is the same
+        assert (given_up.status, given_up.error["code"]) == (503, "unloaded")
     assert admin.ask("load", {"name": "two"}).status == 200
 
 

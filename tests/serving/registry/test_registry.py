@@ -180,7 +180,7 @@ def test_an_administrator_unloads_what_is_in_flight_ends_and_only_he_loads_it_ag
             loading = asyncio.create_task(registry.load("b"))  # and calls off what is under way
             await until(lambda: bool(registry.models["b"].supervisor.pids))
             await registry.unload("b")
-            with pytest.raises(LoadFailed):
+            with pytest.raises(Unavailable, match="given up"):
                 await loading
             assert registry.states()["b"] == "unloaded"
             assert registry.models["b"].supervisor.pids == []
