@@ -8,7 +8,6 @@ did not load.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,7 +17,7 @@ import msgspec
 
 from models.machine_limits import available_bytes
 from serving.errors import ContextOverflow, EngineState
-from serving.http.api_errors import ApiError, try_again
+from serving.http.api_errors import ApiError
 from serving.http.body_types import DETOKENIZE, TOKENIZE, Wire
 from serving.http.http_request import Request
 from serving.http.request_validation import check_ids
@@ -199,9 +198,5 @@ async def _done(
     if name not in registry.models:
         text = f"there is no model {name[:200]!r}; /admin/models lists what there is"
         raise ApiError(404, text, "model_not_found", "name")
-    try:
-        await work(registry)
-    except asyncio.CancelledError:
-        text = f"the load of {name!r} was given up: it was unloaded, or the server ends"
-        raise try_again(503, text, "unloaded", 5.0) from None
+    await work(registry)
     return _state(registry.models[name])

@@ -212,7 +212,8 @@ class ServedModel:
 
 def called_off(model: ServedModel) -> Unavailable:
     """The answer to whoever waits for a load that an unload has ended."""
-    text = f"the load of the model {model.served_name!r} was given up: it was unloaded"
+    who = f"the model {model.served_name!r}"
+    text = f"the load of {who} was given up: it was unloaded, or the server ends"
     return Unavailable(text, 5.0, "unloaded")
 
 
@@ -411,7 +412,13 @@ class Registry:
         Unavailable where an unload ends it."""
         model = self.models[name]
         model.on_demand = True
-        await asyncio.shield(self._load_soon(model))
+        load = self._load_soon(model)
+        try:
+            await asyncio.shield(load)
+        except asyncio.CancelledError:
+            if load.cancelled():
+                raise called_off(model) from None
+            raise
 
     def _load_soon(self, model: ServedModel, evict: bool = True) -> asyncio.Task[None]:
         if model.load is None:
