@@ -1,0 +1,60 @@
+"""What the step law says of long prompts, by how its errors are weighed.
+
+    python -m tests.bench.law_weights RUN...
+
+Of each cell the law of its calibration, by squared relative errors and by those over seconds (as
+`fit_law`), and seconds observed over seconds by the law in its levels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from loadtests.analysis.level_columns import Level, levels_of
+from loadtests.records.run_folder import read_records
+from loadtests.simulation.step_law_fit import StepLaw, StepObservation, fit_law
+from loadtests.simulation.step_observation import merged_steps, observed_steps
+
+LONG = 100
+
+
+def steps_of(levels: Sequence[Level], slots: int = 0) -> list[StepObservation]:
+    """Their steps; `slots` 0: all of a burst at once."""
+    told = (one for one in levels if len(one.chunks) and one.counts)
+    return [x for one in told for x in merged_steps(observed_steps(one, slots or len(one.due))[0])]
+
+
+def by_relative_errors(seen: Sequence[StepObservation]) -> StepLaw:
+    """Each observation scaled to last a second: then seconds and shares are the same."""
+    names = StepObservation.__struct_fields__
+    scaled = [{n: getattr(one, n) / one.seconds for n in names} for one in seen]
+    return fit_law([msgspec.convert(one, StepObservation) for one in scaled])
+
+
+def ratio(seen: Sequence[StepObservation], law: StepLaw) -> str:
+    return f"{sum(one.seconds for one in seen) / sum(map(law.of, seen)):.2f}" if seen else "-"
+
+
+def main() -> None:
+    print("| cell | errors | steps | decode only | long prompts |\n|---|---|---|---|---|")
+    for folder in sys.argv[1:]:
+        cells: dict[str, list[Level]] = {}
+        for level in levels_of(read_records(Path(folder))):
+            cells.setdefault(level.started.cell, []).append(level)
+        for name, levels in cells.items():
+            told = steps_of([one for one in levels if one.rate is None])
+            if not (seen := steps_of([one for one in levels if one.rate], 8)):
+                continue
+            decoding = [one for one in seen if not one.prompt_tokens]
+            long = [one for one in seen if one.prompt_tokens > LONG]
+            for how, law in (("relative", by_relative_errors(told)), ("by seconds", fit_law(told))):
+                figures = f"{len(seen)}, {len(long)} long | {ratio(decoding, law)}"
+                print(f"| {name} | {how} | {figures} | {ratio(long, law)} |")
+
+
+if __name__ == "__main__":
+    main()
