@@ -40,7 +40,9 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     for what in run.damage():
         console.print(f"left out: {what}", style="yellow")
     table = Table(
-        "model", "one at a time", "holds", "limit (estimated)", "grade", box=None, pad_edge=False
+        *("model", "one at a time (measured)", "holds", "limit (estimated)", "grade"),
+        box=None,
+        pad_edge=False,
     )
     confirming = 0.0
     states = [CellRecord(run.events, campaign, cell, measured) for cell in cells]
