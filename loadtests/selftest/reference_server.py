@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
 
 import msgspec
 
@@ -48,6 +50,16 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     period: float = 2.0  # under a law, every second of these ...
     slower: float = 1.0  # ... has steps that take so many times as long
     pause: float = 0.0  # that the first step of each takes longer
+
+
+class Received(asyncio.StreamReader):
+    """Knows when its last bytes left the kernel, however long they wait to be read."""
+
+    moment = 0.0
+
+    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
+        self.moment = clock()
+        super().feed_data(data)
 
 
 class Stream:
@@ -196,7 +208,12 @@ class Server:
 
     async def run(self) -> None:
         """For ever."""
-        listening = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=4096)
+
+        def connection() -> asyncio.StreamReaderProtocol:
+            return asyncio.StreamReaderProtocol(Received(), self._serve)
+
+        loop = asyncio.get_running_loop()
+        listening = await loop.create_server(connection, "127.0.0.1", 0, backlog=4096)
         print(listening.sockets[0].getsockname()[1], flush=True)
         await (listening.serve_forever() if self.truth.law is None else self._compute())
 
@@ -215,6 +232,7 @@ class Server:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One client's connection: requests in, answers out, one at a time."""
+        assert isinstance(reader, Received)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while not writer.is_closing():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -225,8 +243,8 @@ class Server:
                 path = first.split(" ")[1]
                 status, said = self.say(path, headers, body)
                 if status == 200 and path.endswith("completions"):
-                    number, arrived, asked = len(self.log) + 1, clock(), msgspec.json.decode(body)
-                    entry = {"arrived": arrived, "chunks": [], "status": 200}
+                    number, asked = len(self.log) + 1, msgspec.json.decode(body)
+                    entry = {"arrived": reader.moment, "chunks": [], "status": 200}
                     self.log[f"request-{number}"] = entry
                     await self.answer(self.stream(path, number, asked, entry, reader, writer))
                 else:
@@ -284,6 +302,7 @@ def answer(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
 
 def main() -> None:
     truth = msgspec.json.decode(sys.argv[1], type=Truth) if len(sys.argv) > 1 else Truth()
+    gc.disable()  # a collection holds every answer for milliseconds
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(Server(truth).run())
 

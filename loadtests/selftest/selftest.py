@@ -51,6 +51,7 @@ from loadtests.workload.request_lengths import Ask, Workload
 from serving.hardware.machine_facts import allowed_cores
 
 RATE, PACE_SECONDS = 600.0, 3.0
+WARM_UP_SECONDS = 1.0  # of requests whose times do not count: they open connections
 # An engine some ten times as fast as a small model's on a CPU, so that a short level sees enough.
 LAW = StepLaw(
     base_seconds=0.005,
@@ -63,7 +64,7 @@ SLOTS = 8
 WORKLOAD = Workload(preset="sharegpt", scale=0.15, max_prompt_tokens=256, max_output_tokens=64)
 SLO = Slo("selftest", ttft_seconds=0.25, tpot_seconds=0.02, target=0.9)
 ALONE = 10  # requests one at a time
-LIMIT_SECONDS = 8.0  # of the level that confirms
+LIMIT_SECONDS = 14.0  # of the level that confirms
 WORLD_SECONDS = 120.0  # that one of WORLDS may take
 # What the server does beside its law, and the factors of step times: mean, least, most.
 WORLDS: dict[str, tuple[dict[str, float], tuple[float, float, float]]] = {
@@ -108,8 +109,11 @@ class Bench:
     @contextmanager
     def world(self, name: str) -> Iterator[tuple[Child, Path]]:
         """A process that finds the limit of one of WORLDS, and the file whose last line it is."""
-        log = self._folder / f"{name}.log"
-        with Child([sys.executable, "-m", "loadtests.selftest.selftest", name], log=log) as child:
+        log, ready = self._folder / f"{name}.log", self._folder / "ready"
+        ready.mkdir(exist_ok=True)
+        (ready / name).unlink(missing_ok=True)  # of an earlier time
+        command = [sys.executable, "-m", "loadtests.selftest.selftest", name, str(ready)]
+        with Child(command, log=log) as child:
             yield child, log
 
     def send(self, url: str, **load: Any) -> Loaded:
@@ -146,8 +150,8 @@ def times(bench: Bench) -> list[Row]:
     """Chunks of one and of four tokens; a third of the answers stall."""
     rows: list[Row] = []
     for chunk in (1, 4):
-        truth = {"ttft": 0.06, "gap": 0.008 * chunk, "chunk_tokens": chunk, "stall": 1.2}
-        records, _, log = bench.load(50.0, 2.0, 48, **truth)
+        truth = {"ttft": 0.06, "gap": 0.008 * chunk, "chunk_tokens": chunk, "stall": 0.6}
+        records, _, log = bench.load(50.0, WARM_UP_SECONDS + 3.0, 48, **truth)
         world = "one token a chunk" if chunk == 1 else f"{chunk} tokens a chunk"
         rows += [*times_rows(world, records, log), lag_row(world, records, 0.001)]
     return rows
@@ -187,8 +191,10 @@ def limit(bench: Bench) -> list[Row]:
     return rows
 
 
-def _rows_of(name: str) -> list[Row]:
-    """One of WORLDS, with a load generator of its own."""
+def _rows_of(name: str, ready: Path) -> list[Row]:
+    """One of WORLDS, with a load generator of its own. It begins when all have a file in `ready`: a
+    load generator that imports Locust keeps the others from their core.
+    """
     (more, factors), policy = WORLDS[name], SchedulingPolicy(slots=SLOTS)
     true = [capacity(LAW.slower(one), policy, WORKLOAD, SLO).rate for one in factors]
     with open_bench() as bench, bench.server(law=LAW, slots=SLOTS, **more) as url:
@@ -198,12 +204,18 @@ def _rows_of(name: str) -> list[Row]:
             asks = tuple(Ask(i, *pair) for i, pair in enumerate(pairs))
             return level_of(bench.send(url, asks=asks, due=(0.0,) * len(asks))[0])
 
-        records, _, _ = bench.send(url, workload=WORKLOAD, concurrency=1, requests=ALONE)
+        alone_load: dict[str, Any] = {"workload": WORKLOAD, "concurrency": 1}
+        bench.send(url, **alone_load, requests=1)
+        (ready / name).touch()
+        while len(list(ready.iterdir())) < len(WORLDS):
+            time.sleep(0.01)
+        records, _, _ = bench.send(url, **alone_load, requests=ALONE)
         alone = level_of(records, concurrency=1)
         made = calibrate(ask, WORKLOAD, SLOTS, 20.0, [alone])
         known: dict[str, Any] = {"law": made.law, "policy": policy, "workload": WORKLOAD}
         known["least_seconds"] = LIMIT_SECONDS
         found = estimate([alone], SLO, **known)
+        found = msgspec.structs.replace(found, reason=made.reason or found.reason)
         if found.limit:
             rate = CONFIRMING_SHARE * found.limit
             lasts = {"window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
@@ -214,15 +226,20 @@ def _rows_of(name: str) -> list[Row]:
 
 
 def run_selftest(progress: Progress) -> list[Row]:
-    """All parts. Raises LoadError where one cannot run at all."""
+    """All parts; one that does not pass is run once more, since a machine's hiccup does not come
+    back and a load generator's fault does. Raises LoadError where one cannot run at all.
+    """
     parts = (times, counts, pace, limit)
     rows: list[Row] = []
     with open_bench() as bench:
         for number, part in enumerate(parts):
-            progress.tick(
-                (part.__doc__ or "").split("\n")[0].rstrip("."), fraction=number / len(parts)
-            )
-            rows += part(bench)
+            what = (part.__doc__ or "").split("\n")[0].rstrip(".")
+            progress.tick(what, fraction=number / len(parts))
+            found = part(bench)
+            if missed := [row for row in found if not row.passed]:
+                progress.say(f"once more, {missed[0].world}: {missed[0].what} is off")
+                found = part(bench)
+            rows += found
     return rows
 
 
@@ -253,12 +270,12 @@ def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[R
     True are the moments at which the server had read the request and wrote each chunk, so the
     client's delays of sending and receiving count as error.
     """
-    found = [log.get(record.request_id or "") for record in records]
-    entries = [entry for entry in found if entry is not None and entry["chunks"]]
-    rows = [Row(world, "answers", len(log), len(entries), 0)]
-    if not entries:
+    answered = [one for one in records if log.get(one.request_id or "", {}).get("chunks")]
+    rows = [Row(world, "answers", len(log), len(answered), 0)]
+    timed = [one for one in answered if one.due_seconds >= WARM_UP_SECONDS]
+    if not timed:
         return rows
-    level = level_of(records)
+    entries, level = [log[one.request_id or ""] for one in timed], level_of(timed)
     first = np.array([entry["chunks"][0] for entry in entries])
     last = np.array([entry["chunks"][-1] for entry in entries])
     arrived = np.array([entry["arrived"] for entry in entries])
@@ -338,4 +355,4 @@ def level_of(records: Sequence[RequestRecord], **asked: Any) -> Level:
 
 
 if __name__ == "__main__":
-    print(msgspec.json.encode(_rows_of(sys.argv[1])).decode())
+    print(msgspec.json.encode(_rows_of(sys.argv[1], Path(sys.argv[2]))).decode())
