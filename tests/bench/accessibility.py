@@ -12,7 +12,6 @@ axe-core (MPL-2.0) is taken from npm once, into the cache under peers/.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tarfile
@@ -25,6 +24,7 @@ from models.weights_manifest import cache_dir
 from reports.headline import answers_of
 from reports.html_page import page, sections_of
 from reports.report_data import read_report
+from tests.bench.paired import parser_of
 from tests.reports.runs import run_folder
 from tests.tools.browser import BROWSER, DARK, LIGHT, asked
 
@@ -89,9 +89,7 @@ addEventListener("load", async () => {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("runs", type=Path, nargs="*", help="folders of runs")
     parser.add_argument("--elements", type=int, default=3, help="to print of each rule")
     arguments = parser.parse_args()

@@ -13,7 +13,6 @@ service.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from models.resolve_model import is_gguf, resolve
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_table import weights_of
 from tests.bench.engine_child import EngineChild, config_of, engine
-from tests.bench.paired import machine, machine_line
+from tests.bench.paired import machine, machine_line, parser_of
 from tests.gguf_files import folder_of, quantise
 from tests.graph_logits import prose
 from tests.serving.backends.hf_folders import logprobs_of
@@ -32,9 +31,7 @@ DEFAULT = "llama_cpp:BF16 llama_cpp:Q8_0 llama_cpp:Q4_K_M llama_cpp:Q4_0 onnx:in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     default = [engine(one) for one in DEFAULT.split()]
     parser.add_argument(
         "engines", type=engine, nargs="*", metavar="BACKEND:FORMAT", default=default

@@ -13,7 +13,6 @@ fault to the first answer of a request that was sent after it. On the CPU there 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -30,6 +29,8 @@ from typing import Any
 
 import psutil
 
+from tests.bench.paired import parser_of
+
 BALLOON = """
 import time, torch
 held = []
@@ -44,9 +45,7 @@ PATIENCE_SECONDS = 180.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--model", default="8b")
     parser.add_argument("--json", type=Path)

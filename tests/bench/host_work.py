@@ -10,7 +10,6 @@ is the CPU backends' own.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
@@ -21,6 +20,7 @@ from serving.engine.ipc_messages import GenerationRequest, Step, Submit, frame
 from serving.engine.scheduler import Scheduler
 from serving.sampling.batch_sampler import sample
 from serving.sampling.step_inputs import Row, Sampled, Sampling
+from tests.bench.paired import parser_of
 
 
 class ReadyLogits:
@@ -76,13 +76,11 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--steps", type=int, default=300)
-    arguments = parser.parse_args()
+    asked = parser.parse_args()
     cases = {
         "greedy": (Sampling(), []),
         "greedy, 4 stop strings": (Sampling(), ["STOP", "\n\n", "User:", "</s>"]),
@@ -91,14 +89,10 @@ def main() -> None:
         "temperature 0.8, min-p 0.05": (Sampling(temperature=0.8, min_p=0.05, seed=3), []),
         "temperature 0.8, top-p 0.95": (Sampling(temperature=0.8, top_p=0.95, seed=3), []),
     }
-    print(
-        f"{arguments.streams} streams, vocabulary {arguments.vocabulary}, {arguments.steps} steps"
-    )
+    print(f"{asked.streams} streams, vocabulary {asked.vocabulary}, {asked.steps} steps")
     print(f"{'sampling':32} {'median ms':>10} {'p99 ms':>10}")
     for name, (sampling, stop) in cases.items():
-        median, worst = measure(
-            arguments.streams, arguments.vocabulary, arguments.steps, sampling, stop
-        )
+        median, worst = measure(asked.streams, asked.vocabulary, asked.steps, sampling, stop)
         print(f"{name:32} {median * 1e3:10.3f} {worst * 1e3:10.3f}")
 
 

@@ -1,4 +1,5 @@
-"""What side-by-side benchmarks have in common: the ratios of pairs, and the machine they ran on.
+"""What side-by-side benchmarks have in common: a parser, the ratios of pairs, and the
+machine they ran on.
 
 The speed of a machine changes from minute to minute. So contestants take turns within one run, and
 what is reported is the median over rounds, and the median of the ratios round by round: a slow
@@ -8,6 +9,7 @@ measure one.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,12 @@ from typing import Any
 from serving.hardware.machine_facts import hardware_facts
 
 Figures = dict[str, float | None]
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """A benchmark's own: its help is this text as it stands."""
+    kind = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=text, formatter_class=kind)
 
 
 def ratios(ours: Sequence[Figures], theirs: Sequence[Figures], key: str) -> list[float]:

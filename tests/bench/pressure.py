@@ -47,6 +47,7 @@ from loadtests.workload.arrivals import Poisson, due_times
 from models.child_process import python_variables
 from serving.hardware.cpu_topology import parse_cores
 from tests.bench.http_client import Client, Outcome, get, post, run
+from tests.bench.paired import parser_of
 
 Found = dict[str, Any]
 FACTORS = (1.0, 2.0, 5.0, 10.0)
@@ -516,9 +517,7 @@ def measure(part: str, asked: argparse.Namespace, **sizes: Any) -> Found:
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--backend", choices=["fake", "llama_cpp"], default="fake")
     parser.add_argument("--seconds", type=float, default=25.0, help="of a level, and of the soak")

@@ -43,6 +43,7 @@ from serving.http.http_server import server_options
 from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.restart_policy import RecoveryLimits
 from tests.bench.http_client import Client, Outcome, post, run
+from tests.bench.paired import parser_of
 from tests.serving.fakes import app_on
 
 FAULTS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
@@ -176,9 +177,7 @@ def row(what: str, costs: list[Cost]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="135m")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")

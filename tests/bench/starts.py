@@ -78,13 +78,6 @@ def serving(checkout: Path) -> Iterator[tuple[str, Figures]]:
             server.wait()
 
 
-def once(checkout: Path, words: list[str]) -> Figures:
-    if words == [READY]:
-        with serving(checkout) as (_, figures):
-            return figures
-    return whole(checkout, words)
-
-
 def row(name: str, runs: dict[Path, list[Figures]]) -> str:
     """One row: of each checkout, then the ratios of the pairs; wall clock, then CPU."""
     cells = []
@@ -122,7 +115,11 @@ def main() -> None:
             runs: dict[Path, list[Figures]] = {checkout: [] for checkout in checkouts}
             for number in range(asked.pairs + 1):
                 for checkout in reversed(checkouts) if number % 2 else checkouts:
-                    found = once(checkout, words)
+                    if words == [READY]:
+                        with serving(checkout) as (_, found):
+                            pass
+                    else:
+                        found = whole(checkout, words)
                     if number:
                         runs[checkout].append(found)
             print(row(name, runs), flush=True)

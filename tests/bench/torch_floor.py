@@ -27,15 +27,13 @@ from typing import Any
 from models.model_ladder import rung
 from models.model_spec import ModelSpec
 from tests.bench.engine_child import EngineChild, config_of
-from tests.bench.paired import machine, machine_line
+from tests.bench.paired import machine, machine_line, parser_of
 
 COPIES = 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     rungs = ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
     parser.add_argument("--models", nargs="+", default=rungs)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")

@@ -14,7 +14,6 @@ meets the target. A row is a cell; the last lines are the criteria.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from loadtests.records.run_folder import RunRecords, read_records
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law_fit import StepLaw
+from tests.bench.paired import parser_of
 
 RATES = (0.85, 1.0, 1.15)  # of the estimate
 HIGHER = (1.32, 1.52, 1.75)  # one after the other, until a level misses the target
@@ -192,9 +192,7 @@ def shown(rows: list[Row]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("campaign", nargs="?", type=Path)
     parser.add_argument("--cells", nargs="+", default=[], help="parts of their keys")
     parser.add_argument("--minutes", type=float, default=3.0)
@@ -210,6 +208,9 @@ def main() -> None:
         rows.append(compared(first, later))
     if asked.campaign is not None:
         plan = read_campaign(asked.campaign)
+        keys = [cell.key for cell in plan.cells]
+        if not any(part in key for part in asked.cells or [""] for key in keys):
+            raise SystemExit(f"no cell is called {' or '.join(asked.cells)}: {', '.join(keys)}")
         for cell in plan.cells:
             if not asked.cells or any(part in cell.key for part in asked.cells):
                 rows.append(measure(plan, cell, asked.out, asked.minutes, asked.level_seconds))

@@ -41,7 +41,7 @@ from loadtests.host.die_with_parent import be_urgent
 from models.model_ladder import is_rung, rung
 from models.tokenizer import load_tokenizer
 from tests.bench.http_client import closed_loop
-from tests.bench.paired import machine, machine_line, ratios
+from tests.bench.paired import machine, machine_line, parser_of, ratios
 from tests.bench.peers.servers import Contestant, Server, Setup, end_of, missing, parsed, started
 
 ALL = (
@@ -131,9 +131,7 @@ def requests_of(model: str, streams: int) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "contestants", nargs="*", metavar="ENGINE:FORMAT[@CHECKOUT]", help=f"default: {ALL}"
     )
