@@ -12,8 +12,9 @@ import functools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -53,6 +54,7 @@ class World:
     quiet: Callable[[int, float, int], Serves] | None = None  # then the truth is of this
     start_spread: float = 0.0  # sd of ln(speed) from start to start
     is_stationary: bool = True
+    speed: Speed | None = None  # of a machine that wanders, under SLOW360
 
     def share(self, rate: float, start: int = 1) -> float:
         """The long-run share of good requests."""
@@ -79,6 +81,15 @@ class World:
             low, high = (middle, high) if up else (low, middle)
         return math.sqrt(low * high)
 
+    def met(self, begin: float, end: float, start: int) -> float:
+        """The capacity of its machine of that start, if that went through these moments again and
+        again: what a campaign could know.
+        """
+        if (speed := self.speed) is None:
+            return self.capacity(start if self.start_spread else 1)
+        serving = batching(SLOW360, speed=lambda at: speed(begin + at % (end - begin)))
+        return replace(self, serving=serving).capacity()
+
 
 def law(base: float, row: float, prompt: float, context: float = 0.0) -> Steps:
     """A step law in milliseconds."""
@@ -90,6 +101,9 @@ def staircase(base: float, row: float, prompt: float) -> Steps:
     return lambda rows, tokens, held: (
         (base + row * (rows if rows <= 2 else 2 * math.ceil(rows / 2)) + prompt * tokens) / 1e3
     )
+
+
+SLOW360 = staircase(7, 13, 9)
 
 
 def batching(
@@ -238,10 +252,9 @@ def worlds() -> dict[str, World]:
         found.append(
             World(f"{name} on a CPU", slo, short, batching(steps), low, high, budget=budget)
         )
-    whole, slow360 = chat(2048, 1024), staircase(7, 13, 9)
     found += [
         World(
-            *("whole ShareGPT lengths", PATIENT, whole),
+            *("whole ShareGPT lengths", PATIENT, chat(2048, 1024)),
             *(batching(staircase(3.5, 6.3, 0.5), 16), 0.05, 2.0),
             policy=sixteen,
             budget=3600.0,
@@ -256,34 +269,23 @@ def worlds() -> dict[str, World]:
             arrivals=Gamma(cv=3.0),
             policy=sixteen,
         ),
-        World(
-            *("speed +-20 % in 15 min", CHAT, short, batching(slow360, speed=breathing())),
-            *(0.1, 6.0),
-            is_stationary=False,
-        ),
-        World(
-            *("half speed 10 % of the time", CHAT, short, batching(slow360, speed=halting())),
-            *(0.05, 6.0),
-            is_stationary=False,
-        ),
     ]
-    for name, speed in (
-        ("half speed at times, seen", halting()),
-        ("6 % taken in turns, seen", halting(0.4, 20.0, 0.85)),
+    for name, speed, is_seen in (
+        ("speed +-20 % in 15 min", breathing(), False),
+        ("half speed 10 % of the time", halting(), False),
+        ("half speed at times, seen", halting(), True),
+        ("6 % taken in turns, seen", halting(0.4, 20.0, 0.85), True),
     ):
-        seen = batching(slow360, speed=speed)
-        found.append(
-            World(
-                *(name, CHAT, short, seen, 0.1, 6.0),
-                taken=lost(speed),
-                quiet=batching(slow360),
-            )
-        )
+        more: dict[str, Any] = {"speed": speed, "is_stationary": False}
+        if is_seen:
+            more = {"taken": lost(speed), "quiet": batching(SLOW360)}
+        wandering = batching(SLOW360, speed=speed)
+        found.append(World(name, CHAT, short, wandering, 0.05, 6.0, **more))
     found += [
-        World("TTFT limit 30 s", PATIENT, short, batching(slow360), 0.3, 9.0, budget=3600.0),
+        World("TTFT limit 30 s", PATIENT, short, batching(SLOW360), 0.3, 9.0, budget=3600.0),
         World(
             *("speed differs by start, sd 10 %", CHAT, short),
-            *(batching(slow360, spread=0.1), 0.1, 6.0),
+            *(batching(SLOW360, spread=0.1), 0.1, 6.0),
             start_spread=0.1,
             is_stationary=False,
         ),
