@@ -22,7 +22,6 @@ from loadtests.analysis.capacity_text import common_rate
 from loadtests.analysis.level_columns import Judged, Level, levels_of
 from loadtests.analysis.level_warnings import NamedWarning, level_warnings
 from loadtests.analysis.slo import Slo
-from loadtests.analysis.watts import watts_of
 from loadtests.errors import BadRunFolder, LoadError
 from loadtests.records.journal_events import (
     Calibrated,
@@ -51,6 +50,7 @@ from models.model_ladder import is_rung, rung
 from models.model_spec import ModelSpec
 from reports.devices.device_capacity import Traffic
 from reports.errors import BadRun
+from reports.watts import watts_of
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
 T = TypeVar("T")

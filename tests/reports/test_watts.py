@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.analysis.watts import watts_of
+from reports.watts import watts_of
 from tests.loadtests.analysis.made import sample
 
 
