@@ -4,7 +4,8 @@
     found.state, found.held, found.limit, found.low, found.high
 
 The law measures, a level confirms. The limit is simulated from step times (*estimated*), with one
-factor from the levels near it: how much longer their steps took than the law says. Its interval is
+factor from the levels near it, how much longer their steps took than the law says, in which the
+calibration counts as half a level: its errors and those of levels are independent. Its interval is
 limit x exp(+-1.645 sd), sd = what was measured with so many levels x the steepness d ln limit /
 d ln step time, cut by what levels exclude. Without a law the limit lies between the highest rate
 that held and the lowest that failed. Only what ran, undisturbed, steady and long enough, is held
@@ -28,9 +29,11 @@ from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import (
     LEAST_TELLING,
     LOADED,
+    MOVED,
     Lengths,
     SimulatedCapacity,
     capacity,
+    common_factor,
     sd_of,
 )
 from loadtests.simulation.step_law_fit import StepLaw
@@ -42,7 +45,6 @@ from models.formatting import share
 CONFIRMING_SHARE = 0.8  # of the limit: where a level confirms, and tells the factor
 MOST_TELLING = 1.4  # times the limit: above, queues say little of steps
 Z_90 = 1.645  # standard deviations to either end of a 90 % interval
-MOVED = 0.2  # steps that took longer by more than this: the machine's speed changed
 
 LEAST_SECONDS = 60.0  # of a level that confirms; twice that, to tell the factor to 6 %, below ...
 SLOW_RATE = 3.0  # requests/s
@@ -192,7 +194,7 @@ def _by_law(
     `speeds`: factors within levels in which the machine's speed changed. `short`: the lowest rate
     that missed the target; inf: none did.
     """
-    factor, near, least = LOADED, list[float](), short
+    factor, counts, near, least = LOADED, 0.0, list[float](), short
     found = simulate(factor)
     for _ in range(3):
         least = min(least, found.rate)
@@ -201,7 +203,7 @@ def _by_law(
         if not now or now == near:
             break
         near = now
-        factor = math.exp(sum(map(math.log, near)) / len(near))
+        factor, counts = common_factor(near)
         found = simulate(factor)
     if found.rate <= 0:
         return Capacity(
@@ -209,10 +211,10 @@ def _by_law(
             method="law",
             reason=f"by the law {share(found.alone_share, 2)} of requests are good one at a time",
         )
-    reach = math.exp(Z_90 * sd_of(len(near)) * found.steepness)
+    reach = math.exp(Z_90 * sd_of(counts) * found.steepness)
     # Both speeds of a machine that changed: steps that take longer lower the limit so much more.
     seen = [factor, *near, *speeds]
-    if near and not 1 / (1 + MOVED) <= factor / LOADED <= 1 + MOVED:  # it was calibrated at another
+    if counts == len(near):  # the calibration was at another
         seen.append(LOADED)
     moved = max(seen) / min(seen) - 1
     if moved <= MOVED:

@@ -29,13 +29,15 @@ from loadtests.workload.request_lengths import Workload, draw
 # By 19 cells of recorded runs, every second one held out (`python -m tests.bench.law_constants`,
 # docs/benchmarks.md): steps under load took 1.05 times the law of a calibration; errors of
 # ln(simulated / true) over the steepness are 0.113 (held out 0.027) before any level. With one at
-# 0.7 to 1.0 of that limit, where a campaign puts it, they are 0.069 (0.057), and 1.645 x 0.059
-# holds 90 % (92 %) of the levels. Levels of one cell differ by 0.053; the means of a cell's two or
-# more are 0.040 off. Levels at 0.4 to 0.7 of the limit: 0.135 (0.103), no better than none.
+# 0.7 to 1.0 of that limit, where a campaign puts it, and the calibration as up to half a level,
+# they are 0.065 (0.047; 0.069 and 0.057 by the level alone), and 1.645 x sd holds 90 % (92 %).
+# Levels at 0.4 to 0.7 of the limit: 0.135 (0.103), no better than none.
 LOADED = 1.05
 SD_CALIBRATED = 0.12
-SD_LEVEL, SD_CELL = 0.053, 0.026
+CALIBRATED_AS = 0.5
+SD_LEVEL, SD_CELL = 0.06, 0.026
 LEAST_TELLING = 0.7
+MOVED = 0.2  # steps that took longer by more than this: the machine's speed changed
 
 SEED = 0
 REQUESTS = 8_000  # a rate: the seed then leaves 2 % of the capacity; 2,000 leave 3 to 5 %
@@ -65,7 +67,19 @@ class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
     alone_share: float  # of good requests with one at a time
 
 
-def sd_of(levels: int) -> float:
+def common_factor(factors: Sequence[float]) -> tuple[float, float]:
+    """The factor by these of levels and by the calibration, and the levels it counts as.
+
+    The calibration counts as half a level where the levels agree with it, less where they do not,
+    and not at all where the machine had another speed then.
+    """
+    logs = [math.log(one / LOADED) for one in factors]
+    apart = sum(logs) / len(logs) / math.log(1 + MOVED)
+    counts = len(logs) + CALIBRATED_AS * max(0.0, 1 - apart**2)
+    return LOADED * math.exp(sum(logs) / counts), counts
+
+
+def sd_of(levels: float) -> float:
     """Standard deviation of ln(limit) over the steepness, with the factor of so many levels."""
     return math.hypot(SD_CELL, SD_LEVEL / math.sqrt(levels)) if levels else SD_CALIBRATED
 

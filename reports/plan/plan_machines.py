@@ -148,7 +148,8 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
             f"run {data.manifest.run_id} has no step law of {cell.model}, so it says "
             "nothing of other requests or another SLO"
         )
-    law, sd = cell.law, sd_of(1 if cell.capacity.factor else 0)
+    is_known = cell.capacity.factor and not cell.capacity.speed_moved
+    law, sd = cell.law, sd_of(1 if is_known else 0)
     machine = Machine(
         name=name,
         law=lambda spec, weight_format, slots, devices: (law, 1.645 * sd),

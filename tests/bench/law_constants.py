@@ -30,10 +30,10 @@ from loadtests.records.request_record import RequestRecord
 from loadtests.simulation import step_observation
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import (
-    CALIBRATED_AS,
     LOADED,
     Lengths,
     capacity,
+    common_factor,
     lengths_of,
     sd_of,
 )
@@ -215,7 +215,7 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
         "| cells | n | steps under load over law (median) | calibration x 1.05: rms, within 90 % "
         "| levels, of that limit | n | rms by steps | rms by TPOT | with the calibration: rms, "
         "within 90 % | rms of several levels of a cell with it |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---" * 10 + "|",
     ]
     for name, half in (("chosen on", 0), ("held out", 1)):
         part = sorted(cells, key=lambda one: str(one["cell"]))[half::2]
@@ -226,16 +226,15 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
         loaded = math.exp(float(np.median(errors)))
         of_cells = f"| {name} | {len(part)} | {loaded:.2f} | {_rms(first):.3f}, {within:.0%} |"
         for low, high in ((0.4, 0.7), (0.7, 1.0), (1.0, 1.4)):
-            near = [(one, _near(one, low, high)) for one in part]
-            steps, tpot = (
-                _rms([_error(row, how) for _, own in near for row in own]) for how in HOW
-            )
-            with_it = np.array([_with_calibration(one, [row]) for one, own in near for row in own])
-            within = np.mean(np.abs(with_it) < Z_90 * sd_of(1))
-            several = [_with_calibration(one, own) for one, own in near if len(own) > 1]
+            near = [_near(one, low, high) for one in part]
+            steps, tpot = (_rms([_error(row, how) for own in near for row in own]) for how in HOW)
+            with_it = [_with_calibration([row]) for own in near for row in own]
+            within = np.mean([abs(error) < Z_90 * sd for error, sd in with_it])
+            several = [_with_calibration(own)[0] for own in near if len(own) > 1]
+            rms = _rms([error for error, _ in with_it])
             lines.append(
                 f"{of_cells} {low}-{high} | {len(with_it)} | {steps:.3f} | {tpot:.3f} "
-                f"| {_rms(with_it):.3f}, {within:.0%} | {_rms(several):.3f} of {len(several)} |"
+                f"| {rms:.3f}, {within:.0%} | {_rms(several):.3f} of {len(several)} |"
             )
             of_cells = "| | | | |"
     return "\n".join(lines)
@@ -254,12 +253,11 @@ def _error(row: dict[str, Any], how: str) -> float:
     return math.log(row[how] / row["truth"]) / float(row[f"{how}_steep"])
 
 
-def _with_calibration(cell: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float:
-    """The error of these levels by steps, in which the calibration counts as so much of one."""
-    truths = [math.log(cell["first"] / row["truth"]) / cell["steep"] for row in rows]
-    calibrated = float(np.mean(truths)) - math.log(LOADED)
-    errors = sum(_error(row, "steps") for row in rows)
-    return (errors + CALIBRATED_AS * calibrated) / (len(rows) + CALIBRATED_AS)
+def _with_calibration(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """The error of these levels by steps with the calibration, and what it is expected to be."""
+    factor, counts = common_factor([row["steps_factor"] for row in rows])
+    each = [_error(row, "steps") + math.log(row["steps_factor"]) for row in rows]
+    return float(np.mean(each)) - math.log(factor), sd_of(counts)
 
 
 def _rms(errors: Any) -> float:

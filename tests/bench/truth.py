@@ -27,9 +27,10 @@ from loadtests.analysis.level_columns import Level, levels_of
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, read_campaign
 from loadtests.campaign.campaign_runner import run
+from loadtests.campaign.cell_runner import capacity_of
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellRecord, campaign_of
-from loadtests.records.journal_events import Calibrated, Capacity, CellFinished, of_kind
+from loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from loadtests.records.run_folder import RunRecords, read_records
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import capacity
@@ -96,10 +97,9 @@ def measure(plan: Plan, cell: Cell, out: Path, minutes: float, seconds: float) -
 
 
 def found_in(run: RunRecords) -> Capacity:
-    ended = of_kind(run.events, CellFinished)
-    if not ended or ended[-1].capacity is None:
-        raise SystemExit(f"{run.folder} has no finished cell")
-    return ended[-1].capacity
+    """What its levels say, by the estimate of today's code."""
+    campaign, cells = campaign_of(run.manifest)
+    return capacity_of(CellRecord(run.events, campaign, cells[0], levels_of(run)))
 
 
 def compared(first: RunRecords, later: Sequence[RunRecords]) -> Row:

@@ -60,16 +60,22 @@ def test_a_level_that_holds_near_the_limit_confirms_and_narrows() -> None:
     assert found.held == pytest.approx(0.8 * LIMIT, rel=0.01)
     assert (found.held_seconds, found.held_requests, found.held_share) == (120.0, len(level.due), 1)
     assert found.limit == pytest.approx(LIMIT) and found.factor == pytest.approx(LOADED)
-    assert found.high == pytest.approx(LIMIT * math.exp(1.645 * sd_of(1) * STEEPNESS))
+    assert found.high == pytest.approx(LIMIT * math.exp(1.645 * sd_of(1.5) * STEEPNESS))
     assert found.confirm_seconds is None and found.starts == 1 and found.speed_moved is None
 
 
 def test_slower_steps_lower_the_limit_by_the_factor_of_the_levels() -> None:
-    slow = by_law([steady_level(0.8 * LIMIT)], 1.2 * LOADED)
-    assert slow.limit == pytest.approx(LIMIT / 1.2**STEEPNESS, rel=0.05)
-    two = [steady_level(0.8 * LIMIT), steady_level(0.82 * LIMIT)]
-    mean = by_law(two, (1.0, 1.1)).factor
-    assert mean == pytest.approx(math.sqrt(1.1))
+    (level, near), half = (steady_level(0.8 * LIMIT), steady_level(0.82 * LIMIT)), 0.5 * 0.75
+    slow = by_law([level], LOADED * 1.2**0.5)
+    assert slow.factor == pytest.approx(LOADED * 1.2 ** (0.5 / (1 + half))), (
+        "less than half a level"
+    )
+    assert slow.limit == pytest.approx(LIMIT * (LOADED / slow.factor) ** STEEPNESS, rel=0.05)
+    much = by_law([level], 1.3 * LOADED)
+    assert much.factor == pytest.approx(1.3 * LOADED), "it was calibrated at another speed"
+    two = [level, near]
+    mean = by_law(two, (1.0 * LOADED, 1.1 * LOADED)).factor or 0.0
+    assert LOADED * 1.1**0.4 < mean < LOADED * 1.1**0.5
     widths = [math.log((found.high or 0) / LIMIT) for found in (by_law(two[:1]), by_law(two))]
     assert widths[1] < 0.9 * widths[0], "two levels tell more than one"
 
