@@ -208,12 +208,9 @@ class Server:
 
     async def run(self) -> None:
         """For ever."""
-
-        def connection() -> asyncio.StreamReaderProtocol:
-            return asyncio.StreamReaderProtocol(Received(), self._serve)
-
-        loop = asyncio.get_running_loop()
-        listening = await loop.create_server(connection, "127.0.0.1", 0, backlog=4096)
+        listening = await asyncio.get_running_loop().create_server(
+            lambda: asyncio.StreamReaderProtocol(Received(), self._serve), "127.0.0.1", backlog=4096
+        )
         print(listening.sockets[0].getsockname()[1], flush=True)
         await (listening.serve_forever() if self.truth.law is None else self._compute())
 
