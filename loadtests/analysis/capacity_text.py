@@ -15,20 +15,24 @@ from collections.abc import Iterable
 from loadtests.records.journal_events import Capacity
 from models import formatting
 
+NEAR = 0.7  # of a limit: what may be confirmed later is read in the same unit
+
 
 def common_rate(found: Iterable[Capacity | None]) -> float | None:
     """The rate in whose unit (`like`) all of these are read, so that they can be compared: per
     second where none is below 1/s, else a minute, or an hour where none reaches ten a minute."""
-    known = [rate for one in found if one for rate in (one.held, one.limit) if rate]
+    both = [(one.held or NEAR * (one.limit or 0.0), one.limit) for one in found if one]
+    known = [rate for rates in both for rate in rates if rate]
     if not known or min(known) >= 0.9995:
         return max(known, default=None)
     return min(max(known), 0.5)
 
 
 def in_words(found: Capacity | None, like: float | None = None) -> str:
-    """The state and the limit; None: not measured."""
+    """The state and the limit, in one unit; None: not measured."""
     if found is None or found.state == "not_even_alone":
         return state_words(found)
+    like = like or common_rate([found])
     about = "about " if found.method == "law" and found.limit else ""
     return f"{state_words(found, like)}, limit {about}{limit(found, like)}"
 

@@ -31,11 +31,12 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     campaign, cells = campaign_of(run.manifest)
     measured = levels_of(run)
     is_complete = run.events and isinstance(run.events[-1], journal.RunFinished)
-    stops, lost = journal.Interrupted, journal.LevelAbandoned
+    bursts = sum(level.started.is_burst for level in measured)
     console.print(
         f"run {run.manifest.run_id}: {'complete' if is_complete else 'not complete'}, "
-        f"{len(measured)} levels, {len(journal.of_kind(run.events, stops))} interruptions, "
-        f"{len(journal.of_kind(run.events, lost))} levels abandoned"
+        f"{len(measured) - bursts} levels, {bursts} bursts, "
+        f"{len(journal.of_kind(run.events, journal.Interrupted))} interruptions, "
+        f"{len(journal.of_kind(run.events, journal.LevelAbandoned))} levels abandoned"
     )
     for what in run.damage():
         console.print(f"left out: {what}", style="yellow")
@@ -92,7 +93,9 @@ def _capacity_cells(found: journal.Capacity, like: float | None) -> list[str]:
         return [capacity_text.state_words(found), limit, "confirmed" if found.starts > 1 else ""]
     if found.holds:
         return [formatting.rate(found.held, rounded="down", like=like), limit, "confirmed"]
-    return ["-", limit, "estimated" if found.method == "law" and found.limit else found.reason]
+    if found.method != "law":
+        return ["-", limit, found.reason]
+    return ["-", limit if found.limit else f"{limit}, {found.reason}", "estimated"]
 
 
 def _alone(state: CellRecord) -> str:

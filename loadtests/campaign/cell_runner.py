@@ -228,9 +228,11 @@ class CellRun:
             level = self._level_that_counts(step)
             if level is None:
                 break
-            self.progress.detail(f"  {level_text(level, self.slo)}")
+            found = capacity_of(self.state)
+            like = capacity_text.common_rate([found])
+            self.progress.detail(f"  {level_text(level, self.slo, like)}")
             if level.rate and not self.search.rates:
-                words = capacity_text.in_words(capacity_of(self.state))
+                words = capacity_text.in_words(found)
                 self.progress.found(self.state.key, words)
                 self.progress.detail(f"  so far: {words}")
         return True

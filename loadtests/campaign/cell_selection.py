@@ -121,13 +121,16 @@ def fastest_engine(
     }
     if len(rates) > 1 and max(rates.values()) > 0:
         best = max(rates, key=lambda engine: rates[engine])
+        like = min(filter(None, rates.values()))
         told = ", ".join(
-            f"{' '.join(one)} {formatting.of_requests(formatting.rate(rate, like=rates[best]))}"
+            f"{' '.join(one)} {formatting.of_requests(formatting.rate(rate, like=like))}"
             for one, rate in rates.items()
         )
-        reason = f"of the engines that can run here it holds most by its step times: {told}"
+        reason = f"the highest limit by step times: {told}"
+    elif rates:
+        reason = f"none keeps the SLO by its step times; without one, {reason}"
     reason += "".join(f"; not {one.name}: {one.why_not}" for one in found.candidates if one.why_not)
-    progress.say(f"{cell.key}: best engine: {reason}")
+    progress.say(f"{cell.key}: engine {' '.join(best)}: {reason}")
     return EngineChosen(cell=cell.key, backend=best[0], weight_format=best[1], reason=reason)
 
 
@@ -220,9 +223,11 @@ def with_rungs(asked: Plan, facts: HardwareFacts, progress: Progress) -> Plan:
     assert times is not None  # they were measured
     chosen = around_the_limit(law_of_times(times), campaign, facts)
     progress.say(f"models auto: {len(chosen)} rungs, by the step times of {MEASURED}")
+    like = min(filter(None, (found.rate for found in chosen.values())), default=None)
     for name, found in chosen.items():
-        alone = f"alone {formatting.share(found.alone_share)} of requests are good"
-        progress.say(f"  {name}: predicted {formatting.requests(found.rate)}, {alone}")
+        rate = formatting.of_requests(formatting.rate(found.rate, like=like))
+        alone = f"{formatting.share(found.alone_share)} of requests are good one at a time"
+        progress.say(f"  {name}: limit {rate if found.rate else 'none'} (predicted), {alone}")
     return parse_campaign(asked.text, models=list(chosen))
 
 

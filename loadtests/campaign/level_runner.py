@@ -140,7 +140,7 @@ class ServerBench:
                             now = time.time() - started.started_unix_seconds
                             left = max(0.0, plan.duration_seconds - now)
                             self.progress.tick(
-                                f"{plan.cell}, {plan.load_in_words}: {rows.count} answers, "
+                                f"{plan.cell}, {plan.load_in_words}: {rows.count} answered, "
                                 f"{formatting.duration(left)} left",
                                 now / plan.duration_seconds,
                             )
@@ -253,11 +253,13 @@ def judged(
 
 
 def level_text(level: Level, slo: Slo, like: float | None = None) -> str:
-    """A level for people: load, in the unit of `like`, counts, means, verdict."""
+    """A level for people: load, in the unit of `like`, counts, medians, verdict."""
     start, found, end = level.started, level.judge(slo), level.finished
     if start.is_burst:
         return f"a burst of {len(level.due)}"
     words: str = found.verdict
+    if level.is_single_stream and words == "unresolved":
+        words = "too few to tell"
     if end is not None:
         if not level.is_whole:
             words = f"does not count: {len(level.due)} of its {end.due} requests are in the records"
@@ -266,11 +268,14 @@ def level_text(level: Level, slo: Slo, like: float | None = None) -> str:
         elif not end.is_valid:
             words = f"not valid ({', '.join(end.warnings)})"
     share = "" if found.share is None else f" ({found.share:.0%})"
-    ttft, tpot = (formatting.seconds(level.mean(one), 3, "-") for one in (level.ttft, level.tpot))
+    times = (level.ttft, level.tpot)
+    ttft, tpot = (formatting.seconds(level.quantile(one, 0.5), 3, "-") for one in times)
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
+    rate = formatting.rate(level.offered_rate, 3, like=like or level.rate)
+    came = f" asked, {rate} came" if level.rate else ""
     return (
-        f"{formatting.load(start.rate_per_second, start.concurrency, 3, like)}: "
-        f"{found.good}{share} of {found.due} good, TTFT {ttft}, TPOT {tpot}"
+        f"{formatting.load(start.rate_per_second, start.concurrency, 3, like)}{came}: "
+        f"{found.good}{share} of {found.due} good, median TTFT {ttft}, TPOT {tpot}"
         f"{failed and f', failed: {failed}'} -> {words}"
     )
 

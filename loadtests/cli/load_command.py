@@ -41,8 +41,8 @@ class CommandOptions(LoadOptions, frozen=True, kw_only=True):
         str,
         option(
             "",
-            "A preset: chat (TTFT 2 s, TPOT 0.1 s), interactive (0.5, 0.03), reading (5, 0.2), "
-            "batch (none) ... Limits of your own: [slo] of a campaign.",
+            "A preset: chat (TTFT 2 s, TPOT 0.1 s), interactive (0.5 s, 0.03 s), reading (5 s, 0.2 "
+            "s), batch (no limits) ... Limits of your own: [slo] of a campaign.",
         ),
     ] = "chat"
 

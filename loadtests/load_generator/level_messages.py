@@ -48,7 +48,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def load_in_words(self) -> str:
         if self.asks is not None:
-            return f"{len(self.asks)} given requests"
+            return f"{len(self.asks)} requests at once"
         return formatting.of_requests(formatting.load(self.rate, self.concurrency, 3))
 
 

@@ -59,7 +59,7 @@ def _row(plan: Plan, option: Option) -> tuple[str, ...]:
         "-" if option.machines is None else str(option.machines),
         _cost(option),
         "-" if option.kwh is None else formatting.significant(option.kwh),
-        option.known_by,
+        "not known" if option.note == NOT_CALIBRATED else option.known_by,
     )
 
 

@@ -143,7 +143,7 @@ def test_the_machine_chooses_rungs_and_says_why(kept: Path) -> None:
     models = [cell.model for cell in plan.cells]
     assert models[0] == "smollm2-135m" and len(models) >= 2
     assert "rungs, by the step times of llama-3.2-1b" in said.getvalue()
-    assert "smollm2-135m: predicted " in said.getvalue()
+    assert "smollm2-135m: limit " in said.getvalue()
     demo = parse_campaign(read_campaign(DEMO).text, models=["1b", "135m"])
     assert [cell.model for cell in demo.cells] == ["llama-3.2-1b", "smollm2-135m"]
     assert all(cell.is_best for cell in demo.cells)
@@ -169,7 +169,7 @@ def test_the_fastest_engine_is_the_one_that_would_hold_most(kept: Path, tmp_path
     (choice,) = of_kind(read_records(folder).events, EngineChosen)
     assert (choice.backend, choice.weight_format) == ("onnx", "int8")
     assert "llama_cpp Q4_0 " in choice.reason and "onnx int8 " in choice.reason
-    assert "best engine: of the engines that can run here" in world.said.getvalue()
+    assert "the highest limit by step times: " in world.said.getvalue()
     run = read_records(folder)
     campaign, cells = campaign_of(run.manifest)
     cell = CellRecord(run.events, campaign, cells[0]).cell
