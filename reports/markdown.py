@@ -28,7 +28,9 @@ def markdown(data: ReportData, answers: Sequence[Answer], sections: Sequence[Sec
         "this run measured. Predicted: from datasheets and published measurements.",
         "",
     ]
-    lines += [f"- **{section.title}**: {section.sentence}" for section in sections]
+    for section in sections:
+        known = f" *({', '.join(section.grades)})*" if section.grades else ""
+        lines.append(f"- **{section.title}**{known}: {section.sentence}")
     lines += ["", *(f"- {w.code} ({w.seriousness.value}): {w.text}" for w in warnings_of(data)), ""]
     kept: list[str] = []
     for line in lines:
