@@ -112,7 +112,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "  Debian, Ubuntu:  apt-get install build-essential"; \
 	  echo "  Fedora:          dnf install gcc-c++ make"; \
 	  echo "  Alpine:          apk add build-base"; exit 1; }
-	@echo "== making the environment in $(VENV) (the first time, llama.cpp is compiled: 5 to 10 minutes on 2 cores; pip keeps the wheel)"
+	@echo "== making the environment in $(VENV) (the first time, llama.cpp is compiled: some 4 minutes on 2 cores; pip keeps the wheel)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	@$(if $(GPU),$(MAKE) --no-print-directory llama GPU=$(GPU) VENV=$(VENV))
