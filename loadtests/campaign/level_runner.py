@@ -259,7 +259,7 @@ def level_text(level: Level, slo: Slo, like: float | None = None) -> str:
         return f"a burst of {len(level.due)}"
     words: str = found.verdict
     if level.is_single_stream and words == "unresolved":
-        words = "too few to tell"
+        words = ""  # twenty requests prove no share of 90 %
     if end is not None:
         if not level.is_whole:
             words = f"does not count: {len(level.due)} of its {end.due} requests are in the records"
@@ -276,7 +276,7 @@ def level_text(level: Level, slo: Slo, like: float | None = None) -> str:
     return (
         f"{formatting.load(start.rate_per_second, start.concurrency, 3, like)}{came}: "
         f"{found.good}{share} of {found.due} good, median TTFT {ttft}, TPOT {tpot}"
-        f"{failed and f', failed: {failed}'} -> {words}"
+        f"{failed and f', failed: {failed}'}{words and f' -> {words}'}"
     )
 
 
