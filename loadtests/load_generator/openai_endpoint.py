@@ -45,7 +45,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         str | None,
         option(
             "",
-            "environment variable that holds the key; of a campaign, --trust names it too",
+            "environment variable that holds the key; a campaign reads it only with --trust",
             metavar="NAME",
         ),
     ] = None
