@@ -5,7 +5,7 @@
 
 The law measures, a level confirms. The limit is simulated from step times (*estimated*), with one
 factor from the levels near it, how much longer their steps took than the law says, in which the
-calibration counts as half a level: its errors and those of levels are independent. Its interval is
+calibration counts as up to half a level: their errors are independent. Its interval is
 limit x exp(+-1.645 sd), sd = what was measured with so many levels x the steepness d ln limit /
 d ln step time, cut by what levels exclude. Without a law the limit lies between the highest rate
 that held and the lowest that failed. Only what ran, undisturbed, steady and long enough, is held

@@ -113,6 +113,7 @@ def test_markdown_has_the_same_table_and_never_grows_beyond_six_kilobytes() -> N
     assert len(text.encode()) <= 6_000
     assert text.startswith(f"# {headline.headline(answers, data)}")
     assert text.count("\n| ") == 2 + len(answers)
+    assert all(f"**{one.title}** *({', '.join(one.grades)})*" in text for one in sections[:3])
     many = markdown.markdown(data, answers, sections * 20)
     assert len(many.encode()) <= 6_000 and "the rest is on the page" in many
 

@@ -53,8 +53,11 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     assert world.now < 240
     (made,) = of_kind(read_records(folder).events, Calibrated)
     assert made.law is not None
-    for part in ("alone: 20 (100%) of 20 good", "calibrated in", "holds", "complete:"):
+    parts = ("alone: 20 (100%) of 20 good", "calibrated in", " came: ", "holds", "complete:")
+    for part in parts:
         assert part in world.said.getvalue(), part
+    units = [" a minute" in line for line in world.said.getvalue().splitlines() if "limit " in line]
+    assert len(set(units)) == 1, "the rates of a cell are read in one unit"
 
 
 def test_not_even_alone_is_said_by_two_starts_and_nothing_else_is_measured(tmp_path: Path) -> None:
