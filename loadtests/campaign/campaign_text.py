@@ -95,7 +95,8 @@ def _capacity_cells(found: journal.Capacity, like: float | None) -> list[str]:
         return [formatting.rate(found.held, rounded="down", like=like), limit, "confirmed"]
     if found.method != "law":
         return ["-", limit, found.reason]
-    return ["-", limit if found.limit else f"{limit}, {found.reason}", "estimated"]
+    why = f": {found.reason}" if found.reason and not found.limit else ""
+    return ["-", limit + why, "estimated"]
 
 
 def _alone(state: CellRecord) -> str:
