@@ -148,6 +148,7 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
             f"run {data.manifest.run_id} has no step law of {cell.model}, so it says "
             "nothing of other requests or another SLO"
         )
+    # Of a machine of two speeds the law is of one of them.
     is_known = cell.capacity.factor and not cell.capacity.speed_moved
     law, sd = cell.law, sd_of(1 if is_known else 0)
     machine = Machine(

@@ -189,3 +189,20 @@ def test_a_run_gives_the_lengths_and_the_slo_that_are_left_out() -> None:
     tables = {"model": "1b", "forecast": {"peak_rate": 0.01}, "machines": [{"run": str(folder)}]}
     slo = asked_of(tables, folder).slo
     assert (slo.ttft_seconds, slo.target) == (data.slo.ttft_seconds, data.slo.target)
+
+
+def test_of_another_question_a_run_whose_speed_moved_knows_less(tmp_path: Path) -> None:
+    folder = shown()[0]
+    for name in (MANIFEST, REQUESTS):
+        shutil.copy(folder / name, tmp_path)
+    events = (folder / EVENTS).read_bytes()
+    (tmp_path / EVENTS).write_bytes(
+        events.replace(b'"steepness":', b'"speed_moved":0.5,"steepness":')
+    )
+
+    def width(run: Path) -> float:
+        tables = {"model": "135m", "slo": "reading", "devices": [], "machines": [{"run": str(run)}]}
+        (found,) = candidates_of(asked_of(tables | {"forecast": {"peak_rate": 0.01}}, run))
+        return found.high / found.low
+
+    assert width(tmp_path) > 1.1 * width(folder)
