@@ -1,5 +1,5 @@
 #!/bin/sh
-# Inside a build: installs what these extras need into /opt/crossover.  docker/install.sh llama-cpp onnx-run
+# Inside a build: installs what these extras need into /opt/crossover.  docker/install.sh llama-cpp onnx
 # llama.cpp is compiled first, into a folder of the cache that is named after all that it was compiled with: pip's own cache of wheels knows
 # nothing of CMAKE_ARGS, and would give the wheel of one image to another.
 set -eu

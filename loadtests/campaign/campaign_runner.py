@@ -68,7 +68,7 @@ def run(
     Raises Incomplete where nothing was measured, MachineBusy where another campaign measures here.
     """
     world = world or World()
-    with machine_lock(f"campaign {plan.campaign.name}"):
+    with machine_lock(f"campaign {plan.campaign.name!r}"):
         facts = world.facts()
         plan = cell_selection.with_rungs(_named(plan, progress), facts, progress)
         with new_run(out, plan, facts, command or sys.argv) as opened:
@@ -94,7 +94,7 @@ def resume(
     Raises Incomplete, BadRunFolder (also on another machine), BadCampaign, MachineBusy.
     """
     world = world or World()
-    with RunFolder(folder) as opened, machine_lock(f"run {folder}"):
+    with RunFolder(folder) as opened, machine_lock(f"the run in {folder}"):
         campaign, cells = campaign_of(opened.manifest)
         if not trust:
             check_trust(Plan(campaign, cells, ""))

@@ -28,6 +28,7 @@ from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.request_lengths import draw
 from models import formatting
+from models.machine_limits import cgroup_cores
 from models.model_ladder import is_rung, rung
 from models.model_spec import ModelSpec
 from models.resolve_model import is_gguf, resolve
@@ -92,7 +93,7 @@ def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> L
     if cell.url is not None:
         return None
     try:
-        return divide_cores(usable or allowed_cores(), campaign.server.cores)
+        return divide_cores(usable or allowed_cores(), campaign.server.cores, cgroup_cores())
     except ValueError as problem:
         raise BadCampaign(f"server.cores: {problem}") from problem
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import msgspec
 
+from models.machine_limits import whole_cores
 from serving.hardware.cpu_topology import SHARED_CORES, physical_of
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Who runs where. `engine_threads` is the number of physical cores among `engine`."""
+    """Who runs where. `engine_threads`: one for each physical core of `engine` within the quota."""
 
     engine: tuple[int, ...]
     api: tuple[int, ...]
@@ -21,8 +22,11 @@ class Layout(msgspec.Struct, frozen=True):
     shared: tuple[str, ...] = ()  # what shares cores: named warnings for the report
 
 
-def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> Layout:
+def divide_cores(
+    usable: tuple[int, ...], engine_cores: int | None = None, quota: float | None = None
+) -> Layout:
     """Cores for engine, API and client. `engine_cores` are physical ones; None: as many as can be.
+    The engine has a thread for each of them, at most the whole cores of the CPU `quota`.
 
     Up to SHARED_CORES the engine has all; API and client have them too and go before it. With
     more, or where it asks for so few, API and client get one physical core each, or share one of
@@ -38,10 +42,11 @@ def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> La
             f"{engine_cores} cores for the engine, and this machine can give it 1 to {most}"
         )
     engine = tuple(core for group in physical[:count] for core in group)
+    threads = whole_cores(count, quota)
     if count > apart or len(physical) == 1:
-        return Layout(engine, usable, usable, count)
+        return Layout(engine, usable, usable, threads)
     shared = ("API and client share a core",) if spare == 1 else ()
-    return Layout(engine, physical[-spare], physical[-1], count, shared)
+    return Layout(engine, physical[-spare], physical[-1], threads, shared)
 
 
 def _physical_cores(usable: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -163,10 +163,17 @@ def core_counters(cores: Iterable[int]) -> dict[int, tuple[float, float]]:
 
 
 def throttled_seconds(pid: int, root: Path = ROOT) -> float | None:
-    """Seconds that the CPU quota of a process's control groups (version 2) has held cores back.
+    """Return the seconds for which CPU quotas of a process's control groups have held cores back.
 
-    None: not told. A limit may stand on any group above its own: the one held back most counts.
+    None: not told. A limit may stand on any group above its own; the longest counts. Version 2
+    counts microseconds (throttled_usec), version 1 nanoseconds (throttled_time).
     """
-    told = [sizes(read_text(one / "cpu.stat"), 1) for one in cgroup_folders(root, pid)]
-    found = [one["throttled_usec"] * 1e-6 for one in told if "throttled_usec" in one]
-    return max(found, default=None)
+    groups = [*cgroup_folders(root, pid), *cgroup_folders(root, pid, controller="cpu")]
+    stats = [sizes(read_text(group / "cpu.stat"), 1) for group in groups]
+    seconds = [
+        stat[key] * unit
+        for stat in stats
+        for key, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9))
+        if key in stat
+    ]
+    return max(seconds, default=None)

@@ -11,11 +11,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from loadtests.errors import MachineBusy
+from models.errors import printable
 
 
 def lock_file() -> Path:
@@ -44,20 +48,30 @@ def take_lock(path: Path, what: str) -> int | str:
 
 @contextlib.contextmanager
 def machine_lock(what: str, *, file: Path | None = None) -> Iterator[None]:
-    """Holds the lock for the block. Raises MachineBusy when another process has it."""
+    """Hold the lock for the block. Raises MachineBusy when another process has it.
+
+    `what`: the measurement, for whoever is refused meanwhile.
+    """
     path = file or lock_file()
     try:
-        lock = take_lock(path, f"process {os.getpid()} ({what})")
+        lock = take_lock(path, _holder(what))
     except OSError as problem:
         raise MachineBusy(
             f"{path}, the lock of this machine, cannot be opened: {problem.strerror}"
         ) from problem
     if isinstance(lock, str):
         raise MachineBusy(
-            f"{lock} measures on this machine now, and two campaigns at once would measure each "
-            "other: wait for it"
+            f"Another measurement runs on this machine: {lock}. Two at once would disturb each "
+            "other. Wait until it ends; `campaign show`, `report` and `plan` work meanwhile."
         )
     try:
         yield
     finally:
         os.close(lock)
+
+
+def _holder(what: str) -> str:
+    """Return what is measured, by which process and command, and since when."""
+    words = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
+    started = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    return f"{what} (process {os.getpid()}, `{printable(shlex.join(words))}`, started {started})"

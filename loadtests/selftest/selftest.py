@@ -48,6 +48,7 @@ from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.request_lengths import Ask, Workload
+from models.machine_limits import cgroup_cores
 from serving.hardware.machine_facts import allowed_cores
 
 RATE, PACE_SECONDS = 600.0, 3.0
@@ -140,7 +141,7 @@ class Bench:
 @contextmanager
 def open_bench() -> Iterator[Bench]:
     """A bench in a folder that goes with it."""
-    layout = divide_cores(allowed_cores())
+    layout = divide_cores(allowed_cores(), quota=cgroup_cores())
     with tempfile.TemporaryDirectory(prefix="crossover-selftest-") as name:
         folder = Path(name)
         with LoadGenerator(log=folder / "locust.log", cores=layout.client) as generator:

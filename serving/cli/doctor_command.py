@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from models import formatting
+from models.machine_limits import whole_cores
 from models.weights_manifest import cache_dir
 from serving.backends.backend_table import (
     BACKENDS,
@@ -96,8 +97,12 @@ def warnings_of(
     size, free = formatting.size, facts.usable_memory_bytes
     quota, cores = facts.cgroup_cores, len(facts.allowed_cores)
     if quota is not None and quota < cores:
-        text = f"the control group allows {quota:g} cores' time on {cores}: threads get throttled"
-        yield "cpu_quota", f"{text}; pin cores (a cpuset), or set --threads to the quota"
+        text = f"the control group allows {quota:g} cores' time on {cores} cores"
+        yield (
+            "cpu_quota",
+            f"{text}: an engine starts {whole_cores(cores, quota)} threads, and work beyond the "
+            "quota is throttled; whole cores (a cpuset) measure more steadily",
+        )
     if facts.architecture == "x86_64" and "avx2" not in facts.isa:
         text = "the CPU shows no AVX2: the engines' kernels fall back to much slower ones"
         yield "no_avx2", f"{text}; in a virtual machine, pass the host's CPU through"
@@ -140,7 +145,7 @@ def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
     yield "CPU", f"{facts.cpu_model} ({facts.architecture})"
     yield "instructions", " ".join(facts.isa) or "none of those that matter"
     yield "cores", f"{cores}, may use {cores_text(allowed)}{limit}"
-    yield "a server", split_cores(allowed).note
+    yield "a server", split_cores(allowed, quota=quota).note
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
     yield "memory", f"{total}, {usable} usable now, {size(facts.swap_used_bytes)} of swap used"
     for gpu in facts.gpus:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.machine_limits import ROOT, read_text
+from models.machine_limits import ROOT, read_text, whole_cores
 from serving.errors import ServingError
 
 SHARED_CORES = 8  # up to so many are shared where nobody says otherwise
@@ -39,9 +39,11 @@ def split_cores(
     api: tuple[int, ...] = (),
     threads: int | None = None,
     root: Path = ROOT,
+    quota: float | None = None,
 ) -> CoreSplit:
     """Divide the allowed cores. `engine`, `api`: as the user asked; (): decide. `threads` None: one
-    for each physical core. Raises ServingError for a core that is not allowed."""
+    for each physical core, at most the whole cores of the CPU `quota`. Raises ServingError for a
+    core that is not allowed."""
     for name, wanted in (("--cores", engine), ("--api-cores", api)):
         outside = [core for core in wanted if core not in allowed]
         if outside:
@@ -58,12 +60,15 @@ def split_cores(
     else:
         engine = api = allowed
         why = f"shared, HTTP goes first; {change}"
-    count = threads or len(set(physical_of(engine, root).values()))
+    physical = len(set(physical_of(engine, root).values()))
+    count = threads or whole_cores(physical, quota)
+    named = "1 thread" if count == 1 else f"{count} threads"
+    if threads is None and count < physical:
+        named += f" (the CPU quota is {quota:g} cores)"
     nice = SHARED_NICE if set(engine) & set(api) else 0
     at = f" at nice {nice}" if nice else ""
     note = (
-        f"engine on cores {cores_text(engine)} with {count} threads{at}, "
-        f"HTTP on {cores_text(api)} ({why})"
+        f"engine on cores {cores_text(engine)} with {named}{at}, HTTP on {cores_text(api)} ({why})"
     )
     return CoreSplit(engine, api, count, nice, note)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from models.machine_limits import cgroup_cores
 from models.model_ladder import is_rung, rung
 from models.resolve_model import ResolvedModel, is_gguf, resolve
 from models.tokenizer import try_tokenizer
@@ -134,7 +135,7 @@ class Machine:
     def split(self, cores: str, threads: int | None) -> CoreSplit:
         """Cores of an engine with these options and of the HTTP process."""
         asked = parse_cores(cores, "--cores"), parse_cores(self._api_cores, "--api-cores")
-        return split_cores(self._allowed, *asked, threads)
+        return split_cores(self._allowed, *asked, threads, quota=cgroup_cores())
 
     def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
         """Backends that cannot run, or cannot use the GPU, by their probes in subprocesses."""

@@ -101,13 +101,15 @@ def test_a_name_may_hold_brackets() -> None:
         ({"a/b": "nr_throttled 3\nthrottled_usec 250000\n"}, 0.25),
         ({"a/b": "throttled_usec 100000\n", "a": "throttled_usec 700000\n"}, 0.7),
         ({"a": "usage_usec 5\n"}, None),
+        ({"cpu/a/b": "nr_throttled 3\nthrottled_time 250000000\n"}, 0.25),  # version 1
+        ({"cpu/a": "throttled_time 700000000\n", "a": "throttled_usec 100000\n"}, 0.7),
     ],
 )
 def test_the_quota_of_the_control_groups(
     tmp_path: Path, files: dict[str, str], seconds: float | None
 ) -> None:
     (tmp_path / "proc/5").mkdir(parents=True)
-    (tmp_path / "proc/5/cgroup").write_text("0::/a/b\n")
+    (tmp_path / "proc/5/cgroup").write_text("2:cpu:/a/b\n0::/a/b\n")
     for folder, text in files.items():
         place = tmp_path / "sys/fs/cgroup" / folder
         place.mkdir(parents=True, exist_ok=True)

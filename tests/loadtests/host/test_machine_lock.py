@@ -32,7 +32,7 @@ def test_a_second_campaign_is_refused_and_told_who_measures(tmp_path: Path) -> N
     with (
         pytest.raises(
             MachineBusy,
-            match=rf"process {first.pid} \(runs/a\) measures on this machine now.*wait for it",
+            match=rf"runs/a \(process {first.pid}, `-c`, started 2\S+ .*\).*Wait until it ends",
         ),
         machine_lock("b", file=file),
     ):
@@ -40,7 +40,7 @@ def test_a_second_campaign_is_refused_and_told_who_measures(tmp_path: Path) -> N
     first.kill()
     first.communicate()
     with machine_lock("b", file=file):
-        assert f"process {os.getpid()} (b)" in file.read_text(), (
+        assert f"b (process {os.getpid()}, `" in file.read_text(), (
             "a lock ends with its process, however that ended"
         )
 

@@ -10,9 +10,11 @@ import msgspec
 import psutil
 import pytest
 
+from loadtests.host.cpu_pinning import divide_cores
 from loadtests.host.cpu_time_taken import processes
 from models.child_process import start_python
 from models.machine_limits import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
+from serving.hardware.cpu_topology import split_cores
 from serving.hardware.machine_facts import (
     HardwareFacts,
     hardware_facts,
@@ -80,23 +82,94 @@ def test_an_nvidia_card_without_its_driver_is_a_cause_of_its_own(tmp_path: Path)
     assert hardware_facts(root=tmp_path).gpu_cause == "no_driver"
 
 
-def test_the_tightest_quota_on_the_way_up_counts(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/a/b\n",
-            "sys/fs/cgroup/a/cpu.max": "150000 100000\n",
-            "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
-            "sys/fs/cgroup/a/b/memory.max": "1000000\n",
-            "sys/fs/cgroup/a/b/memory.current": "600000\n",
-            "sys/fs/cgroup/a/b/memory.stat": "anon 5\ninactive_file 100000\nactive_file 50000\n",
-            "sys/fs/cgroup/a/memory.max": "max\n",
-        },
-    )
+V1_UNLIMITED = "9223372036854771712\n"
+V2 = {
+    "proc/self/cgroup": "0::/a/b\n",
+    "sys/fs/cgroup/a/cpu.max": "150000 100000\n",
+    "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+    "sys/fs/cgroup/a/b/memory.max": "1000000\n",
+    "sys/fs/cgroup/a/b/memory.current": "600000\n",
+    "sys/fs/cgroup/a/b/memory.stat": "anon 5\ninactive_file 100000\nactive_file 50000\n",
+    "sys/fs/cgroup/a/memory.max": "max\n",
+}
+V1 = {
+    "proc/self/cgroup": "9:name=systemd:/\n4:memory:/a/b\n3:cpu,cpuacct:/a/b\n0::/\n",
+    "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "150000\n",
+    "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/cpu,cpuacct/a/b/cpu.cfs_quota_us": "-1\n",
+    "sys/fs/cgroup/cpu,cpuacct/a/b/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": V1_UNLIMITED,
+    "sys/fs/cgroup/memory/a/memory.limit_in_bytes": V1_UNLIMITED,
+    "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "1000000\n",
+    "sys/fs/cgroup/memory/a/b/memory.usage_in_bytes": "600000\n",
+    "sys/fs/cgroup/memory/a/b/memory.stat": (
+        "inactive_file 1\nactive_file 1\ntotal_inactive_file 100000\ntotal_active_file 50000\n"
+    ),
+}
+CONTAINER_OF_V1 = {  # it sees the host's path, and mounted only its own group
+    "proc/self/cgroup": "5:memory:/docker/1f\n4:cpuacct:/docker/1f\n2:cpu:/docker/1f\n0::/\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000000\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "600000\n",
+    "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 100000\ntotal_active_file 50000\n",
+}
+HYBRID = {  # version 2 beside version 1, without controllers
+    **CONTAINER_OF_V1,
+    "sys/fs/cgroup/unified/cgroup.procs": "1\n",
+}
+THROTTLED_ABOVE = V2 | {
+    "sys/fs/cgroup/a/b/memory.max": "max\n",
+    "sys/fs/cgroup/a/b/memory.high": "1000000\n",
+}
+
+
+@pytest.mark.parametrize("files", [V2, V1, CONTAINER_OF_V1, HYBRID, THROTTLED_ABOVE])
+def test_the_tightest_limit_of_either_version_of_control_groups_counts(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
+    write(tmp_path, files)
     assert cgroup_cores(tmp_path) == 1.5
     assert cgroup_memory_left(tmp_path) == 1000000 - (600000 - 150000)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1500 kB\n")
     assert (total_bytes(tmp_path), available_bytes(tmp_path)) == (1000000, 550000)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"proc/self/cgroup": "0::/\n"},
+        {"proc/self/cgroup": "4:memory:/a\n2:cpu:/a\n0::/\n"},
+        {
+            "proc/self/cgroup": "4:memory:/\n2:cpu:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": V1_UNLIMITED,
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"},
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "100000 0\n"},
+        {"proc/self/cgroup": "garbage\n\n0::/\n", "sys/fs/cgroup/memory.max": "\n"},
+    ],
+)
+def test_without_a_limit_there_is_none(tmp_path: Path, files: dict[str, str]) -> None:
+    write(tmp_path, files)
+    assert cgroup_cores(tmp_path) is None
+    assert cgroup_memory_left(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("quota", "threads"), [(None, 4), (8.0, 4), (4.0, 4), (2.9, 2), (1.0, 1), (0.25, 1)]
+)
+def test_a_quota_bounds_the_threads_that_nobody_asked_for(
+    quota: float | None, threads: int
+) -> None:
+    allowed = (0, 1, 2, 3)
+    split = split_cores(allowed, root=Path("/nowhere"), quota=quota)
+    assert split.threads == threads
+    assert ("quota" in split.note) == (threads < 4)
+    assert split_cores(allowed, threads=4, root=Path("/nowhere"), quota=quota).threads == 4
+    assert divide_cores(allowed, quota=quota).engine_threads <= threads
 
 
 def test_reading_facts_imports_nothing_heavy() -> None:
