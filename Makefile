@@ -28,7 +28,7 @@ STAMP = $(VENV)/.installed
 
 help:
 	@echo "make demo   the main job: models, campaign, report (some 8 minutes on 2 cores, after the installation)"
-	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm)"
+	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm), for a GPU that PyTorch cannot use"
 	@echo "make test   the tests (some 4 minutes on 2 quiet cores, after the installation)"
 	@echo "make scale-test  replicas on a Ray of this machine, in an environment of its own (installs 600 MB)"
 	@echo "make test-vulkan  llama.cpp on Vulkan, on a GPU or on Mesa's software device (compiles llama.cpp; says what is missing)"
@@ -40,7 +40,7 @@ help:
 	@echo "make lint   ruff, mypy, the rules of the house, bandit"
 
 demo: $(STAMP)
-	$(BIN)/crossover campaign run loadtests/demo$(if $(GPU),-gpu).toml --out $(RUNS)
+	$(BIN)/crossover campaign run loadtests/demo.toml --out $(RUNS)
 	$(BIN)/crossover report "$$(ls -td $(RUNS)/*/ | head -n 1)"
 
 test: $(STAMP)

@@ -22,6 +22,7 @@ from loadtests.analysis.capacity_text import common_rate
 from loadtests.analysis.level_columns import Judged, Level, levels_of
 from loadtests.analysis.level_warnings import NamedWarning, level_warnings
 from loadtests.analysis.slo import Slo
+from loadtests.campaign.campaign_file import Search
 from loadtests.errors import BadRunFolder, LoadError
 from loadtests.records.journal_events import (
     Calibrated,
@@ -36,6 +37,7 @@ from loadtests.records.journal_events import (
     LevelAbandoned,
     LevelFinished,
     NeverQuiet,
+    device_of,
     of_kind,
 )
 from loadtests.records.resource_sample import ResourceSample
@@ -304,8 +306,8 @@ def _cell_of(
     law = policy = None
     if calibrated is not None and calibrated.law is not None and calibrated.policy is not None:
         law, policy = calibrated.law, calibrated.policy
-    search = run.manifest.campaign.get("search") or {}
-    found, least_seconds = None, search.get("level_seconds") or LEAST_SECONDS
+    search = msgspec.convert(run.manifest.campaign.get("search") or {}, Search)
+    found, least_seconds = None, search.level_seconds_on(device_of(said.get("device"), ready))
     levels_since = finished and of_kind(events[events.index(finished) :], LevelFinished)
     if finished is not None and not levels_since and slo == _converted(run.manifest, "slo", Slo):
         found = finished.capacity
@@ -331,7 +333,7 @@ def _cell_of(
         spec=rung(model).spec if is_rung(model) else None,
         weight_format="" if weight_format == "none" else weight_format,
         backend=backend,
-        device=info.device or said.get("device"),
+        device=device_of(said.get("device"), ready),
         engine=str(said.get("engine") or ""),
         slots=info.slots or said.get("slots"),
         state=state,

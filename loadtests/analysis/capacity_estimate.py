@@ -144,13 +144,13 @@ def confirming_seconds(
     needed = requests_to_hold(slo) / 0.75**2
     return max(
         least_seconds * (2 if rate < SLOW_RATE else 1),
-        _least_seconds(slo, alone_seconds, least_seconds),
+        shortest_level(slo, alone_seconds, least_seconds),
         (AS_ONE_BY_LEVELS if by_levels else LEAST_AS_ONE) * needed / rate,
     )
 
 
-def _least_seconds(slo: Slo, alone: float | None, least_seconds: float) -> float:
-    """The shortest window that confirms, whatever it shows."""
+def shortest_level(slo: Slo, alone: float | None, least_seconds: float) -> float:
+    """Return the length of the shortest window that confirms, whatever it shows."""
     return max(least_seconds, TTFT_LIMITS * (slo.ttft_seconds or 0.0), ANSWERS * (alone or 0.0))
 
 
@@ -250,7 +250,7 @@ def _confirmed(
     e2e = [one.level.mean(one.level.e2e) for one in seen if one.level.is_single_stream]
     known = [seconds for seconds in e2e if seconds is not None]
     alone = sum(known) / len(known) if known else None
-    least = ROUNDING * _least_seconds(slo, alone, least_seconds)
+    least = ROUNDING * shortest_level(slo, alone, least_seconds)
     is_law = found.limit is not None  # else the levels alone say
     fit = [one for one in loaded if one.judged.steady and one.level.window_seconds >= least]
     for rate in sorted({one.rate for one in fit if one.rate < failed}, reverse=True):

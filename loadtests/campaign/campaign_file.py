@@ -1,7 +1,7 @@
 """The campaign file: what to measure, and how. TOML -> Campaign -> cells.
 
     name = "ladder"
-    models = ["135m", "1b", "3b"]            # x backends x formats = cells
+    models = ["135m", "1b", "3b"]            # x devices x backends x formats = cells
     budget_seconds = 600                     # of measuring, for all cells together
 
     [slo]
@@ -22,13 +22,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from loadtests.analysis.capacity_estimate import LEAST_SECONDS
 from loadtests.analysis.slo import SLO_PRESETS, Slo
 from loadtests.errors import BadCampaign, LoadError
 from loadtests.load_generator.level_messages import DEFAULT_WORKLOAD
@@ -40,7 +41,7 @@ from loadtests.workload.trace_file import load_trace
 from models.errors import CrossoverError, printable
 from models.model_ladder import is_rung, rung
 from models.weight_formats import DEFAULT_FORMATS
-from serving.backends.backend_table import BACKENDS, weights_of
+from serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of, weights_of
 from serving.errors import BackendUnavailable
 from serving.option_help import Count, Positive, Seconds, Share
 from serving.placement.fastest_backend import BEST
@@ -49,6 +50,14 @@ from serving.server_options import SharedOptions
 DEMO = Path(__file__).parents[1] / "demo.toml"
 FILLED = ("model", "port", "host", "slots", "context", "kv_tokens", "threads")
 AUTO = "auto"  # in place of models: the rungs around this machine's limit
+# A GPU answers dozens of requests a second, so that less time shows as much.
+SINGLE_STREAM_SECONDS, GPU_SINGLE_STREAM_SECONDS, GPU_LEVEL_SECONDS = 20.0, 8.0, 20.0
+CPU_BACKENDS = ("llama_cpp",)  # measured on the CPU where the campaign names no backend
+# On a CPU torch is there for reference: beside a GPU, the other engines named are the CPU's.
+GPU_BACKEND = DEFAULTS["gpu"][0]
+OTHER_ENGINES = "other engines are [[engines]] tables: docs/measure-any-endpoint.md"
+Device = Literal["cpu", "gpu"]
+DEVICES: tuple[Device, ...] = ("cpu", "gpu")
 
 
 class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +72,8 @@ class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 # Options of `serve` that a campaign says elsewhere, of its cells, or not at all.
-NOT_OF_SERVER = ("backend", "weight_format", "calibration", "idle_unload_seconds")
+NOT_OF_SERVER = ("policy", "backend", "weight_format", "calibration", "idle_unload_seconds")
+SAID_BY = {"policy": 'by devices = ["cpu"], ["gpu"] or both'}
 
 
 class SloSpec(Table, frozen=True):
@@ -81,12 +91,27 @@ class Search(Table, frozen=True):
 
     starts: Annotated[Count, key("server starts that must confirm; 2 for a machine to work on")] = 1
     confirm: Annotated[
-        Annotated[int, Meta(ge=0)] | None, key("confirm so many models, the smallest; none: all")
+        Annotated[int, Meta(ge=0)] | None,
+        key("models to confirm: the smallest on the CPU, the largest on a GPU; none: all"),
     ] = None
     single_stream_requests: Annotated[Count, key("requests one at a time, before any load")] = 20
-    single_stream_seconds: Annotated[Positive, key("most that they take")] = 20.0
-    level_seconds: Annotated[Positive, key("shortest level that confirms")] = 60.0
+    single_stream_seconds: Annotated[
+        Positive | None, key("maximum time for them; none: 20, on a GPU 8")
+    ] = None
+    level_seconds: Annotated[
+        Positive | None, key("shortest level that confirms; none: 60, on a GPU 20")
+    ] = None
     rates: Annotated[list[Positive], key("levels at these rates, in place of a search")] = []
+
+    def single_stream_seconds_on(self, device: str | None) -> float:
+        """Return the maximum time for the single-stream requests on a device."""
+        usual = GPU_SINGLE_STREAM_SECONDS if device == "gpu" else SINGLE_STREAM_SECONDS
+        return self.single_stream_seconds or usual
+
+    def level_seconds_on(self, device: str | None) -> float:
+        """Return the length of the shortest level that confirms a rate on a device."""
+        usual = GPU_LEVEL_SECONDS if device == "gpu" else LEAST_SECONDS
+        return self.level_seconds or usual
 
 
 class Engine(Table, frozen=True):
@@ -113,9 +138,13 @@ class CampaignFile(Table, frozen=True):
     formats: Annotated[
         list[str], key("each backend takes what it has of them; empty: its own")
     ] = []
+    devices: Annotated[
+        list[Device], key("cpu, gpu: the devices to measure; empty: all that are here")
+    ] = []
     backends: Annotated[
-        list[str], key("llama_cpp, onnx, torch; best: the one that serves most, tried for seconds")
-    ] = msgspec.field(default_factory=lambda: ["llama_cpp"])
+        list[str] | None,
+        key("llama_cpp, onnx, torch, best (CPU: by a trial); none: llama_cpp, and the GPU's"),
+    ] = None
     engines: Annotated[list[Engine], key("engines of others; only with --trust")] = []
     target: Annotated[Target | None, key("an endpoint that runs, in place of models")] = None
     server: Annotated[Server, key("how the server of each cell is started")] = Server()
@@ -134,7 +163,7 @@ class CampaignFile(Table, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured: a model, format and backend, or an endpoint."""
+    """What is measured: a model, weight format and backend on a device, or an endpoint."""
 
     key: str
     model: str
@@ -144,6 +173,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None = None  # the endpoint, where the runner starts none
     engine: str = ""  # its name, where it is one of others (`engines` of the campaign)
     is_best: bool = False  # the engine is the CPU's best, chosen when the cell starts
+    # None: of an endpoint or an engine of others, whose engine reports it; before a run has begun,
+    # that of a campaign which names no devices; in runs that were written before cells named one.
+    device: Device | None = None
 
 
 class Campaign(CampaignFile, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -178,7 +210,7 @@ def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") ->
         if models and AUTO in file.models:
             file = msgspec.structs.replace(file, models=list(models))
         campaign = Campaign(**(msgspec.structs.asdict(file) | {"slo": slo_of(file.slo)}))
-        return Plan(campaign, [] if AUTO in file.models else _cells_of(file), text)
+        return Plan(campaign, [] if AUTO in file.models else _parsed_cells(file), text)
     except BadCampaign as problem:
         raise BadCampaign(f"{where}{problem}") from problem
 
@@ -217,19 +249,38 @@ def check_trust(plan: Plan) -> None:
         )
 
 
-def _cells_of(file: CampaignFile) -> list[Cell]:
-    """Models x backends x the formats that a backend has, then models x engines of others.
+def _parsed_cells(file: CampaignFile) -> list[Cell]:
+    """The cells as far as the file tells them; on_this_machine() says which devices are here.
 
-    Raises BadCampaign for a combination that is none.
+    Raises BadCampaign for a combination that cannot be measured on any machine.
+    """
+    able = [name for name in file.backends or () if name != BEST and "gpu" in _devices_of(name)]
+    drivers = list(dict.fromkeys([*DEFAULTS["gpu"], *able]))
+    devices: list[Device | None] = [*file.devices] or [None]
+    return cells_of(file, dict.fromkeys(devices, file.models), drivers)
+
+
+def cells_of(
+    file: CampaignFile, models: Mapping[Device | None, Sequence[str]], drivers: Sequence[str]
+) -> list[Cell]:
+    """Return the cells of a campaign: for each model and device the backends that run there, each
+    in the formats that it has; then the engines of others.
+
+    `models`: those to measure on each device (None: on what the machine has), in order. `drivers`:
+    the backends that can use the GPU, the preferred one first. Raises BadCampaign for a combination
+    that cannot be measured, and for a device on which nothing would be.
     """
     if file.target is not None:
         return [cell_of_target(file.target)]
-    cells = [
-        cell
-        for model in file.models
-        for backend in file.backends
-        for cell in _cells_of_backend(model, backend, file)
-    ]
+    cells: list[Cell] = []
+    for model in dict.fromkeys(name for names in models.values() for name in names):
+        for device in (one for one, names in models.items() if model in names):
+            for backend in backends_on(device, file, drivers, is_only=len(models) == 1):
+                shown = device if len(models) > 1 else None
+                cells += _cells_of_backend(model, backend, file, device, shown)
+    for device in file.devices if file.models else ():
+        if not any(cell.device == device for cell in cells):
+            raise BadCampaign(nothing_on(device, file, drivers))
     for engine in file.engines:
         for model in file.models:
             weight_format = engine.format or DEFAULT_FORMATS.get(engine.weights, "")
@@ -244,26 +295,88 @@ def _cells_of(file: CampaignFile) -> list[Cell]:
     return cells
 
 
-def _cells_of_backend(model: str, backend: str, file: CampaignFile) -> Iterator[Cell]:
+def backends_on(
+    device: Device | None, file: CampaignFile, drivers: Sequence[str], *, is_only: bool = True
+) -> list[str]:
+    """Return the backends that a campaign measures on a device, in order.
+
+    On the GPU: those named that are among `drivers`; where none or BEST is named, the first driver
+    that has a format asked for. On the CPU, and where the device is not known yet (None): those
+    named, else CPU_BACKENDS; beside a GPU (`is_only` is False) torch only where no other is named.
+    """
+    named = file.backends
+    if device == "gpu":
+        own = [one for one in drivers if not file.formats or _takes_any(one, file.formats)][:1]
+        if named is None:
+            return own
+        found = [own if name == BEST else [name] for name in named if name in (BEST, *drivers)]
+        return list(dict.fromkeys(name for names in found for name in names))
+    names = list(CPU_BACKENDS) if named is None else named
+    if device is None:
+        can_be = named is not None or not file.formats
+        can_be = can_be or any(_takes_any(name, file.formats) for name in names)
+        return names if can_be else backends_on("gpu", file, drivers)
+    names = [name for name in names if name == BEST or "cpu" in _devices_of(name)]
+    others = [name for name in names if name != GPU_BACKEND]
+    return names if is_only or not others else others
+
+
+def can_measure(device: Device, file: CampaignFile, drivers: Sequence[str]) -> bool:
+    """Return whether a campaign's backends and formats leave anything to measure on a device."""
+    names = backends_on(device, file, drivers, is_only=False)
+    return any(name == BEST or not file.formats or _takes_any(name, file.formats) for name in names)
+
+
+def nothing_on(device: str, file: CampaignFile, drivers: Sequence[str]) -> str:
+    """Return the sentence that says why a campaign has no cell on a device."""
+    able = drivers if device == "gpu" else [n for n in BACKENDS if "cpu" in BACKENDS[n].devices]
+    lists = {"backends": file.backends, "formats": file.formats}
+    asked = " and ".join(f"{key} = {', '.join(names)}" for key, names in lists.items() if names)
+    known = (
+        f"{name} ({', '.join(BACKENDS[name].formats if name in BACKENDS else ()) or 'any format'})"
+        for name in able
+    )
+    return (
+        f"devices: nothing can be measured on the {device.upper()} with {asked or 'these keys'}; "
+        f"the backends of that device are {', '.join(known)}"
+    )
+
+
+def _devices_of(backend: str) -> tuple[str, ...]:
+    """The devices that a backend runs on. Raises BadCampaign for an unknown one."""
+    try:
+        return spec_of(backend).devices
+    except BackendUnavailable as problem:
+        raise BadCampaign(f"{problem}; {OTHER_ENGINES}") from problem
+
+
+def _cells_of_backend(
+    model: str, backend: str, file: CampaignFile, device: Device | None, shown_device: str | None
+) -> Iterator[Cell]:
     """A cell for each format; the best engine is one cell for all: they limit its choice."""
+    about: dict[str, Any] = {"slots": file.server.slots, "device": device}
+    about["shown_device"] = shown_device
     try:
         # A file, a folder or a hub id.
         is_elsewhere = any(mark in model for mark in ("/", ".gguf")) and not is_rung(model)
         name = model if is_elsewhere else rung(model).spec.name
         if backend == BEST:
-            yield _cell(name, "", BEST, slots=file.server.slots, is_best=True)
+            yield _cell(name, "", BEST, is_best=True, **about)
             return
         formats: list[str | None] = [*file.formats] or [None]
         for asked in formats:
             if asked is None or _takes(backend, asked):
                 kind, weight_format = weights_of(backend, asked)
                 shown = weight_format or DEFAULT_FORMATS.get(kind, "")
-                yield _cell(name, weight_format, backend, shown, slots=file.server.slots)
+                yield _cell(name, weight_format, backend, shown, **about)
     except BackendUnavailable as problem:
-        others = "other engines are [[engines]] tables: docs/measure-any-endpoint.md"
-        raise BadCampaign(f"{problem}; {others}") from problem
+        raise BadCampaign(f"{problem}; {OTHER_ENGINES}") from problem
     except CrossoverError as problem:
         raise BadCampaign(f"{problem}") from problem
+
+
+def _takes_any(backend: str, formats: Sequence[str]) -> bool:
+    return any(_takes(backend, one) for one in formats)
 
 
 def _takes(backend: str, weight_format: str) -> bool:
@@ -272,8 +385,15 @@ def _takes(backend: str, weight_format: str) -> bool:
     return not known or weight_format.lower() in [one.lower() for one in known]
 
 
-def _cell(model: str, weight_format: str, backend: str, shown: str = "", **more: Any) -> Cell:
-    key = "-".join(filter(None, (model, shown or weight_format, backend)))
+def _cell(
+    model: str,
+    weight_format: str,
+    backend: str,
+    shown: str = "",
+    shown_device: str | None = None,
+    **more: Any,
+) -> Cell:
+    key = "-".join(filter(None, (model, shown or weight_format, backend, shown_device)))
     return Cell(key=plain(key), model=model, weight_format=weight_format, backend=backend, **more)
 
 
@@ -298,7 +418,7 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         yield str(problem)
     if target is not None:
         bare = CampaignFile(name="")
-        for name in ("models", "engines", "formats", "backends", "server"):
+        for name in ("models", "engines", "formats", "devices", "backends", "server"):
             if getattr(file, name) != getattr(bare, name):
                 yield f"target is an endpoint that is there already: it goes without {name}"
         try:
@@ -311,14 +431,19 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         yield f"search.starts = {file.search.starts} is of a search on servers started here"
     for name in NOT_OF_SERVER:
         if (value := getattr(server, name)) != getattr(Server(), name):
-            yield f"server.{name} = {value!r} is not said here, but of cells"
+            yield f"server.{name} = {value!r} is not said here, but {SAID_BY.get(name, 'of cells')}"
+    if len(set(file.devices)) < len(file.devices):
+        yield f"devices names a device twice: {', '.join(file.devices)}"
+    if file.devices and file.backends == []:
+        yield "devices are of our engines: an engine of [[engines]] runs where its command says"
     if AUTO in file.models and (len(file.models) > 1 or file.engines):
         yield "models 'auto' are rungs that a measurement chooses: no other models, and no engines"
-    if BEST in file.backends and (server.policy == "gpu-only" or server.options):
-        yield f"{BEST!r} chooses among the CPU's engines: no policy 'gpu-only', and no options"
+    if BEST in (file.backends or ()) and server.options:
+        yield f"{BEST!r} chooses among the engines of a device: it goes without server.options"
+    backends = (*CPU_BACKENDS, *DEFAULTS["gpu"]) if file.backends is None else file.backends
     for one in file.formats:
-        if file.backends and not any(_takes(backend, one) for backend in file.backends):
-            known = {name for name in file.backends for name in BACKENDS[name].formats}
+        if backends and not any(_takes(backend, one) for backend in backends):
+            known = {name for name in backends for name in BACKENDS[name].formats}
             yield f"formats: {one!r} is of no backend here; there are {', '.join(sorted(known))}"
     lengths = file.workload
     arrivals = file.arrivals.path if isinstance(file.arrivals, Trace) else None

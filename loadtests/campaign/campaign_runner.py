@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -39,8 +39,9 @@ from loadtests.records import journal_events as journal
 from loadtests.records.run_folder import RunFolder
 from models import formatting
 from models.errors import CrossoverError
-from serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from serving.hardware.machine_facts import HardwareFacts
 from serving.placement.fastest_backend import BEST
+from serving.registry.engine_config import Machine
 
 CONFIRM_MARGIN = 1.5  # of the seconds that confirming is said to take, and ...
 CONFIRM_SECONDS = 60.0  # ... so many more: warm-up, last answers
@@ -50,7 +51,7 @@ CONFIRM_SECONDS = 60.0  # ... so many more: warm-up, last answers
 class World:
     """What a sitting measures with: tests pass a simulated one."""
 
-    facts: Callable[[], HardwareFacts] = hardware_facts
+    machine: Machine = field(default_factory=Machine)
     open_bench: OpenBench | None = None  # None: real servers and load generators
     clock: Callable[[], float] = time.monotonic
 
@@ -69,8 +70,9 @@ def run(
     """
     world = world or World()
     with machine_lock(f"campaign {plan.campaign.name!r}"):
-        facts = world.facts()
-        plan = cell_selection.with_rungs(_named(plan, progress), facts, progress)
+        facts = world.machine.facts()
+        plan = _named(plan, progress)
+        plan = cell_selection.on_this_machine(plan, world.machine, facts, progress)
         with new_run(out, plan, facts, command or sys.argv) as opened:
             opened.event(journal.RunStarted())
             progress.say(f"run {opened.folder}: {len(plan.cells)} cells")
@@ -100,7 +102,9 @@ def resume(
             check_trust(Plan(campaign, cells, ""))
         levels = levels_of(opened)
         states = [CellState(opened, campaign, cell, levels) for cell in cells]
-        sitting = _Sitting(opened, campaign, states, world.facts(), progress, world, confirm)
+        sitting = _Sitting(
+            opened, campaign, states, world.machine.facts(), progress, world, confirm
+        )
         done = sum(state.ended is not None for state in states)
         if done == len(states) and journal.of_kind(opened.events, journal.RunFinished):
             what = "every cell is confirmed, or cannot be" if confirm else "nothing to do"
@@ -269,7 +273,8 @@ class _Sitting:
             for one in self._states
             if one is state or (one.ended is None and self._why_not(one.cell) is None)
         ]
-        return cell_selection.shares(to_come, self._confirmed, self._left_seconds)[state.key]
+        left = self._left_seconds
+        return cell_selection.shares(to_come, self._confirmed, left, self._campaign)[state.key]
 
     @property
     def _left_seconds(self) -> float:

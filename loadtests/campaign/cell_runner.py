@@ -123,14 +123,14 @@ class CellRun:
         self.warmup_seconds = round(min(warmup, MOST_WARMUP_SECONDS), 1)
         single = LevelAsk(
             requests=self.search.single_stream_requests,
-            window_seconds=self.search.single_stream_seconds,
+            window_seconds=self.search.single_stream_seconds_on(state.device),
         )
         if not self.alone:
             return single
         if rates := self.search.rates:
             if len(self.loaded) >= len(rates):
                 return None
-            return self._ask(rates[len(self.loaded)], self.search.level_seconds)
+            return self._ask(rates[len(self.loaded)], state.level_seconds)
         self.found = found = capacity_of(state)
         # of the server that serves now, from 1; None: it cannot be started again
         self.start = None if state.cell.url is not None else state.starts
@@ -204,7 +204,7 @@ class CellRun:
 
         By levels alone, one in which not even all requests good would prove the rate tells nothing.
         """
-        rate, alone, least = float(f"{rate:.3g}"), self.alone_seconds, self.search.level_seconds
+        rate, alone, least = float(f"{rate:.3g}"), self.alone_seconds, self.state.level_seconds
         affordable = self.left_seconds - self.warmup_seconds - 2 * (alone or 0.0)
         proves = AS_ONE_BY_LEVELS * requests_to_hold(self.slo) / rate if by_levels else 0.0
         if affordable < max(least, proves):
@@ -344,7 +344,7 @@ def capacity_of(state: CellRecord) -> journal.Capacity:
         policy=None if made is None else made.policy,
         workload=campaign.workload,
         arrivals=campaign.arrivals,
-        least_seconds=campaign.search.level_seconds,
+        least_seconds=state.level_seconds,
     )
 
 

@@ -1,23 +1,31 @@
-"""Which cells can be measured here, on which engine and cores, and for how long.
+"""Which cells can be measured here, on which devices, engine and cores, and for how long.
 
+on_this_machine(plan, machine, facts, progress)     # the devices that are here, models for "auto"
 why_not(cell, campaign, facts)           # None, or the reason with its arithmetic
 fastest_engine(cell, campaign, facts, progress)     # of the CPU's, where the cell asks for it
-shares(cells, confirmed, 600.0)          # {cell key: seconds}
+shares(cells, confirmed, 600.0, campaign)           # {cell key: seconds}
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 
 import msgspec
 
+from loadtests.analysis.capacity_estimate import shortest_level
 from loadtests.campaign.campaign_file import (
     AUTO,
+    DEVICES,
     Campaign,
     Cell,
+    Device,
     Plan,
     Server,
-    parse_campaign,
+    backends_on,
+    can_measure,
+    cells_of,
+    nothing_on,
 )
 from loadtests.campaign.progress import Progress
 from loadtests.errors import BadCampaign
@@ -32,7 +40,15 @@ from models.machine_limits import cgroup_cores
 from models.model_ladder import is_rung, rung
 from models.model_spec import ModelSpec
 from models.resolve_model import is_gguf, resolve
-from serving.backends.backend_table import BACKENDS, missing_backends
+from models.weight_formats import weight_bytes
+from models.weights_manifest import cache_dir
+from serving.backends.backend_table import (
+    BACKENDS,
+    DEFAULTS,
+    format_of,
+    missing_backends,
+    spec_of,
+)
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from serving.placement.fastest_backend import (
@@ -45,10 +61,14 @@ from serving.placement.fastest_backend import (
     known_times,
 )
 from serving.placement.placement_policy import PlacementRequest, plan
+from serving.registry.engine_config import Machine
 from serving.server_options import Policy
 
 CELL_SECONDS = 600.0  # of measuring, where the campaign does not say
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
+# On a GPU, measured on an H200 (64 slots, 1B and 8B): bursts 2 to 3 s, a level 7 to 8 s longer than
+# its window.
+GPU_CALIBRATION_SECONDS, GPU_LEVEL_MARGIN_SECONDS = 5.0, 10.0
 
 # Each two to three times the one before.
 STEPS = (
@@ -58,6 +78,8 @@ STEPS = (
 MEASURED = "llama-3.2-1b"
 BACKEND, FORMAT = USUAL[0]  # its weights are made in seconds
 RUNGS = 4  # at most: the largest that keep the SLO alone, and the first that does not
+RUNGS_BESIDE_GPU = 3  # of the CPU, where the GPU takes its part of the same budget
+DISK_SHARE = 0.9  # of what is free on the disk, that the weights of a model may take
 
 
 def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
@@ -65,7 +87,7 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
     known = BACKENDS.get(cell.backend)
     if cell.url or not is_rung(cell.model) or known is None or not known.has_weights:
         return None
-    asked = _placement(campaign, rung(cell.model).spec, campaign.server.policy)
+    asked = _placement(campaign, rung(cell.model).spec, placement_policy_of(cell, campaign))
     named = {"backend": cell.backend, "weight_format": cell.weight_format}
     try:
         plan(msgspec.structs.replace(asked, **named), facts)
@@ -78,6 +100,14 @@ def _placement(campaign: Campaign, spec: ModelSpec, policy: Policy) -> Placement
     names = ("slots", "context_tokens", "kv_tokens", "kv_dtype", "check_memory")
     settings = {name: getattr(campaign.server, name) for name in names}
     return PlacementRequest(model=spec, policy=policy, **settings)
+
+
+def placement_policy_of(cell: Cell, campaign: Campaign) -> Policy:
+    """Return the policy that a cell's server is started with: its device and no other, so that the
+    device measured is the one that the cell names."""
+    if cell.device is None:  # of a run that was written before cells named one
+        return campaign.server.policy
+    return Policy.gpu_only if cell.device == "gpu" else Policy.cpu_only
 
 
 def policy_of(server: Server) -> SchedulingPolicy:
@@ -176,7 +206,10 @@ def question_of(cell: Cell, campaign: Campaign) -> Question:
 
 
 def to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
-    """Keys of the cells that are to be confirmed: all, or those of the smallest models.
+    """Return the keys of the cells to confirm: all, or of each device those of so many models.
+
+    On the CPU they are the smallest, which take the least time; on the GPU the largest, since it is
+    there for what the CPU does not serve.
 
     A model that the ladder does not know goes last.
     """
@@ -184,8 +217,14 @@ def to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
     def parameters(model: str) -> float:
         return rung(model).spec.parameters if is_rung(model) else float("inf")
 
-    models = sorted(dict.fromkeys(cell.model for cell in cells), key=parameters)
-    return {cell.key for cell in cells if cell.model in models[: campaign.search.confirm]}
+    count, keys = campaign.search.confirm, set[str]()
+    for device in dict.fromkeys(cell.device for cell in cells):
+        own = [cell for cell in cells if cell.device == device]
+        models = sorted(
+            dict.fromkeys(cell.model for cell in own), key=parameters, reverse=device == "gpu"
+        )
+        keys |= {cell.key for cell in own if cell.model in models[:count]}
+    return keys
 
 
 def budget_of(campaign: Campaign, cells: int) -> float:
@@ -193,60 +232,194 @@ def budget_of(campaign: Campaign, cells: int) -> float:
     return campaign.budget_seconds or CELL_SECONDS * cells
 
 
-def shares(cells: Sequence[Cell], confirmed: set[str], seconds: float) -> dict[str, float]:
-    """Seconds of measuring for each cell that is to come, of those that are left.
+def shares(
+    cells: Sequence[Cell], confirmed: set[str], seconds: float, campaign: Campaign
+) -> dict[str, float]:
+    """Return the seconds of measuring for each cell that is to come, of those that are left.
 
-    One that is estimated only needs little; the others share the rest evenly.
+    A cell that is only estimated needs little, and so does one on a GPU: it gets the time of its
+    single streams, bursts and one level. The other cells share the rest evenly.
     """
-    little = min(ESTIMATE_SECONDS, seconds / max(1, len(cells)))
-    many = sum(cell.key in confirmed for cell in cells)
-    rest = (seconds - little * (len(cells) - many)) / max(1, many)
-    return {cell.key: rest if cell.key in confirmed else little for cell in cells}
+    even = seconds / max(1, len(cells))
+    is_shared = {cell.key: cell.key in confirmed and cell.device != "gpu" for cell in cells}
+    if not any(is_shared.values()):  # GPUs alone: nobody else has a use for the rest
+        is_shared = {cell.key: cell.key in confirmed for cell in cells}
+    needs = {
+        cell.key: min(even, _needed_seconds(cell, cell.key in confirmed, campaign))
+        for cell in cells
+        if not is_shared[cell.key]
+    }
+    rest = (seconds - sum(needs.values())) / max(1, len(cells) - len(needs))
+    return {cell.key: needs.get(cell.key, rest) for cell in cells}
 
 
-# The rungs around this machine's limit, for `models = ["auto"]`.
+def _needed_seconds(cell: Cell, is_confirmed: bool, campaign: Campaign) -> float:
+    """Return the seconds of measuring that an estimate takes, or on a GPU the level after it too:
+    some 40 s, 75 s where a TTFT limit of 2 s makes the level a minute long."""
+    if cell.device != "gpu":
+        return ESTIMATE_SECONDS
+    estimate = campaign.search.single_stream_seconds_on("gpu") + GPU_CALIBRATION_SECONDS
+    if not is_confirmed:
+        return estimate
+    least = campaign.search.level_seconds_on("gpu")
+    return estimate + GPU_LEVEL_MARGIN_SECONDS + shortest_level(campaign.slo, None, least)
 
 
-def with_rungs(asked: Plan, facts: HardwareFacts, progress: Progress) -> Plan:
-    """The plan with rungs in place of "auto"; another plan as it is.
+# What this machine has to measure: its devices, and the models in place of "auto".
 
-    Raises CrossoverError where measuring fails, BadCampaign without llama_cpp.
+
+def on_this_machine(
+    asked: Plan, machine: Machine, facts: HardwareFacts, progress: Progress
+) -> Plan:
+    """Return the plan with the devices that are here, and with models in place of "auto".
+
+    A campaign that names no devices measures the CPU, and the GPU where a backend here can use it.
+    Raises BadCampaign for a device that is not here, with those that are; for "auto" without
+    llama_cpp; CrossoverError where a measurement fails.
     """
     campaign = asked.campaign
-    if asked.cells or AUTO not in campaign.models:
+    if campaign.target is not None or campaign.backends == []:
         return asked
+    drivers = gpu_drivers(campaign, machine, facts, progress)
+    devices = [one for one in campaign.devices or DEVICES if drivers or one == "cpu"]
+    if not campaign.devices and drivers and not can_measure("cpu", campaign, drivers):
+        progress.say(nothing_on("cpu", campaign, drivers), style="yellow")
+        devices.remove("cpu")
+    campaign = msgspec.structs.replace(campaign, devices=devices)
+    if AUTO in campaign.models:
+        models = _models_of(campaign, drivers, facts, progress)
+        names = sorted({name for some in models.values() for name in some}, key=STEPS.index)
+        campaign = msgspec.structs.replace(campaign, models=names)
+    elif asked.campaign.devices == ["cpu"]:
+        return asked  # its file says all
+    else:
+        models = dict.fromkeys(devices, campaign.models)
+    return Plan(campaign, cells_of(campaign, models, drivers), asked.text)
+
+
+def gpu_drivers(
+    campaign: Campaign, machine: Machine, facts: HardwareFacts, progress: Progress
+) -> list[str]:
+    """Return the backends that can use this machine's GPU and that the campaign measures there, the
+    preferred one first; [] where the CPU alone is measured.
+
+    Raises BadCampaign where the campaign names the GPU and there is none of them.
+    """
+    if campaign.devices and "gpu" not in campaign.devices:
+        return []
+    named = [
+        one for one in campaign.backends or () if one != BEST and "gpu" in spec_of(one).devices
+    ]
+    names = list(dict.fromkeys([*DEFAULTS["gpu"], *named]))
+    missing = missing_backends()
+    if not facts.gpus:
+        why = {"": facts.gpu_note or "no GPU was found"}
+    else:
+        troubles = machine.gpu_troubles([name for name in names if name not in missing], facts)
+        why = {name: text for name, (_, text) in troubles.items()}
+        why = {name: missing.get(name) or why.get(name, "") for name in names}
+    able = [name for name in names if facts.gpus and not why[name]]
+    drivers = able if can_measure("gpu", campaign, able) else []
+    if drivers or not (facts.gpus or campaign.devices):
+        return drivers
+    told = "; ".join(f"{name}: {text}" if name else text for name, text in why.items() if text)
+    if able:
+        told = nothing_on("gpu", campaign, able).removeprefix("devices: ")
+    if campaign.devices:
+        raise BadCampaign(f"devices: the GPU cannot be measured here: {told}; there is cpu")
+    progress.say(f"the GPU ({facts.gpus[0].name}) is not measured: {told}", style="yellow")
+    return []
+
+
+def _models_of(
+    campaign: Campaign, drivers: Sequence[str], facts: HardwareFacts, progress: Progress
+) -> dict[Device | None, list[str]]:
+    """Return the models in place of "auto", by device.
+
+    The CPU measures those around its limit. The GPU measures the same as far as they fit, so that
+    both stand beside each other, and the largest that fits; without a CPU, those before it too.
+    """
+    models: dict[Device | None, list[str]] = {}
+    for device in campaign.devices:
+        if device == "cpu":
+            count = RUNGS if len(campaign.devices) == 1 else RUNGS_BESIDE_GPU
+            models[device] = _around_the_cpus_limit(campaign, count, facts, progress)
+        else:
+            fitting = fitting_on_gpu(campaign, drivers, facts)
+            beside = models.get("cpu")
+            if not fitting:
+                progress.say("the GPU measures no model: none of the ladder fits", style="yellow")
+            chosen = fitting[-RUNGS:]
+            if beside is not None:
+                chosen = [name for name in fitting if name in (*beside, fitting[-1])]
+            models[device] = chosen
+            told = f"models auto, GPU: {', '.join(chosen)}"
+            progress.say(f"{told}; {chosen[-1]} is the largest that fits" if chosen else told)
+    return models
+
+
+def fitting_on_gpu(campaign: Campaign, drivers: Sequence[str], facts: HardwareFacts) -> list[str]:
+    """Return the rungs that fit in the memory of the GPU, and whose weights fit on the disk."""
+    backend = backends_on("gpu", campaign, drivers)[0]
+    taken = [one for one in campaign.formats if one in spec_of(backend).formats]
+    weight_format = format_of(backend, taken[0] if taken else None)
+    server = msgspec.structs.replace(campaign.server, check_memory=True)
+    asked = msgspec.structs.replace(campaign, server=server)
+    free_bytes = free_disk_bytes(campaign.server.cache)
+    found = []
+    for name in STEPS:
+        cell = Cell(
+            key=name, model=name, weight_format=weight_format, backend=backend, device="gpu"
+        )
+        if why_not(cell, asked, facts) is None:
+            if weight_bytes(rung(name).spec, weight_format) < DISK_SHARE * free_bytes:
+                found.append(name)
+    return found
+
+
+def free_disk_bytes(cache: str | None) -> int:
+    """Return the bytes that are free where weights are made."""
+    folder = cache_dir(cache)
+    return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
+
+
+def _around_the_cpus_limit(
+    campaign: Campaign, count: int, facts: HardwareFacts, progress: Progress
+) -> list[str]:
+    """Return the rungs around the CPU's limit, by the step times of MEASURED."""
     if BACKEND in (missing := missing_backends()):
         raise BadCampaign(f"models 'auto' are chosen by {BACKEND}: {missing[BACKEND]}")
-    cell = Cell(key=MEASURED, model=MEASURED, weight_format="", backend=BEST)
+    cell = Cell(key=MEASURED, model=MEASURED, weight_format="", backend=BEST, device="cpu")
     engine = EngineCandidate(backend=BACKEND, weight_format=FORMAT)
     question = question_of(cell, campaign)
     times = known_times(question, engine, facts, progress.say, progress.tick)
     assert times is not None  # they were measured
-    chosen = around_the_limit(law_of_times(times), campaign, facts)
+    chosen = around_the_limit(law_of_times(times), campaign, facts, count)
     progress.say(f"models auto: {len(chosen)} rungs, by the step times of {MEASURED}")
     like = min(filter(None, (found.rate for found in chosen.values())), default=None)
     for name, found in chosen.items():
         rate = formatting.of_requests(formatting.rate(found.rate, like=like))
         alone = f"{formatting.share(found.alone_share)} of requests are good one at a time"
         progress.say(f"  {name}: limit {rate if found.rate else 'none'} (predicted), {alone}")
-    return parse_campaign(asked.text, models=list(chosen))
+    return list(chosen)
 
 
 def around_the_limit(
-    law: StepLaw, campaign: Campaign, facts: HardwareFacts
+    law: StepLaw, campaign: Campaign, facts: HardwareFacts, count: int = RUNGS
 ) -> dict[str, SimulatedCapacity]:
-    """Of the rungs that fit in memory: the first that fails alone, and those before it.
+    """Of the rungs that fit in the CPU's memory: the first that fails alone, and those before it,
+    `count` at most.
 
     `law`: of MEASURED; another rung's steps take longer as it multiplies with more parameters.
     """
-    server = msgspec.structs.replace(campaign.server, policy=Policy.cpu_only, check_memory=True)
+    server = msgspec.structs.replace(campaign.server, check_memory=True)
     on_cpu = msgspec.structs.replace(campaign, server=server)
     found: dict[str, SimulatedCapacity] = {}
     for name in STEPS:
-        cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND)
+        cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND, device="cpu")
         if why_not(cell, on_cpu, facts) is None:
             parts = (rung(one).spec.matrix_parameters for one in (name, MEASURED))
             found[name] = _held(law.slower(next(parts) / next(parts)), on_cpu)
             if not found[name].rate:
                 break
-    return dict(list(found.items())[-RUNGS:])
+    return dict(list(found.items())[-count:])

@@ -46,6 +46,7 @@ class CellRecord:
         """`levels`: the run's finished ones."""
         self.campaign, self.cell, self.key = campaign, cell, cell.key
         self.levels = [one for one in levels if one.cell == cell.key]
+        self.ready: journal.CellReady | None = None  # what its last server said
         self.choice: journal.EngineChosen | None = None
         self.calibrated: journal.Calibrated | None = None
         self.ended: journal.CellFinished | journal.CellSkipped | None = None
@@ -64,6 +65,7 @@ class CellRecord:
                 self.blocks[event.block] = event
                 self.ended = None
             case journal.CellReady():
+                self.ready = event
                 self.starts += 1
             case journal.EngineChosen():
                 self.choice = event
@@ -82,6 +84,16 @@ class CellRecord:
                 self.spent_seconds += event.spent_seconds
             case journal.Waited():
                 self.lost_seconds += event.spent_seconds
+
+    @property
+    def device(self) -> str | None:
+        """The device that it is measured on: "cpu" or "gpu"; None: it is not known."""
+        return journal.device_of(self.cell.device, self.ready)
+
+    @property
+    def level_seconds(self) -> float:
+        """The shortest level that confirms."""
+        return self.campaign.search.level_seconds_on(self.device)
 
     @property
     def counted(self) -> list[Level]:

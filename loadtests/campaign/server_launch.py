@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign, Cell, Engine
-from loadtests.campaign.cell_selection import layout_of
+from loadtests.campaign.cell_selection import layout_of, placement_policy_of
 from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import Layout
@@ -205,7 +205,11 @@ def filled(command: str, values: Mapping[str, object]) -> list[str]:
 def info_of(placement: Mapping[str, Any]) -> EngineInfo:
     """What /v1/placement says of the engine."""
     engine, memory = placement.get("engine") or {}, placement.get("memory") or {}
-    more = {"name": engine.get("backend"), "predicted": memory.get("predicted")}
+    more = {
+        "name": engine.get("backend"),
+        "device_name": placement.get("device_name"),
+        "predicted": memory.get("predicted"),
+    }
     return msgspec.convert({**engine, **more}, EngineInfo)
 
 
@@ -217,7 +221,7 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         **server,
         "backend": cell.backend,
         "weight_format": cell.weight_format or None,
-        "policy": "cpu-only" if cell.is_best else server["policy"],  # it was chosen for the CPU
+        "policy": placement_policy_of(cell, campaign),
         "port": 0,
         "cores": cores_text(layout.engine),
         "api_cores": cores_text(layout.api),

@@ -26,7 +26,13 @@ from loadtests.analysis.level_columns import Level, levels_of
 from loadtests.analysis.percentiles import distribution
 from loadtests.comparison.run_environment import CELL, FACTS, differences
 from loadtests.errors import BadRunFolder, NotComparable
-from loadtests.records.journal_events import CellFinished, EngineChosen, of_kind
+from loadtests.records.journal_events import (
+    CellFinished,
+    CellReady,
+    EngineChosen,
+    device_of,
+    of_kind,
+)
 from loadtests.records.run_folder import MANIFEST, RunManifest, RunRecords, read_records
 from models import formatting
 
@@ -99,7 +105,9 @@ def read(folder: Path) -> RunValues:
 def _facts(run: RunRecords, cell: dict[str, Any]) -> Facts:
     for chosen in of_kind(run.events, EngineChosen, cell["key"]):
         cell = {**cell, "backend": chosen.backend, "weight_format": chosen.weight_format}
-    said = {**cell, "format": cell.get("weight_format")}
+    ready = of_kind(run.events, CellReady, cell["key"])
+    device = device_of(cell.get("device"), ready[-1] if ready else None)
+    said = {**cell, "format": cell.get("weight_format"), "device": device}
     return tuple(str(said.get(name) or "") for name in CELL)
 
 

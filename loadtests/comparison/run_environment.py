@@ -31,7 +31,7 @@ MACHINE: dict[str, str] = {
 CAMPAIGN: tuple[str, ...] = ("workload", "arrivals", "slo", "engines", "seed")
 SERVER = "server"  # the campaign's table; of no meaning where all cells are endpoints
 # Matched cell by cell, not run by run.
-CELL: tuple[str, ...] = ("model", "format", "backend", "url")
+CELL: tuple[str, ...] = ("model", "format", "backend", "device", "url")
 FACTS: tuple[str, ...] = (*MACHINE, *CAMPAIGN, SERVER, *CELL)
 SHOWN: dict[str, Callable[[Any], Any]] = {
     "memory_total_bytes": formatting.size,

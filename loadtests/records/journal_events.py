@@ -102,6 +102,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: str | None = None  # of the backend
     device: str | None = None
+    device_name: str | None = None  # the CPU or GPU that it runs on
     weight_format: str | None = None
     slots: int | None = None
     kv_tokens: int | None = None
@@ -168,8 +169,17 @@ class CellReady(Event, frozen=True, kw_only=True):
         return list((self.target or {}).get("notes") or ())
 
 
+def device_of(named: str | None, ready: CellReady | None) -> str | None:
+    """Return the device of a configuration, "cpu" or "gpu": the one that the cell names, else the
+    one that its engine reported, as in a run that was written before cells named one.
+
+    None: it is not known, as of an endpoint that does not say.
+    """
+    return named or (None if ready is None else ready.info.device)
+
+
 class EngineChosen(Event, frozen=True, kw_only=True):
-    """The engine of a cell whose backend is `best`, chosen when the cell started."""
+    """The CPU engine of a cell whose backend is `best`, chosen when the cell started."""
 
     cell: str
     backend: str

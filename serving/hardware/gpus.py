@@ -35,6 +35,7 @@ class GpuFacts(msgspec.Struct, frozen=True):
     driver: str | None = None
     index: int = 0  # in the driver's order, which is not that of CUDA
     uuid: str | None = None  # by which an engine is given this one and no other
+    power_limit_watts: float | None = None  # that the driver enforces
 
 
 class FoundGpus(msgspec.Struct, frozen=True):
@@ -164,6 +165,7 @@ def _read(nvml: Any, index: int) -> GpuFacts:
         driver=None if driver is None else str(driver),
         index=index,
         uuid=uuid_of(nvml, handle),
+        power_limit_watts=tell(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
     )
 
 

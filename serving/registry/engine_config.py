@@ -6,7 +6,7 @@ prepared.placement, prepared.configs, prepared.tokenizer_path
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache as once
 from importlib.metadata import version
 from pathlib import Path
@@ -139,16 +139,24 @@ class Machine:
 
     def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
         """Backends that cannot run, or cannot use the GPU, by their probes in subprocesses."""
-        troubles: dict[str, tuple[Cause, str]] = {}
         names = DEFAULTS["gpu"] if request.backend is None else (request.backend,)
-        if not facts.gpus or request.policy is Policy.cpu_only:
+        if request.policy is Policy.cpu_only:
             names = ()
-        for name in (one for one in names if spec_of(one).probe is not None):
+        return Obstacles(missing_backends(), self.gpu_troubles(names, facts))
+
+    def gpu_troubles(
+        self, names: Iterable[str], facts: HardwareFacts
+    ) -> dict[str, tuple[Cause, str]]:
+        """Return which of these backends cannot use the GPU of this machine, and why."""
+        troubles: dict[str, tuple[Cause, str]] = {}
+        for name in names if facts.gpus else ():
+            if spec_of(name).probe is None:
+                continue
             answer = self._probed(name)
             if not answer.gpu:
                 cause = Cause(answer.gpu_cause or Cause.backend_missing)
                 troubles[name] = cause, answer.gpu_note or answer.problem or "it does not say why"
-        return Obstacles(missing_backends(), troubles)
+        return troubles
 
     def place(self, request: PlacementRequest, facts: HardwareFacts) -> Placement:
         """Where a model runs on this machine. Raises NoPlacement."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -12,6 +12,7 @@ from serving.errors import Cause
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
 from serving.placement.placement_policy import NoPlacement, Obstacles, PlacementRequest, plan
+from serving.registry.engine_config import Machine
 from serving.server_options import Policy
 
 GIB = 1 << 30
@@ -29,6 +30,24 @@ FACTS = HardwareFacts(
     kernel="6",
     python="3.11",
 )
+
+
+class MadeUp(Machine):
+    """A machine with these facts, whose backends have this trouble with its GPU."""
+
+    def __init__(
+        self, facts: HardwareFacts, trouble: Mapping[str, tuple[Cause, str]] | None = None
+    ) -> None:
+        super().__init__()
+        self._facts, self._trouble = facts, dict(trouble or {})
+
+    def facts(self) -> HardwareFacts:
+        return self._facts
+
+    def gpu_troubles(
+        self, names: Iterable[str], facts: HardwareFacts
+    ) -> dict[str, tuple[Cause, str]]:
+        return self._trouble
 
 
 class MadeUpMachine(NamedTuple):

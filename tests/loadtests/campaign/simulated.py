@@ -36,8 +36,10 @@ from loadtests.records.run_folder import RunFolder
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.workload.arrivals import due_times
 from loadtests.workload.request_lengths import draw
+from serving.errors import Cause
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from tests.loadtests.simulation.known_server import KnownServer
+from tests.tools.made_up_machines import MadeUp
 
 FACTS = hardware_facts()
 OVERHEAD_SECONDS = 0.5  # of each level
@@ -106,6 +108,7 @@ class Simulated:
     noise: float = 0.02
     policy: SchedulingPolicy | None = SchedulingPolicy(slots=8)
     facts: HardwareFacts = FACTS
+    trouble: dict[str, tuple[Cause, str]] = field(default_factory=dict)  # of backends with its GPU
     fate: Callable[[CellState, LevelAsk], None] = lambda state, asked: None
     opening: Callable[[CellState], None] = lambda state: None  # may raise, as a server does
     # From when to when a process has `hog_share` of the engine's core.
@@ -120,7 +123,7 @@ class Simulated:
 
     @property
     def world(self) -> World:
-        return World(lambda: self.facts, self.open, lambda: self.now)
+        return World(MadeUp(self.facts, self.trouble), self.open, lambda: self.now)
 
     def run(self, plan: Plan, out: Path) -> Path:
         progress = Progress(self.said)

@@ -210,14 +210,10 @@ def test_a_campaign_survives_the_manifest() -> None:
 
 
 def test_the_demo_campaigns_are_those_that_were_promised() -> None:
-    here, there = read_campaign(DEMO), read_campaign(DEMO.with_stem("demo-gpu"))
+    here = read_campaign(DEMO)
     slo = here.campaign.slo
     assert (slo.name, slo.ttft_seconds, slo.tpot_seconds) == ("demo", 2.0, 0.2)
     assert here.campaign.budget_seconds == 480 and here.campaign.search.confirm == 2
-    assert there.campaign.server.policy == "gpu-only"
-    assert {cell.backend for cell in there.cells} == {"llama_cpp"}
-    for same in ("slo", "workload", "budget_seconds"):
-        assert getattr(there.campaign, same) == getattr(here.campaign, same)
     assert read_campaign(DEMO.with_stem("llama-server")).campaign.engines
 
 

@@ -13,11 +13,11 @@ from loadtests.campaign.cell_selection import (
     around_the_limit,
     law_of_times,
     layout_of,
+    on_this_machine,
     question_of,
     shares,
     to_confirm,
     why_not,
-    with_rungs,
 )
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellRecord, campaign_of, seed_of
@@ -28,7 +28,7 @@ from loadtests.records.run_folder import read_records
 from serving.hardware.machine_facts import hardware_facts
 from serving.placement.fastest_backend import BEST, USUAL, EngineCandidate, EngineTimes, keep
 from tests.loadtests.campaign.simulated import Simulated, killed_after
-from tests.tools.made_up_machines import FACTS
+from tests.tools.made_up_machines import FACTS, MadeUp
 
 ONE = 'name = "x"\nmodels = ["135m"]\n'
 
@@ -70,9 +70,9 @@ def test_cells_that_are_only_estimated_get_little_and_the_others_share_the_rest(
     )
     confirmed = to_confirm(plan.campaign, plan.cells)
     assert {key.split("-Q")[0] for key in confirmed} == {"smollm2-135m", "smollm2-360m"}
-    found = shares(plan.cells, confirmed, 480.0)
+    found = shares(plan.cells, confirmed, 480.0, plan.campaign)
     assert sorted(found.values()) == [60.0, 60.0, 180.0, 180.0]
-    assert set(shares(plan.cells, confirmed, 40.0).values()) == {10.0}
+    assert set(shares(plan.cells, confirmed, 40.0, plan.campaign).values()) == {10.0}
     everyone = parse_campaign('name = "x"\nmodels = ["8b", "a/b"]')
     assert to_confirm(everyone.campaign, everyone.cells) == {c.key for c in everyone.cells}
 
@@ -139,7 +139,8 @@ def kept(tmp_path: Path) -> Path:
 
 def test_the_machine_chooses_rungs_and_says_why(kept: Path) -> None:
     said = Simulated().said
-    plan = with_rungs(plan_of(kept), hardware_facts(), Progress(said))
+    here = MadeUp(FACTS)
+    plan = on_this_machine(plan_of(kept), here, hardware_facts(), Progress(said))
     models = [cell.model for cell in plan.cells]
     assert models[0] == "smollm2-135m" and len(models) >= 2
     assert "rungs, by the step times of llama-3.2-1b" in said.getvalue()
@@ -153,8 +154,8 @@ def test_the_machine_chooses_rungs_and_says_why(kept: Path) -> None:
     ("change", "message"),
     [
         (('["auto"]', '["auto", "135m"]'), "models 'auto' are rungs"),
-        (("[server]", '[server]\npolicy = "gpu-only"'), "'best' chooses among the CPU's engines"),
-        (("[server]", "[server]\noptions = { mlock = true }"), "'best' .* and no options"),
+        (("[server]", '[server]\npolicy = "gpu-only"'), r"policy = .* by devices = \["),
+        (("[server]", "[server]\noptions = { mlock = true }"), "'best' .* without server.options"),
     ],
 )
 def test_what_does_not_go_with_auto_and_best(change: tuple[str, str], message: str) -> None:

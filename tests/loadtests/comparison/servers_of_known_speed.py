@@ -30,7 +30,7 @@ CAMPAIGN: dict[str, Any] = {
     "arrivals": {"kind": "poisson"},
     "server": {"slots": 8, "context_tokens": 256},
 }
-CELL = ("smollm2-135m", "Q4_0", "llama_cpp", "")
+CELL = ("smollm2-135m", "Q4_0", "llama_cpp", "cpu", "")
 
 
 def manifest(

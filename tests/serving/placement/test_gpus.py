@@ -27,8 +27,7 @@ from serving.registry.engine_config import options_by_backend, prepare
 from serving.server_options import ModelOptions
 from serving.supervisor.engine_process import environment
 from tests.serving.placement.test_plan import machine, with_gpu
-from tests.serving.supervisor.test_causes import MadeUp
-from tests.tools.made_up_machines import MadeUpMachine, made_up_machines, placed_on
+from tests.tools.made_up_machines import MadeUp, MadeUpMachine, made_up_machines, placed_on
 
 GIB = 1 << 30
 ONE, EIGHT = rung("1b").spec, rung("8b").spec

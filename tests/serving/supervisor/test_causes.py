@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,17 +16,16 @@ import msgspec
 import pytest
 
 from models.tokenizer import load_tokenizer
-from serving.backends.backend_table import missing_backends
 from serving.errors import Cause
 from serving.hardware.gpus import GpuFacts
-from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.placement_policy import Obstacles, PlacementRequest, explain
-from serving.registry.engine_config import Machine, prepare
+from serving.placement.placement_policy import explain
+from serving.registry.engine_config import prepare
 from serving.server_options import ModelOptions, Policy
 from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.restart_policy import RecoveryLimits
 from tests.serving.fakes import app_on, ask, complete, scraped, served, wait_until
 from tests.serving.placement.test_plan import machine, with_gpu
+from tests.tools.made_up_machines import MadeUp
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -36,22 +35,6 @@ LIMITS = RecoveryLimits(
 SOON_HUNG = msgspec.structs.replace(LIMITS, health_timeout_seconds=1.0)
 MIB = 1 << 20
 SMALL_GPU = GpuFacts("Test GPU", "nvidia", 80 << 30, 10 * MIB, "550.1")
-
-
-class MadeUp(Machine):
-    """A machine with these facts, whose backends have this trouble with its GPU."""
-
-    def __init__(
-        self, facts: HardwareFacts, trouble: Mapping[str, tuple[Cause, str]] | None = None
-    ) -> None:
-        super().__init__()
-        self._facts, self._found = facts, dict(trouble or {})
-
-    def facts(self) -> HardwareFacts:
-        return self._facts
-
-    def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
-        return Obstacles(missing_backends(), self._found)
 
 
 class Served:
@@ -83,7 +66,7 @@ class Served:
 
 @contextmanager
 def serving(
-    made_up: Machine, policy: Policy = Policy.auto, limits: RecoveryLimits = LIMITS
+    made_up: MadeUp, policy: Policy = Policy.auto, limits: RecoveryLimits = LIMITS
 ) -> Iterator[Served]:
     model = ModelOptions(source="fake", name="m", backend="fake", slots=2, policy=policy)
     prepared = prepare(model, made_up)
@@ -123,7 +106,7 @@ def troubled(cause: Cause, why: str) -> MadeUp:
     ],
 )
 def test_a_cause_known_beforehand_is_explained_in_words_and_numbers(
-    cause: Cause, made_up: Machine, said: str
+    cause: Cause, made_up: MadeUp, said: str
 ) -> None:
     policy = Policy.cpu_only if cause is Cause.forced else Policy.auto
     device = "gpu" if cause is Cause.insufficient_memory else "cpu"
