@@ -3,11 +3,13 @@
     header = read_header(Path("model.gguf"))
     header.spec("model").parameters, header.weight_format     # (134515008, 'Q4_0')
 
-Every tensor must lie within the file, else BrokenWeights.
+A model that gguf-split has cut into several files (`x-00001-of-00003.gguf`) is read whole, by the
+name of any part. Every tensor must lie within its file, else BrokenWeights.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -17,16 +19,52 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, LlamaFileType, ReaderTensor
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.model_spec import ModelSpec, whole_number
+from models.gguf_layers import cached_layers, state_bytes
+from models.model_spec import Experts, ModelSpec, whole_number
 
-_KEPT_ARRAY = 64  # longer arrays are the tokenizer, and come back empty
+MAX_ARRAY = 1024  # values; longer arrays are the tokenizer's and come back empty
+MAX_PARTS = 1000
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_MAGIC = b"GGUF"
+
+
+def is_gguf_file(path: Path) -> bool:
+    """Whether a file begins as a GGUF file does, whatever its name."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def part_names(name: str) -> list[str]:
+    """The file names of all parts of a split model, the first one first; of any other file, its
+    own name. A path or a name on the hub keeps its folders."""
+    folder, slash, file = name.rpartition("/")
+    match = _PART.fullmatch(file)
+    if match is None or not 1 <= int(match["count"]) <= MAX_PARTS:
+        return [name]
+    count = int(match["count"])
+    numbered = (f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
+    return [f"{folder}{slash}{one}" for one in numbered]
+
+
+def model_name(path: Path) -> str:
+    """What a file's model is called: the file's name without suffix and number of its part."""
+    match = _PART.fullmatch(path.name)
+    return match["stem"] if match is not None else path.stem
 
 
 class GgufHeader(NamedTuple):
-    """Metadata (long arrays left out) and tensors of a GGUF file that holds them all."""
+    """Metadata (long arrays left out) and tensors of a GGUF model, whose files hold them all."""
 
+    files: tuple[Path, ...]  # the parts of a split model in order; llama.cpp is given the first
     metadata: dict[str, Any]
     tensors: dict[str, ReaderTensor]
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
 
     @property
     def weight_format(self) -> str:
@@ -37,63 +75,138 @@ class GgufHeader(NamedTuple):
         largest = max(self.tensors.values(), key=lambda one: int(one.n_bytes))
         return str(largest.tensor_type.name)
 
+    @property
+    def family(self) -> str:
+        """llama.cpp's name of the architecture."""
+        return str(self.metadata.get("general.architecture"))
+
+    @property
+    def own_metadata(self) -> dict[str, Any]:
+        """The keys of the architecture, without its name."""
+        start = f"{self.family}."
+        return {
+            key.removeprefix(start): value
+            for key, value in self.metadata.items()
+            if key.startswith(start)
+        }
+
     def spec(self, name: str) -> ModelSpec:
-        """The model's sizes, as far as serving it with llama.cpp needs them; what its tensors mean
-        only llama.cpp knows. Raises UnsupportedModel (no text comes out of it), BrokenWeights."""
-        family = str(self.metadata.get("general.architecture"))
-        keys = [key for key in self.metadata if key.startswith(f"{family}.")]
-        own = {key.removeprefix(f"{family}."): self.metadata[key] for key in keys}
+        """The model's sizes, as far as serving it with llama.cpp needs them. Whether llama.cpp can
+        load the file, only llama.cpp knows (models.gguf_trial).
+
+        Raises UnsupportedModel (no text comes out of it), BrokenWeights.
+        """
+        family, own = self.family, self.own_metadata
         is_text = self.metadata.get("general.type", "model") == "model"
         if not is_text or not own.get("attention.causal", True):
             raise UnsupportedModel(f"{name} is a GGUF file of {family!r} that writes no text")
-        if self.metadata.get("split.count", 1) > 1:
-            raise UnsupportedModel(f"{name} is one part of several; join them by gguf-split first")
-        if any(key.startswith(("ssm", "wkv")) for key in own):
-            raise UnsupportedModel(
-                f"{name} keeps a recurrent state, which cannot be cut back to a shared beginning "
-                "as a KV cache can"
-            )
 
-        def count(key: str, default: int | None = None) -> int:
+        def count(key: str, default: int | None = None, least: int = 1) -> int:
             value = own.get(key, default)
             if isinstance(value, list):
                 value = max(value, default=0)  # one for each layer
             most = 10_000 if key == "block_count" else 1 << 31
-            return whole_number(value, f"{name} has {family}.{key} =", most)
+            return whole_number(value, f"{name} has {family}.{key} =", most, least)
 
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise BrokenWeights(f"{name} has no embedding matrix token_embd.weight")
-        heads, hidden = count("attention.head_count"), count("embedding_length")
-        key_dim = count("attention.key_length", hidden // heads)
+        layers, hidden = count("block_count"), count("embedding_length")
+        layers -= min(layers - 1, count("nextn_predict_layers", 0, least=0))  # they only draft
+        heads = count("attention.head_count", 0, least=0)  # 0: no layer attends (Mamba, RWKV)
+        key_dim = count("attention.key_length", hidden // heads if heads else 0, least=0)
+        value_dim = count("attention.value_length", key_dim, least=0)
+        shapes = {tensor.name: tensor.shape.tolist() for tensor in self.tensors.values()}
+        is_tied = "output.weight" not in self.tensors
         return ModelSpec(
             name=name,
             family=family,
-            layers=count("block_count"),
+            layers=layers,
             hidden=hidden,
             heads=heads,
-            kv_heads=count("attention.head_count_kv", heads),
-            head_dim=(key_dim + count("attention.value_length", key_dim) + 1) // 2,
-            intermediate=count("feed_forward_length", 4 * hidden),
+            kv_heads=count("attention.head_count_kv", heads, least=0),
+            head_dim=(key_dim + value_dim + 1) // 2,
+            intermediate=count("feed_forward_length", 4 * hidden, least=0),
             vocabulary=int(embedding.shape[1]),
             context=count("context_length"),
-            tied="output.weight" not in self.tensors,
+            tied=is_tied,
             rope_theta=float(own.get("rope.freq_base", 10_000.0)),
             counted_parameters=sum(int(one.n_elements) for one in self.tensors.values()),
+            idle_parameters=sum(
+                int(one.n_elements)
+                for one in self.tensors.values()
+                if _is_idle(one.name, layers, is_tied)
+            ),
+            experts=self._experts(count),
+            cached_layers=cached_layers(family, own, shapes, layers),
+            state_bytes_per_slot=state_bytes(own, shapes, layers),
+        )
+
+    def _experts(self, count: Any) -> Experts | None:
+        """None: a dense model."""
+        tensors = [one for one in self.tensors.values() if re.search(r"_(ch)?exps\.", one.name)]
+        experts, used = count("expert_count", 0, least=0), count("expert_used_count", 0, least=0)
+        if not (tensors and experts and used):
+            return None
+        return Experts(
+            count=experts,
+            used=min(used, experts),
+            parameters=sum(int(one.n_elements) for one in tensors),
+            weight_bytes=sum(int(one.n_bytes) for one in tensors),
         )
 
 
+def _is_idle(tensor: str, layers: int, is_tied: bool) -> bool:
+    """Whether a pass multiplies with nothing of a tensor but single rows."""
+    if tensor == "token_embd.weight":
+        return not is_tied
+    if tensor.startswith("blk."):
+        return int(tensor.split(".")[1]) >= layers
+    return tensor in ("per_layer_token_embd.weight", "position_embd.weight")
+
+
 def read_header(path: Path) -> GgufHeader:
-    """Read and check a GGUF header. Raises BrokenWeights (no GGUF, damaged, cut off)."""
+    """Read and check the header of a GGUF file, or of all parts of a split model.
+
+    Raises BrokenWeights (no GGUF, damaged, cut off, a part is missing).
+    """
+    files = [Path(name) for name in part_names(str(path))]
+    for number, file in enumerate(files, 1):
+        if not file.is_file():
+            raise BrokenWeights(
+                f"{path.name} is a part of a model in {len(files)} files, and part {number}, "
+                f"{file.name}, is not beside it"
+            )
+    contents = [_read(file) for file in files]
+    metadata = contents[0][0]
+    parts = metadata.get("split.count", 1)
+    if parts > 1 and parts != len(files):
+        raise BrokenWeights(
+            f"{path.name} says that it is a part of a model in {parts} files, which its name does "
+            f"not; llama.cpp finds the others only by names such as x-00001-of-{parts:05}.gguf"
+        )
+    for number, (one, _) in enumerate(contents):
+        if len(files) > 1 and (one.get("split.count"), one.get("split.no")) != (parts, number):
+            raise BrokenWeights(
+                f"{files[number].name} is not what its name says: its header names part "
+                f"{one.get('split.no', 0) + 1} of {one.get('split.count', 1)}"
+            )
+    tensors = {tensor.name: tensor for _, found in contents for tensor in found}
+    total = metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise BrokenWeights(f"{path.name} has {len(tensors)} tensors in all its parts, not {total}")
+    return GgufHeader(tuple(files), metadata, tensors)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
     broken = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, struct.error)
     try:
         found = _Reader(path)
-        metadata = {name: field.contents() for name, field in found.fields.items()}
+        return {name: field.contents() for name, field in found.fields.items()}, found.tensors
     except broken as problem:
         raise BrokenWeights(
             f"{str(path)!r} is no GGUF file, damaged or cut off: {problem}"
         ) from problem
-    return GgufHeader(metadata, {one.name: one for one in found.tensors})
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # shipped without types
@@ -102,7 +215,7 @@ class _Reader(GGUFReader):  # type: ignore[misc]  # shipped without types
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:
         if raw_type == GGUFValueType.ARRAY:
             of, count = struct.unpack_from("<IQ", self.data, orig_offs)
-            if count > _KEPT_ARRAY:
+            if count > MAX_ARRAY:
                 at = orig_offs + 12
                 if of in self.gguf_scalar_to_np:
                     at += count * np.dtype(self.gguf_scalar_to_np[GGUFValueType(of)]).itemsize

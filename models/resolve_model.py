@@ -5,6 +5,7 @@
     resolve("./Qwen2.5-0.5B", kind="hf")       # a folder with config.json and safetensors
     resolve("models/x-Q5_K_M.gguf", kind="gguf")      # any type that llama.cpp reads
     resolve("org/name", kind="hf"), resolve("org/name:x.gguf", kind="gguf")
+    resolve("x-00002-of-00003.gguf", kind="gguf")     # any part of a split file
 
 What is made lies in the cache. What was not finished, or was made by an earlier version, is made
 again. Nothing that can run code is read: no pickles, no remote code.
@@ -28,7 +29,7 @@ import msgspec
 from models.child_process import run_aside
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.export_with_optimum import foreign_spec
-from models.gguf_reader import read_header
+from models.gguf_reader import is_gguf_file, model_name, part_names, read_header
 from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
 from models.model_ladder import LADDER, PACKAGED, is_rung, packaged_file, rung
 from models.model_spec import ModelSpec
@@ -59,10 +60,13 @@ class ResolvedModel(msgspec.Struct, frozen=True):
 
     name: str
     spec: ModelSpec
-    path: str  # GGUF file, Hugging Face or ONNX folder; "" where the backend needs no weights
+    # GGUF file (of a split one the first part), Hugging Face or ONNX folder; "" where the backend
+    # needs no weights.
+    path: str
     weight_format: str
     tokenizer_path: str  # for models.tokenizer.load_tokenizer
     synthetic: bool  # random weights: timings are real, text is noise
+    file_bytes: int | None = None  # of a GGUF file, with all parts of a split one
 
 
 def resolve(
@@ -84,13 +88,13 @@ def resolve(
     if is_rung(name):
         return _random(rung(name).spec, kind, asked or DEFAULT_FORMATS[kind], root, progress)
     if name and local.exists():
-        called = local.stem if local.suffix == ".gguf" else local.name
+        called = model_name(local) if is_gguf(name) else local.name
     elif kind == "gguf" and (packaged := packaged_file(name)) is not None:
         local, called = packaged, PACKAGED
     else:  # the package has no safetensors
         is_packaged = name.lower() == PACKAGED
         local, called = _downloaded(rung("135m").repository if is_packaged else name, progress)
-    if local.suffix == ".gguf":
+    if is_gguf(str(local)):
         return _gguf(local, called, kind, asked)
     if not local.is_dir():
         raise UnsupportedModel(f"{str(local)!r} is no GGUF file and no folder: it is not read")
@@ -98,8 +102,10 @@ def resolve(
 
 
 def is_gguf(name: str) -> bool:
-    """Whether the name is a GGUF file's: a path, a file of the hub, a package."""
-    return name.endswith(".gguf") or packaged_file(name) is not None
+    """Whether the name is a GGUF file's: a file that begins as one, whatever it is called; a file
+    of the hub; a package."""
+    path = Path(name).expanduser()
+    return is_gguf_file(path) or name.endswith(".gguf") or packaged_file(name) is not None
 
 
 def _random(
@@ -154,7 +160,8 @@ def _gguf(path: Path, name: str, kind: str, asked: str | None) -> ResolvedModel:
     header = read_header(path)
     if asked not in (None, header.weight_format):
         raise UnsupportedModel(f"{path.name} is of format {header.weight_format}, not {asked}")
-    return _found(path, header.spec(name), header.weight_format)
+    found = _found(header.files[0], header.spec(name), header.weight_format)
+    return msgspec.structs.replace(found, file_bytes=header.file_bytes)
 
 
 def _folder(
@@ -197,8 +204,8 @@ def _found(path: Path, spec: ModelSpec, weight_format: str) -> ResolvedModel:
 
 
 def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
-    """The hub's safetensors and JSON, or one GGUF file, in the hub library's own cache; and what
-    the model is called."""
+    """The hub's safetensors and JSON, or one GGUF file with all its parts, in the hub library's own
+    cache; and what the model is called."""
     match = _HUB_ID.fullmatch(name)
     if match is None or ".." in name:
         known = ", ".join(one.spec.name for one in LADDER)
@@ -212,7 +219,7 @@ def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
     if progress:
         progress(f"fetching {name}", None)
     repository, file = match.groups()
-    wanted = [file] if file else [*TEXTS, "*.safetensors"]
+    wanted = part_names(file) if file else [*TEXTS, "*.safetensors"]
     try:  # hf_hub_download, for one file, retries for half a minute where there is no network
         folder = Path(
             snapshot_download(repository, allow_patterns=wanted, etag_timeout=20)  # nosec B615
@@ -222,6 +229,9 @@ def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
         raise UnknownModel(
             f"{name!r} is no rung, no local path, and cannot be fetched from the hub: {reason}"
         ) from problem
-    if file and not (folder / file).is_file():
-        raise UnknownModel(f"the hub's {repository} has no file {file}")
-    return (folder / file, Path(file).stem) if file else (folder, repository.partition("/")[2])
+    if not file:
+        return folder, repository.partition("/")[2]
+    for one in wanted:
+        if not (folder / one).is_file():
+            raise UnknownModel(f"the hub's {repository} has no file {one}")
+    return folder / wanted[0], model_name(Path(file))

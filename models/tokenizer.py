@@ -24,6 +24,7 @@ from tokenizers import Tokenizer as HfFile
 from models.chat_template import CHATML, RendersChat
 from models.child_process import run_aside
 from models.errors import BadChat, BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from models.gguf_reader import is_gguf_file
 from models.gguf_vocabulary import GgufTokenizer
 
 DATA = Path(__file__).parent / "data"
@@ -45,7 +46,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises UnknownModel where there is none, BrokenWeights where it cannot be read.
     """
     path = Path(path)
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and (path.suffix == ".gguf" or is_gguf_file(path)):
         return GgufTokenizer(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():

@@ -68,6 +68,15 @@ class BackendInfo(msgspec.Struct, frozen=True):
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 
 
+class HeldMemory(msgspec.Struct, frozen=True):
+    """What an engine says that it will hold beside its weights, at one length of context."""
+
+    context_tokens: int
+    kv_bytes: int  # of all slots
+    state_bytes: int  # recurrent states of all slots
+    buffer_bytes: int  # of a step's computation and its logits
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything an engine child needs to start; travels to it as JSON, which checks its bounds."""
 

@@ -66,6 +66,13 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     extra_bytes: Callable[[ModelSpec, str, Collection[str]], int] | None = None
     kv_dtype: KvDtype = lambda asked, *_: "fp16" if asked == AUTO else asked
     kv_row_tokens: Callable[[int], int] = int  # of a slot's own KV row, by the context's
+    # On the CPU: (model, tokens that a row attends to, slots) -> bytes that a step's computation
+    # takes; 0 where the overhead has it.
+    buffer_bytes: Callable[[ModelSpec, int, int], int] = lambda model, tokens, slots: 0
+    # (model, KV tokens of all slots, slots, KV type) -> bytes of the KV cache.
+    kv_bytes: Callable[[ModelSpec, int, int, str], int] = lambda model, tokens, slots, kv_dtype: (
+        tokens * model.kv_bytes_per_token(kv_dtype)
+    )
     shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
     options: tuple[str, ...] | None = None  # names of its options; None: any
     package: str | None = None  # Python package that must be installed
@@ -145,8 +152,19 @@ def _llama_extra(model: ModelSpec, weight_format: str, isa: Collection[str]) -> 
     return embedding.elements // block.weights * block.bytes
 
 
-# Overheads. llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 %
-# of the measured RSS, weights read into memory. onnx: the file stays mapped, matrices are packed
+def _llama_buffer(model: ModelSpec, attended: int, slots: int) -> int:
+    """llama.cpp's compute buffer without flash attention, of a model of which there is no file: the
+    scores of each head of a step's tokens for all tokens that they attend to, and a mask; beside
+    them rows of the hidden state, the MLP and the logits. A file is asked (llama_cpp.dry_load)."""
+    step = 512
+    attention = (model.heads + 1) * attended * 4 * step
+    rows = 4 * step * (4 * model.hidden + 2 * model.intermediate)
+    return attention + max(rows // 2, 4 * slots * model.vocabulary)
+
+
+# Overheads. llama_cpp on the CPU: libraries and what does not depend on the context, measured with
+# tiny models, 135M and 360M (4 slots of 512 and 2,048 tokens: 54 to 65 MiB); weights are read into
+# memory. onnx: the file stays mapped, matrices are packed
 # into memory of its own: int8 into as much, 4 bits with their scales into 1.4 times as much. torch
 # on the GPU: what its largest step takes (torch/memory_overhead.py).
 # Huge pages, 135M on one core: llama_cpp up to 2 % quicker, onnx at one stream 2 to 6 %, torch 0.
@@ -156,10 +174,11 @@ BACKENDS: dict[str, BackendSpec] = {
         weights="gguf",
         kv_row_tokens=lambda context: -(-context // 256) * 256,
         overhead={
-            "cpu": Overhead(82_000_000, 46 << 10, 600),
+            "cpu": Overhead(62_000_000, 0, 600),
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
         },
         extra_bytes=_llama_extra,
+        buffer_bytes=_llama_buffer,
         options=("flash_attention", "mlock", "gpu_layers"),
         package="llama_cpp",
         extra="llama-cpp",

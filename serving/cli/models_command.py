@@ -156,9 +156,8 @@ def _told(one: Attempt) -> str:
     free = one.free_bytes
     room = "nobody knows what is free" if free is None else f"{size(free)} may be used"
     return (
-        f"{one.device.upper()} {one.backend:9} {one.weight_format:7} weights "
-        f"{size(one.weight_bytes)} + KV {size(one.kv_bytes)} + overhead "
-        f"{size(one.overhead_bytes)} = {size(one.need_bytes)}: {verdict}, {room}"
+        f"{one.device.upper()} {one.backend:9} {one.weight_format:7} {one.memory_text} = "
+        f"{size(one.need_bytes)}: {verdict}, {room}"
     )
 
 

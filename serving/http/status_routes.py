@@ -25,7 +25,7 @@ from serving.metrics import CONTENT_TYPE
 from serving.registry.loaded_models import Registry, ServedModel
 
 _OF_ENGINE = ("weight_format", "slots", "context_tokens", "kv_tokens")  # as the engine has them
-_OF_MEMORY = ("weight_bytes", "kv_bytes", "overhead_bytes")
+_OF_MEMORY = ("weight_bytes", "kv_bytes", "state_bytes", "buffer_bytes", "overhead_bytes")
 
 
 async def health(request: Request) -> dict[str, str]:

@@ -8,20 +8,22 @@ Candidates are looked at in order: the GPU, with the backends that may drive it,
 first one that fits is chosen, later ones are what the engine falls back to. Of several GPUs it is
 the one with most free memory.
 
-Memory: the weights (the file's size, else the format's), the KV cache in the type and the row
-lengths that the backend holds, and the overhead of the backend's row in the table.
+Memory: the weights (the file's size, else the format's), the KV cache layer by layer in the type
+and the row lengths that the backend holds, recurrent states by slot, the buffer of a step's
+computation, which grows with the context, and the overhead of the backend's row in the table. For a
+GGUF file on the CPU llama.cpp itself has said its sizes (`PlacementRequest.held`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from models.formatting import size
 from models.model_spec import KV_ELEMENT_BYTES, ModelSpec
 from models.weight_formats import weight_bytes as format_bytes
-from serving.backends.backend_interface import AUTO
+from serving.backends.backend_interface import AUTO, HeldMemory
 from serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
 from serving.errors import Cause, ServingError, Unsupported
 from serving.hardware.gpus import GpuFacts
@@ -57,6 +59,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: Count | None = None  # None: slots x context
     kv_dtype: str = AUTO
     weight_bytes: int | None = None  # of the file; None: there is none yet
+    # What the engine on the CPU says that it will hold, by length of context, ascending; (): it was
+    # not asked, since there is no file yet.
+    held: tuple[HeldMemory, ...] = ()
     check_memory: bool = True  # False: plan even what does not fit, and say so
 
 
@@ -76,12 +81,14 @@ class Attempt(msgspec.Struct, frozen=True):
     device_name: str
     weight_bytes: int
     kv_bytes: int
-    overhead_bytes: int
+    overhead_bytes: int  # libraries, vocabulary, copies of weights
     free_bytes: int | None  # that may be used; None: the machine does not say
     kv_dtype: str = ""  # as the backend stores it
     slots: int = 16
     device_id: str = ""  # the GPU's UUID; "": the only one, or the driver says none
     vendor: str = ""  # the GPU's
+    state_bytes: int = 0  # of recurrent layers, in all slots
+    buffer_bytes: int = 0  # of a step's computation, mostly attention over a long context
 
     @property
     def place(self) -> str:
@@ -90,7 +97,17 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @property
     def need_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
+        cache = self.kv_bytes + self.state_bytes
+        return self.weight_bytes + cache + self.buffer_bytes + self.overhead_bytes
+
+    @property
+    def memory_text(self) -> str:
+        """The parts of its memory, for people."""
+        parts = [("weights", self.weight_bytes), ("KV", self.kv_bytes)]
+        parts += [("state", self.state_bytes), ("buffers", self.buffer_bytes)]
+        shown = [(name, count) for name, count in parts if count or name in ("weights", "KV")]
+        shown.append(("overhead", self.overhead_bytes))
+        return " + ".join(f"{name} {size(count)}" for name, count in shown)
 
     @property
     def fits(self) -> bool:
@@ -154,22 +171,39 @@ def plan(
 
 
 def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
-    """Most tokens of one sequence: as asked for, else the model's own, as far as the KV cache of
-    each engine takes at most KV_SHARE of its free memory."""
+    """Most tokens of one sequence: as asked for, else the model's own, as far as what grows with
+    the context (KV cache, attention buffer) takes at most KV_SHARE of each engine's free memory."""
     most = request.model.context
     if request.context_tokens is not None:
         return min(request.context_tokens, most)
     if request.kv_tokens is not None:
         return min(LEAST_CONTEXT, most, request.kv_tokens)
 
-    context = min(most, LEAST_CONTEXT)
-    sized = msgspec.structs.replace(request, context_tokens=context)
-    for one, _ in _everywhere(sized, facts, obstacles):
-        if one is not None and one.free_bytes is not None and one.kv_bytes:
-            left = one.free_bytes - one.weight_bytes - one.overhead_bytes
-            room = min(KV_SHARE * one.free_bytes, left)
-            most = min(most, int(room * context / one.kv_bytes) // 1024 * 1024)
-    return max(context, most)
+    shortest = min(most, LEAST_CONTEXT)
+    sized = msgspec.structs.replace(request, context_tokens=shortest)
+    gpus = {gpu.uuid or "": gpu for gpu in facts.gpus}
+    able = [one for one, _ in _everywhere(sized, facts, obstacles) if one is not None]
+
+    def fits(context: int) -> bool:
+        sized = msgspec.structs.replace(request, context_tokens=context)
+        for engine in able:
+            gpu = gpus.get(engine.device_id) if engine.device == "gpu" else None
+            one = predicted(sized, facts, engine.backend, gpu)
+            if one.free_bytes is not None:
+                grown = one.kv_bytes + one.buffer_bytes
+                left = one.free_bytes - one.need_bytes + grown
+                if grown > min(KV_SHARE * one.free_bytes, left):
+                    return False
+        return True
+
+    if fits(most):
+        return most
+    # The longest multiple of 1,024 tokens that fits, by halving.
+    low, high = shortest // 1024, -(-most // 1024)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * 1024) else (low, middle)
+    return max(shortest, low * 1024)
 
 
 def _everywhere(
@@ -240,11 +274,12 @@ def fitted(
         return found, None
     text = (
         f"{request.model.name} in {found.weight_format} needs {size(found.need_bytes)} "
-        f"{where} (weights {size(found.weight_bytes)}, KV {size(found.kv_bytes)}, "
-        f"overhead {size(found.overhead_bytes)}), {size(found.free_bytes or 0)} may be used"
+        f"{where} ({found.memory_text.replace(' + ', ', ')}), "
+        f"{size(found.free_bytes or 0)} may be used"
     )
-    room = (found.free_bytes or 0) - found.weight_bytes - found.overhead_bytes
-    fitting = room // max(1, found.kv_bytes // found.slots)
+    of_slots = found.kv_bytes + found.state_bytes
+    room = (found.free_bytes or 0) - found.need_bytes + of_slots
+    fitting = room // max(1, of_slots // found.slots)
     advice = f"{fitting} slots instead of {request.slots} would fit"
     text += f"; {advice if fitting > 0 else 'take a smaller model or format'}"
     cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
@@ -272,6 +307,16 @@ def predicted(
     overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, slots)
     if gpu is None and spec.extra_bytes is not None:  # matrices that it holds twice
         overhead += spec.extra_bytes(model, weight_format, facts.isa)
+    if gpu is None and request.held and spec.weights == "gguf":
+        held = held_at(request.held, context)
+    else:
+        attended = tokens if tokens < slots * context else spec.kv_row_tokens(context)
+        held = HeldMemory(
+            context_tokens=context,
+            kv_bytes=spec.kv_bytes(model, tokens, slots, kv_dtype) if spec.has_weights else 0,
+            state_bytes=slots * model.state_bytes_per_slot if spec.has_weights else 0,
+            buffer_bytes=spec.buffer_bytes(model, attended, slots) if gpu is None else 0,
+        )
     free_bytes = facts.usable_memory_bytes if gpu is None else gpu.free_bytes
     return Attempt(
         device=device,
@@ -279,7 +324,9 @@ def predicted(
         weight_format=weight_format,
         slots=slots,
         weight_bytes=weights,
-        kv_bytes=tokens * model.kv_bytes_per_token(kv_dtype) if spec.has_weights else 0,
+        kv_bytes=held.kv_bytes,
+        state_bytes=held.state_bytes,
+        buffer_bytes=held.buffer_bytes,
         overhead_bytes=overhead,
         free_bytes=None if free_bytes is None else int(free_bytes * HEADROOM),
         kv_dtype=kv_dtype,
@@ -287,6 +334,27 @@ def predicted(
         device_id="" if gpu is None else gpu.uuid or "",
         vendor="" if gpu is None else gpu.vendor,
     )
+
+
+def held_at(held: Sequence[HeldMemory], context: int) -> HeldMemory:
+    """What an engine holds at this length of context, between or beyond the lengths it was asked
+    for: caches grow evenly, and the buffer is the larger of parts that are even or grow evenly, so
+    that a line between two lengths is never too low."""
+    above = next((at for at, one in enumerate(held) if one.context_tokens >= context), len(held))
+    if above < len(held) and held[above].context_tokens == context:
+        return held[above]
+    if len(held) == 1:
+        (one,) = held
+        scale = -(-context // 256) / -(-one.context_tokens // 256)
+        grown = {name: round(getattr(one, name) * scale) for name in ("kv_bytes", "buffer_bytes")}
+        return msgspec.structs.replace(one, context_tokens=context, **grown)
+    first, second = held[max(0, min(above, len(held) - 1) - 1) :][:2]
+    padded = -(-context // 256) * 256
+    share = (padded - first.context_tokens) / (second.context_tokens - first.context_tokens)
+    names = ("kv_bytes", "buffer_bytes")
+    ends = {name: (getattr(first, name), getattr(second, name)) for name in names}
+    grown = {name: max(0, round(low + share * (high - low))) for name, (low, high) in ends.items()}
+    return msgspec.structs.replace(second, context_tokens=context, **grown)
 
 
 def default_backend(device: str, weight_format: str | None = None) -> str:
@@ -331,9 +399,8 @@ def explain(placement: Placement) -> list[str]:
         free = "unknown" if attempt.free_bytes is None else size(attempt.free_bytes)
         lines.append(
             f"  {'falls back to ' if number else ''}{attempt.device.upper()} {attempt.backend} "
-            f"({attempt.device_name}): weights {size(attempt.weight_bytes)} + "
-            f"KV {size(attempt.kv_bytes)} ({placement.kv_tokens} tokens, {attempt.kv_dtype}) + "
-            f"overhead {size(attempt.overhead_bytes)} = {size(attempt.need_bytes)}; "
+            f"({attempt.device_name}): {attempt.memory_text} = {size(attempt.need_bytes)} "
+            f"({placement.kv_tokens} KV tokens, {attempt.kv_dtype}); "
             f"may use {free}{'' if attempt.fits else ' - does not fit'}"
         )
     lines += [

@@ -19,7 +19,7 @@ from models.model_ladder import is_rung, rung
 from models.resolve_model import ResolvedModel, is_gguf, resolve
 from models.tokenizer import try_tokenizer
 from models.weights_manifest import Progress, read_manifest
-from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_interface import EngineConfig, HeldMemory
 from serving.backends.backend_table import (
     BACKENDS,
     DEFAULTS,
@@ -29,6 +29,7 @@ from serving.backends.backend_table import (
     spec_of,
     weights_of,
 )
+from serving.backends.llama_cpp.dry_load import held_memory
 from serving.backends.onnx.onnx_folder import weight_bytes
 from serving.errors import Cause, Unsupported
 from serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
@@ -222,6 +223,7 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     """What is to be placed: the model's shape and size, and the backend and format that follow from
     what it is. A rung's are decided when it is placed."""
     backend, weight_format, size_bytes = model.backend, model.weight_format, None
+    held: tuple[HeldMemory, ...] = ()
     if is_rung(model.source):
         spec = rung(model.source).spec
     else:
@@ -230,13 +232,16 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
         spec, weight_format, path = files.spec, files.weight_format or None, Path(files.path)
         if path.suffix == ".onnx":
             size_bytes = weight_bytes(path)
-        elif files.path and path.is_file():
-            size_bytes = path.stat().st_size
+        elif files.file_bytes is not None:
+            size_bytes = files.file_bytes
+            if backend == "llama_cpp" and backend not in missing_backends():
+                held = held_memory(files.path, spec, model)
     return PlacementRequest(
         model=spec,
         backend=backend,
         weight_format=weight_format,
         weight_bytes=size_bytes,
+        held=held,
         **{name: getattr(model, name) for name in _PLACED},
     )
 

@@ -4,15 +4,19 @@ error, and nothing else happens.
 
 import json
 import random
+import shutil
 import struct
 from pathlib import Path
 
 import pytest
 
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
-from models.gguf_reader import GgufHeader, read_header
+from models.gguf_reader import GgufHeader, part_names, read_header
 from models.random_weights import write_gguf, write_hf_folder
+from models.resolve_model import is_gguf, resolve
 from models.safetensors_reader import check_tensors, read_tensors
+from models.tokenizer import load_tokenizer
+from tests.gguf_families import write_family
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
 
 
@@ -72,6 +76,68 @@ def test_of_another_architecture_the_header_says_what_serving_needs(
     damaged = gguf_bytes[:place] + (20_000).to_bytes(4, "little") + gguf_bytes[place + 4 :]
     with pytest.raises(UnsupportedModel, match="block_count = 20000; it must be .* 1 to 10000"):
         _header(damaged, file).spec("x")
+
+
+# What the header of each family says: total and active parameters in thousands, experts used and
+# all, elements that a token caches, bytes of a slot's state.
+SAID = {
+    "llama": (1115, 853, None, 512, 0),
+    "llama-split": (1115, 853, None, 512, 0),
+    "qwen3moe": (1513, 661, (2, 8), 512, 0),
+    "deepseek2": (1619, 914, (2, 8), 384, 0),
+    "gemma3": (1412, 1150, None, 768, 0),
+    "mamba2": (996, 734, None, 0, 149504),
+    "falcon-h1": (1587, 1325, None, 512, 149504),
+    "granitehybrid": (1555, 965, (2, 8), 128, 112128),
+    "lfm2": (1216, 1216, None, 256, 4096),
+    "qwen35moe": (1683, 831, (2, 8), 128, 58368),
+    "nemotron_h_moe": (7791, 5268, (2, 8), 2944, 859648),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_of_each_family_the_header_says_what_placement_needs(name: str, tmp_path: Path) -> None:
+    spec = read_header(write_family(name, tmp_path)).spec(name)
+    experts = spec.experts and (spec.experts.used, spec.experts.count)
+    elements = sum(one.layers * (one.keys + one.values) for one in spec.cache_groups)
+    found = (spec.parameters, spec.active_parameters, experts, elements, spec.state_bytes_per_slot)
+    print(name, found)
+    total, active, *exact = SAID[name]
+    assert found[:2] == (
+        pytest.approx(1000 * total, rel=1e-3),
+        pytest.approx(1000 * active, rel=1e-3),
+    )
+    assert [*found[2:]] == exact
+
+
+def test_a_split_model_is_read_by_the_name_of_any_part(tmp_path: Path) -> None:
+    first = write_family("llama-split", tmp_path)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert [part.name for part in parts] == part_names(first.name) and len(parts) == 3
+    whole = read_header(write_family("llama", tmp_path)).spec("x")
+    for part in parts:
+        found = resolve(str(part), kind="gguf")
+        assert (found.name, found.path) == ("llama-split", str(first))
+        assert found.spec.parameters == whole.parameters
+        assert found.file_bytes == sum(one.stat().st_size for one in parts)
+    moved = parts[2].rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(BrokenWeights, match="in 3 files, and part 3, llama-split-00003-of-00003"):
+        read_header(first)
+    with pytest.raises(BrokenWeights, match="elsewhere.gguf says that it is a part.*3 files"):
+        read_header(moved)
+    shutil.copy(parts[1], parts[2])
+    with pytest.raises(BrokenWeights, match="00003-of-00003.gguf is not .* part 2 of 3"):
+        read_header(first)
+
+
+def test_the_first_bytes_decide_what_a_gguf_file_is(tmp_path: Path) -> None:
+    blob = write_family("llama", tmp_path).rename(tmp_path / "sha256-0a1b2c")
+    assert is_gguf(str(blob)) and resolve(str(blob), kind="gguf").spec.layers == 4
+    assert load_tokenizer(blob).vocabulary > 1000
+    text = tmp_path / "x.gguf"
+    text.write_text("no such thing")
+    with pytest.raises(BrokenWeights, match="x.gguf' is no GGUF file"):
+        resolve(str(text), kind="gguf")
 
 
 def test_safetensors_that_are_not_what_they_should_be_are_refused(tmp_path: Path) -> None:

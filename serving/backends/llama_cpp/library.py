@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ _DEVICE = re.compile(
     r"using device \S+ \((.*?)\)(?: \((?:[0-9a-fA-F:.]+|unknown id)\))? - \d+ MiB free"
 )
 
+_FUNCTION = re.compile(r"^\w+: (?:error loading model: )?")  # at the beginning of a line
+
 
 class LogTail:
     """llama.cpp's log: the last errors for messages, and the GPU that a load uses."""
@@ -35,6 +38,7 @@ class LogTail:
     def __init__(self) -> None:
         self.errors: collections.deque[str] = collections.deque(maxlen=8)
         self.gpu: str | None = None  # its name, without what differs at every load
+        self.heard: Callable[[str], None] | None = None  # gets every line
         self._level = 0
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
             self._take
@@ -47,12 +51,17 @@ class LogTail:
         llama.llama_cpp._lib.ggml_set_abort_callback(self._last_word)
 
     def reason(self) -> str:
-        """The last errors in llama.cpp's words, without paths."""
-        return _without_folders("; ".join(self.errors) or "no reason given")
+        """The last errors in llama.cpp's words, without paths and names of its functions."""
+        words = [_FUNCTION.sub("", line) for line in self.errors]
+        # The last lines of a load only say that it failed.
+        told = [line for line in words if line != "failed to load model"] or words
+        return _without_folders("; ".join(told) or "no reason given")
 
     def _take(self, level: int, text: bytes, _: Any) -> None:
         self._level = level = self._level if level == _LOG_CONTINUED else level
         line = text.decode("utf-8", "replace").strip()
+        if self.heard is not None:
+            self.heard(line)
         if level in (_LOG_WARN, _LOG_ERROR) and line:
             self.errors.append(line)
         if level == _LOG_ERROR and line:

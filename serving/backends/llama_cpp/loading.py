@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from models.errors import BrokenWeights, UnsupportedModel
+from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.weights_manifest import Progress
 from serving.backends.backend_interface import AUTO, EngineConfig, check_sizes, parse_options
 from serving.backends.llama_cpp.library import LOG, PACKAGE, is_memory, library
-from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
+from serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
 from serving.hardware.machine_facts import allowed_cores
 
 # ggml's numbers for KV types (enum ggml_type), llama.cpp's for flash attention.
@@ -80,7 +80,6 @@ class Loader:
 
     def load(self, progress: Progress) -> tuple[Any, Any]:
         """The model and its context. Raises OutOfMemory, UnsupportedModel too."""
-        llama = self.llama
         problems: list[BaseException] = []
         told = -1.0
 
@@ -95,19 +94,46 @@ class Loader:
                     return False
             return True
 
-        options, name, is_gpu = self.options, self._file.name, self.config.device == "gpu"
+        settings = self._model_settings()
+        settings.progress_callback = callback = self.llama.llama_progress_callback(report)
+        try:
+            model = self._model(settings)
+        except (ModelError, ServingError):
+            if problems:
+                raise problems[0] from None
+            raise
+        finally:
+            del callback
+        try:
+            check_sizes(self.config, int(self.llama.llama_model_n_ctx_train(model)), self.kv_dtype)
+            context = self.context(model)
+        except BaseException:
+            self.llama.llama_model_free(model)
+            raise
+        LOG.errors.clear()  # warnings of a load that has worked explain no later failure
+        return model, context
+
+    def load_without_memory(self) -> Any:
+        """The model with sizes and no data, for contexts that allocate nothing either."""
+        settings = self._model_settings()
+        settings.no_alloc = True
+        settings.load_mode = self.llama.llama_load_mode_from_str(b"none")
+        return self._model(settings)
+
+    def _model_settings(self) -> Any:
+        llama, options, is_gpu = self.llama, self.options, self.config.device == "gpu"
         # Mapped on a GPU, read on the CPU: one row 5 % quicker on 135M Q4_0, and repacked weights
         # are there once, not twice (90 instead of 150 MB).
         modes = ["mmap"] * is_gpu + ["mlock"] * options.mlock
         settings = llama.llama_model_default_params()
         settings.load_mode = llama.llama_load_mode_from_str("+".join(modes or ["none"]).encode())
         settings.n_gpu_layers = options.gpu_layers if is_gpu else 0
-        settings.progress_callback = callback = llama.llama_progress_callback(report)
+        return settings
+
+    def _model(self, settings: Any) -> Any:
+        llama, name = self.llama, self._file.name
         LOG.errors.clear()
         model = llama.llama_model_load_from_file(str(self._file).encode(), settings)
-        del callback
-        if problems:
-            raise problems[0]
         if not model:
             reason = LOG.reason()
             if is_memory(reason):
@@ -116,21 +142,23 @@ class Loader:
                 text = f"llama.cpp does not know the architecture of {name}: {reason}"
                 raise UnsupportedModel(text)
             raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
-        try:
-            check_sizes(self.config, int(llama.llama_model_n_ctx_train(model)), self.kv_dtype)
-            context = self._context(model)
-        except BaseException:
-            llama.llama_model_free(model)
-            raise
-        LOG.errors.clear()  # warnings of a load that has worked explain no later failure
-        return model, context
+        for is_other, what in (
+            (llama.llama_model_has_encoder, "a model with an encoder beside its decoder"),
+            (llama.llama_model_is_diffusion, "a diffusion model, which does not write in order"),
+        ):
+            if is_other(model):
+                llama.llama_model_free(model)
+                raise UnsupportedModel(f"{name} is {what}; only decoders are served")
+        return model
 
-    def _context(self, model: Any) -> Any:
+    def context(self, model: Any, context_tokens: int | None = None) -> Any:
+        """A context of `context_tokens` a slot; None: as the configuration says."""
         llama, config = self.llama, self.config
+        tokens = context_tokens or config.context_tokens
         settings = llama.llama_context_default_params()
-        settings.n_ctx = config.kv_tokens or config.slots * config.context_tokens
+        settings.n_ctx = config.kv_tokens or config.slots * tokens
         if not self.is_unified:
-            settings.n_ctx = config.slots * -(-config.context_tokens // 256) * 256
+            settings.n_ctx = config.slots * -(-tokens // 256) * 256
         settings.n_batch = max(STEP_TOKENS, config.slots)
         settings.n_ubatch = STEP_TOKENS
         settings.n_seq_max = settings.n_outputs_max = config.slots

@@ -96,7 +96,8 @@ def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:
     assert placement.kv_tokens == 4000
     assert placement.kv_bytes == 4096 * token_bytes  # llama.cpp's rows are multiples of 256 tokens
     assert placement.weight_bytes == pytest.approx(EIGHT.parameters * 8.5 / 8, rel=0.01)
-    parts = placement.weight_bytes, placement.kv_bytes, placement.overhead_bytes
+    cache, buffers = placement.kv_bytes, placement.buffer_bytes
+    parts = placement.weight_bytes, cache, buffers, placement.overhead_bytes
     assert placement.need_bytes == sum(parts) and min(parts) > 0
     few = planned(EIGHT, machine(), context_tokens=100, kv_tokens=123)
     assert few.kv_bytes == 123 * token_bytes
@@ -111,7 +112,7 @@ def test_where_nobody_says_it_the_context_is_the_models_own_as_far_as_memory_all
 ) -> None:
     placement = planned(spec, machine(memory_gib), weight_format="Q4_0", context_tokens=None)
     assert placement.free_bytes is not None
-    share = placement.kv_bytes / placement.free_bytes
+    share = (placement.kv_bytes + placement.buffer_bytes) / placement.free_bytes
     if placement.context_tokens > 2048:
         assert share <= 0.25
     if placement.context_tokens < spec.context:
