@@ -42,7 +42,6 @@ from loadtests.records.journal_events import (
 )
 from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import LOADED, QUICK_REQUESTS, lengths_of
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.arrivals import Poisson, Trace, process_of
@@ -53,6 +52,7 @@ from models.model_spec import ModelSpec
 from reports.devices.device_capacity import Traffic
 from reports.errors import BadRun
 from reports.watts import watts_of
+from serving.performance.scheduler_settings import SchedulerSettings
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     like: float | None = None  # the rate in whose unit all rates of the run are read
     least_seconds: float = LEAST_SECONDS  # of the shortest level that confirms
     law: StepLaw | None = None  # under load: this run's, slower by the levels' factor
-    policy: SchedulingPolicy | None = None
+    policy: SchedulerSettings | None = None
     traffic: Traffic | None = None  # None: the run does not say what was asked
     memory: Memory = Memory()
     ready: CellReady | None = None  # what its last server said
@@ -317,6 +317,7 @@ def _cell_of(
             slo,
             law=law,
             policy=policy,
+            reused_share=0.0 if calibrated is None else calibrated.reused_share,
             workload=None if traffic is None else workload,
             arrivals=None if traffic is None else traffic.arrivals,
             least_seconds=least_seconds,

@@ -71,7 +71,7 @@ def _stats(served: Supervisor) -> StepStats:
 def _kv_share(served: Supervisor) -> float | None:
     if served.ready is None:
         return None
-    return _stats(served).kv_used_tokens / max(1, served.ready.info.kv_tokens)
+    return _stats(served).kv_used_tokens / max(1, served.ready.info.settings.pool_tokens)
 
 
 # Read from a model's supervisor at the scrape: help, and the value; None is omitted.
@@ -85,7 +85,10 @@ GAUGES: dict[str, tuple[str, Callable[[Supervisor], float | None]]] = {
     "num_requests_running": ("Sequences in the engine's batch", lambda s: _stats(s).running),
     "num_requests_waiting": ("Sequences waiting for a slot", lambda s: _stats(s).waiting),
     "kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1", _kv_share),
-    "engine_slots": ("Sequences at once", lambda s: s.ready.info.slots if s.ready else None),
+    "engine_slots": (
+        "Sequences at once",
+        lambda s: s.ready.info.settings.slots if s.ready else None,
+    ),
 }
 
 

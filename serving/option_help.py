@@ -23,7 +23,9 @@ Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, lt=1)]
 T = TypeVar("T")
 
-_BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+)(?: - at `\$\.(\w+)`)?")
+ENGINE = "Engine"  # the panel of the help page with what an engine is started with
+
+_BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+)(?: - at `\$\.(?:\w+\.)*(\w+)`)?")
 _WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 
 
@@ -73,13 +75,16 @@ def bound(problem: str) -> str | None:
 
 
 def check(made: msgspec.Struct) -> None:
-    """Raises Unsupported with key, bound and value where a field is outside its bounds."""
-    values = msgspec.structs.asdict(made)
+    """Raises Unsupported with key, bound and value where a field is outside its bounds, in a struct
+    inside it too."""
+    values = msgspec.to_builtins(made)
     try:
         msgspec.convert(values, type(made))
     except msgspec.ValidationError as problem:
-        found = re.search(r"`\$\.(\w+)", str(problem))
-        raise Unsupported(explained(str(problem), values), found and found[1]) from problem
+        found = re.search(r"`\$\.((?:\w+\.)*)(\w+)", str(problem))
+        for table in found[1].split(".")[:-1] if found else ():
+            values = values[table]
+        raise Unsupported(explained(str(problem), values), found and found[2]) from problem
 
 
 def converted(

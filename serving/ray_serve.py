@@ -30,6 +30,7 @@ from models.weights_manifest import write_atomically
 from serving.errors import EngineFailed, ServingError
 from serving.hardware.machine_facts import allowed_cores
 from serving.option_help import flags_of
+from serving.performance.scheduler_settings import DEFAULT_SETTINGS
 from serving.server_options import Policy, ServeOptions
 
 APPLICATION = "crossover"
@@ -59,12 +60,13 @@ def launch_on_ray(options: ServeOptions) -> int:
 
     try:
         cpus, gpus = share_of(nodes, options)
+        slots = options.filled(DEFAULT_SETTINGS["gpu" if gpus else "cpu"]).slots
         serve.start(http_options={"host": options.host, "port": port})
         replica = serve.deployment(
             serve.ingress(Ingress(options, api_key, cpus))(Replica),
             name=APPLICATION,
             num_replicas=options.replicas,
-            max_ongoing_requests=options.slots + options.max_waiting,
+            max_ongoing_requests=slots + options.max_waiting,
             ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
             graceful_shutdown_timeout_s=options.drain_seconds,
             health_check_period_s=1.0,

@@ -24,13 +24,21 @@ import msgspec
 from msgspec import Meta
 
 from serving.errors import ServingError
-from serving.option_help import Count, Port, Positive, Seconds, converted, flags_of, option
+from serving.option_help import (
+    ENGINE,
+    Count,
+    Port,
+    Positive,
+    Seconds,
+    converted,
+    flags_of,
+    option,
+)
+from serving.performance.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
 
 # Panels of the help page.
-ENGINE, QUEUE, HTTP = "Engine", "Queue and faults", "HTTP"
+QUEUE, HTTP = "Queue and faults", "HTTP"
 MACHINE, SEVERAL = "Machine", "Several models"
-
-AUTO = "auto"  # of --kv-dtype: the type that the backend holds by itself
 
 
 class Policy(StrEnum):
@@ -41,7 +49,7 @@ class Policy(StrEnum):
     cpu_only = "cpu-only"
 
 
-class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SharedOptions(RequestedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model runs: the command line speaks for all models, a models file for one."""
 
     backend: Annotated[
@@ -62,29 +70,6 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cores: Annotated[
         str, option(MACHINE, "Engine's cores, e.g. 0-3. Default: all; of over 8 all but 1-2.")
     ] = ""
-    slots: Annotated[Count, option(ENGINE, "Sequences that run at the same time.")] = 16
-    context_tokens: Annotated[
-        Count | None,
-        option(
-            ENGINE,
-            "Most tokens of one sequence. Default: the model's, as memory has room.",
-            "context",
-        ),
-    ] = None
-    kv_tokens: Annotated[
-        Count | None,
-        option(ENGINE, "Tokens in the KV cache of all slots. Default: slots x context."),
-    ] = None
-    kv_dtype: Annotated[
-        str, option(ENGINE, "KV cache in fp32, fp16, bf16, q8_0, q4_0; auto: the backend's own.")
-    ] = AUTO
-    prefill_tokens: Annotated[
-        Count, option(ENGINE, "Prompt tokens of a step while others decode.")
-    ] = 256
-    step_seconds_target: Annotated[
-        Positive,
-        option(ENGINE, "Longest step with a prompt in it while others decode.", "step-seconds"),
-    ] = 0.3
     prefix_reuse: Annotated[
         bool, option(ENGINE, "Keep the KV of finished sequences for prompts that begin alike.")
     ] = True
@@ -210,6 +195,9 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
             )
         given = msgspec.structs.asdict(found[0])
         found = [model_options({"name": options.served_name}, given, "--served-name")]
+    if len(found) > 1:  # the first one's slots would take the whole memory of a GPU
+        slots = DEFAULT_SETTINGS["cpu"].slots
+        found = [msgspec.structs.replace(one, slots=one.slots or slots) for one in found]
     return tuple(found)
 
 

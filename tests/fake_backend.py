@@ -104,21 +104,18 @@ class FakeBackend:
         if self._failure in _LOAD_FAILURES and self._strikes():
             kind = _LOAD_FAILURES[self._failure]
             raise kind(f"the fake backend was told to fail with {self._failure}")
-        kv_tokens = config.kv_tokens or config.slots * config.context_tokens
+        settings = config.settings
         # Hash after each token; [0] is the empty sequence.
-        self._kv: list[list[int]] = [[0] for _ in range(config.slots)]
+        self._kv: list[list[int]] = [[0] for _ in range(settings.slots)]
         self._base: npt.NDArray[np.float32] | None = None
         self._steps = 0
         self.info = BackendInfo(
             name="fake",
             device=config.device,
             device_name="no device",
-            slots=config.slots,
-            context_tokens=config.context_tokens,
-            kv_tokens=kv_tokens,
+            settings=msgspec.structs.replace(settings, kv_tokens=settings.pool_tokens),
             vocabulary=options.vocabulary,
             weight_format="none",
-            step_tokens=max(512, 2 * config.slots),
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
@@ -130,8 +127,11 @@ class FakeBackend:
         self._steps += 1
         held = sum(len(states) - 1 for states in self._kv)
         growth = sum(row.start + len(row.tokens) - (len(self._kv[row.slot]) - 1) for row in rows)
-        if held + growth > self.info.kv_tokens:
-            raise KvFull(f"{held + growth} tokens do not fit in a KV pool of {self.info.kv_tokens}")
+        if held + growth > self.info.settings.pool_tokens:
+            raise KvFull(
+                f"{held + growth} tokens do not fit in a KV pool of "
+                f"{self.info.settings.pool_tokens}"
+            )
         seconds = options.step_seconds
         for row in rows:
             states = self._kv[row.slot]

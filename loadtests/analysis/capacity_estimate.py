@@ -25,7 +25,6 @@ from loadtests.analysis.good_share import LEAST_AS_ONE, wilson
 from loadtests.analysis.level_columns import Judged, Level
 from loadtests.analysis.slo import Slo, requests_to_hold
 from loadtests.records.journal_events import Capacity
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import (
     LEAST_TELLING,
     LOADED,
@@ -41,6 +40,7 @@ from loadtests.simulation.step_observation import level_factor, two_speeds
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.request_lengths import Workload
 from models.formatting import share
+from serving.performance.scheduler_settings import SchedulerSettings
 
 CONFIRMING_SHARE = 0.8  # of the limit: where a level confirms, and tells the factor
 MOST_TELLING = 1.4  # times the limit: above, queues say little of steps
@@ -73,7 +73,8 @@ def estimate(
     slo: Slo,
     *,
     law: StepLaw | None = None,
-    policy: SchedulingPolicy | None = None,
+    policy: SchedulerSettings | None = None,
+    reused_share: float = 0.0,
     workload: Lengths | Workload | None = None,
     arrivals: Arrivals | None = None,
     least_seconds: float = LEAST_SECONDS,
@@ -95,7 +96,14 @@ def estimate(
         short = [one.rate for one in loaded if one.judged.good < slo.target * one.judged.due]
 
         def simulate(factor: float) -> SimulatedCapacity:
-            return _simulated(law.slower(factor), policy, workload, slo, arrivals=arrivals)
+            return _simulated(
+                law.slower(factor),
+                policy,
+                workload,
+                slo,
+                arrivals=arrivals,
+                reused_share=reused_share,
+            )
 
         found = _by_law(simulate, told, speeds, min(short, default=math.inf))
     return _confirmed(_below(found, failed), seen, slo, least_seconds)

@@ -44,6 +44,7 @@ from models.weight_formats import DEFAULT_FORMATS
 from serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of, weights_of
 from serving.errors import BackendUnavailable
 from serving.option_help import Count, Positive, Seconds, Share
+from serving.performance.scheduler_settings import DEFAULT_SETTINGS
 from serving.placement.fastest_backend import BEST
 from serving.server_options import SharedOptions
 
@@ -285,7 +286,8 @@ def cells_of(
         for model in file.models:
             weight_format = engine.format or DEFAULT_FORMATS.get(engine.weights, "")
             name = rung(model).spec.name if is_rung(model) else model
-            slots = file.server.slots if "{slots}" in engine.command else None
+            settings = file.server.filled(DEFAULT_SETTINGS["cpu"])
+            slots = settings.slots if "{slots}" in engine.command else None
             cells.append(_cell(name, weight_format, engine.name, slots=slots, engine=engine.name))
     if not cells:
         raise BadCampaign("nothing to measure: backends is empty")

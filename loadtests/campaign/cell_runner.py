@@ -34,10 +34,11 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellRecord, CellState, seed_of
 from loadtests.errors import LevelInterrupted, LoadError, ServerLost
 from loadtests.records import journal_events as journal
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import measured_reuse
+from loadtests.workload.request_lengths import Workload, draw
 from models import formatting
+from serving.performance.scheduler_settings import SchedulerSettings
 
 ENOUGH = 1.4  # a limit that is higher above the confirmed rate is worth one more level
 MOST_LEVELS = 2  # at a start: a level at 0.8 Y, and one more
@@ -50,10 +51,10 @@ NARROW = 1.25  # between the highest rate that held and the lowest that failed
 LOWEST = 1 / 50  # of the first rate that is tried: below it requests hardly ever meet
 LOWER = 0.85  # of a rate that did not hold: where the next level is put at the highest
 
+VLLM_STEP_TOKENS = 2048
 MOST_SERVERS = 4  # starts for one cell in one block and sitting
 MOST_WAIT_SECONDS = 30.0  # until a disturbed level is tried again: 2, 4, 8 ... so many
 BURST_TRIES = 2
-PREFILL_TOKENS = 2048  # of a step, where the server does not say
 
 
 class Calibrate(NamedTuple):
@@ -266,10 +267,7 @@ class CellRun:
         slots = None if policy is None else policy.slots
         found = calibrate(ask, workload, slots, seconds, single)
         if policy is None and found.slots is not None:  # a server that does not say its settings
-            policy = SchedulingPolicy(slots=found.slots, prefill_tokens=PREFILL_TOKENS)
-        if policy is not None:
-            reused = measured_reuse(workload, single)
-            policy = msgspec.structs.replace(policy, reused_share=reused)
+            policy = settings_of_another(found.slots, workload)
         took = self.clock() - began
         # The bursts' own time is on record with each: here is what the rest took.
         spent = took - (state.spent_seconds - spent_before)
@@ -278,6 +276,7 @@ class CellRun:
             spent_seconds=round(max(0.0, spent), 3),
             law=found.law,
             policy=policy,
+            reused_share=measured_reuse(workload, single) if policy is not None else 0.0,
             reason=found.reason,
         )
         state.event(made)
@@ -342,9 +341,23 @@ def capacity_of(state: CellRecord) -> journal.Capacity:
         campaign.slo,
         law=None if made is None else made.law,
         policy=None if made is None else made.policy,
+        reused_share=0.0 if made is None else made.reused_share,
         workload=campaign.workload,
         arrivals=campaign.arrivals,
         least_seconds=state.level_seconds,
+    )
+
+
+def settings_of_another(slots: int, workload: Workload) -> SchedulerSettings:
+    """Of a server that says none but shows its slots: tokens of a step as vLLM's server has them by
+    default, no target for a step's time, a KV cache that is never full."""
+    asks = draw(workload, 1000, 1)
+    return SchedulerSettings(
+        slots=slots,
+        context_tokens=max(ask.prompt_tokens + ask.output_tokens for ask in asks),
+        prefill_tokens=VLLM_STEP_TOKENS,
+        step_tokens=VLLM_STEP_TOKENS,
+        step_seconds_target=None,
     )
 
 

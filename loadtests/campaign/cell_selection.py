@@ -31,7 +31,6 @@ from loadtests.campaign.progress import Progress
 from loadtests.errors import BadCampaign
 from loadtests.host.cpu_pinning import Layout, divide_cores
 from loadtests.records.journal_events import EngineChosen
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.request_lengths import draw
@@ -51,6 +50,7 @@ from serving.backends.backend_table import (
 )
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores
+from serving.performance.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from serving.placement.fastest_backend import (
     BEST,
     USUAL,
@@ -97,9 +97,12 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
 
 
 def _placement(campaign: Campaign, spec: ModelSpec, policy: Policy) -> PlacementRequest:
-    names = ("slots", "context_tokens", "kv_tokens", "kv_dtype", "check_memory")
-    settings = {name: getattr(campaign.server, name) for name in names}
-    return PlacementRequest(model=spec, policy=policy, **settings)
+    return PlacementRequest(
+        model=spec,
+        policy=policy,
+        settings=campaign.server.scheduler,
+        check_memory=campaign.server.check_memory,
+    )
 
 
 def placement_policy_of(cell: Cell, campaign: Campaign) -> Policy:
@@ -110,10 +113,9 @@ def placement_policy_of(cell: Cell, campaign: Campaign) -> Policy:
     return Policy.gpu_only if cell.device == "gpu" else Policy.cpu_only
 
 
-def policy_of(server: Server) -> SchedulingPolicy:
-    """The scheduler's settings of a server of ours that is started so."""
-    names = ("slots", "prefill_tokens", "kv_tokens", "step_seconds_target")
-    return SchedulingPolicy(**{name: getattr(server, name) for name in names})
+def cpu_settings(server: Server) -> SchedulerSettings:
+    """The settings of an engine on the CPU of a server of ours that is started so."""
+    return server.filled(DEFAULT_SETTINGS["cpu"])
 
 
 def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> Layout | None:
@@ -166,7 +168,7 @@ def fastest_engine(
 
 
 def _held(law: StepLaw, campaign: Campaign) -> SimulatedCapacity:
-    return capacity(law, policy_of(campaign.server), campaign.workload, campaign.slo)
+    return capacity(law, cpu_settings(campaign.server), campaign.workload, campaign.slo)
 
 
 def law_of_times(times: EngineTimes) -> StepLaw:

@@ -24,7 +24,6 @@ from loadtests.analysis.disturbance import disturbance_of, is_slight
 from loadtests.analysis.level_columns import Level, LevelRows
 from loadtests.analysis.level_warnings import is_valid, level_warnings
 from loadtests.analysis.slo import Slo
-from loadtests.campaign.cell_selection import policy_of
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellState
 from loadtests.campaign.server_launch import Server
@@ -37,10 +36,10 @@ from loadtests.load_generator.openai_endpoint import TargetFacts, probe
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst
 from loadtests.workload.request_lengths import Ask
 from models import formatting
+from serving.performance.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 
 MOST_DRAIN_SECONDS = 300.0  # after the last due time, for answers
 CHECK_SECONDS = 0.5
@@ -69,7 +68,7 @@ class ServerBench:
 
     def __init__(self, state: CellState, progress: Progress) -> None:
         self.state, self.progress = state, progress
-        self.policy: SchedulingPolicy | None = None
+        self.policy: SchedulerSettings | None = None
         self._samples: list[ResourceSample] = []  # of the level that runs now
 
     @contextlib.contextmanager
@@ -87,8 +86,8 @@ class ServerBench:
             seconds = time.monotonic() - began
             progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
             if ready.info.slots:  # the settings of another server are not known
-                seen = {"slots": ready.info.slots, "kv_tokens": ready.info.kv_tokens}
-                self.policy = msgspec.structs.replace(policy_of(campaign.server), **seen)
+                default = DEFAULT_SETTINGS[ready.info.device or "cpu"]
+                self.policy = ready.info.filled(default)
             key = os.environ.get(server.target.api_key_env or "")
             is_crossover = facts.backend is not None
             self._clock = EngineClock(server.target.url, key) if is_crossover else None

@@ -32,6 +32,7 @@ from models.errors import ModelError
 from models.model_ladder import is_rung
 from models.resolve_model import resolve
 from serving.hardware.cpu_topology import cores_text
+from serving.performance.scheduler_settings import DEFAULT_SETTINGS
 from serving.server_options import arguments
 
 Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
@@ -95,13 +96,14 @@ class Server:
         with socket.socket() as one:  # a port that nobody listens on now
             one.bind((HOST, 0))
             port = one.getsockname()[1]
+        settings = server.filled(DEFAULT_SETTINGS["cpu"])
         values = {
             "model": model,
             "host": HOST,
             "port": port,
-            "slots": server.slots,
-            "context": server.context_tokens,
-            "kv_tokens": server.kv_tokens or server.slots * server.context_tokens,
+            "slots": settings.slots,
+            "context": settings.context_tokens,
+            "kv_tokens": settings.pool_tokens,
             "threads": server.threads or layout.engine_threads,
         }
         self._words, url = filled(engine.command, values), f"http://{HOST}:{port}"

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.step_law_fit import StepLaw
+from serving.performance.scheduler_settings import RequestedSettings, SchedulerSettings
 
 FORMAT_VERSION = 5  # goes up when what is written means something else
 
@@ -97,15 +97,14 @@ class EngineTime(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a Crossover server said of its engine (/v1/placement); all None for another server."""
+class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=True):
+    """What a Crossover server said of its engine and its settings (/v1/placement); all None for
+    another server."""
 
     name: str | None = None  # of the backend
     device: str | None = None
     device_name: str | None = None  # the CPU or GPU that it runs on
     weight_format: str | None = None
-    slots: int | None = None
-    kv_tokens: int | None = None
     threads: int | None = None
     predicted: dict[str, Any] | None = None  # memory in bytes by what holds it
     command: str | None = None  # of an engine of others
@@ -193,7 +192,8 @@ class Calibrated(Event, frozen=True, kw_only=True):
     cell: str
     spent_seconds: float
     law: StepLaw | None = None  # None: none fits
-    policy: SchedulingPolicy | None = None
+    policy: SchedulerSettings | None = None  # of the engine; of another server, as far as found
+    reused_share: float = 0.0  # of shared prefixes, how much the server found in its cache
     reason: str = ""  # why there is no law
 
 

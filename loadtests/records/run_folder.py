@@ -105,7 +105,7 @@ class RunRecords:
             with open(self.folder / name, "rb") as file:
                 for number, line in enumerate(file, 1):
                     try:
-                        record = decode(cleaned(line))
+                        record = decode(_as_today(cleaned(line)))
                     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                         broken.append(number)
                         continue
@@ -221,6 +221,19 @@ def cleaned(text: bytes) -> bytes:
     # The expression takes time, and hardly ever is there any of it.
     is_suspect = b"\\u00" in text or b"\x7f" in text or b"\xc2" in text
     return _CONTROL.sub(rb"\\ufffd", text) if is_suspect else text
+
+
+def _as_today(line: bytes) -> bytes:
+    """A record as it is written today. The `policy` of an older calibration held the share of
+    prefixes that were found in the cache; where it has no step_tokens, 2048 were simulated."""
+    if not line.startswith(b'{"kind":"calibrated"') or b'"policy":{' not in line:
+        return line
+    event = msgspec.json.decode(line)
+    policy = event["policy"]
+    if "reused_share" in policy:
+        event["reused_share"] = policy.pop("reused_share")
+    policy.setdefault("step_tokens", 2048)
+    return msgspec.json.encode(event)
 
 
 def read_manifest(folder: Path) -> RunManifest:

@@ -43,13 +43,13 @@ from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import Target, probe
 from loadtests.records.journal_events import Capacity, LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.request_lengths import Ask, Workload
 from models.machine_limits import cgroup_cores
 from serving.hardware.machine_facts import allowed_cores
+from serving.performance.scheduler_settings import SchedulerSettings
 
 RATE, PACE_SECONDS = 600.0, 3.0
 WARM_UP_SECONDS = 1.0  # of requests whose times do not count: they open connections
@@ -62,6 +62,8 @@ LAW = StepLaw(
     pass_seconds=0.001,
 )
 SLOTS = 8
+# As the reference server schedules: no target for a step's time.
+SETTINGS = SchedulerSettings(slots=SLOTS, step_tokens=2048, step_seconds_target=None)
 WORKLOAD = Workload(preset="sharegpt", scale=0.15, max_prompt_tokens=256, max_output_tokens=64)
 SLO = Slo("selftest", ttft_seconds=0.25, tpot_seconds=0.02, target=0.9)
 ALONE = 10  # requests one at a time
@@ -197,7 +199,7 @@ def _rows_of(name: str, ready: Path) -> list[Row]:
     """One of WORLDS, with a load generator of its own. It begins when all have a file in `ready`: a
     load generator that imports Locust keeps the others from their core.
     """
-    (more, factors), policy = WORLDS[name], SchedulingPolicy(slots=SLOTS)
+    (more, factors), policy = WORLDS[name], SETTINGS
     true = [capacity(LAW.slower(one), policy, WORKLOAD, SLO).rate for one in factors]
     with open_bench() as bench, bench.server(law=LAW, slots=SLOTS, **more) as url:
 

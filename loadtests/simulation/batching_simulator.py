@@ -1,9 +1,9 @@
-"""Simulation of continuous batching: a step law, a policy, due times and lengths -> TTFT and TPOT.
+"""Simulation of continuous batching: a step law, settings, due times and lengths -> TTFT and TPOT.
 
-    played = simulate(law, SchedulingPolicy(slots=8), due, prompt_tokens, output_tokens)
+    played = simulate(law, SchedulerSettings(slots=8), due, prompt_tokens, output_tokens)
     played.good(ttft_seconds=2.0, tpot_seconds=0.2).mean()
 
-The policy is the scheduler's (serving/engine/scheduler.py): each step decodes one token of every
+The settings are the scheduler's (serving/engine/scheduler.py): each step decodes one token of every
 sequence past its prompt, then takes prompt tokens, oldest first, up to a budget. Requests are
 admitted in order of arrival to a free slot while the KV pool has room for their prompts beside all
 that is promised to others. Where answers outgrow the pool, the youngest waits again, and all its
@@ -18,12 +18,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
 
 from loadtests.simulation.step_law_fit import StepLaw
 from serving.engine.prefill_budget import (
@@ -32,22 +30,10 @@ from serving.engine.prefill_budget import (
     PREFILL_SHARE,
     PREFILL_WORTH,
 )
-from serving.option_help import Count
+from serving.performance.scheduler_settings import SchedulerSettings
 
 Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.float64] | npt.NDArray[np.int64]
-
-
-class SchedulingPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler's settings that matter to latency; names and defaults as EngineConfig's."""
-
-    slots: Count = 16
-    prefill_tokens: Count = 256  # most prompt tokens of a step while someone decodes
-    step_tokens: Count = 2048  # most tokens of one step
-    kv_tokens: int | None = None  # None: never the limit
-    step_seconds_target: float | None = None  # of a step with prompts while someone decodes
-    # of what prompts have in common with earlier ones: not computed again
-    reused_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class Simulated(msgspec.Struct, frozen=True, eq=False):
@@ -69,7 +55,7 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
 
 def simulate(
     law: StepLaw,
-    policy: SchedulingPolicy,
+    settings: SchedulerSettings,
     due: Numbers,
     prompt_tokens: Numbers,
     output_tokens: Numbers,
@@ -80,7 +66,7 @@ def simulate(
     `cached_tokens`: of each prompt, not computed again; one token is computed in any case.
     """
     count = len(due)
-    engine = _Engine(law, policy, due, prompt_tokens, output_tokens, cached_tokens)
+    engine = _Engine(law, settings, due, prompt_tokens, output_tokens, cached_tokens)
     engine.play()
     due = np.asarray(due, dtype=np.float64)
     first, last = np.array(engine.first), np.array(engine.last)
@@ -95,14 +81,14 @@ class _Engine:
     def __init__(
         self,
         law: StepLaw,
-        policy: SchedulingPolicy,
+        settings: SchedulerSettings,
         due: Numbers,
         prompt_tokens: Numbers,
         output_tokens: Numbers,
         cached_tokens: Numbers | None,
     ) -> None:
         self.law = law
-        self.policy = policy
+        self.settings = settings
         count = len(due)
         prompts = np.maximum(np.asarray(prompt_tokens), 1).astype(np.int64)
         cached = np.zeros(count) if cached_tokens is None else np.nan_to_num(cached_tokens)
@@ -117,7 +103,7 @@ class _Engine:
         self.token_seconds = law.prompt_token_seconds + law.pass_seconds / mean
         self.first = [math.inf] * count
         self.last = [0.0] * count
-        self.pool = math.inf if policy.kv_tokens is None else policy.kv_tokens
+        self.pool = math.inf if settings.kv_tokens is None else settings.kv_tokens
         self.now = 0.0
         self.step = 0  # decode steps so far
         self.context = 0  # tokens in the KV of the decoding requests
@@ -130,7 +116,7 @@ class _Engine:
 
     def play(self) -> None:
         """All requests to their end."""
-        law, due, ends, slots = self.law, self.due, self.ends, self.policy.slots
+        law, due, ends, slots = self.law, self.due, self.ends, self.settings.slots
         base, row, token = law.base_seconds, law.row_seconds, law.context_token_seconds
         count, pool = len(due), self.pool
         while True:
@@ -184,7 +170,7 @@ class _Engine:
     def admit(self) -> None:
         """Give waiting requests free slots while the KV pool has room."""
         running = len(self.filling) + len(self.ends)
-        while running < self.policy.slots:
+        while running < self.settings.slots:
             if self.again:
                 request = self.again[-1]
             elif self.next < len(self.due) and self.due[self.next] <= self.now:
@@ -234,19 +220,19 @@ class _Engine:
         What that learns of passes is taken for learnt: `left` seconds are what its tokens take, be
         they whole prompts or, where these are longer, a piece of one.
         """
-        rows, law, policy = len(self.ends), self.law, self.policy
-        room = policy.step_tokens - rows
+        rows, law, settings = len(self.ends), self.law, self.settings
+        room = settings.step_tokens - rows
         if rows == 0:
             return room
-        most = min(room, policy.prefill_tokens)
-        if policy.step_seconds_target is None or law.prompt_token_seconds <= 0:
+        most = min(room, settings.prefill_tokens)
+        if settings.step_seconds_target is None or law.prompt_token_seconds <= 0:
             return max(1, most)
         decode_seconds = law.seconds(rows, 0, self.context)
-        full_seconds = law.seconds(policy.slots, 0, self.context)
+        full_seconds = law.seconds(settings.slots, 0, self.context)
         left = max(
-            policy.step_seconds_target - decode_seconds,
+            settings.step_seconds_target - decode_seconds,
             PREFILL_SHARE * decode_seconds,
-            PREFILL_WORTH * (decode_seconds / rows - full_seconds / policy.slots),
+            PREFILL_WORTH * (decode_seconds / rows - full_seconds / settings.slots),
         )
         piece = (left - law.pass_seconds) / law.prompt_token_seconds
         tokens = int(min(left / self.token_seconds, piece))

@@ -16,13 +16,13 @@ import msgspec
 from msgspec import Meta
 
 from loadtests.errors import LoadError
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.toml_files import converted
 from models.model_spec import ModelSpec
 from models.weights_manifest import write_atomically
 from serving.hardware.machine_facts import HardwareFacts
 from serving.option_help import Count, Positive, Seconds
+from serving.performance.scheduler_settings import SchedulerSettings
 
 VERSION: Literal[2] = 2
 
@@ -57,7 +57,7 @@ class ModelSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: ModelSpec
     weight_format: Text
     threads: Count | None = None
-    policy: SchedulingPolicy
+    policy: SchedulerSettings
     law: StepLaw
     spent_seconds: Seconds = 0.0
 

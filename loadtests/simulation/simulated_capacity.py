@@ -1,6 +1,6 @@
 """The capacity of a simulated server: the rate at which the share of good requests is the target.
 
-    found = capacity(law, SchedulingPolicy(slots=8), workload, SLO_PRESETS["chat"])
+    found = capacity(law, SchedulerSettings(slots=8), workload, SLO_PRESETS["chat"])
     found.rate, found.steepness, found.alone_share
 
 The one function that campaign, sliders, other machines, GPUs and the plan ask. All rates are played
@@ -21,10 +21,11 @@ import numpy.typing as npt
 from loadtests.analysis.level_columns import Level
 from loadtests.analysis.slo import Slo
 from loadtests.errors import LoadError
-from loadtests.simulation.batching_simulator import Array, SchedulingPolicy, Simulated, simulate
+from loadtests.simulation.batching_simulator import Array, Simulated, simulate
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.arrivals import Arrivals, Poisson, due_times
 from loadtests.workload.request_lengths import Workload, draw
+from serving.performance.scheduler_settings import SchedulerSettings
 
 # By 19 cells of recorded runs, every second one held out (`python -m tests.bench.law_constants`,
 # docs/benchmarks.md): steps under load took 1.05 times the law of a calibration; errors of
@@ -98,8 +99,8 @@ def lengths_of(workload: Workload, n: int, seed: int, reused_share: float = 0.0)
 
 
 def measured_reuse(workload: Workload, levels: Sequence[Level]) -> float:
-    """A policy's `reused_share`: of what prompts had in common with earlier ones, how much the
-    server found in its cache. 0.0 where it does not say, and without shared prefixes.
+    """The `reused_share` of a simulation: of what prompts had in common with earlier ones, how
+    much the server found in its cache. 0.0 where it does not say, and without shared prefixes.
     """
     asks = draw(workload, QUICK_REQUESTS, 1)
     known = sum(ask.prefix_tokens for ask in asks)
@@ -114,19 +115,21 @@ def measured_reuse(workload: Workload, levels: Sequence[Level]) -> float:
 
 def capacity(
     law: StepLaw,
-    policy: SchedulingPolicy,
+    settings: SchedulerSettings,
     workload: Lengths | Workload,
     slo: Slo,
     *,
     arrivals: Arrivals | None = None,
+    reused_share: float = 0.0,
     requests: int = REQUESTS,
 ) -> SimulatedCapacity:
     """The simulated capacity.
 
-    Arrivals None: Poisson. Where even what saturates the server meets the SLO, the rate is that of
-    saturation.
+    Arrivals None: Poisson. `reused_share`: of the shared prefixes of a Workload, how much the
+    server finds in its cache. Where even what saturates the server meets the SLO, the rate is that
+    of saturation.
     """
-    server = Server(law, policy, workload, arrivals, count=requests)
+    server = Server(law, settings, workload, arrivals, reused_share=reused_share, count=requests)
     alone = float(server.alone().good(slo.ttft_seconds, slo.tpot_seconds).mean())
     if alone < slo.target:
         return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=alone)
@@ -147,15 +150,16 @@ class Server:
     def __init__(
         self,
         law: StepLaw,
-        policy: SchedulingPolicy,
+        settings: SchedulerSettings,
         workload: Lengths | Workload,
         arrivals: Arrivals | None = None,
         *,
+        reused_share: float = 0.0,
         count: int = REQUESTS,
     ) -> None:
         if isinstance(workload, Workload):
-            workload = lengths_of(workload, count, SEED, policy.reused_share)
-        self.law, self.policy, self.lengths = law, policy, workload
+            workload = lengths_of(workload, count, SEED, reused_share)
+        self.law, self.settings, self.lengths = law, settings, workload
         self.arrivals = Poisson() if arrivals is None else arrivals
         self.count = count
         self.played: dict[float, Simulated] = {}
@@ -164,7 +168,7 @@ class Server:
         """Requests one at a time: TTFT and TPOT of each, in closed form."""
         law, lengths = self.law, self.lengths
         computed = np.maximum(lengths.prompt - lengths.cached, 1)
-        steps = np.ceil(computed / self.policy.step_tokens)
+        steps = np.ceil(computed / self.settings.step_tokens)
         ttft = law.base_seconds * steps + law.prompt_token_seconds * computed
         context = lengths.prompt + (lengths.output - 2) / 2
         tpot = law.base_seconds + law.row_seconds + law.context_token_seconds * context
@@ -223,4 +227,4 @@ class Server:
         lengths = self.lengths
         at = np.arange(len(due)) % len(lengths.prompt)
         columns = (lengths.prompt[at], lengths.output[at], lengths.cached[at])
-        return simulate(self.law, self.policy, due, *columns)
+        return simulate(self.law, self.settings, due, *columns)

@@ -1,7 +1,7 @@
 """What the content stamps of a level say of the engine's steps; works against any endpoint.
 
     seen, covered = observed_steps(level, slots=8)
-    level_factor(law, level, policy)               # 1.1: steps took 1.1 times what the law says
+    level_factor(law, level, settings)             # 1.1: steps took 1.1 times what the law says
 
 Where a chunk is a token, a moment at which chunks come together is the end of a step. A step counts
 that began where the one before it ended (all who had more to come have a chunk) or, on an idle
@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.analysis.level_columns import Level
-from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
+from loadtests.simulation.batching_simulator import simulate
 from loadtests.simulation.step_law_fit import StepLaw, StepObservation
+from serving.performance.scheduler_settings import SchedulerSettings
 
 Array = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
@@ -147,23 +148,23 @@ def _busy_seconds(level: Level, sent: Array) -> float:
     return float(np.maximum(0.0, end - np.maximum(begin, reached)).sum())
 
 
-def level_factor(law: StepLaw, level: Level, policy: SchedulingPolicy) -> float | None:
+def level_factor(law: StepLaw, level: Level, settings: SchedulerSettings) -> float | None:
     """Seconds of the level's steps over those by the law; None where the level tells nothing.
 
     Where too few steps can be told: the factor of all step times with which the simulated level has
     its median TPOT.
     """
-    seen, covered = observed_steps(level, policy.slots) if len(level.chunks) else ([], 0.0)
+    seen, covered = observed_steps(level, settings.slots) if len(level.chunks) else ([], 0.0)
     if sum(one.steps for one in seen) >= LEAST_STEPS and covered >= LEAST_COVERED:
         return sum(one.seconds for one in seen) / max(sum(map(law.of, seen)), 1e-12)
-    return _factor_by_tpot(law, level, policy)
+    return _factor_by_tpot(law, level, settings)
 
 
-def two_speeds(law: StepLaw, level: Level, policy: SchedulingPolicy) -> list[float]:
+def two_speeds(law: StepLaw, level: Level, settings: SchedulerSettings) -> list[float]:
     """The factors of the level's quickest and slowest half minute, where the speed of the machine
     changed between them; [] where it did not, or where steps do not tell.
     """
-    seen, covered = observed_steps(level, policy.slots) if len(level.chunks) else ([], 0.0)
+    seen, covered = observed_steps(level, settings.slots) if len(level.chunks) else ([], 0.0)
     steps = sum(one.steps for one in seen)
     count = int(min(level.window_seconds / PART_SECONDS, steps / LEAST_STEPS))
     if count < 2 or covered < LEAST_COVERED:
@@ -176,7 +177,7 @@ def two_speeds(law: StepLaw, level: Level, policy: SchedulingPolicy) -> list[flo
     return ends if ends[1] > TWO_SPEEDS * ends[0] else []
 
 
-def _factor_by_tpot(law: StepLaw, level: Level, policy: SchedulingPolicy) -> float | None:
+def _factor_by_tpot(law: StepLaw, level: Level, settings: SchedulerSettings) -> float | None:
     counted = level.counted & ~level.failed & np.isfinite(level.tpot)
     if not counted.any():
         return None
@@ -188,7 +189,7 @@ def _factor_by_tpot(law: StepLaw, level: Level, policy: SchedulingPolicy) -> flo
     for _ in range(10):
         middle = (low + high) / 2
         columns = (level.due[known], prompt[known], output[known], level.cached_tokens[known])
-        played = simulate(law.slower(math.exp(middle)), policy, *columns)
+        played = simulate(law.slower(math.exp(middle)), settings, *columns)
         tpot = played.tpot[counted[known]]
         if np.isnan(tpot).all():
             return None

@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 
 from loadtests.analysis.slo import Slo
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, Lengths, Server
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.arrivals import Arrivals, Poisson
@@ -30,6 +29,7 @@ from models.weight_formats import weight_bytes
 from reports.devices.device_catalog import Device
 from reports.devices.device_step_times import default_slots, predicted_law
 from reports.errors import ReportError
+from serving.performance.scheduler_settings import SchedulerSettings
 
 # Of the half width of a two-sided 90 % band: the quantile of 90 % over that of 95 %.
 ONE_SIDED = 1.2816 / 1.6449
@@ -87,7 +87,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     law: LawOf
     slots: int
     grade: Grade = "predicted"
-    policy: SchedulingPolicy | None = None  # of its scheduler; None: as such engines are given
+    policy: SchedulerSettings | None = None  # of its scheduler; None: as such engines are given
     memory_bytes: float | None = None  # that an engine can use
     is_served_by_vllm: bool = False  # else by llama.cpp
     watts: float | None = None  # under load
@@ -113,7 +113,7 @@ class Service(msgspec.Struct, frozen=True):
             return (held + self.devices * (logits + VLLM_OUTSIDE_BYTES)) / VLLM_MEMORY_SHARE
         return held + self.devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
 
-    def policy(self) -> SchedulingPolicy:
+    def policy(self) -> SchedulerSettings:
         """With the KV cache that its memory leaves room for. Raises ReportError where it is too
         small for the longest request."""
         machine = self.machine
@@ -130,11 +130,13 @@ class Service(msgspec.Struct, frozen=True):
             share = VLLM_MEMORY_SHARE if machine.is_served_by_vllm else 1.0
             free = (whole - self.needed_bytes(0)) * share
             kv_tokens = int(free / self.spec.kv_bytes_per_token("fp16"))
-        return SchedulingPolicy(
+        return SchedulerSettings(
             slots=machine.slots,
+            context_tokens=int(self.traffic.longest),
             prefill_tokens=PREFILL_TOKENS,
             step_tokens=PREFILL_TOKENS,
             kv_tokens=kv_tokens,
+            step_seconds_target=None,
         )
 
 

@@ -27,9 +27,9 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from serving.errors import EngineFailed, Unsupported
-from serving.option_help import Count, Positive, check, explained
+from serving.option_help import Count, check, explained
+from serving.performance.scheduler_settings import AUTO, SchedulerSettings
 from serving.sampling.step_inputs import Row, Sampled
-from serving.server_options import AUTO as AUTO
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -58,12 +58,9 @@ class BackendInfo(msgspec.Struct, frozen=True):
     name: str
     device: str  # "cpu" or "gpu"
     device_name: str
-    slots: int
-    context_tokens: int  # most tokens of one sequence
-    kv_tokens: int  # most tokens of all slots together
+    settings: SchedulerSettings  # as it took them; what it changed of its EngineConfig's is here
     vocabulary: int
     weight_format: str
-    step_tokens: int  # most tokens of one step
     rewinds: bool = True  # a slot can be cut back; not the state of recurrent models
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 
@@ -88,15 +85,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"  # "cpu" or "gpu"
     device_id: str = ""  # UUID of the GPU, the only one that the engine sees; "": any
     device_vendor: str = ""  # of the GPU: "nvidia", "amd" or "vulkan"
-    slots: Count = 16
-    context_tokens: Count = 2048
-    kv_tokens: Count | None = None  # None: slots * context_tokens
-    kv_dtype: str = AUTO  # the backend's own, or one that it holds; another is refused
+    settings: SchedulerSettings = SchedulerSettings()  # a KV type that it cannot hold is refused
     threads: Count | None = None  # None: as many as cores it may run on
     cores: tuple[int, ...] = ()  # CPU affinity; empty: all
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0  # by how much it goes behind HTTP
-    prefill_tokens: Count = 256  # most prompt tokens of a step while someone decodes
-    step_seconds_target: Positive = 0.3  # of a step while someone decodes
     prefix_reuse: bool = True
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
 
@@ -105,16 +97,23 @@ def check_sizes(config: EngineConfig, context_tokens: int | None, kv_dtype: str)
     """Raises Unsupported for what a model cannot do. `context_tokens`: most that it was made for;
     `kv_dtype`: the only type that its KV cache has here."""
     check(config)
-    if context_tokens is not None and config.context_tokens > context_tokens:
+    settings = config.settings
+    if context_tokens is not None and settings.context_tokens > context_tokens:
         raise Unsupported(
-            f"context_tokens is {config.context_tokens}, and the model was made for "
+            f"context_tokens is {settings.context_tokens}, and the model was made for "
             f"{context_tokens}",
             "context_tokens",
         )
-    if config.kv_dtype not in (AUTO, kv_dtype):
+    if settings.kv_dtype not in (AUTO, kv_dtype):
         raise Unsupported(
-            f"kv_dtype {config.kv_dtype} cannot be had; the KV cache of this model is {kv_dtype}",
+            f"kv_dtype {settings.kv_dtype} cannot be had; the KV cache of this model is {kv_dtype}",
             "kv_dtype",
+        )
+    if settings.step_tokens < settings.slots:
+        raise Unsupported(
+            f"step_tokens = {settings.step_tokens} has no room for a token of each of "
+            f"{settings.slots} slots; give more step_tokens or fewer slots",
+            "step_tokens",
         )
 
 

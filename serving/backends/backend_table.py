@@ -20,10 +20,10 @@ import msgspec
 from models.errors import UnsupportedModel
 from models.model_spec import ModelSpec
 from models.weight_formats import BLOCKS, DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, spelt, tensor_type
-from serving.backends.backend_interface import AUTO
 from serving.backends.torch.memory_overhead import overhead_bytes as torch_overhead_bytes
 from serving.errors import BackendUnavailable, Unsupported
 from serving.hardware.gpus import run_probe
+from serving.performance.scheduler_settings import AUTO, SchedulerSettings
 
 MIB = 1 << 20
 PROBE_SECONDS = 60.0
@@ -39,17 +39,18 @@ class Overhead(msgspec.Struct, frozen=True):
     bytes_per_vocabulary: int = 0
     weight_share: float = 0.0
     format_shares: Mapping[str, float] = {}  # instead of weight_share
-    # Of the step: (model, weight format, slots) -> bytes, instead of what follows from the logits.
-    step_bytes: Callable[[ModelSpec, str, int], int] | None = None
+    # Of the step: (model, weight format, settings) -> bytes, instead of what follows from the
+    # logits.
+    step_bytes: Callable[[ModelSpec, str, SchedulerSettings], int] | None = None
 
     def total_bytes(
-        self, model: ModelSpec, weight_format: str, weight_bytes: int, slots: int
+        self, model: ModelSpec, weight_format: str, weight_bytes: int, settings: SchedulerSettings
     ) -> int:
         """Bytes for this model; each slot has a row of float32 logits."""
         copied = int(self.format_shares.get(weight_format, self.weight_share) * weight_bytes)
         if self.step_bytes is not None:
-            return self.fixed_bytes + copied + self.step_bytes(model, weight_format, slots)
-        of_vocabulary = (self.bytes_per_vocabulary + 4 * slots) * model.vocabulary
+            return self.fixed_bytes + copied + self.step_bytes(model, weight_format, settings)
+        of_vocabulary = (self.bytes_per_vocabulary + 4 * settings.slots) * model.vocabulary
         return self.fixed_bytes + copied + of_vocabulary + self.bytes_per_hidden * model.hidden
 
 

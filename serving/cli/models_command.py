@@ -32,6 +32,7 @@ from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from serving.logs import Narrator
 from serving.option_help import parse_bytes
+from serving.performance.scheduler_settings import RequestedSettings
 from serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
@@ -103,7 +104,10 @@ def plan_models(
         list[str], typer.Argument(help="Sizes (135m, 1b), GGUF files, folders with a config.json.")
     ],
     formats: Annotated[list[str] | None, typer.Option("--format", help="Repeatable.")] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 16,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences at once. Default: 16 on a CPU, up to 256 on a GPU."),
+    ] = None,
     context: Annotated[int, typer.Option(min=1, help="Most tokens of one sequence.")] = 2048,
     memory: Annotated[
         str | None, typer.Option(help="RAM, such as 24GiB. Default: what is free here.")
@@ -126,8 +130,7 @@ def plan_models(
         given: list[str | None] = [] if file_bytes else [*(formats or ())]
         request = PlacementRequest(
             model=spec,
-            slots=slots,
-            context_tokens=context,
+            settings=RequestedSettings(slots=slots, context_tokens=context),
             weight_bytes=file_bytes,
             weight_format=given[0] if len(given) == 1 else None,
         )
@@ -144,7 +147,9 @@ def plan_models(
             continue
         first, *rest = explain(decision)
         # Without --context as much as memory allows.
-        typer.echo(f"  crossover serve --context {decision.context_tokens} would run {first}")
+        typer.echo(
+            f"  crossover serve --context {decision.settings.context_tokens} would run {first}"
+        )
         for line in rest:
             if " + KV " not in line:
                 typer.echo(f"  {line}")

@@ -8,6 +8,8 @@ decoding rows (prefill_tokens).
 
 from __future__ import annotations
 
+from serving.performance.scheduler_settings import SchedulerSettings
+
 PREFILL_MULTIPLE = 16  # prompts are cut at multiples: matrix kernels take so many tokens at a time
 MIN_PREFILL_TOKENS = PREFILL_MULTIPLE + 1  # of every step: no piece leaves one token of 17
 PREFILL_SHARE = 3.75  # prefill may always take this many times the decode time of the step
@@ -69,14 +71,15 @@ class StepClock:
         self._rows_seconds[rows] = rows * max(row + error * weight, 0.1 * row)
 
 
-def prefill_tokens(clock: StepClock, rows: int, most: int, target_seconds: float) -> int:
+def prefill_tokens(clock: StepClock, rows: int, settings: SchedulerSettings) -> int:
     """Prompt tokens of a step with so many decoding rows: what fits in the target time.
 
     Two bounds keep prompts going. Where decoding takes most of the target, prefill still gets
     PREFILL_SHARE times its time. Where few rows decode, each costs more than it would beside more
     rows: that loss stays small against the time given to prompts.
     """
-    if clock.prompt_seconds is None:
+    most, target_seconds = settings.prefill_tokens, settings.step_seconds_target
+    if clock.prompt_seconds is None or target_seconds is None:
         return most
     decode_seconds = clock.rows_seconds(rows) or 0.0
     lost_seconds = decode_seconds / rows - clock.cheapest_row_seconds

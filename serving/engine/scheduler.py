@@ -62,7 +62,8 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.backend = backend
-        self.info = info = backend.info
+        info = backend.info
+        self.settings = info.settings
         self.clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by slot
@@ -71,8 +72,6 @@ class Scheduler:
         self._eos = eos_ids
         self._slots = SlotAllocator(backend, config.prefix_reuse and info.rewinds)
         self._step_clock = StepClock()
-        self._most_prefill = config.prefill_tokens
-        self._step_target = config.step_seconds_target
         self._launch = getattr(backend, "launch", None)
         self._by_id: dict[int, Sequence] = {}
         self._cancelled: set[int] = set()
@@ -92,7 +91,7 @@ class Scheduler:
 
         `state`: what its rows carry for its grammar (serving.sampling.grammar.Matcher).
         """
-        request, context = submit.request, self.info.context_tokens
+        request, context = submit.request, self.settings.context_tokens
         if not 1 <= len(request.prompt) < context:
             why = f"a prompt of {len(request.prompt)} tokens; 1 to {context - 1} fit"
             return Delta(submit.id, 0, "", FinishReason.REFUSED, error=why)
@@ -140,10 +139,9 @@ class Scheduler:
         going_on = [s for s in self.running.values() if not s.draws_last]
         filling = [s for s in going_on if s.pending > 1]
         rows = [s.row(1) for s in going_on if s.pending <= 1]
-        budget = self.info.step_tokens - len(rows)
+        budget = self.settings.step_tokens - len(rows)
         if rows and filling:
-            most, target = self._most_prefill, self._step_target
-            budget = min(budget, prefill_tokens(self._step_clock, len(rows), most, target))
+            budget = min(budget, prefill_tokens(self._step_clock, len(rows), self.settings))
         left = budget
         for sequence in sorted(filling, key=lambda s: s.id):
             count = sequence.pending
@@ -245,10 +243,10 @@ class Scheduler:
         return failed_delta(sequence.id, problem, sequence.text.finish())
 
     def _admit(self, now: float) -> None:
-        while self.waiting and len(self.running) < self.info.slots:
+        while self.waiting and len(self.running) < self.settings.slots:
             sequence = self.waiting[0]
             promised = sum(s.length for s in self.running.values()) + len(self.running)
-            if self.running and promised + sequence.length > self.info.kv_tokens:
+            if self.running and promised + sequence.length > self.settings.pool_tokens:
                 return  # it would only be preempted again
             self.waiting.popleft()
             computed = {slot: s.held for slot, s in self.running.items()}
@@ -264,7 +262,7 @@ class Scheduler:
 
     def _has_room(self, rows: list[Row]) -> bool:
         new = sum(len(row.tokens) for row in rows if row.slot in self.running)
-        return self._used() + new + self._slots.idle_tokens <= self.info.kv_tokens
+        return self._used() + new + self._slots.idle_tokens <= self.settings.pool_tokens
 
     def _drop_or_preempt(self) -> bool:
         """Make room: the oldest idle prefix goes, else the youngest sequence."""

@@ -19,8 +19,8 @@ class SlotAllocator:
     def __init__(self, backend: Backend, reuses: bool) -> None:
         self._backend = backend
         self._reuses = reuses
-        self._held: list[Tokens] = [_NOTHING] * backend.info.slots  # of idle slots
-        self._idle_since = [0.0] * backend.info.slots
+        self._held: list[Tokens] = [_NOTHING] * backend.info.settings.slots  # of idle slots
+        self._idle_since = [0.0] * backend.info.settings.slots
 
     @property
     def idle_tokens(self) -> int:

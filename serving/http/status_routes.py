@@ -24,7 +24,6 @@ from serving.http.request_validation import check_ids
 from serving.metrics import CONTENT_TYPE
 from serving.registry.loaded_models import Registry, ServedModel
 
-_OF_ENGINE = ("weight_format", "slots", "context_tokens", "kv_tokens")  # as the engine has them
 _OF_MEMORY = ("weight_bytes", "kv_bytes", "state_bytes", "buffer_bytes", "overhead_bytes")
 
 
@@ -94,11 +93,11 @@ async def placement(request: Request) -> dict[str, Any]:
     engine, loaded = msgspec.structs.asdict(served.config), served.ready
     for key in ("model_path", "tokenizer_path"):
         del engine[key]
+    settings = engine.pop("settings")
     found: dict[str, Any] = dict.fromkeys(("memory", "device_name", "load_seconds", "details"))
     if loaded is not None:
         info = loaded.info
-        engine |= {key: getattr(info, key) for key in _OF_ENGINE}
-        engine["kv_dtype"] = info.details.get("kv_dtype", engine["kv_dtype"])
+        settings, engine["weight_format"] = info.settings, info.weight_format
         found["memory"] = {
             "predicted": _predicted(model),
             "rss_bytes": loaded.rss_bytes,
@@ -111,7 +110,7 @@ async def placement(request: Request) -> dict[str, Any]:
         "models": router.states(),
         "state": served.state,
         "reason": served.reason or None,
-        "engine": engine,
+        "engine": engine | msgspec.structs.asdict(settings),
         "restarts": served.restarts,
         "fallbacks": served.fallbacks,
         "returns": served.returns,

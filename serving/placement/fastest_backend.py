@@ -37,6 +37,7 @@ from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.backend_table import backend_class, missing_backends, weights_of
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts
+from serving.performance.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from serving.placement.placement_policy import (
     NoPlacement,
     PlacementRequest,
@@ -105,9 +106,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     cache: str | None = None
     may_measure: bool = True  # False: what the table does not hold is not known
 
+    @property
+    def settings(self) -> SchedulerSettings:
+        """Those of the engine, with a CPU's for what nobody said."""
+        return self.request.settings.filled(DEFAULT_SETTINGS["cpu"])
+
     def key(self, engine: EngineCandidate) -> str:
         """Of the times in the table: all that they depend on beside the machine."""
-        model, asked = self.request.model, self.request
+        model, asked = self.request.model, self.settings
         return (
             f"{model.name} ({model.parameters}), {engine.name}, {self.threads} threads, "
             f"{asked.slots} slots, KV {asked.kv_dtype}"
@@ -136,7 +142,7 @@ def fastest_backend(
     reason = (
         f"{best.name} is the best engine by its step times, for prompts of "
         f"{significant(question.prompt_tokens)} and answers of "
-        f"{significant(question.output_tokens)} tokens, {count(question.request.slots)} at once: "
+        f"{significant(question.output_tokens)} tokens, {count(question.settings.slots)} at once: "
         f"{told}"
     )
     return EngineChoice(best.backend, best.weight_format, reason, tuple(found))
@@ -165,8 +171,7 @@ def known_times(
         model_name=files.name,
         weight_format=files.weight_format,
         tokenizer_path=files.tokenizer_path,
-        slots=question.request.slots,
-        kv_dtype=question.request.kv_dtype,
+        settings=question.settings,
         threads=question.threads,
         cores=question.cores,
     )
@@ -268,7 +273,8 @@ def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
     Raises ServingError.
     """
     context = min(spec.context, LONG_PROMPT + 4 * MOST_STEPS)
-    small = msgspec.structs.replace(config, context_tokens=context, kv_tokens=None)
+    settings = msgspec.structs.replace(config.settings, context_tokens=context, kv_tokens=None)
+    small = msgspec.structs.replace(config, settings=settings)
     ran = run_python(
         *("-m", "serving.placement.fastest_backend", msgspec.json.encode(small).decode()),
         timeout_seconds=TIMEOUT_SECONDS,
@@ -281,7 +287,8 @@ def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
 
 def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) -> EngineTimes:
     """Times of a loaded backend, by steps of random tokens."""
-    info, random, held = backend.info, np.random.default_rng(1), [0] * backend.info.slots
+    info, settings = backend.info, backend.info.settings
+    random, held = np.random.default_rng(1), [0] * settings.slots
 
     def seconds_of(slots: Iterable[int], tokens: int) -> float:
         """Of a step that puts so many tokens behind what each of these slots holds."""
@@ -305,17 +312,17 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
             found.append(step())
         return sorted(found)[len(found) // 4]
 
-    most = min(LONG_PROMPT, info.step_tokens, info.context_tokens - 2)
+    most = min(LONG_PROMPT, settings.step_tokens, settings.context_tokens - 2)
     guess = SHORT_PROMPT / min(prompt(0, SHORT_PROMPT) for _ in range(2))
     length = int(min(most, max(SHORT_PROMPT, guess * PART_SECONDS)))
     prompt_seconds = usual(lambda: prompt(0, length), 1)
-    for slot in range(1, info.slots):  # all together in the time of one long prompt
-        prompt(slot, max(4, length // info.slots))
+    for slot in range(1, settings.slots):  # all together in the time of one long prompt
+        prompt(slot, max(4, length // settings.slots))
     return EngineTimes(
-        slots=info.slots,
+        slots=settings.slots,
         prompt_tokens_per_second=length / prompt_seconds,
         decode_seconds=usual(lambda: seconds_of([0], 1), 4),
-        decode_slots_seconds=usual(lambda: seconds_of(range(info.slots), 1), 4),
+        decode_slots_seconds=usual(lambda: seconds_of(range(settings.slots), 1), 4),
     )
 
 

@@ -16,6 +16,7 @@ GGUF file on the CPU llama.cpp itself has said its sizes (`PlacementRequest.held
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -23,12 +24,19 @@ import msgspec
 from models.formatting import size
 from models.model_spec import KV_ELEMENT_BYTES, ModelSpec
 from models.weight_formats import weight_bytes as format_bytes
-from serving.backends.backend_interface import AUTO, HeldMemory
+from serving.backends.backend_interface import HeldMemory
 from serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
 from serving.errors import Cause, ServingError, Unsupported
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
-from serving.option_help import Count, check
+from serving.option_help import check
+from serving.performance.scheduler_settings import (
+    AUTO,
+    DEFAULT_SETTINGS,
+    MAX_GPU_SLOTS,
+    RequestedSettings,
+    SchedulerSettings,
+)
 from serving.server_options import Policy
 
 HEADROOM = 0.95  # share of the free memory that may be planned with
@@ -54,10 +62,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     policy: Policy = Policy.auto
     backend: str | None = None
     weight_format: str | None = None
-    slots: Count = 16
-    context_tokens: Count | None = None
-    kv_tokens: Count | None = None  # None: slots x context
-    kv_dtype: str = AUTO
+    settings: RequestedSettings = RequestedSettings()
     weight_bytes: int | None = None  # of the file; None: there is none yet
     # What the engine on the CPU says that it will hold, by length of context, ascending; (): it was
     # not asked, since there is no file yet.
@@ -83,8 +88,7 @@ class Attempt(msgspec.Struct, frozen=True):
     kv_bytes: int
     overhead_bytes: int  # libraries, vocabulary, copies of weights
     free_bytes: int | None  # that may be used; None: the machine does not say
-    kv_dtype: str = ""  # as the backend stores it
-    slots: int = 16
+    settings: SchedulerSettings = SchedulerSettings()  # its KV type is that which it stores
     device_id: str = ""  # the GPU's UUID; "": the only one, or the driver says none
     vendor: str = ""  # the GPU's
     state_bytes: int = 0  # of recurrent layers, in all slots
@@ -119,8 +123,6 @@ class Placement(Attempt, frozen=True, kw_only=True):
 
     model: str
     policy: Policy
-    context_tokens: int
-    kv_tokens: int
     reasons: tuple[Reason, ...]
     attempts: tuple[Attempt, ...]
 
@@ -138,18 +140,17 @@ def plan(
     Raises NoPlacement where nothing is left, Unsupported for sizes that cannot be.
     """
     check(request)
-    model, asked = request.model, request.context_tokens
-    if request.kv_dtype not in (AUTO, *KV_ELEMENT_BYTES):
+    model, settings = request.model, request.settings
+    if settings.kv_dtype not in (None, AUTO, *KV_ELEMENT_BYTES):
         known = ", ".join((AUTO, *KV_ELEMENT_BYTES))
-        raise NoPlacement(f"unknown KV dtype {request.kv_dtype!r}; known: {known}")
-    context = _context(request, facts, obstacles)
-    kv_tokens = request.kv_tokens or request.slots * context
-    if kv_tokens < context:
+        raise NoPlacement(f"unknown KV dtype {settings.kv_dtype!r}; known: {known}")
+    asked, context = settings.context_tokens, _context(request, facts, obstacles)
+    if settings.kv_tokens is not None and settings.kv_tokens < context:
         raise NoPlacement(
-            f"kv_tokens = {kv_tokens} hold no sequence of context_tokens = {context}; give "
-            "more of the one or fewer of the other"
+            f"kv_tokens = {settings.kv_tokens} hold no sequence of context_tokens = {context}; "
+            "give more of the one or fewer of the other"
         )
-    request = msgspec.structs.replace(request, context_tokens=context)
+    request = in_context(request, context)
     found = list(_everywhere(request, facts, obstacles))
     attempts = tuple(attempt for attempt, _ in found if attempt is not None)
     reasons = [reason for _, reason in found if reason is not None]
@@ -162,8 +163,6 @@ def plan(
     return Placement(
         model=model.name,
         policy=request.policy,
-        context_tokens=context,
-        kv_tokens=kv_tokens,
         reasons=tuple(reasons),
         attempts=attempts,
         **msgspec.structs.asdict(attempts[0]),
@@ -173,19 +172,21 @@ def plan(
 def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
     """Most tokens of one sequence: as asked for, else the model's own, as far as what grows with
     the context (KV cache, attention buffer) takes at most KV_SHARE of each engine's free memory."""
-    most = request.model.context
-    if request.context_tokens is not None:
-        return min(request.context_tokens, most)
-    if request.kv_tokens is not None:
-        return min(LEAST_CONTEXT, most, request.kv_tokens)
+    most, asked = request.model.context, request.settings
+    if asked.context_tokens is not None:
+        return min(asked.context_tokens, most)
+    if asked.kv_tokens is not None:
+        return min(LEAST_CONTEXT, most, asked.kv_tokens)
 
     shortest = min(most, LEAST_CONTEXT)
-    sized = msgspec.structs.replace(request, context_tokens=shortest)
+    # A GPU's slots follow from what a context leaves: here it has a CPU's, where nobody says.
+    slots = asked.slots or DEFAULT_SETTINGS["cpu"].slots
+    sized = in_context(request, shortest, slots=slots)
     gpus = {gpu.uuid or "": gpu for gpu in facts.gpus}
     able = [one for one, _ in _everywhere(sized, facts, obstacles) if one is not None]
 
     def fits(context: int) -> bool:
-        sized = msgspec.structs.replace(request, context_tokens=context)
+        sized = in_context(request, context, slots=slots)
         for engine in able:
             gpu = gpus.get(engine.device_id) if engine.device == "gpu" else None
             one = predicted(sized, facts, engine.backend, gpu)
@@ -204,6 +205,15 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * 1024) else (low, middle)
     return max(shortest, low * 1024)
+
+
+def in_context(
+    request: PlacementRequest, context_tokens: int, *, slots: int | None = None
+) -> PlacementRequest:
+    """The request with a context of so many tokens, and so many slots where they are given."""
+    slots = slots or request.settings.slots
+    sized = msgspec.structs.replace(request.settings, context_tokens=context_tokens, slots=slots)
+    return msgspec.structs.replace(request, settings=sized)
 
 
 def _everywhere(
@@ -267,9 +277,13 @@ def fitted(
     """The attempt where it fits, else the shortage (or both: check_memory is off)."""
     found = predicted(request, facts, backend, gpu)
     where = f"on the {found.device.upper()}"
-    if request.kv_dtype not in (AUTO, found.kv_dtype):
-        text = f"{backend} {where} holds its KV cache in {found.kv_dtype}"
-        return None, Reason(Cause.forced, f"{text}; {request.kv_dtype} was asked for")
+    asked, settings = request.settings, found.settings
+    if asked.kv_dtype not in (None, AUTO, settings.kv_dtype):
+        text = f"{backend} {where} holds its KV cache in {settings.kv_dtype}"
+        return None, Reason(Cause.forced, f"{text}; {asked.kv_dtype} was asked for")
+    if settings.step_tokens < settings.slots:
+        text = f"step_tokens = {settings.step_tokens} has no room for a token of each of"
+        return None, Reason(Cause.forced, f"{text} {settings.slots} slots")
     if found.fits:
         return found, None
     text = (
@@ -279,8 +293,8 @@ def fitted(
     )
     of_slots = found.kv_bytes + found.state_bytes
     room = (found.free_bytes or 0) - found.need_bytes + of_slots
-    fitting = room // max(1, of_slots // found.slots)
-    advice = f"{fitting} slots instead of {request.slots} would fit"
+    fitting = room // max(1, of_slots // settings.slots)
+    advice = f"{fitting} slots instead of {settings.slots} would fit"
     text += f"; {advice if fitting > 0 else 'take a smaller model or format'}"
     cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
     return None if request.check_memory else found, Reason(cause, text)
@@ -289,51 +303,68 @@ def fitted(
 def predicted(
     request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
 ) -> Attempt:
-    """The engine and its memory on this GPU, or on the CPU. The context must be known."""
-    spec, model, slots = spec_of(backend), request.model, request.slots
-    context, device = request.context_tokens or LEAST_CONTEXT, "cpu" if gpu is None else "gpu"
+    """The engine and its memory on this GPU, or on the CPU. The context must be known.
+
+    Where nobody says how many slots a GPU has, it has as many as fit beside weights and workspaces,
+    at most MAX_GPU_SLOTS; a CPU's number of them where the driver does not say what is free.
+    """
+    spec, model, asked = spec_of(backend), request.model, request.settings
+    device = "cpu" if gpu is None else "gpu"
     try:
         weight_format = format_of(backend, request.weight_format)
     except Unsupported as problem:
         raise NoPlacement(str(problem)) from problem
-    kv_dtype = spec.kv_dtype(request.kv_dtype, weight_format, device, facts.isa)
-    tokens = request.kv_tokens
-    if tokens is None or tokens == slots * context or not spec.shares_kv:
-        tokens = slots * spec.kv_row_tokens(context)  # each slot has a row of its own
+    kv_dtype = spec.kv_dtype(asked.kv_dtype or AUTO, weight_format, device, facts.isa)
     weights = request.weight_bytes
     if weights is None and spec.has_weights:
         weights = format_bytes(model, weight_format)
     weights = weights or 0
-    overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, slots)
-    if gpu is None and spec.extra_bytes is not None:  # matrices that it holds twice
-        overhead += spec.extra_bytes(model, weight_format, facts.isa)
-    if gpu is None and request.held and spec.weights == "gguf":
-        held = held_at(request.held, context)
-    else:
-        attended = tokens if tokens < slots * context else spec.kv_row_tokens(context)
-        held = HeldMemory(
-            context_tokens=context,
-            kv_bytes=spec.kv_bytes(model, tokens, slots, kv_dtype) if spec.has_weights else 0,
-            state_bytes=slots * model.state_bytes_per_slot if spec.has_weights else 0,
-            buffer_bytes=spec.buffer_bytes(model, attended, slots) if gpu is None else 0,
-        )
     free_bytes = facts.usable_memory_bytes if gpu is None else gpu.free_bytes
-    return Attempt(
-        device=device,
-        backend=backend,
-        weight_format=weight_format,
-        slots=slots,
-        weight_bytes=weights,
-        kv_bytes=held.kv_bytes,
-        state_bytes=held.state_bytes,
-        buffer_bytes=held.buffer_bytes,
-        overhead_bytes=overhead,
-        free_bytes=None if free_bytes is None else int(free_bytes * HEADROOM),
-        kv_dtype=kv_dtype,
-        device_name=facts.cpu_model if gpu is None else gpu.name,
-        device_id="" if gpu is None else gpu.uuid or "",
-        vendor="" if gpu is None else gpu.vendor,
-    )
+    usable_bytes = None if free_bytes is None else int(free_bytes * HEADROOM)
+
+    def with_slots(slots: int) -> Attempt:
+        of_slots = msgspec.structs.replace(asked, slots=slots)
+        settings = of_slots.filled(DEFAULT_SETTINGS[device])
+        context, tokens = settings.context_tokens, settings.pool_tokens
+        if tokens == slots * context or not spec.shares_kv:
+            tokens = slots * spec.kv_row_tokens(context)  # each slot has a row of its own
+        overhead = spec.overhead_on(device).total_bytes(model, weight_format, weights, settings)
+        if gpu is None and spec.extra_bytes is not None:  # matrices that it holds twice
+            overhead += spec.extra_bytes(model, weight_format, facts.isa)
+        if gpu is None and request.held and spec.weights == "gguf":
+            held = held_at(request.held, context)
+        else:
+            attended = tokens if tokens < slots * context else spec.kv_row_tokens(context)
+            held = HeldMemory(
+                context_tokens=context,
+                kv_bytes=spec.kv_bytes(model, tokens, slots, kv_dtype) if spec.has_weights else 0,
+                state_bytes=slots * model.state_bytes_per_slot if spec.has_weights else 0,
+                buffer_bytes=spec.buffer_bytes(model, attended, slots) if gpu is None else 0,
+            )
+        return Attempt(
+            device=device,
+            backend=backend,
+            weight_format=weight_format,
+            settings=msgspec.structs.replace(
+                settings, kv_tokens=settings.pool_tokens, kv_dtype=kv_dtype
+            ),
+            weight_bytes=weights,
+            kv_bytes=held.kv_bytes,
+            state_bytes=held.state_bytes,
+            buffer_bytes=held.buffer_bytes,
+            overhead_bytes=overhead,
+            free_bytes=usable_bytes,
+            device_name=facts.cpu_model if gpu is None else gpu.name,
+            device_id="" if gpu is None else gpu.uuid or "",
+            vendor="" if gpu is None else gpu.vendor,
+        )
+
+    slots = asked.slots or DEFAULT_SETTINGS["cpu"].slots
+    if asked.slots is None and gpu is not None and usable_bytes is not None:
+        counts = range(1, MAX_GPU_SLOTS + 1)
+        fitting = bisect_right(counts, usable_bytes, key=lambda n: with_slots(n).need_bytes)
+        slots = max(1, fitting)
+    return with_slots(slots)
 
 
 def held_at(held: Sequence[HeldMemory], context: int) -> HeldMemory:
@@ -392,15 +423,15 @@ def explain(placement: Placement) -> list[str]:
     """The decision as lines for people: what runs where, the arithmetic, every reason."""
     lines = [
         f"{placement.model} on the {placement.device.upper()} with {placement.backend}, "
-        f"format {placement.weight_format}, {placement.slots} slots of "
-        f"{placement.context_tokens} tokens"
+        f"format {placement.weight_format}, {placement.settings.slots} slots "
+        f"of {placement.settings.context_tokens} tokens"
     ]
     for number, attempt in enumerate(placement.attempts):
         free = "unknown" if attempt.free_bytes is None else size(attempt.free_bytes)
         lines.append(
             f"  {'falls back to ' if number else ''}{attempt.device.upper()} {attempt.backend} "
             f"({attempt.device_name}): {attempt.memory_text} = {size(attempt.need_bytes)} "
-            f"({placement.kv_tokens} KV tokens, {attempt.kv_dtype}); "
+            f"({attempt.settings.pool_tokens} KV tokens, {attempt.settings.kv_dtype}); "
             f"may use {free}{'' if attempt.fits else ' - does not fit'}"
         )
     lines += [

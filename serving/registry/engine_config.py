@@ -35,12 +35,14 @@ from serving.errors import Cause, Unsupported
 from serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
 from serving.hardware.gpus import GpuFacts, render_nodes
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
+from serving.performance.scheduler_settings import AUTO
 from serving.placement.fastest_backend import EngineChoice, Question, fastest_backend
 from serving.placement.placement_policy import (
     Obstacles,
     Placement,
     PlacementRequest,
     Reason,
+    in_context,
     narrowed,
     plan,
 )
@@ -48,9 +50,6 @@ from serving.server_options import ModelOptions, Policy
 
 # Nobody says what a server will be asked: the mean lengths of the workload chat, all slots busy.
 USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS = 1166.0, 214.0
-# Options that a placement and an engine's configuration take as they are.
-_PLACED = "policy slots context_tokens kv_tokens kv_dtype check_memory".split()
-_CONFIGURED = "kv_tokens kv_dtype prefill_tokens step_seconds_target prefix_reuse".split()
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +77,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     def configs_of(self, placement: Placement) -> tuple[EngineConfig, ...]:
         """The engines of a placement of its backends, perhaps a later one on another GPU."""
+        kv_dtype = self.model.kv_dtype or AUTO  # what a backend holds is predicted, not asked for
         return tuple(
             EngineConfig(
                 backend=one.backend,
@@ -88,13 +88,12 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
                 device=one.device,
                 device_id=one.device_id,
                 device_vendor=one.vendor,
-                slots=one.slots,
-                context_tokens=placement.context_tokens,
+                settings=msgspec.structs.replace(one.settings, kv_dtype=kv_dtype),
+                prefix_reuse=self.model.prefix_reuse,
                 threads=self.split.threads,
                 cores=self.split.engine,
                 nice=self.split.nice if one.device == "cpu" else 0,  # a GPU waits for its host
                 options=self.options[one.backend],
-                **{name: getattr(self.model, name) for name in _CONFIGURED},
             )
             for one in placement.attempts
             for files in (self.files[one.backend],)
@@ -181,7 +180,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     request = find_model(model, machine)
     facts = facts or machine.facts()
     placement = machine.place(request, facts)
-    request = msgspec.structs.replace(request, context_tokens=placement.context_tokens)
+    request = in_context(request, placement.settings.context_tokens)
     split = machine.split(model.cores, model.threads)
     choice = best_for(model, request, split, machine, facts) if placement.device == "cpu" else None
     if choice is not None:
@@ -242,7 +241,9 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
         weight_format=weight_format,
         weight_bytes=size_bytes,
         held=held,
-        **{name: getattr(model, name) for name in _PLACED},
+        policy=model.policy,
+        settings=model.scheduler,
+        check_memory=model.check_memory,
     )
 
 

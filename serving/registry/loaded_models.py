@@ -126,9 +126,8 @@ class ServedModel:
             raise supervisor.unavailable()
         if ready is not None:
             info = ready.info
-            return Facts(min(info.context_tokens, info.kv_tokens), info.vocabulary)
-        config = supervisor.config
-        context = min(config.context_tokens, config.kv_tokens or config.context_tokens)
+            return Facts(info.settings.longest_tokens, info.vocabulary)
+        context = supervisor.config.settings.longest_tokens
         return Facts(context, self.tokenizer.vocabulary)
 
     async def tokens(

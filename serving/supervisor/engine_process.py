@@ -201,7 +201,7 @@ class EngineProcess(asyncio.Protocol):
         elif self.ready is not None and count:
             longest = LONGEST_STEP[device] * timeout_seconds
             if (pace := self.pace.prompt_tokens_per_second) is not None:
-                at_pace = SLOWER_THAN_PACE * self.ready.info.step_tokens / pace
+                at_pace = SLOWER_THAN_PACE * self.ready.info.settings.step_tokens / pace
                 longest = min(longest, max(timeout_seconds, at_pace))
             if age > longest:
                 why = f"no step finished for {age:.1f} s with {count} sequences in flight"

@@ -77,7 +77,7 @@ class Supervisor:
         self.state = EngineState.loading
         self.reason: str | None = "starting"
         self.since = time.monotonic()  # the state, or its reason
-        self.requests = InflightRequests(bounds, configs[0].slots)
+        self.requests = InflightRequests(bounds, configs[0].settings.slots)
         self.ready: ipc.Ready | None = None  # what the serving engine said; None: none serves
         self.loading: ipc.Loading | None = None
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)

@@ -127,7 +127,8 @@ class InflightRequests(Ledger):
     def serve_with(self, engine: EngineProcess) -> None:
         """This engine, which is ready, gets what waits, oldest first, and what comes."""
         assert engine.ready is not None
-        self._slots, self.pace, self.known_load = engine.ready.info.slots, engine.pace, None
+        self._slots = engine.ready.info.settings.slots
+        self.pace, self.known_load = engine.pace, None
         self.engine, self.stats = engine, None
         for stream in self._waiting():
             self._give(stream, engine)

@@ -36,6 +36,7 @@ from serving.backends.backend_table import backend_class, spec_of
 from serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
 from serving.sampling.step_inputs import Row, Sampling
 from serving.supervisor.engine_process import allocator
+from tests.tools.with_settings import engine_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +54,7 @@ def engine(text: str) -> tuple[str, str]:
 def config_of(model: str, backend: str, weight_format: str, **more: Any) -> EngineConfig:
     """What the engine is told; its weights are made where they are not there."""
     found = resolve(model, kind=spec_of(backend).weights or "hf", weight_format=weight_format)
-    return EngineConfig(
+    return engine_config(
         backend=backend,
         model_path=found.path,
         model_name=found.name,
@@ -175,8 +176,8 @@ class Work:
         return time.perf_counter() - started
 
     def fill(self) -> dict[str, int]:
-        for slot in range(self.backend.info.slots):
-            self._prefill(self.backend.info.context_tokens, slot, sampled=True)
+        for slot in range(self.backend.info.settings.slots):
+            self._prefill(self.backend.info.settings.context_tokens, slot, sampled=True)
         gc.collect()
         return memory()
 
@@ -206,7 +207,7 @@ class Work:
         return ids.astype(np.int32)
 
     def _prefill(self, count: int, slot: int, sampled: bool = False) -> None:
-        ids, most = self._tokens(count, slot), self.backend.info.step_tokens
+        ids, most = self._tokens(count, slot), self.backend.info.settings.step_tokens
         for begin in range(0, count, most):
             piece = ids[begin : begin + most]
             wants = sampled and begin + len(piece) == count

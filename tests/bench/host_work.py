@@ -18,6 +18,7 @@ import numpy as np
 from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Step, Submit, frame
 from serving.engine.scheduler import Scheduler
+from serving.performance.scheduler_settings import SchedulerSettings
 from serving.sampling.batch_sampler import sample
 from serving.sampling.step_inputs import Row, Sampled, Sampling
 from tests.bench.paired import parser_of
@@ -31,12 +32,11 @@ class ReadyLogits:
             name="ready",
             device="cpu",
             device_name="",
-            slots=slots,
-            context_tokens=4096,
-            kv_tokens=4096 * slots,
+            settings=SchedulerSettings(
+                slots=slots, context_tokens=4096, kv_tokens=4096 * slots, step_tokens=2048
+            ),
             vocabulary=vocabulary,
             weight_format="none",
-            step_tokens=2048,
         )
         self._logits = (
             np.random.default_rng(1).standard_normal((slots, vocabulary)).astype(np.float32)
@@ -59,7 +59,10 @@ def measure(
     """Median and 99th percentile of one step's host time, in seconds."""
     backend = ReadyLogits(streams, vocabulary)
     config = EngineConfig(
-        backend="ready", model_path="", model_name="ready", slots=streams, context_tokens=4096
+        backend="ready",
+        model_path="",
+        model_name="ready",
+        settings=SchedulerSettings(slots=streams, context_tokens=4096),
     )
     table = [f" w{i}".encode() for i in range(vocabulary)]
     scheduler = Scheduler(backend, table, frozenset(), config)

@@ -23,9 +23,9 @@ from loadtests.analysis.level_columns import Level
 from loadtests.analysis.slo import Slo
 from loadtests.records.journal_events import LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.workload.arrivals import Arrivals, Gamma, Poisson, due_times
 from loadtests.workload.request_lengths import Workload, draw
+from serving.performance.scheduler_settings import SchedulerSettings
 from tests.loadtests.campaign.simulated import Serves
 from tests.loadtests.simulation.known_server import KnownServer
 
@@ -46,7 +46,9 @@ class World:
     low: float
     high: float
     arrivals: Arrivals = Poisson()
-    policy: SchedulingPolicy | None = SchedulingPolicy(slots=8)
+    policy: SchedulerSettings | None = SchedulerSettings(
+        slots=8, step_tokens=2048, step_seconds_target=None
+    )
     budget: float = 900.0
     has_capacity: bool = True
     long_run: int = 8_000  # requests that tell the long-run share
@@ -231,7 +233,7 @@ READING = Slo("reading", 5.0, 0.2, target=0.9)
 def worlds() -> dict[str, World]:
     """By name, in the order of the table."""
     short, middle = chat(40, 16), chat(512, 64)
-    sixteen = SchedulingPolicy(slots=16)
+    sixteen = SchedulerSettings(slots=16, step_tokens=2048, step_seconds_target=None)
     batched = law(20, 3, 0.5, 2e-4)
     queue = lambda seed, at, start: Queue(4, 0.51)  # noqa: E731
     fixed = Workload(prompt_tokens=16, output_tokens=8)

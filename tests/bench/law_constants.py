@@ -28,7 +28,7 @@ from loadtests.analysis.slo import Slo
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.simulation import step_observation
-from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
+from loadtests.simulation.batching_simulator import simulate
 from loadtests.simulation.simulated_capacity import (
     LOADED,
     Lengths,
@@ -40,6 +40,7 @@ from loadtests.simulation.simulated_capacity import (
 from loadtests.simulation.step_law_fit import StepLaw, StepObservation, fit_law
 from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
 from loadtests.workload.request_lengths import Workload
+from serving.performance.scheduler_settings import SchedulerSettings
 
 Z_90 = 1.645  # standard deviations to either end of a 90 % interval
 NEAR = (0.5, 0.985)  # shares of good requests that tell where the limit is
@@ -52,7 +53,7 @@ class Cell(msgspec.Struct):
 
     name: str
     slo: Slo
-    policy: SchedulingPolicy
+    policy: SchedulerSettings
     lengths: Lengths
     alone: list[Level]
     bursts: list[Level]
@@ -81,7 +82,7 @@ def cells_in(path: Path) -> Iterable[Cell]:
         if made["kind"] != "calibrated" or not made.get("policy"):
             continue
         key = made["cell"]
-        policy = msgspec.convert(made["policy"], SchedulingPolicy)
+        policy = msgspec.convert(made["policy"], SchedulerSettings)
         bursts: dict[int, list[RequestRecord]] = defaultdict(list)
         for record in records[f"{key}#calibration"]:
             bursts[record.index // 1000].append(record)

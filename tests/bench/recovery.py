@@ -37,7 +37,6 @@ import uvicorn
 
 from models.resolve_model import resolve
 from models.tokenizer import load_tokenizer
-from serving.backends.backend_interface import EngineConfig
 from serving.hardware.cpu_topology import parse_cores
 from serving.http.http_server import server_options
 from serving.supervisor.engine_supervisor import Supervisor
@@ -45,6 +44,7 @@ from serving.supervisor.restart_policy import RecoveryLimits
 from tests.bench.http_client import Client, Outcome, post, run
 from tests.bench.paired import parser_of
 from tests.serving.fakes import app_on
+from tests.tools.with_settings import engine_config
 
 FAULTS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
 HEALTH_TIMEOUT_SECONDS = 2.0  # the server's default is 30
@@ -76,8 +76,8 @@ async def serving(model: str, cores: str, standby: bool) -> AsyncIterator[tuple[
         "cores": tuple(parse_cores(cores) or ()),
     }
     fake = {"vocabulary": len(tokenizer.token_bytes()), "step_seconds": 0.03}
-    gpu = EngineConfig("fake", "", "m", device="gpu", options=fake, **common)
-    cpu = EngineConfig("llama_cpp", found.path, "m", weight_format=found.weight_format, **common)
+    gpu = engine_config("fake", "", "m", device="gpu", options=fake, **common)
+    cpu = engine_config("llama_cpp", found.path, "m", weight_format=found.weight_format, **common)
     # What is measured here is the way to the CPU, not the way back.
     limits = RecoveryLimits(
         health_timeout_seconds=HEALTH_TIMEOUT_SECONDS, return_first_seconds=900.0

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from serving.backends.backend_interface import EngineConfig
+from serving.performance.scheduler_settings import SchedulerSettings
 from tests.bench.engine_child import EngineChild
 from tests.bench.paired import ratios
 from tests.bench.peers import servers
@@ -72,6 +73,11 @@ def test_big_models_get_one_request_a_stream() -> None:
 
 
 def test_an_engine_that_dies_says_why() -> None:
-    config = EngineConfig("tests.serving.fakes:Nothing", "", "m", slots=1, context_tokens=64)
+    config = EngineConfig(
+        "tests.serving.fakes:Nothing",
+        "",
+        "m",
+        settings=SchedulerSettings(slots=1, context_tokens=64),
+    )
     with pytest.raises(RuntimeError, match="ended with status 1"):
         EngineChild(config, [0])

@@ -32,9 +32,10 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellRecord, campaign_of
 from loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from loadtests.records.run_folder import RunRecords, read_records
-from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
+from loadtests.simulation.batching_simulator import simulate
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law_fit import StepLaw
+from serving.performance.scheduler_settings import SchedulerSettings
 from tests.bench.paired import parser_of
 
 RATES = (0.85, 1.0, 1.15)  # of the estimate
@@ -143,7 +144,7 @@ def truth_of(
     ).rate
 
 
-def _simulated_good(law: StepLaw, policy: SchedulingPolicy, level: Level, slo: Slo) -> int:
+def _simulated_good(law: StepLaw, policy: SchedulerSettings, level: Level, slo: Slo) -> int:
     """Good requests of a level that is simulated with its own arrivals and lengths."""
     prompt = np.where(np.isnan(level.prompt_tokens), level.asked_prompt_tokens, level.prompt_tokens)
     output = np.where(np.isnan(level.output_tokens), level.asked_output_tokens, level.output_tokens)

@@ -33,10 +33,10 @@ from loadtests.records.journal_events import (
     of_kind,
 )
 from loadtests.records.run_folder import read_records
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law_fit import StepLaw
 from tests.loadtests.campaign.checks import check_folder
+from tests.loadtests.simulation.known_server import SETTINGS
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -125,7 +125,7 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
     (ended,) = of_kind(records.events, CellFinished)
     found, settings = ended.capacity, plan.campaign
     if found.method == "law":
-        policy = SchedulingPolicy(slots=8)
+        policy = SETTINGS
         truth = capacity(StepLaw(**LAW), policy, settings.workload, settings.slo).rate
         assert found.limit == pytest.approx(truth, rel=0.3)
         assert found.held is None or found.held < 1.1 * truth

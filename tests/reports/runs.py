@@ -9,11 +9,11 @@ from tempfile import mkdtemp
 import msgspec
 
 from loadtests.campaign.resume_state import CellState
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from models.model_ladder import rung
 from reports.headline import Answer, answers_of
 from reports.report_data import ReportData, read_report
 from tests.loadtests.campaign.simulated import Simulated, campaign
+from tests.loadtests.simulation.known_server import SETTINGS
 
 LADDER = '["135m", "360m", "1b", "8b"]'
 
@@ -27,7 +27,7 @@ def run_folder(
     budget: float = 2000,
 ) -> Path:
     """A campaign of a machine that reads 10 GB/s: 135M quick, 8B not even alone."""
-    world = Simulated(policy=SchedulingPolicy(slots=8))
+    world = Simulated(policy=SETTINGS)
     world.facts = msgspec.structs.replace(world.facts, cpu_model="AMD EPYC", allowed_cores=2)
 
     def opening(state: CellState) -> None:

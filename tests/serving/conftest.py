@@ -12,6 +12,7 @@ import pytest
 
 from models.tokenizer import shipped
 from serving.backends.backend_interface import EngineConfig
+from serving.performance.scheduler_settings import SchedulerSettings
 from tests.serving.children import VOCABULARY
 from tests.tools import forks
 
@@ -36,8 +37,7 @@ def config(tokenizer_path: str) -> Callable[..., EngineConfig]:
             "fake",
             tokenizer_path=tokenizer_path,
             device=device,
-            slots=slots,
-            context_tokens=2048,
+            settings=SchedulerSettings(slots=slots, context_tokens=2048),
             options=options,
         )
 

@@ -36,6 +36,7 @@ from serving.errors import EngineState, Overloaded, Unavailable
 from serving.http.http_server import server_options
 from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
+from serving.performance.scheduler_settings import SchedulerSettings
 from serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
 from serving.sampling.step_inputs import Sampling
 from serving.supervisor.admission import QueueBounds
@@ -46,12 +47,9 @@ INFO = BackendInfo(
     name="fake",
     device="cpu",
     device_name="no device",
-    slots=4,
-    context_tokens=256,
-    kv_tokens=1024,
+    settings=SchedulerSettings(slots=4, context_tokens=256, kv_tokens=1024, step_tokens=64),
     vocabulary=300,
     weight_format="none",
-    step_tokens=64,
     details={"library": "/opt/secret/libfake.so"},
 )
 
@@ -100,10 +98,13 @@ class FakeSupervisor:
         self.state = EngineState.ready
         self.reason: str | None = None
         self.ready: Ready | None = Ready(info, 1.5, 10_000, 20_000)
-        self.requests = InflightRequests(QueueBounds(), info.slots)
+        self.requests = InflightRequests(QueueBounds(), info.settings.slots)
         self.requests.stats = StepStats(1, 2, 100, 0.01, 0.008, 1, 0, 3)
         self.config = EngineConfig(
-            "fake", "/models/secret.gguf", "m", context_tokens=info.context_tokens, slots=info.slots
+            "fake",
+            "/models/secret.gguf",
+            "m",
+            settings=info.settings,
         )
         self.restarts = self.fallbacks = self.returns = 0
         self.deaths: dict[str, int] = {}

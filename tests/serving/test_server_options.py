@@ -24,6 +24,7 @@ from serving.server_options import (
     models_of,
 )
 from serving.supervisor.admission import QueueBounds
+from tests.tools.with_settings import engine_config
 
 # Options of a cell that a campaign says elsewhere: in the cell, in its hardware, or not at all.
 NOT_IN_A_CAMPAIGN = {
@@ -128,7 +129,7 @@ def test_the_help_page_shows_square_brackets_and_choices_are_kept() -> None:
 def test_a_size_that_an_engine_cannot_have_is_refused_by_name(field: str) -> None:
     check(EngineConfig("fake", "", "m"))
     with pytest.raises(Unsupported) as refused:
-        check(EngineConfig("fake", "", "m", **{field: 0}))
+        check(engine_config("fake", "", "m", **{field: 0}))
     assert str(refused.value) == f"{field} must be at least 1, got 0"
     assert refused.value.parameter == field
 

@@ -11,6 +11,7 @@ from models.model_ladder import rung
 from serving.errors import Cause
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
+from serving.performance.scheduler_settings import RequestedSettings
 from serving.placement.placement_policy import NoPlacement, Obstacles, PlacementRequest, plan
 from serving.registry.engine_config import Machine
 from serving.server_options import Policy
@@ -93,7 +94,9 @@ def placed_on(machine: MadeUpMachine) -> tuple[str, str, str] | None:
         FACTS, gpus=machine.gpus, gpu_cause=machine.cause, gpu_note=machine.cause
     )
     request = PlacementRequest(
-        model=rung("8b").spec, policy=machine.policy, context_tokens=2048, slots=8
+        model=rung("8b").spec,
+        policy=machine.policy,
+        settings=RequestedSettings(context_tokens=2048, slots=8),
     )
     try:
         first = plan(request, facts, machine.obstacles).attempts[0]

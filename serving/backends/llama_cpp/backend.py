@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -47,7 +48,7 @@ class LlamaCppBackend:
         self._loader = loader = Loader(config)
         self._llama = llama = loader.llama
         self._threads, self._unified = loader.threads, loader.is_unified
-        self._lengths = [0] * config.slots
+        self._lengths = [0] * config.settings.slots
         self.last_decode_seconds: float | None = None
         try:
             self._model, self._context = loader.load(progress)
@@ -71,7 +72,7 @@ class LlamaCppBackend:
         if self._context is None:
             raise EngineFailed("the backend is closed")
         for row in rows:
-            check_row(row, self._lengths[row.slot], self.info.context_tokens)
+            check_row(row, self._lengths[row.slot], self.info.settings.context_tokens)
             self.truncate(row.slot, row.start)
         by_slot = {row.slot: row for row in rows}
         drawn: dict[int, Sampled] = {}
@@ -115,7 +116,8 @@ class LlamaCppBackend:
         if self._unified or not self._can_rewind or not is_decode:
             return call
         present, lengths = {row.slot for row in call}, self._lengths
-        room = {slot for slot, held in enumerate(lengths) if held < self.info.context_tokens}
+        context = self.info.settings.context_tokens
+        room = {slot for slot, held in enumerate(lengths) if held < context}
         extra = dummies(present, room - present)
         rows = [Row(slot, NO_TOKEN, lengths[slot], wants_token=False) for slot in extra]
         return sorted([*call, *rows], key=lambda row: row.slot) if rows else call
@@ -169,18 +171,21 @@ class LlamaCppBackend:
     def _describe(self, config: EngineConfig, vocabulary: int) -> BackendInfo:
         llama, loader = self._llama, self._loader
         ftype = (llama.llama_ftype_name(llama.llama_model_ftype(self._model)) or b"").decode()
-        whole = config.slots * config.context_tokens
+        settings = config.settings
+        whole = settings.slots * settings.context_tokens
         on_gpu = config.device == "gpu"
         return BackendInfo(
             name="llama_cpp",
             device=config.device,
             device_name=(LOG.gpu or "GPU") if on_gpu else (cpu_name() or "CPU"),
-            slots=config.slots,
-            context_tokens=config.context_tokens,
-            kv_tokens=min(whole, config.kv_tokens or whole),
+            settings=msgspec.structs.replace(
+                settings,
+                kv_tokens=min(whole, settings.pool_tokens),
+                kv_dtype=loader.kv_dtype,
+                step_tokens=llama.llama_n_batch(self._context),
+            ),
             vocabulary=vocabulary,
             weight_format=config.weight_format or ftype.split(" - ")[0],
-            step_tokens=llama.llama_n_batch(self._context),
             rewinds=self._can_rewind,
             details={
                 **build_details(llama),
@@ -193,7 +198,7 @@ class LlamaCppBackend:
 
     def _failure(self, code: int, what: str) -> Exception:
         if code == _KV_FULL:
-            return KvFull(f"{what} found no room among {self.info.kv_tokens} KV tokens")
+            return KvFull(f"{what} found no room among {self.info.settings.kv_tokens} KV tokens")
         reason = LOG.reason()
         if is_memory(reason):
             return OutOfMemory(f"llama.cpp ran out of memory in {what}: {reason}")

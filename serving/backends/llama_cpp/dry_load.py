@@ -1,6 +1,6 @@
 """Whether llama.cpp can load a GGUF file, and the memory it will hold, before anything is promised.
 
-    held = dry_load(EngineConfig("llama_cpp", "x.gguf", "x", slots=4), contexts=(2048, 8192))
+    held = dry_load(EngineConfig("llama_cpp", "x.gguf", "x"), contexts=(2048, 8192))
     held[1].kv_bytes, held[1].state_bytes, held[1].buffer_bytes
 
 A child process loads the file with `no_alloc`: llama.cpp reads the header, checks every tensor,
@@ -25,6 +25,7 @@ from serving.backends.backend_interface import EngineConfig, HeldMemory
 from serving.backends.llama_cpp.library import LOG
 from serving.backends.llama_cpp.loading import LlamaOptions, Loader
 from serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
+from serving.performance.scheduler_settings import DEFAULT_SETTINGS
 from serving.server_options import ModelOptions
 
 MAX_SECONDS = 120.0
@@ -79,21 +80,19 @@ def held_memory(path: str, spec: ModelSpec, options: ModelOptions) -> tuple[Held
             contexts.append(min(2 * contexts[-1], most))
     if options.kv_tokens is not None:
         contexts = [min(contexts[0], options.kv_tokens)]
+    settings = options.filled(DEFAULT_SETTINGS["cpu"])
     config = EngineConfig(
         backend="llama_cpp",
         model_path=path,
         model_name=spec.name,
-        slots=options.slots,
-        context_tokens=contexts[0],
-        kv_tokens=options.kv_tokens,
-        kv_dtype=options.kv_dtype,
+        settings=msgspec.structs.replace(settings, context_tokens=contexts[0]),
         options={
             key: value
             for key, value in options.options.items()
             if key in LlamaOptions.__struct_fields__
         },
     )
-    return tuple(_exact(one, spec, options.slots) for one in dry_load(config, contexts))
+    return tuple(_exact(one, spec, settings.slots) for one in dry_load(config, contexts))
 
 
 def _exact(one: HeldMemory, spec: ModelSpec, slots: int) -> HeldMemory:

@@ -12,16 +12,17 @@ import msgspec
 
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.weights_manifest import Progress
-from serving.backends.backend_interface import AUTO, EngineConfig, check_sizes, parse_options
+from serving.backends.backend_interface import EngineConfig, check_sizes, parse_options
 from serving.backends.llama_cpp.library import LOG, PACKAGE, is_memory, library
 from serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
 from serving.hardware.machine_facts import allowed_cores
+from serving.performance.scheduler_settings import AUTO
 
 # ggml's numbers for KV types (enum ggml_type), llama.cpp's for flash attention.
 KV_TYPES: dict[str, int] = {"fp32": 0, "fp16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 FLASH_ATTENTION: dict[str, int] = {"auto": -1, "off": 0, "on": 1}
 QUANTISED_KV = ("q8_0", "q4_0")  # these need flash attention
-STEP_TOKENS = 512  # most tokens of a step
+PASS_TOKENS = 512  # maximum tokens of one pass over the weights; a longer step takes several
 
 
 class LlamaOptions(msgspec.Struct, frozen=True):
@@ -38,38 +39,38 @@ class Loader:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        settings = config.settings
         self.options = options = parse_options(LlamaOptions, config.options, "llama_cpp")
         self.threads = config.threads or len(allowed_cores())
         self.llama = library()
-        self.kv_dtype = "fp16" if config.kv_dtype == AUTO else config.kv_dtype
+        self.kv_dtype = "fp16" if settings.kv_dtype == AUTO else settings.kv_dtype
         self.attention = options.flash_attention
         if self.attention == "auto" and config.device != "gpu":
             self.attention = "on" if self.kv_dtype in QUANTISED_KV else "off"
         # A KV part for each slot, or, where that would take more than kv_tokens, one pool for all,
         # whose rows attend to all rows' tokens.
-        pool = config.kv_tokens
-        self.is_unified = pool is not None and pool < config.slots * config.context_tokens
+        self.is_unified = settings.pool_tokens < settings.slots * settings.context_tokens
         self._file = Path(config.model_path)
         self._check()
 
     def _check(self) -> None:
         """Refuse what can be refused before anything is loaded."""
         check_sizes(self.config, None, self.kv_dtype)
-        config, context = self.config, self.config.context_tokens
+        config, settings = self.config, self.config.settings
         most = int(self.llama.llama_max_parallel_sequences())
 
         def need(holds: bool, key: str, what: str) -> None:
             if not holds:
-                raise Unsupported(f"{key} {what}, got {getattr(config, key)!r}", key)
+                raise Unsupported(f"{key} {what}, got {getattr(settings, key)!r}", key)
 
-        need(config.slots <= most, "slots", f"must be at most {most} with llama.cpp")
+        need(settings.slots <= most, "slots", f"must be at most {most} with llama.cpp")
         known = f"must be one of {', '.join(KV_TYPES)} with llama.cpp"
         need(self.kv_dtype in KV_TYPES, "kv_dtype", known)
         is_slow = self.kv_dtype in QUANTISED_KV and self.attention == "off"
         flash = "needs flash attention, and option flash_attention is off"
         need(not is_slow, "kv_dtype", flash)
-        least = f"must be at least one sequence's context_tokens = {context}"
-        need(config.kv_tokens is None or config.kv_tokens >= context, "kv_tokens", least)
+        least = f"must be at least one sequence's context_tokens = {settings.context_tokens}"
+        need(settings.pool_tokens >= settings.context_tokens, "kv_tokens", least)
         if config.device == "gpu" and not self.llama.llama_supports_gpu_offload():
             raise BackendUnavailable(
                 f"{PACKAGE} {self.llama.__version__} was built without GPU support; crossover "
@@ -153,15 +154,16 @@ class Loader:
 
     def context(self, model: Any, context_tokens: int | None = None) -> Any:
         """A context of `context_tokens` a slot; None: as the configuration says."""
-        llama, config = self.llama, self.config
-        tokens = context_tokens or config.context_tokens
+        llama, config, asked = self.llama, self.config, self.config.settings
+        if context_tokens is not None:
+            asked = msgspec.structs.replace(asked, context_tokens=context_tokens)
         settings = llama.llama_context_default_params()
-        settings.n_ctx = config.kv_tokens or config.slots * tokens
+        settings.n_ctx = asked.pool_tokens
         if not self.is_unified:
-            settings.n_ctx = config.slots * -(-tokens // 256) * 256
-        settings.n_batch = max(STEP_TOKENS, config.slots)
-        settings.n_ubatch = STEP_TOKENS
-        settings.n_seq_max = settings.n_outputs_max = config.slots
+            settings.n_ctx = asked.slots * -(-asked.context_tokens // 256) * 256
+        settings.n_batch = asked.step_tokens
+        settings.n_ubatch = PASS_TOKENS
+        settings.n_seq_max = settings.n_outputs_max = asked.slots
         settings.n_threads = settings.n_threads_batch = self.threads
         settings.flash_attn_type = FLASH_ATTENTION[self.attention]
         settings.type_k = settings.type_v = KV_TYPES[self.kv_dtype]
@@ -173,7 +175,7 @@ class Loader:
             reason = LOG.reason()
             kind = OutOfMemory if is_memory(reason) else BackendUnavailable
             raise kind(
-                f"llama.cpp cannot make a context of {settings.n_ctx} tokens in {config.slots} "
+                f"llama.cpp cannot make a context of {settings.n_ctx} tokens in {asked.slots} "
                 f"slots ({self.kv_dtype}): {reason}"
             )
         return context

@@ -54,8 +54,9 @@ class OnnxBackend:
         self._session: Any = _session(onnxruntime, file, options.spinning, threads)
         facts = read_facts(self._session, file)
         check_sizes(config, facts.context_tokens, "fp32")
-        slots, context = config.slots, config.context_tokens
-        kv_tokens = min(config.kv_tokens or slots * context, slots * context)
+        settings = config.settings
+        slots, context = settings.slots, settings.context_tokens
+        kv_tokens = min(settings.pool_tokens, slots * context)
         self._graph: SlotGraph | GrowingGraph | None
         if facts.grouped:
             self._graph = SlotGraph(self._session, facts, slots, context)
@@ -69,12 +70,9 @@ class OnnxBackend:
             name="onnx",
             device="cpu",
             device_name="CPU",
-            slots=slots,
-            context_tokens=context,
-            kv_tokens=kv_tokens,
+            settings=msgspec.structs.replace(settings, kv_tokens=kv_tokens, kv_dtype="fp32"),
             vocabulary=facts.vocabulary,
             weight_format=config.weight_format or stored,
-            step_tokens=max(512, 2 * slots),
             details={
                 "onnxruntime": str(onnxruntime.__version__),
                 "graph": kind,

@@ -32,7 +32,6 @@ from serving.backends.backend_interface import (
 from serving.backends.torch.cuda_graphs import DecodeGraphs
 from serving.backends.torch.forward_pass import SlotModel, run_pass, to_device
 from serving.backends.torch.gpu_sampler import draw, drawable
-from serving.backends.torch.memory_overhead import CPU_STEP_TOKENS, GPU_STEP_TOKENS
 from serving.backends.torch.torch_weights import DTYPES, Checkpoint, compute_dtype, load
 from serving.backends.torch.varlen_attention import KvCache, flash_trouble
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
@@ -88,7 +87,8 @@ class TorchBackend:
         parse_options(msgspec.Struct, config.options, "torch")  # it has none
         self._device = device = device_of(config.device)
         self._is_gpu = self._device_sampling = is_gpu = config.device == "gpu"
-        folder, slots, context = Path(config.model_path), config.slots, config.context_tokens
+        folder, settings = Path(config.model_path), config.settings
+        slots, context = settings.slots, settings.context_tokens
         spec = read_spec(folder, config.model_name)
         checkpoint = Checkpoint(folder)
         weight_format = config.weight_format or checkpoint.weight_format
@@ -117,26 +117,26 @@ class TorchBackend:
         self._logits: Tensor | None = None  # of every step on a GPU
         self._graphs: DecodeGraphs | None = None
         graphs = "false"
-        step_tokens = max(GPU_STEP_TOKENS if is_gpu else CPU_STEP_TOKENS, 2 * slots)
         if is_gpu:
             with memory_errors("making graphs and a first step"), torch.inference_mode():
                 self._logits = torch.empty(slots, spec.vocabulary, device=device)
                 if no_flash is None:
                     graphs = self._make_graphs(self._model, self._logits, progress)
                 progress("first step", None)
-                self._warm_up(min(step_tokens, context - len(KINDS_OF_DRAWS)))
+                self._warm_up(min(settings.step_tokens, context - len(KINDS_OF_DRAWS)))
                 torch.cuda.synchronize()
         hip, cuda = torch.version.hip, torch.version.cuda
         self.info = BackendInfo(
             name="torch",
             device=config.device,
             device_name=torch.cuda.get_device_name(device) if is_gpu else "CPU",
-            slots=slots,
-            context_tokens=context,
-            kv_tokens=min(config.kv_tokens or slots * context, slots * context),
+            settings=msgspec.structs.replace(
+                settings,
+                kv_tokens=min(settings.pool_tokens, slots * context),
+                kv_dtype=KV_NAMES[dtype],
+            ),
             vocabulary=spec.vocabulary,
             weight_format=weight_format,
-            step_tokens=step_tokens,
             details={
                 "torch": str(torch.__version__),  # a class of its own, which no message can carry
                 "kv_dtype": KV_NAMES[dtype],

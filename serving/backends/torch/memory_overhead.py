@@ -6,12 +6,12 @@ All sizes in bytes, from shapes alone: the allocator's rounding is in `WORKSPACE
 from __future__ import annotations
 
 from models.model_spec import ModelSpec
+from serving.performance.scheduler_settings import SchedulerSettings
 
 MIB = 1 << 20
 CONTEXT_BYTES = 600 * MIB  # the CUDA context and the modules of kernels; 0.5 to 1 GB are told
 # cuBLAS keeps 32 MiB for each stream on Hopper (there are two), the allocator whole blocks.
 WORKSPACE_BYTES = 160 * MIB
-GPU_STEP_TOKENS, CPU_STEP_TOKENS = 2048, 512  # most of a step, where 2 x slots are not more
 # Of each logit where tokens are drawn with top-p: a double, its mask, the candidates' sort.
 DRAW_BYTES = 12
 
@@ -31,11 +31,11 @@ def pass_bytes(spec: ModelSpec, tokens: int, logit_rows: int, element: int) -> i
     return throughout + max(attention, feed_forward, head)
 
 
-def overhead_bytes(spec: ModelSpec, weight_format: str, slots: int) -> int:
+def overhead_bytes(spec: ModelSpec, weight_format: str, settings: SchedulerSettings) -> int:
     """What placement adds to weights and KV cache: the largest step, which is its pass or its
     draws, the buffer of float32 logits, graphs, workspaces and CUDA itself."""
     element = 4 if weight_format == "fp32" else 2
-    tokens = max(GPU_STEP_TOKENS, 2 * slots)
+    slots, tokens = settings.slots, settings.step_tokens
     largest = max(pass_bytes(spec, tokens, slots, element), DRAW_BYTES * slots * spec.vocabulary)
     graphs = pass_bytes(spec, slots, slots, element) + 4 * slots * spec.vocabulary
     return CONTEXT_BYTES + WORKSPACE_BYTES + largest + graphs

@@ -14,15 +14,14 @@ from loadtests.analysis.capacity_estimate import confirming_seconds, estimate
 from loadtests.analysis.level_columns import Level
 from loadtests.analysis.slo import SLO_PRESETS, Slo
 from loadtests.records.journal_events import Capacity
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import LOADED, Lengths, sd_of
 from loadtests.simulation.step_law_fit import StepLaw
 from tests.loadtests.analysis.made import alone, steady_level, taken
-from tests.loadtests.simulation.known_server import KnownServer
+from tests.loadtests.simulation.known_server import SETTINGS, KnownServer
 
 SLO = Slo("chat", 2.0, 0.2, target=0.9)
 LAW = StepLaw(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)
-POLICY = SchedulingPolicy(slots=8)
+POLICY = SETTINGS
 _COUNT = np.ones(500, dtype=np.int64)
 LENGTHS = Lengths(40 * _COUNT, 10 * _COUNT, 0 * _COUNT)
 

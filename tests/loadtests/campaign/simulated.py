@@ -33,11 +33,11 @@ from loadtests.records.journal_events import CellReady, Event, LevelFinished, Le
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import CoresSample, Stranger
 from loadtests.records.run_folder import RunFolder
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.workload.arrivals import due_times
 from loadtests.workload.request_lengths import draw
 from serving.errors import Cause
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from serving.performance.scheduler_settings import SchedulerSettings
 from tests.loadtests.simulation.known_server import KnownServer
 from tests.tools.made_up_machines import MadeUp
 
@@ -106,7 +106,9 @@ class Simulated:
     chunk: int = 1  # tokens of a chunk
     speed: Callable[[float], float] = lambda now: 1.0  # by which steps are quicker at a moment
     noise: float = 0.02
-    policy: SchedulingPolicy | None = SchedulingPolicy(slots=8)
+    policy: SchedulerSettings | None = SchedulerSettings(
+        slots=8, step_tokens=2048, step_seconds_target=None
+    )
     facts: HardwareFacts = FACTS
     trouble: dict[str, tuple[Cause, str]] = field(default_factory=dict)  # of backends with its GPU
     fate: Callable[[CellState, LevelAsk], None] = lambda state, asked: None

@@ -113,7 +113,7 @@ def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: st
         ('name = "x"\nserver.slots = 4\n[target]\nurl = "http://x"', "goes without server"),
         (f"{ONE}search = {{ starts = 2, rates = [1.0] }}", "search.starts = 2 is of a search"),
         (f'{ONE}modles = ["1b"]', "modles is no key; known here: name, models, formats"),
-        (f"{ONE}[server]\nslotz = 1", "server.slotz is no key; known here: backend, weight_form"),
+        (f"{ONE}[server]\nslotz = 1", "server.slotz is no key; known here: slots, context_tokens"),
         (f'{ONE}[server]\nslots = "many"', "server.slots must be a whole number, got 'many'"),
         (f'{ONE}[server]\npolicy = "fast"', "policy must be one of 'auto', .*, got 'fast'"),
         (f'{ONE}[server]\nbackend = "x"', "server.backend = 'x' is not said here, but of cells"),

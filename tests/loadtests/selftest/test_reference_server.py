@@ -10,9 +10,10 @@ import pytest
 
 from loadtests.selftest.reference_server import Batch, Truth
 from loadtests.selftest.selftest import LAW, SLOTS, WORKLOAD, WORLDS
-from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
+from loadtests.simulation.batching_simulator import simulate
 from loadtests.workload.arrivals import Poisson, due_times
 from loadtests.workload.request_lengths import draw
+from serving.performance.scheduler_settings import SchedulerSettings
 
 
 def played(truth: Truth, due: Any, prompts: Any, outputs: Any) -> tuple[Any, Any]:
@@ -47,7 +48,13 @@ def test_it_batches_as_the_simulator_does(world: str) -> None:
     asks = draw(WORKLOAD, len(due), 1)
     prompts, outputs = [a.prompt_tokens for a in asks], [a.output_tokens for a in asks]
     ttft, tpot = played(Truth(law=LAW, slots=SLOTS, **dict[str, Any](more)), due, prompts, outputs)
-    same = simulate(LAW.slower(factor), SchedulingPolicy(slots=SLOTS), due, prompts, outputs)
+    same = simulate(
+        LAW.slower(factor),
+        SchedulerSettings(slots=SLOTS, step_tokens=2048, step_seconds_target=None),
+        due,
+        prompts,
+        outputs,
+    )
     for share in (0.5, 0.9):
         assert np.quantile(ttft, share) == pytest.approx(np.quantile(same.ttft, share), rel=0.1)
         theirs = same.tpot[np.isfinite(same.tpot)]

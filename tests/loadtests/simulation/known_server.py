@@ -15,6 +15,7 @@ from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.simulation.calibration_bursts import Burst
 from loadtests.simulation.step_law_fit import StepLaw
+from serving.performance.scheduler_settings import SchedulerSettings
 
 LAW = StepLaw(
     base_seconds=0.02,
@@ -23,6 +24,8 @@ LAW = StepLaw(
     context_token_seconds=2e-6,
     pass_seconds=0.01,
 )
+# As KnownServer schedules: no target for a step's time.
+SETTINGS = SchedulerSettings(slots=8, step_tokens=2048, step_seconds_target=None)
 
 
 @dataclasses.dataclass

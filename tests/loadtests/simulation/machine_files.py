@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.machine_file import Hardware, MachineFile, ModelSteps
 from loadtests.simulation.step_law_fit import StepLaw
 from models.model_ladder import rung
+from serving.performance.scheduler_settings import SchedulerSettings
 
 
 def steps_of(model: str, law: StepLaw, weight_format: str = "Q4_0", slots: int = 8) -> ModelSteps:
@@ -19,7 +19,7 @@ def steps_of(model: str, law: StepLaw, weight_format: str = "Q4_0", slots: int =
         model=rung(model).spec,
         weight_format=weight_format,
         threads=2,
-        policy=SchedulingPolicy(slots=slots, step_seconds_target=0.3),
+        policy=SchedulerSettings(slots=slots, step_seconds_target=0.3, step_tokens=2048),
         law=law,
         spent_seconds=20.0,
     )

@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.simulation.batching_simulator import SchedulingPolicy as Policy
 from loadtests.simulation.batching_simulator import simulate
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.arrivals import Poisson, due_times
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
+from serving.performance.scheduler_settings import SchedulerSettings
 from tests.fake_backend import FakeBackend
 from tests.loadtests.simulation.known_server import LAW
 
@@ -35,7 +35,12 @@ def waits_of(servers, rate, outputs, seed=1):
     assert len(due) == count
     pairs = np.column_stack([np.ones(count, dtype=np.int64), outputs])
     played = simulate(
-        StepLaw(base_seconds=STEP), Policy(slots=servers, prefill_tokens=servers), due, *pairs.T
+        StepLaw(base_seconds=STEP),
+        SchedulerSettings(
+            slots=servers, prefill_tokens=servers, step_tokens=2048, step_seconds_target=None
+        ),
+        due,
+        *pairs.T,
     )
     # A request that finds a free slot has its first token after the step under way (half of one, on
     # average) and one of its own.
@@ -75,11 +80,7 @@ def scheduled(law, policy, due, pairs, told):
         backend="fake",
         model_path="",
         model_name="fake",
-        slots=policy.slots,
-        context_tokens=512,
-        kv_tokens=policy.kv_tokens,
-        prefill_tokens=policy.prefill_tokens,
-        step_seconds_target=policy.step_seconds_target,
+        settings=msgspec.structs.replace(policy, context_tokens=512),
         prefix_reuse=False,
     )
     backend = Clocked(config, law, told)
@@ -142,7 +143,7 @@ def test_geometric_service_is_m_m_c(servers, load):
     ids=["small", "slow", "calls", "tight pool"],
 )
 def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, kv_tokens, within, told):
-    policy = Policy(
+    policy = SchedulerSettings(
         slots=8,
         prefill_tokens=256,
         step_tokens=512,
@@ -164,19 +165,26 @@ def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, kv_tokens, wi
 
 
 def test_one_single_stream_request_takes_what_the_law_says():
-    played = simulate(LAW, Policy(), [5.0], [100], [11])
+    played = simulate(LAW, SchedulerSettings(), [5.0], [100], [11])
     assert played.ttft[0] == pytest.approx(LAW.seconds(0, 100, 0))
     assert played.tpot[0] == pytest.approx(LAW.seconds(1, 0, 104.5))
-    alone = simulate(LAW, Policy(), [5.0], [100], [1])
+    alone = simulate(LAW, SchedulerSettings(), [5.0], [100], [1])
     assert np.isnan(alone.tpot[0]) and alone.good(2.0, 0.1)[0]
     assert not alone.good(0.01, None)[0]
 
 
 def test_cached_prompt_tokens_are_context_and_are_not_computed():
-    played = simulate(LAW, Policy(), [0.0], [100], [11], [80])
+    played = simulate(LAW, SchedulerSettings(), [0.0], [100], [11], [80])
     assert played.ttft[0] == pytest.approx(LAW.seconds(0, 20, 0))
     assert played.tpot[0] == pytest.approx(LAW.seconds(1, 0, 104.5))
-    whole = simulate(LAW, Policy(), [0.0], [100], [11], [100])
+    whole = simulate(
+        LAW,
+        SchedulerSettings(),
+        [0.0],
+        [100],
+        [11],
+        [100],
+    )
     assert whole.ttft[0] == pytest.approx(LAW.seconds(0, 1, 0)), "one token is always computed"
 
 
@@ -186,5 +194,5 @@ def test_steps_that_only_decode_are_not_played_one_by_one():
     lengths = rng.integers(20, 300, 8000), rng.integers(2, 220, 8000)
     due = np.cumsum(rng.exponential(1.0, 8000))
     began = time.process_time()
-    simulate(LAW, Policy(slots=8, step_seconds_target=0.3), due, *lengths)
+    simulate(LAW, SchedulerSettings(slots=8), due, *lengths)
     assert time.process_time() - began < 0.5

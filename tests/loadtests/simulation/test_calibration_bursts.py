@@ -3,11 +3,11 @@
 import pytest
 
 from loadtests.analysis.slo import Slo
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate, most_at_once
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.workload.request_lengths import Workload
-from tests.loadtests.simulation.known_server import LAW, KnownServer, Skewed
+from serving.performance.scheduler_settings import SchedulerSettings
+from tests.loadtests.simulation.known_server import LAW, SETTINGS, KnownServer, Skewed
 
 CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=256)
 SLO = Slo("x", 2.0, 0.2, target=0.9)
@@ -32,7 +32,7 @@ def test_the_law_is_found_again_and_the_capacity_with_it(slots):
     assert made.slots == (slots or 8) and made.reason == ""
     assert made.law.prompt_token_seconds == pytest.approx(LAW.prompt_token_seconds, rel=0.05)
     assert server.spent_seconds < 20
-    policy = SchedulingPolicy(slots=made.slots)
+    policy = SchedulerSettings(slots=made.slots, step_tokens=2048, step_seconds_target=None)
     simulated = capacity(made.law, policy, CHAT, SLO, requests=2000).rate
     assert simulated == pytest.approx(
         capacity(LAW, policy, CHAT, SLO, requests=2000).rate, rel=0.05
@@ -53,7 +53,7 @@ def test_a_staircase_with_noise_and_stalls_is_known_well_enough_within_the_time(
 
     made = calibrated(server := KnownServer(steps))
     assert server.spent_seconds < 30
-    policy = SchedulingPolicy(slots=8)
+    policy = SETTINGS
     slo = Slo("x", 2.0 * slower, 0.2 * slower, target=0.9)
     truth = capacity(LAW.slower(1.07 * slower), policy, CHAT, slo, requests=2000).rate
     assert capacity(made.law, policy, CHAT, slo, requests=2000).rate == pytest.approx(

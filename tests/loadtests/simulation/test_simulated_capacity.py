@@ -9,7 +9,7 @@ import pytest
 
 from loadtests.analysis.slo import Slo
 from loadtests.simulation import simulated_capacity
-from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
+from loadtests.simulation.batching_simulator import simulate
 from loadtests.simulation.simulated_capacity import (
     QUICK_REQUESTS,
     Server,
@@ -18,11 +18,12 @@ from loadtests.simulation.simulated_capacity import (
 )
 from loadtests.workload.arrivals import Gamma, Poisson, due_times
 from loadtests.workload.request_lengths import Workload
+from serving.performance.scheduler_settings import SchedulerSettings
 from tests.loadtests.simulation.known_server import LAW, KnownServer
 
 capacity = functools.partial(simulated_capacity.capacity, requests=QUICK_REQUESTS)
 
-POLICY = SchedulingPolicy(slots=8, step_seconds_target=0.3)
+POLICY = SchedulerSettings(slots=8, step_seconds_target=0.3, step_tokens=2048)
 CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=128)
 SLO = Slo("x", 2.0, 0.2, target=0.9)
 
@@ -65,10 +66,10 @@ def test_bursty_arrivals_take_capacity():
 
 def test_what_is_found_in_a_cache_need_not_be_computed():
     shared = Workload(prompt_tokens=1200, output_tokens=60, shared_prefix_tokens=1000)
-    none = capacity(LAW, POLICY, shared, SLO).rate
-    half = msgspec.structs.replace(POLICY, reused_share=0.5)
-    every = msgspec.structs.replace(POLICY, reused_share=1.0)
-    assert none < capacity(LAW, half, shared, SLO).rate < capacity(LAW, every, shared, SLO).rate
+    none, half, every = (
+        capacity(LAW, POLICY, shared, SLO, reused_share=reused).rate for reused in (0.0, 0.5, 1.0)
+    )
+    assert none < half < every
     assert set(lengths_of(shared, 50, 1, 1.0).cached.tolist()) == {1000}
 
 

@@ -4,9 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
-from tests.loadtests.simulation.known_server import LAW, KnownServer, Skewed
+from tests.loadtests.simulation.known_server import LAW, SETTINGS, KnownServer, Skewed
 
 
 def loaded(server, rate=1.2, count=150, seed=1, **more):
@@ -62,7 +61,7 @@ def test_the_factor_of_a_level_is_how_much_longer_its_steps_took(slower):
     skewed = Skewed(5, stalls=0.0)
     server = KnownServer(lambda *counts: slower * skewed() * LAW.seconds(*counts))
     level, _ = loaded(server, rate=1.0)
-    found = level_factor(LAW, level, SchedulingPolicy(slots=8))
+    found = level_factor(LAW, level, SETTINGS)
     assert found == pytest.approx(slower, rel=0.03)
 
 
@@ -71,14 +70,14 @@ def test_a_server_that_computes_whole_prompts_first_tells_its_steps_too():
     level, _ = loaded(server, rate=1.0, count=300)
     jitter = np.random.default_rng(1).uniform(0, 0.002, len(level.chunks))
     level = msgspec.structs.replace(level, chunks=level.chunks + jitter)
-    found = level_factor(LAW, level, SchedulingPolicy(slots=8))
+    found = level_factor(LAW, level, SETTINGS)
     assert found == pytest.approx(1.2, rel=0.03)
 
 
 def test_where_steps_cannot_be_told_the_factor_is_by_tpot():
     server = KnownServer(lambda *counts: 1.2 * LAW.seconds(*counts), chunk=3)
     level, _ = loaded(server, rate=1.0, count=300)
-    found = level_factor(LAW, level, SchedulingPolicy(slots=8))
+    found = level_factor(LAW, level, SETTINGS)
     assert found == pytest.approx(1.2, rel=0.08)
 
 
@@ -90,7 +89,7 @@ def test_a_level_without_answers_tells_nothing():
         chunk_offsets=np.zeros(4, dtype=np.int64),
         failure=("refused",) * 3,
     )
-    assert level_factor(LAW, empty, SchedulingPolicy()) is None
+    assert level_factor(LAW, empty, SETTINGS) is None
 
 
 def test_like_steps_in_a_row_are_merged():

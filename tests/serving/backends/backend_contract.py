@@ -39,7 +39,7 @@ class _Case:
 
     @property
     def slots(self) -> int:
-        return self.backend.info.slots
+        return self.backend.info.settings.slots
 
     def prompt(self, length: int, seed: int) -> list[int]:
         return prompt_of(self.backend, length, self.seed + seed)
@@ -75,8 +75,11 @@ def check_contract(
 def _info(backend: Backend) -> None:
     """A backend's info is usable: sizes positive and consistent."""
     info = backend.info
-    assert info.slots >= 1 and info.context_tokens >= 64 and info.step_tokens >= info.slots
-    assert info.context_tokens <= info.kv_tokens <= info.slots * info.context_tokens
+    settings = info.settings
+    assert settings.slots >= 1 and settings.context_tokens >= 64
+    assert settings.step_tokens >= settings.slots
+    whole = settings.slots * settings.context_tokens
+    assert settings.kv_tokens and settings.context_tokens <= settings.kv_tokens <= whole
     assert info.vocabulary > 1 and info.device in ("cpu", "gpu") and info.device_name
 
 
@@ -111,7 +114,7 @@ def _order_of_results(case: _Case) -> None:
     prompts = {slot: case.prompt(3 + 2 * slot, 300 + slot) for slot in range(slots)}
     for wanted in ({0}, {slots - 1}, set(range(0, slots, 2)), set(range(slots))):
         rows = [row(slot, prompts[slot], 0, wants_token=slot in wanted) for slot in range(slots)]
-        if sum(len(prompt) for prompt in prompts.values()) > case.backend.info.step_tokens:
+        if sum(len(prompt) for prompt in prompts.values()) > case.backend.info.settings.step_tokens:
             rows = rows[:1]
             wanted = wanted & {0}
         results = case.backend.step(rows)
@@ -153,7 +156,7 @@ def check_churn(
 ) -> None:
     """Ragged batches under joins and leaves in random slots: each gets the tokens it gets alone."""
     random = np.random.default_rng(seed + 600)
-    limit = min(60, backend.info.context_tokens - 16)
+    limit = min(60, backend.info.settings.context_tokens - 16)
     waiting = []
     for index in range(requests):
         prompt = prompt_of(backend, int(random.integers(1, limit)), seed + 700 + index)
@@ -161,7 +164,7 @@ def check_churn(
     done: list[Stream] = []
     running: dict[int, Stream] = {}
     for _ in range(steps):
-        free = [slot for slot in range(backend.info.slots) if slot not in running]
+        free = [slot for slot in range(backend.info.settings.slots) if slot not in running]
         if waiting and free and random.random() < 0.5:
             running[int(random.choice(free))] = waiting.pop()
         if not running:
@@ -193,14 +196,14 @@ def check_scheduled(
     info = backend.info
     scheduler = scheduler_on(backend, prefill_tokens=prefill_tokens)
     random = np.random.default_rng(seed + 800)
-    shared = prompt_of(backend, min(48, info.context_tokens // 2), seed + 801)
+    shared = prompt_of(backend, min(48, info.settings.context_tokens // 2), seed + 801)
     asked: dict[int, tuple[list[int], int]] = {}
     text: dict[int, str] = {}
     reused = 0
     while len(asked) < requests or scheduler.busy:
         for _ in range(int(random.integers(0, 3)) if len(asked) < requests else 0):
             number = len(asked)
-            most = info.context_tokens // 3
+            most = info.settings.context_tokens // 3
             own = prompt_of(backend, int(random.integers(1, most)), seed + 802 + number)
             prompt = [*shared[: int(random.choice([0, 30, len(shared)]))], *own]
             asked[number] = (prompt, int(random.integers(1, 14)))
@@ -237,7 +240,7 @@ def check_seeded(backend: Backend) -> None:
                 sequences[item.slot].append(result.token)
         return sequences[slot][len(prompt) :]
 
-    last = backend.info.slots - 1
+    last = backend.info.settings.slots - 1
     for sampling in (
         Sampling(temperature=0.9, seed=11),
         Sampling(temperature=0.9, top_p=0.95, top_k=50, min_p=0.001, seed=12),
@@ -277,8 +280,7 @@ def check_logprobs(
 def scheduler_on(backend: Backend, **settings: Any) -> Scheduler:
     """The real one; the text of a token is its id and a space."""
     info = backend.info
-    sizes = {"slots": info.slots, "context_tokens": info.context_tokens}
-    config = EngineConfig("", "", "m", **sizes, **settings)
+    config = EngineConfig("", "", "m", settings=info.settings, **settings)
     table = [b"%d " % token for token in range(info.vocabulary)]
     return Scheduler(backend, table, frozenset(), config)
 
@@ -301,7 +303,7 @@ class Stream:
 
 
 def _churn_step(backend: Backend, running: dict[int, Stream], random: np.random.Generator) -> None:
-    budget = backend.info.step_tokens - len(running)
+    budget = backend.info.settings.step_tokens - len(running)
     rows = []
     for slot in sorted(running):
         sequence = running[slot]
@@ -322,7 +324,7 @@ def check_contradictions(backend: Backend) -> None:
     close(). Closes the backend.
     """
     backend.step([row(0, [5, 6, 7], 0)])
-    longest = [5] * backend.info.context_tokens
+    longest = [5] * backend.info.settings.context_tokens
     for bad in (row(0, [8], 9), row(1, [8], 1), row(0, longest, 3)):
         with pytest.raises(EngineFailed, match="slot"):
             backend.step([bad])

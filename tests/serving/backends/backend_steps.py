@@ -46,7 +46,7 @@ def generate(
     chunk: int | None = None,
 ) -> list[int]:
     """`count` greedy tokens after `prompt`, of which `start` tokens are in the KV already."""
-    most = min(chunk or len(prompt), backend.info.step_tokens)
+    most = min(chunk or len(prompt), backend.info.settings.step_tokens)
     position, out = start, []
     while position < len(prompt):
         piece = prompt[position : position + most]
@@ -67,7 +67,7 @@ def near_tie(backend: Backend, logits: float, slot: int = 0) -> Tie:
     def tie(prefix: Sequence[int], one: int, other: int) -> bool:
         position = 0
         while position < len(prefix):
-            piece = prefix[position : position + backend.info.step_tokens]
+            piece = prefix[position : position + backend.info.settings.step_tokens]
             position += len(piece)
             start, last = position - len(piece), position == len(prefix)
             asked = row(slot, piece, start, wants_token=last, sampling=Sampling(logprobs=20))

@@ -11,10 +11,10 @@ import torch
 
 from models.model_spec import ModelSpec
 from models.random_weights import write_gguf
-from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import backend_class
 from tests.serving.backends.backend_steps import Make
 from tests.shapes import TINY_LLAMA
+from tests.tools.with_settings import engine_config
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def make(request: pytest.FixtureRequest, gguf_file: Callable[..., Path]) -> Iter
         settings = {"slots": 5, "context_tokens": context, "threads": 1} | settings
         if name == "onnx":
             settings["options"] = {"spinning": False} | settings.get("options", {})
-        opened.append(kind(EngineConfig(name, str(source), "m", **settings), progress))
+        opened.append(kind(engine_config(name, str(source), "m", **settings), progress))
         return opened[-1]
 
     yield build

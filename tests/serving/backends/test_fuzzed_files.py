@@ -19,12 +19,12 @@ from models.gguf_reader import read_header
 from models.random_weights import write_gguf
 from models.tokenizer import try_tokenizer
 from models.weights_manifest import manifest_path
-from serving.backends.backend_interface import EngineConfig
 from serving.supervisor.restart_policy import RecoveryLimits
 from tests.serving.backends.hf_folders import hf_folder, onnx_folder
 from tests.serving.fakes import ask, complete, wait_until
 from tests.serving.http.test_app_engine import serving
 from tests.shapes import TINY_LLAMA
+from tests.tools.with_settings import engine_config
 
 ONE_TRY = RecoveryLimits(
     load_attempts=1,
@@ -59,7 +59,7 @@ def check_server(backend: str, path: Path) -> str:
     """Serve it; returns "ready" or "failed". In both cases the HTTP side answered all along."""
     tokenizer = hf_folder("tiny-llama")
     sizes = {"slots": 1, "context_tokens": 64, "threads": 1}
-    config = EngineConfig(backend, str(path), "m", tokenizer_path=str(tokenizer), **sizes)
+    config = engine_config(backend, str(path), "m", tokenizer_path=str(tokenizer), **sizes)
     with serving(config, wait=False, limits=ONE_TRY) as (port, supervisor):
         assert ask(port, "GET", "/health").status == 200
         wait_until(lambda: supervisor.state in ("ready", "failed"), 60)

@@ -17,7 +17,6 @@ import pytest
 
 from models.random_weights import write_gguf
 from models.tokenizer import load_tokenizer
-from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import probe_backend
 from serving.backends.llama_cpp.backend import LlamaCppBackend
 from serving.hardware.gpus import VULKAN, GpuFacts
@@ -28,6 +27,7 @@ from serving.supervisor.restart_policy import RecoveryLimits
 from tests.serving.backends.backend_steps import generate, prompt_of
 from tests.serving.fakes import app_on, ask, complete, served, wait_until
 from tests.shapes import TINY_LLAMA3
+from tests.tools.with_settings import engine_config
 
 NOT_BUILT = "llama.cpp is not built with Vulkan here; make test-vulkan builds it"
 LIBRARY = next((Path(find_spec("llama_cpp").origin or "").parent / "lib").glob("*vulkan*"), None)  # type: ignore[union-attr]
@@ -59,7 +59,7 @@ def make(model: Path, device: GpuFacts) -> Iterator[Make]:
         if on == "gpu":
             settings = {"device_vendor": VULKAN} | settings
         settings = {"model_path": str(model), "model_name": "m", "device": on} | settings
-        config = EngineConfig("llama_cpp", **settings)
+        config = engine_config("llama_cpp", **settings)
         backend = LlamaCppBackend(config, lambda what, fraction: None)
         opened.append(backend)
         return backend

@@ -10,6 +10,7 @@ from serving.engine.ipc_messages import Delta, GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.sampling.step_inputs import Row, Sampled, Sampling
 from tests.fake_backend import FakeBackend, continuation
+from tests.tools.with_settings import engine_config
 
 VOCABULARY = 500
 TABLE = [f" t{i}".encode() for i in range(VOCABULARY)]
@@ -39,7 +40,7 @@ class Recorder(FakeBackend):
 
 def make(**changes: Any) -> tuple[Scheduler, Recorder]:
     options = {"vocabulary": VOCABULARY, **changes.pop("options", {})}
-    config = EngineConfig(
+    config = engine_config(
         backend="fake",
         model_path="",
         model_name="fake",

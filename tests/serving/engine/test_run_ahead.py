@@ -28,6 +28,7 @@ from tests.serving.engine.schedules import (
     run,
     text_of,
 )
+from tests.tools.with_settings import engine_config
 
 
 class Step:
@@ -95,7 +96,7 @@ def launching(
 ) -> tuple[Scheduler, Launching]:
     options = {"vocabulary": VOCABULARY, **changes.pop("options", {})}
     settings: dict[str, Any] = {"slots": 4, "context_tokens": 256, **changes}
-    config = EngineConfig("fake", "", "fake", options=options, **settings)
+    config = engine_config("fake", "", "fake", options=options, **settings)
     backend = Launching(config, no_good)
     more = {} if clock is None else {"clock": clock}
     return Scheduler(backend, TABLE, frozenset({0}), config, **more), backend

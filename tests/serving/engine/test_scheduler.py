@@ -11,6 +11,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import Delta
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed, ServingError, Unsupported
+from serving.performance.scheduler_settings import SchedulerSettings
 from serving.sampling.step_inputs import Row, Sampled, Sampling
 from tests.fake_backend import FakeBackend, continuation
 from tests.serving.engine.schedules import (
@@ -109,8 +110,7 @@ def test_a_deadline_ends_a_sequence_that_waits_and_one_that_runs() -> None:
         backend="fake",
         model_path="",
         model_name="f",
-        slots=1,
-        context_tokens=64,
+        settings=SchedulerSettings(slots=1, context_tokens=64),
         options={"vocabulary": VOCABULARY},
     )
     scheduler = Scheduler(Recorder(config), TABLE, frozenset(), config, clock=lambda: now[0])

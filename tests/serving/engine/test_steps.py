@@ -4,6 +4,7 @@ import pytest
 
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.scheduler import Scheduler
+from serving.performance.scheduler_settings import SchedulerSettings
 from serving.sampling.step_inputs import Row, Sampled
 from tests.serving.engine.schedules import TABLE, VOCABULARY, Recorder, make, request, run
 
@@ -70,8 +71,7 @@ def test_while_prompts_keep_coming_a_step_takes_what_the_rule_gives_it(
         model_path="",
         model_name="fake",
         options={"vocabulary": VOCABULARY},
-        slots=16,
-        context_tokens=512,
+        settings=SchedulerSettings(slots=16, context_tokens=512),
     )
     backend = Timed(config, says)
     scheduler = Scheduler(backend, TABLE, frozenset({0}), config, clock=lambda: backend.now)

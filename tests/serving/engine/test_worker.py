@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from models.tokenizer import load_tokenizer
-from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import (
     CONFIG_VARIABLE,
     SOCKET_VARIABLE,
@@ -34,6 +33,7 @@ from serving.engine.ipc_messages import (
 from serving.sampling.step_inputs import Sampling
 from serving.supervisor.inflight_requests import merged
 from tests.fake_backend import continuation
+from tests.tools.with_settings import engine_config
 
 VOCABULARY = 8192
 
@@ -42,7 +42,7 @@ class Child:
     """One engine child and its parent's end of the socket."""
 
     def __init__(self, tokenizer: str, **changes: Any) -> None:
-        config = EngineConfig(
+        config = engine_config(
             backend="fake", model_path="", model_name="fake", tokenizer_path=tokenizer, **changes
         )
         self.socket, theirs = socket.socketpair()
@@ -119,7 +119,9 @@ def test_it_loads_serves_and_finishes_what_is_in_flight(
     child = start(slots=4, options={"load_seconds": 0.1})
     assert isinstance(child.next(), Loading)
     ready: Ready = child.until(Ready)
-    assert ready.info.slots == 4 and ready.load_seconds >= 0.1 and ready.rss_bytes > 1 << 20
+    assert (
+        ready.info.settings.slots == 4 and ready.load_seconds >= 0.1 and ready.rss_bytes > 1 << 20
+    )
     prompts = {number: [10 + number, 11, 12] for number in range(6)}
     child.send(*(Submit(number, GenerationRequest(one, 20)) for number, one in prompts.items()))
     child.send(Stop(drain=True))

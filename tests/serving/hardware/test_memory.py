@@ -16,9 +16,10 @@ import pytest
 from models.convert_to_onnx import make_onnx
 from models.model_spec import ModelSpec
 from models.random_weights import write_gguf, write_hf_folder
-from serving.backends.backend_interface import EngineConfig
 from serving.hardware.machine_facts import hardware_facts
+from serving.performance.scheduler_settings import RequestedSettings
 from serving.placement.placement_policy import PlacementRequest, predicted
+from tests.tools.with_settings import engine_config
 
 MEDIUM = ModelSpec(
     *("medium", "llama"),
@@ -42,8 +43,8 @@ from serving.hardware.machine_facts import resident_bytes
 from serving.sampling.step_inputs import Row
 config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
 backend = backend_class(config.backend)(config, lambda what, fraction: None)
-for slot in range(config.slots):
-    for start in range(0, config.context_tokens, 256):
+for slot in range(config.settings.slots):
+    for start in range(0, config.settings.context_tokens, 256):
         backend.step([Row(slot, np.full(256, 7, np.int32), start, False)])
 print(resident_bytes())
 """
@@ -70,12 +71,14 @@ def test_memory_is_what_placement_said(
     elif backend == "onnx":
         path = make_onnx(folder, tmp_path / "onnx", weight_format, spec=MEDIUM)
     sizes = {"slots": SLOTS, "context_tokens": CONTEXT, "threads": 1}
-    config = EngineConfig(backend, str(path), "medium", weight_format=weight_format, **sizes)
+    config = engine_config(backend, str(path), "medium", weight_format=weight_format, **sizes)
     command = [sys.executable, "-c", FILL, msgspec.json.encode(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     asked = PlacementRequest(
-        model=MEDIUM, weight_format=weight_format, slots=SLOTS, context_tokens=CONTEXT
+        model=MEDIUM,
+        weight_format=weight_format,
+        settings=RequestedSettings(slots=SLOTS, context_tokens=CONTEXT),
     )
     said = predicted(asked, hardware_facts(), backend, None)
     assert said.need_bytes == pytest.approx(int(done.stdout.split()[-1]), rel=0.4)

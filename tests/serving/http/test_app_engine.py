@@ -21,6 +21,7 @@ import pytest
 
 from models.tokenizer import Tokenizer, load_tokenizer, write_shipped
 from serving.backends.backend_interface import EngineConfig
+from serving.performance.scheduler_settings import SchedulerSettings
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.restart_policy import RecoveryLimits
@@ -55,7 +56,12 @@ def tokenizer(tokenizer_path: Path) -> Tokenizer:
 def engine(tokenizer_path: Path, slots: int = 8, **options: Any) -> EngineConfig:
     path, more = str(tokenizer_path), {"vocabulary": VOCABULARY, **options}
     return EngineConfig(
-        "fake", "", "m", tokenizer_path=path, slots=slots, context_tokens=CONTEXT, options=more
+        "fake",
+        "",
+        "m",
+        tokenizer_path=path,
+        settings=SchedulerSettings(slots=slots, context_tokens=CONTEXT),
+        options=more,
     )
 
 

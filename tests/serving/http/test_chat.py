@@ -17,6 +17,7 @@ from models.chat_template import CHATML
 from models.random_weights import write_gguf
 from serving.backends.backend_interface import EngineConfig
 from serving.http.tool_calls import Form, Part, Splitter
+from serving.performance.scheduler_settings import SchedulerSettings
 from tests.serving.fakes import INFO, ByteTokenizer, FakeSupervisor, app_on, chat, served
 from tests.serving.http.test_app_engine import serving
 from tests.shapes import TINY_LLAMA
@@ -253,7 +254,13 @@ def test_text_is_given_on_as_it_comes() -> None:
 def test_calls_that_must_come_come_from_a_random_model(tmp_path: Path) -> None:
     write_gguf(TINY_LLAMA, tmp_path / "tiny.gguf", "F16", seed=4)
     path = str(tmp_path / "tiny.gguf")
-    config = EngineConfig("llama_cpp", path, "m", tokenizer_path=path, slots=2, context_tokens=1024)
+    config = EngineConfig(
+        "llama_cpp",
+        path,
+        "m",
+        tokenizer_path=path,
+        settings=SchedulerSettings(slots=2, context_tokens=1024),
+    )
     with (
         serving(config) as (port, _),
         openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client,

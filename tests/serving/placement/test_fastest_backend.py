@@ -16,6 +16,7 @@ from models.random_weights import write_gguf
 from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.errors import ServingError
 from serving.hardware.machine_facts import hardware_facts
+from serving.performance.scheduler_settings import RequestedSettings, SchedulerSettings
 from serving.placement.fastest_backend import (
     EngineCandidate,
     EngineChoice,
@@ -50,7 +51,8 @@ def times(seconds: float) -> EngineTimes:
 
 def asked(cache: Path, model: str = "135m", kv_dtype: str = "auto", **more: Any) -> Question:
     request = PlacementRequest(
-        model=rung(model).spec, slots=8, context_tokens=512, kv_dtype=kv_dtype
+        model=rung(model).spec,
+        settings=RequestedSettings(slots=8, context_tokens=512, kv_dtype=kv_dtype),
     )
     settings: dict[str, Any] = {"output_tokens": 40, "may_measure": False, **more}
     return Question(
@@ -195,7 +197,8 @@ class Scripted:
         self.now, self.steps = 0.0, 0
         self.held = [0] * slots
         self.longest = 0
-        self.info = BackendInfo("", "cpu", "", slots, 1024, 1024 * slots, 300, "", step_tokens)
+        settings = SchedulerSettings(slots=slots, context_tokens=1024, step_tokens=step_tokens)
+        self.info = BackendInfo("", "cpu", "", settings, 300, "")
 
     def step(self, rows: list[Row]) -> list[Sampled]:
         self.now += 0.002 + (0.050 if self.steps % 5 == 4 else 0.0)
@@ -234,7 +237,9 @@ def test_llama_cpp_and_onnx_are_measured_as_they_serve(tmp_path: Path) -> None:
     gguf = tmp_path / "tiny.gguf"
     write_gguf(TINY_LLAMA3, gguf, "Q4_0")
     for backend, path in (("llama_cpp", gguf), ("onnx", onnx_folder("llama3-int8"))):
-        config = EngineConfig(backend, str(path), "tiny", slots=2, threads=1)
+        config = EngineConfig(
+            backend, str(path), "tiny", settings=SchedulerSettings(slots=2), threads=1
+        )
         found = measured_times(config, TINY_LLAMA3)
         assert found.prompt_tokens_per_second > 100
         assert 0 < found.decode_seconds < 1 and 0 < found.decode_slots_seconds < 1

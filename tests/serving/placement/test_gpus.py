@@ -20,7 +20,6 @@ from serving.hardware.gpus import GpuFacts
 from serving.placement.placement_policy import (
     Obstacles,
     Placement,
-    PlacementRequest,
     plan,
 )
 from serving.registry.engine_config import options_by_backend, prepare
@@ -28,6 +27,7 @@ from serving.server_options import ModelOptions
 from serving.supervisor.engine_process import environment
 from tests.serving.placement.test_plan import machine, with_gpu
 from tests.tools.made_up_machines import MadeUp, MadeUpMachine, made_up_machines, placed_on
+from tests.tools.with_settings import placement_request
 
 GIB = 1 << 30
 ONE, EIGHT = rung("1b").spec, rung("8b").spec
@@ -50,7 +50,7 @@ def placed(
     **asked: Any,
 ) -> Placement:
     facts = machine(memory_gib, gpus=gpus, gpu_cause=None, gpu_note=None)
-    request = PlacementRequest(model=spec, **{"context_tokens": 2048, **asked})
+    request = placement_request(model=spec, **{"context_tokens": 2048, **asked})
     return plan(request, facts, Obstacles({}, trouble or {}))
 
 
@@ -121,5 +121,5 @@ def test_the_placement_is_what_the_engines_are_told() -> None:
     facts = msgspec.structs.replace(with_gpu(), gpus=(gpu,))
     model = ModelOptions(source="fake", name="m", backend="fake", slots=2)
     on_gpu, on_cpu = prepare(model, MadeUp(facts)).configs
-    assert (on_gpu.device_id, on_gpu.device_vendor, on_gpu.slots) == ("GPU-7", "nvidia", 2)
-    assert (on_cpu.device_id, on_cpu.device_vendor, on_cpu.slots) == ("", "", 2)
+    assert (on_gpu.device_id, on_gpu.device_vendor, on_gpu.settings.slots) == ("GPU-7", "nvidia", 2)
+    assert (on_cpu.device_id, on_cpu.device_vendor, on_cpu.settings.slots) == ("", "", 2)

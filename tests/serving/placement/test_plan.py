@@ -16,12 +16,12 @@ from serving.placement.placement_policy import (
     NoPlacement,
     Obstacles,
     Placement,
-    PlacementRequest,
     default_backend,
     explain,
     plan,
 )
 from serving.server_options import Policy
+from tests.tools.with_settings import placement_request
 
 GIB = 1 << 30
 SMALL = rung("135m").spec
@@ -60,7 +60,7 @@ def planned(
     gpu_trouble: dict[str, tuple[Cause, str]] | None = None,
     **asked: Any,
 ) -> Placement:
-    request = PlacementRequest(model=spec, policy=policy, **{"context_tokens": 2048, **asked})
+    request = placement_request(model=spec, policy=policy, **{"context_tokens": 2048, **asked})
     return plan(request, facts, Obstacles(missing or {}, gpu_trouble or {}))
 
 
@@ -93,7 +93,7 @@ def test_auto_with_a_gpu_uses_it_and_keeps_the_cpu_to_fall_back_to() -> None:
 def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:
     placement = planned(EIGHT, machine(), slots=4, context_tokens=1000, weight_format="Q8_0")
     token_bytes = EIGHT.kv_bytes_per_token("fp16")
-    assert placement.kv_tokens == 4000
+    assert placement.settings.kv_tokens == 4000
     assert placement.kv_bytes == 4096 * token_bytes  # llama.cpp's rows are multiples of 256 tokens
     assert placement.weight_bytes == pytest.approx(EIGHT.parameters * 8.5 / 8, rel=0.01)
     cache, buffers = placement.kv_bytes, placement.buffer_bytes
@@ -113,14 +113,44 @@ def test_where_nobody_says_it_the_context_is_the_models_own_as_far_as_memory_all
     placement = planned(spec, machine(memory_gib), weight_format="Q4_0", context_tokens=None)
     assert placement.free_bytes is not None
     share = (placement.kv_bytes + placement.buffer_bytes) / placement.free_bytes
-    if placement.context_tokens > 2048:
+    if placement.settings.context_tokens > 2048:
         assert share <= 0.25
-    if placement.context_tokens < spec.context:
-        assert 2 * share > 0.25 and placement.context_tokens >= 2048
+    if placement.settings.context_tokens < spec.context:
+        assert 2 * share > 0.25 and placement.settings.context_tokens >= 2048
     if memory_gib == 4000:
-        assert placement.context_tokens == spec.context
+        assert placement.settings.context_tokens == spec.context
     on_gpu = planned(EIGHT, with_gpu(24), context_tokens=None)
-    assert on_gpu.device == "gpu" and on_gpu.context_tokens < EIGHT.context, "not lost for it"
+    assert on_gpu.device == "gpu"
+    assert on_gpu.settings.context_tokens < EIGHT.context, "not lost for it"
+
+
+@pytest.mark.parametrize("backend", ["torch", "llama_cpp"])
+@pytest.mark.parametrize("free_gib", [19.5, 24, 40, 130])
+def test_a_gpu_has_as_many_slots_as_memory_has_room_for(backend: str, free_gib: float) -> None:
+    """At most 256; a CPU has 16, and what somebody asked for is left as it is."""
+    facts = with_gpu(free_gib, memory_available_bytes=120 * GIB)
+    asked: dict[str, Any] = {"backend": backend, "weight_format": None}
+    on_gpu, on_cpu = planned(EIGHT, facts, **asked).attempts
+    slots = on_gpu.settings.slots
+    assert on_gpu.fits and 1 <= slots <= 256
+    if slots < 256:  # one more would not fit
+        more = planned(EIGHT, facts, slots=slots + 1, check_memory=False, **asked)
+        assert not more.attempts[0].fits
+    else:
+        assert free_gib == 130 or backend == "llama_cpp"
+    assert (on_gpu.settings.prefill_tokens, on_gpu.settings.step_tokens) == (2048, 2048)
+    settings = on_cpu.settings
+    assert (settings.slots, settings.prefill_tokens, settings.step_tokens) == (16, 256, 512)
+    few = planned(EIGHT, facts, slots=3, prefill_tokens=100, step_tokens=300, **asked)
+    for attempt in few.attempts:
+        settings = attempt.settings
+        assert (settings.slots, settings.prefill_tokens, settings.step_tokens) == (3, 100, 300)
+
+
+def test_a_step_has_room_for_a_token_of_each_slot() -> None:
+    assert planned(SMALL, machine(), slots=400).settings.step_tokens == 800
+    with pytest.raises(NoPlacement, match="step_tokens = 8 has no room for .* 16 slots"):
+        planned(SMALL, machine(), step_tokens=8)
 
 
 def test_a_gpu_that_is_too_small_is_a_reason_with_both_numbers_and_what_would_fit() -> None:
@@ -178,7 +208,7 @@ def test_what_does_not_fit_in_memory_is_an_error_unless_asked_for() -> None:
 
 def test_the_context_is_cut_to_what_the_model_was_made_for_and_that_is_said() -> None:
     placement = planned(SMALL, machine(), context_tokens=10**6)
-    assert placement.context_tokens == SMALL.context
+    assert placement.settings.context_tokens == SMALL.context
     assert "context cut from 1000000" in placement.reasons[0].text
 
 
@@ -234,7 +264,7 @@ def test_the_kv_cache_is_planned_as_the_backend_stores_it(
     settings: dict[str, Any] = {"backend": backend, "weight_format": weight_format}
     for asked in ("auto", held):
         placement = planned(SMALL, machine(isa=isa), kv_dtype=asked, **settings)
-        assert placement.kv_dtype == held
+        assert placement.settings.kv_dtype == held
         assert placement.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(held)
     if backend != "llama_cpp":
         refusal = f"{backend} on the CPU holds its KV cache in {held}; q8_0 was asked"

@@ -112,7 +112,7 @@ def test_an_unloaded_supervisor_can_start_again_and_remembers_nothing_bad(config
             await supervisor.start([other])
             ready = await supervisor.wait_ready(20)
             assert (
-                ready.info.slots == 2
+                ready.info.settings.slots == 2
                 and (await collect(supervisor.submit(GenerationRequest([1], 5)))).tokens == 5
             )
             assert supervisor.restarts == 1  # counts of the process go on

@@ -27,7 +27,7 @@ def test_it_serves_on_either_loop(
 ) -> None:
     async def scenario() -> None:
         async with running(config()) as supervisor:
-            assert supervisor.ready is not None and supervisor.ready.info.slots == 4
+            assert supervisor.ready is not None and supervisor.ready.info.settings.slots == 4
             prompts = [[5, 6, 7 + number] for number in range(9)]
             streams = [
                 supervisor.submit(GenerationRequest(prompt, 30, ignore_eos=True))

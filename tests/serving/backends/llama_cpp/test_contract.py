@@ -154,8 +154,7 @@ def test_a_grammar_holds_through_the_scheduler(make: Make, gguf_file: Callable[.
     tokenizer = load_tokenizer(gguf_file(TINY_LLAMA))
     grammars = Grammars(tokenizer.token_bytes(), tokenizer.eos_ids)
     backend = make(TINY_LLAMA)
-    sizes = {"slots": backend.info.slots, "context_tokens": backend.info.context_tokens}
-    config = EngineConfig("llama_cpp", "", "m", **sizes)
+    config = EngineConfig("llama_cpp", "", "m", settings=backend.info.settings)
     scheduler = Scheduler(backend, tokenizer.token_bytes(), tokenizer.eos_ids, config)
     grammar = 'root ::= [a-c] [0-9]{2} (" yes" | " no") "."'
     kinds = {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "maximum": 99}}

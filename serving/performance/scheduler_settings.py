@@ -1,0 +1,122 @@
+"""How an engine batches requests: one struct, from the command line to the simulation.
+
+    asked = RequestedSettings(context_tokens=4096)          # what a user says; None: not said
+    settings = asked.filled(DEFAULT_SETTINGS["gpu"])        # what an engine is started with
+
+The settings travel unchanged through options, placement, engine configuration and what the engine
+reports of itself. The simulation of that engine takes what it reported, so that both schedule by
+the same numbers. vLLM's names: slots are max_num_seqs, context_tokens is max_model_len, and
+step_tokens is max_num_batched_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from serving.option_help import ENGINE, Count, Positive, option
+
+AUTO = "auto"  # the KV cache has the type that the backend holds by itself
+MAX_GPU_SLOTS = 256  # where nobody says how many, and a GPU's memory has room for more
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine schedules by. Default values are those of a CPU."""
+
+    slots: Count = 16  # sequences that run at the same time
+    context_tokens: Count = 2048  # maximum tokens of one sequence
+    kv_tokens: Count | None = None  # in the KV cache of all slots; None: slots x context_tokens
+    kv_dtype: str = AUTO
+    prefill_tokens: Count = 256  # maximum prompt tokens of a step while other requests decode
+    step_tokens: Count = 512  # maximum tokens of a step
+    # Of a step with prompts while other requests decode; None: no target.
+    step_seconds_target: Positive | None = 0.3
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens in the KV cache of all slots together."""
+        return self.kv_tokens or self.slots * self.context_tokens
+
+    @property
+    def longest_tokens(self) -> int:
+        """Maximum tokens of one sequence, which has the whole KV cache to itself where need be."""
+        return min(self.context_tokens, self.pool_tokens)
+
+
+# By device. Placement gives a GPU as many slots, up to these, as its memory has room for.
+DEFAULT_SETTINGS: Mapping[str, SchedulerSettings] = {
+    "cpu": SchedulerSettings(),
+    "gpu": SchedulerSettings(slots=MAX_GPU_SLOTS, prefill_tokens=2048, step_tokens=2048),
+}
+
+
+class RequestedSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduler settings as far as somebody said them. None: not said."""
+
+    slots: Annotated[
+        Count | None,
+        option(
+            ENGINE,
+            "Sequences that run at the same time. Default: 16 on a CPU; on a GPU as many as its "
+            "memory has room for, at most 256.",
+        ),
+    ] = None
+    context_tokens: Annotated[
+        Count | None,
+        option(
+            ENGINE,
+            "Maximum tokens of one sequence, prompt and answer. Default: the model's own, as "
+            "memory has room.",
+            "context",
+        ),
+    ] = None
+    kv_tokens: Annotated[
+        Count | None,
+        option(ENGINE, "Tokens in the KV cache of all slots. Default: slots x context."),
+    ] = None
+    kv_dtype: Annotated[
+        str | None,
+        option(ENGINE, "Type of the KV cache: fp32, fp16, bf16, q8_0, q4_0. Default: by backend."),
+    ] = None
+    prefill_tokens: Annotated[
+        Count | None,
+        option(
+            ENGINE,
+            "Maximum prompt tokens processed per step while other requests decode. Default: 256 "
+            "on a CPU, 2048 on a GPU.",
+        ),
+    ] = None
+    step_tokens: Annotated[
+        Count | None,
+        option(
+            ENGINE,
+            "Maximum tokens processed per step. Default: 512 on a CPU, 2048 on a GPU, and at "
+            "least 2 x slots.",
+        ),
+    ] = None
+    step_seconds_target: Annotated[
+        Positive | None,
+        option(
+            ENGINE,
+            "Target time of a step with prompts while other requests decode. Default: 0.3.",
+            "step-seconds",
+        ),
+    ] = None
+
+    @property
+    def scheduler(self) -> RequestedSettings:
+        """These settings alone, where they are part of a larger struct."""
+        return msgspec.convert(self, RequestedSettings, from_attributes=True)
+
+    def filled(self, default: SchedulerSettings) -> SchedulerSettings:
+        """The settings with `default` for all that nobody said. A step has at least two tokens for
+        each slot, unless somebody said how many."""
+        said = msgspec.structs.asdict(self.scheduler)
+        settings = msgspec.structs.replace(
+            default, **{name: value for name, value in said.items() if value is not None}
+        )
+        if self.step_tokens is None and settings.step_tokens < 2 * settings.slots:
+            settings = msgspec.structs.replace(settings, step_tokens=2 * settings.slots)
+        return settings
