@@ -280,7 +280,9 @@ def check_logprobs(
 def scheduler_on(backend: Backend, **settings: Any) -> Scheduler:
     """The real one; the text of a token is its id and a space."""
     info = backend.info
-    config = EngineConfig("", "", "m", settings=info.settings, **settings)
+    changed = msgspec.structs.replace(info.settings, **settings)
+    backend.info = msgspec.structs.replace(info, settings=changed)
+    config = EngineConfig("", "", "m", settings=changed)
     table = [b"%d " % token for token in range(info.vocabulary)]
     return Scheduler(backend, table, frozenset(), config)
 
