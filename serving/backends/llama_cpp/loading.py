@@ -55,7 +55,6 @@ class Loader:
 
     def _check(self) -> None:
         """Refuse what can be refused before anything is loaded."""
-        check_sizes(self.config, None, self.kv_dtype)
         config, settings = self.config, self.config.settings
         most = int(self.llama.llama_max_parallel_sequences())
 
@@ -64,6 +63,7 @@ class Loader:
                 raise Unsupported(f"{key} {what}, got {getattr(settings, key)!r}", key)
 
         need(settings.slots <= most, "slots", f"must be at most {most} with llama.cpp")
+        check_sizes(self.config, None, self.kv_dtype)
         known = f"must be one of {', '.join(KV_TYPES)} with llama.cpp"
         need(self.kv_dtype in KV_TYPES, "kv_dtype", known)
         is_slow = self.kv_dtype in QUANTISED_KV and self.attention == "off"

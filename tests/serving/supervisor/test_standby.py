@@ -108,7 +108,7 @@ def test_an_unloaded_supervisor_can_start_again_and_remembers_nothing_bad(config
                 and supervisor.reason == "the model was unloaded: for a test"
                 and supervisor.pids == []
             )
-            other = msgspec.structs.replace(config(), slots=2)
+            other = config(slots=2)
             await supervisor.start([other])
             ready = await supervisor.wait_ready(20)
             assert (
