@@ -19,8 +19,6 @@ import sys
 from pathlib import Path
 
 import uvloop
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import ASGIApp
 
 from models.weights_manifest import write_atomically
 from serving.errors import EngineState, ServingError
@@ -36,7 +34,6 @@ from serving.server_options import ServeOptions, models_of
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.engine_supervisor import Supervisor
 
-LOCAL_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 LOOK_SECONDS = 0.05  # between two looks at how far a load is
 
 
@@ -59,9 +56,8 @@ def launch(options: ServeOptions) -> int:
                 "machine, since it has no key; --api-key-env gives it one"
             )
         registry = make_registry(options, narrator)
-        app: ASGIApp = App(registry, api_key, admin_key)
-        if is_local and api_key is None:  # else a web page reaches it under its own name
-            app = TrustedHostMiddleware(app, allowed_hosts=LOCAL_NAMES)
+        has_open_door = is_local and api_key is None
+        app = App(registry, api_key, admin_key, options.host if has_open_door else None)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(options, registry, app, listener, narrator))
 
@@ -106,7 +102,7 @@ def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
 async def _run(
     options: ServeOptions,
     registry: Registry,
-    app: ASGIApp,
+    app: App,
     listener: socket.socket,
     narrator: Narrator,
 ) -> int:

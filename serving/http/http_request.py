@@ -45,6 +45,7 @@ class Request:
         self.serial = secrets.token_hex(12)
         given = self.headers.get(b"x-request-id", b"")
         self.id = given if _REQUEST_ID.fullmatch(given) else b"req-" + self.serial.encode()
+        self.path_name = ""  # the last part of a path that ends in a name
         self.route = "other"  # as a label: never what a stranger typed
         self.body_bytes = 0
         self.deadline_seconds: float | None = None  # from its arrival

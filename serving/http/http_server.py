@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 
 from serving.errors import ServingError
+from serving.http.http_protocol import HttpProtocol
 
 CONNECTIONS = 4096
 OTHER_DESCRIPTORS = 96  # beside connections: engines, files that are being read, the loop's own
@@ -34,7 +35,7 @@ class CannotListen(ServingError):
 def server_options(connections: int = CONNECTIONS) -> dict[str, Any]:
     """Arguments of uvicorn.Config that belong to this app, whoever runs it."""
     return {
-        "http": "httptools",
+        "http": HttpProtocol,
         "loop": "uvloop",
         "ws": "none",
         "lifespan": "off",
@@ -79,6 +80,20 @@ def listen(host: str, port: int) -> socket.socket:
 def is_loopback(listener: socket.socket) -> bool:
     """Whether only this machine can reach the socket."""
     return _address_of(listener).is_loopback
+
+
+def is_local_name(host: str) -> bool:
+    """Whether a Host header names this machine itself: localhost or a loopback address, with or
+    without a port."""
+    name = host.strip().lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    name = name.removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def url_of(listener: socket.socket) -> str:

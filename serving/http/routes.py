@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from serving.http.body_types import (
 from serving.http.chat_completions import chat_completions
 from serving.http.completions import Answer, completions, sse_event
 from serving.http.http_request import Request
+from serving.http.http_server import is_local_name
 from serving.http.status_routes import LoadRequest, UnloadRequest
 from serving.registry.loaded_models import Registry
 
@@ -56,6 +58,9 @@ async def openapi(request: Request) -> dict[str, Any]:
     return document(request.scope["app"].routes, ", ".join(request.router.models))
 
 
+_SLASHES = re.compile("/{2,}")
+_MODEL = "/v1/models/{model}"
+_WITHOUT_KEY = ("/health", "/ready")  # probes have no key, and may come under any name
 _CHAT = ("POST", "/v1/chat/completions", chat_completions, "Answer a chat")
 _TEXT = ("POST", "/v1/completions", completions, "Continue a text")
 ROUTES = (
@@ -65,6 +70,7 @@ ROUTES = (
     Route("GET", "/ready", status_routes.ready, "The engine serves"),
     Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", answer=str),
     Route("GET", "/v1/models", status_routes.models, "What is served"),
+    Route("GET", _MODEL, status_routes.one_model, "One of them"),
     Route("POST", "/tokenize", status_routes.tokenize, "To token ids", TokenizeRequest),
     Route("POST", "/detokenize", status_routes.detokenize, "Ids to text", DetokenizeRequest),
     Route("GET", "/v1/placement", status_routes.placement, "What runs where, and why"),
@@ -78,24 +84,32 @@ ADMIN_ROUTES = (
 
 
 class App:
-    """Key and route before the handler; errors and counts after it. Without `admin_key` there are
-    no admin routes."""
+    """Host, key and route before the handler; errors and counts after it.
+
+    Without `admin_key` there are no admin routes. `host`: the server answers only to this name and
+    to those of this machine itself, else a web page could reach it under a name of its own (DNS
+    rebinding); None: to any name.
+    """
 
     def __init__(
         self,
         router: Registry,
         api_key: str | None = None,
         admin_key: str | None = None,
+        host: str | None = None,
     ) -> None:
         self.router = router
         self.routes = ROUTES if admin_key is None else (*ROUTES, *ADMIN_ROUTES)
         self._api_key = api_key
         self._admin_key = admin_key
-        self._table = {
-            (route.method, path): route
-            for route in self.routes
-            for path in (route.path, route.path.removeprefix("/v1"))
-        }
+        self._host = host
+        self._table: dict[str, dict[str, Route]] = {}  # path -> method -> route
+        for route in self.routes:
+            for path in {route.path, route.path.removeprefix("/v1")}:
+                methods = self._table.setdefault(path, {})
+                methods[route.method] = route
+                if route.method == "GET":
+                    methods["HEAD"] = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
@@ -120,16 +134,33 @@ class App:
             metrics.responses.labels(request.route, str(code)).inc()
 
     def _route(self, request: Request) -> Route:
-        """Raises ApiError 401 without the key, 404."""
-        headers, method, path = request.headers, request.scope["method"], request.scope["path"]
-        if path.startswith("/admin/") and self._admin_key is not None:
-            check_key(headers, self._admin_key)
-        elif self._api_key is not None and path not in ("/health", "/ready"):
-            check_key(headers, self._api_key)
-        route = self._table.get((method, path))
-        if route is None:
-            text = f"there is no {method} {path[:200]} here; /openapi.json lists what there is"
+        """Raises ApiError 401 without the key, 403 for a wrong Host, 404, 405.
+
+        Doubled and trailing slashes are taken away first: what is checked is what is routed.
+        """
+        headers, method = request.headers, request.scope["method"]
+        path = _SLASHES.sub("/", request.scope["path"]).rstrip("/")
+        if path not in _WITHOUT_KEY:
+            if self._host is not None:
+                check_host(request, self._host)
+            if path.startswith("/admin/") and self._admin_key is not None:
+                check_key(headers, self._admin_key)
+            elif self._api_key is not None:
+                check_key(headers, self._api_key)
+        methods = self._table.get(path)
+        if methods is None:
+            before, found, name = path.partition("/models/")
+            if found and before in ("", "/v1") and not {".", ".."} & set(name.split("/")):
+                methods = self._table[_MODEL]
+                request.path_name = name
+        if methods is None:
+            text = f"There is no {path[:200] or '/'} here. GET /openapi.json lists what there is."
             raise ApiError(404, text, "not_found")
+        route = methods.get(method)
+        if route is None:
+            allowed = ", ".join(sorted(methods))
+            text = f"{method} is not possible at {path[:200]}. Use {allowed}."
+            raise ApiError(405, text, "method_not_allowed", headers={"Allow": allowed})
         request.route = route.path
         return route
 
@@ -147,6 +178,24 @@ class App:
             await request.answer(answer.body, answer.status, answer.headers)
         elif not request.ended:
             await request.write(sse_event(answer.body), last=True)
+
+
+def check_host(request: Request, host: str) -> None:
+    """Raises ApiError 403 for a Host header that names neither `host` nor this machine itself.
+
+    A browser always sends one; only HTTP/1.0 may leave it out.
+    """
+    given = request.headers.get(b"host")
+    if given is None and request.scope["http_version"] < "1.1":
+        return
+    name = "" if given is None else given.decode("latin-1")
+    if name.rpartition(":")[0] != host and name != host and not is_local_name(name):
+        text = (
+            f"This server has no API key and so answers only to requests for this machine's own "
+            f"names, such as localhost; the Host header of this one is {name[:200]!r}. Start the "
+            "server with --api-key-env to reach it under other names."
+        )
+        raise ApiError(403, text, "host_not_allowed")
 
 
 def check_key(headers: Mapping[bytes, bytes], key: str) -> None:
@@ -175,6 +224,9 @@ def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
             "default": {"description": "An error", "content": as_json[ErrorBody]},
         }
         operation: dict[str, Any] = {"summary": route.summary, "responses": answers}
+        if names := re.findall("{(.*?)}", route.path):
+            text = {"in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [{"name": name, **text} for name in names]
         if route.body is not None:
             operation["requestBody"] = {"required": True, "content": as_json[route.body]}
         paths.setdefault(route.path, {})[route.method.lower()] = operation

@@ -8,6 +8,7 @@ did not load.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -52,6 +53,15 @@ async def metrics(request: Request) -> None:
 
 async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_card(one) for one in request.router.models.values()]}
+
+
+async def one_model(request: Request) -> dict[str, Any]:
+    """A model of the list by its id, which may have slashes in it. Raises UnknownModel."""
+    models = request.router.models
+    for name in models:  # the path has lost doubled and trailing slashes; a name may have some
+        if re.sub("/+", "/", name).strip("/") == request.path_name:
+            return _card(models[name])
+    return _card(request.router.named(request.path_name))
 
 
 def _card(model: ServedModel) -> dict[str, Any]:

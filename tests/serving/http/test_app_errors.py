@@ -37,8 +37,8 @@ SECRET = "s3cret-key"
         ("GET", "/", 404, "not_found"),
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/v1/models/../../etc/passwd", 404, "not_found"),
-        ("GET", "/v1/chat/completions", 404, "not_found"),
-        ("OPTIONS", "/v1/completions", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("OPTIONS", "/v1/completions", 405, "method_not_allowed"),
     ],
 )
 def test_wrong_addresses_have_openais_error_body_too(

@@ -105,8 +105,8 @@ def test_the_document_describes_every_route_and_resolves(port: int) -> None:
     for path, operations in found["paths"].items():
         for method in ("get", "post"):
             body = {} if method == "post" else None
-            status = ask(port, method.upper(), path, body).status
-            assert (status != 404) == (method in operations), (method, path)
+            status = ask(port, method.upper(), path.replace("{model}", "m"), body).status
+            assert (status != 405) == (method in operations), (method, path)
     references = set(re.findall(rb'"\$ref":"#/components/schemas/(\w+)"', answer.body))
     assert {name.decode() for name in references} <= set(found["components"]["schemas"])
     assert found["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
