@@ -3,6 +3,10 @@
 A template is a program that came with a download. It runs in Jinja's immutable sandbox, set up as
 transformers does, and each round of a loop looks at the clock (`CPU_SECONDS`): an honest one may
 take the square of a request's length. The memory of a dishonest one is not bounded.
+
+Templates differ in what they take: content as a text or as a list of parts, turns of a tool, ids of
+calls. What a template shows is found out by a trial with a marker, so that no text of a request is
+dropped in silence.
 """
 
 from __future__ import annotations
@@ -11,13 +15,15 @@ import datetime
 import functools
 import json
 import re
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
+import jinja2.filters
 import jinja2.sandbox
 from jinja2 import nodes
 
@@ -34,6 +40,36 @@ CHATML = (
 _until = threading.local()  # the rendering thread's time at which its template is stopped
 
 
+ContentForm = Literal["text", "parts", "dropped", "refused"]
+_MARKER = "Q7crossover9Z"  # letters and digits alone, which no template changes
+_CALL = {
+    "id": "a1b2c3d4e",  # nine letters and digits, which some templates ask for
+    "type": "function",
+    "function": {"name": "f", "arguments": {}},
+}
+_USER = {"role": "user", "content": "x"}
+_ANSWER = {"role": "assistant", "content": "x"}
+# The turns before and after a turn of each role, in which templates accept it.
+_CONTEXTS: dict[str, list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]] = {
+    "system": [([], [_USER])],
+    "user": [([], []), ([{"role": "system", "content": "x"}], [])],
+    "assistant": [([_USER], [_USER]), ([_USER], [])],
+    "tool": [
+        ([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], []),
+        ([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_ANSWER, _USER]),
+    ],
+}
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+
+
+class AsWritten(str):
+    """JSON that is rendered as it stands: by `tojson` without quotes around it, and without keys
+    for a template that lists them."""
+
+    def items(self) -> tuple[()]:
+        return ()
+
+
 class RendersChat:
     """The part of a tokenizer that makes prompts of chats, and what every tokenizer says."""
 
@@ -42,19 +78,77 @@ class RendersChat:
     # To be put before a prompt that no chat template made; None: this model wants none.
     bos_id: int | None
     special_ids: frozenset[int]  # control tokens: no text of their own
-    chat_template: str | None
+    chat_template: str | None  # the default one
+    other_templates: Mapping[str, str] = MappingProxyType({})  # by name, such as "tool_use"
     chat_tokens: dict[str, str]  # special tokens that a template may refer to: {"bos_token": "<s>"}
 
+    def template_for(self, has_tools: bool) -> str:
+        """The template of a chat, chosen as transformers does. Raises BadChat."""
+        if has_tools and "tool_use" in self.other_templates:
+            return self.other_templates["tool_use"]
+        if self.chat_template is not None:
+            return self.chat_template
+        if self.other_templates:
+            names = ", ".join(sorted(self.other_templates))
+            raise BadChat(f"This model has several chat templates ({names}) and no default one.")
+        raise BadChat("This model has no chat template. Send the prompt to /v1/completions.")
+
     @functools.cached_property
-    def _compiled(self) -> jinja2.Template:
-        if self.chat_template is None:
-            raise BadChat("this model has no chat template; send the prompt to /v1/completions")
-        try:
-            # Some mark training targets by {% generation %}, which changes nothing here.
-            source = re.sub(r"({%-?\s*)generation\b", r"\1if true", self.chat_template)
-            return _Leashed().from_string(re.sub(r"({%-?\s*)endgeneration\b", r"\1endif", source))
-        except (jinja2.TemplateError, RecursionError) as problem:
-            raise BadChat(f"the model's chat template cannot be compiled: {problem}") from problem
+    def _compiled(self) -> dict[str, jinja2.Template]:
+        return {}
+
+    @functools.cached_property
+    def _forms(self) -> dict[tuple[str, str], ContentForm]:
+        return {}
+
+    def _program(self, source: str) -> jinja2.Template:
+        if source not in self._compiled:
+            try:
+                # Some mark training targets by {% generation %}, which changes nothing here.
+                plain = re.sub(r"({%-?\s*)generation\b", r"\1if true", source)
+                plain = re.sub(r"({%-?\s*)endgeneration\b", r"\1endif", plain)
+                self._compiled[source] = _Leashed().from_string(plain)
+            except (jinja2.TemplateError, RecursionError) as problem:
+                text = f"the model's chat template cannot be compiled: {problem}"
+                raise BadChat(text) from problem
+        return self._compiled[source]
+
+    def try_forms(self) -> None:
+        """Find out at once what each template shows."""
+        for source in filter(None, [self.chat_template, *self.other_templates.values()]):
+            for role in _CONTEXTS:
+                self.content_form(role, source)
+
+    def content_form(self, role: str, source: str) -> ContentForm:
+        """The form of content that the template shows in turns of this role, by a trial with a
+        marker: text, or a list of parts; "dropped": neither, "refused": it takes no such turn."""
+        key = role, source
+        if key not in self._forms:
+            self._forms[key] = self._tried_form(role, source)
+        return self._forms[key]
+
+    def _tried_form(self, role: str, source: str) -> ContentForm:
+        form: ContentForm = "refused"
+        for before, after in _CONTEXTS.get(role, [([], [])]):
+            for tried in ("text", "parts"):
+                wants_parts = tried == "parts"
+                turn: dict[str, Any] = {"role": role, "content": _in_form(_MARKER, wants_parts)}
+                if role == "tool":
+                    turn |= {"name": "f", "tool_call_id": _CALL["id"]}
+                others = [
+                    [{**one, "content": _in_form(one["content"], wants_parts)} for one in turns]
+                    for turns in (before, after)
+                ]
+                try:
+                    shown = self._rendered(source, [*others[0], turn, *others[1]], True, {})
+                except BadChat:
+                    if time.thread_time() > _until.seconds:
+                        return form  # it will not be quicker
+                    continue
+                if _MARKER in shown:
+                    return "parts" if wants_parts else "text"
+                form = "dropped"
+        return form
 
     def render_chat(
         self,
@@ -62,10 +156,68 @@ class RendersChat:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt of messages with role and content, for `parse_special=True`. Thread-safe.
+        """The prompt of messages with role and content (a text, or a list of parts with `type` and
+        `text`), for `parse_special=True`. Thread-safe.
 
         `variables`: more that the template may read. Raises BadChat.
         """
+        source = self.template_for(bool(variables.get("tools")))
+        self._program(source)
+        turns = self._in_forms(messages, source)
+        try:
+            return self._rendered(source, turns, add_generation_prompt, variables)
+        except BadChat:  # some templates take only ids of nine letters and digits
+            shortened = _with_short_ids(turns)
+            if shortened is None:
+                raise
+            try:
+                return self._rendered(source, shortened, add_generation_prompt, variables)
+            except BadChat:
+                pass
+            raise
+
+    def check_shown(self, messages: Sequence[Mapping[str, Any]], has_tools: bool) -> None:
+        """Raises BadChat where the template takes a message and drops its text."""
+        source = self.template_for(has_tools)
+        for place, message in enumerate(messages):
+            role = message["role"]
+            if role == "tool" and self.content_form(role, source) in ("dropped", "refused"):
+                role = "user"  # as it is rendered
+            if message["content"] and self.content_form(role, source) == "dropped":
+                raise BadChat(
+                    f"The model's chat template does not show the content of {role!r} messages "
+                    f"(messages[{place}]), whether it is a text or a list of parts."
+                )
+
+    def _in_forms(self, messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str, Any]]:
+        """The messages with their content as the template shows it. A tool's result that it does
+        not take becomes a turn of the user."""
+        turns: list[dict[str, Any]] = []
+        for place, message in enumerate(messages):
+            if "content" not in message:
+                turns.append(dict(message))
+                continue
+            role, content = message.get("role", ""), message["content"]
+            turn: dict[str, Any] = dict(message)
+            form = self.content_form(role, source)
+            if role == "tool" and form in ("dropped", "refused"):
+                result = f"<tool_response>\n{_joined(content)}\n</tool_response>"
+                form = self.content_form("user", source)
+                turn = {"role": "user", "content": result}
+                if place and messages[place - 1].get("role") == "tool" and turns:
+                    result = f"{_joined(turns.pop()['content'])}\n{result}"
+                content = result
+            turn["content"] = _in_form(content, form == "parts")
+            turns.append(turn)
+        return turns
+
+    def _rendered(
+        self,
+        source: str,
+        turns: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
         _until.seconds = time.thread_time() + CPU_SECONDS
         given: dict[str, Any] = {
             "tools": None,
@@ -73,10 +225,10 @@ class RendersChat:
             "date_string": time.strftime("%d %b %Y"),  # Llama 3 would say July 2024
             **self.chat_tokens,
             **variables,
-            "messages": list(messages),
+            "messages": list(turns),
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._compiled
+        template = self._program(source)
         try:
             return template.render(given)
         # The template is foreign code: any error of it is an answer to the caller, not a crash.
@@ -84,6 +236,55 @@ class RendersChat:
             is_its_own = isinstance(problem, jinja2.TemplateError | BadChat)
             why = f"{problem}" if is_its_own else f"{type(problem).__name__}: {problem}"
             raise BadChat(f"the model's chat template refuses these messages: {why}") from problem
+
+
+def _joined(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
+
+
+def _in_form(content: Any, wants_parts: bool) -> Any:
+    """The content as a list of parts, or as a text."""
+    if not wants_parts:
+        return _joined(content) if isinstance(content, list) else content
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
+def _with_short_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """The turns with ids of nine digits for their calls, each with its own; None where they have
+    such ids already, or no calls. A result without an id is that of the oldest call without one."""
+    ids = [call.get("id") for turn in turns for call in turn.get("tool_calls") or ()]
+    ids += [turn.get("tool_call_id") for turn in turns if turn.get("role") == "tool"]
+    if all(isinstance(one, str) and _SHORT_ID.fullmatch(one) for one in ids):
+        return None
+    short: dict[str, str] = {}
+    waiting: list[str] = []  # of calls without an id
+    made: list[dict[str, Any]] = []
+    count = 0
+    for turn in turns:
+        changed = dict(turn)
+        if calls := turn.get("tool_calls"):
+            changed["tool_calls"] = renamed = []
+            for call in calls:
+                count += 1
+                number = f"{count:09d}"
+                if call.get("id"):
+                    number = short.setdefault(call["id"], number)
+                else:
+                    waiting.append(number)
+                renamed.append({**call, "id": number})
+        if turn.get("role") == "tool":
+            given = turn.get("tool_call_id")
+            if given:
+                count += 1
+                changed["tool_call_id"] = short.setdefault(given, f"{count:09d}")
+            elif waiting:
+                changed["tool_call_id"] = waiting.pop(0)
+        made.append(changed)
+    return made
 
 
 class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -95,6 +296,7 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
         extensions = ["jinja2.ext.loopcontrols"]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.filters["tojson"] = _tojson
+        self.filters["items"] = _items
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def call_binop(self, context: object, operator: str, left: Any, right: Any) -> Any:
@@ -124,7 +326,30 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
     """As transformers: plain JSON, without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    written: dict[str, str] = {}
+    marked = _marked(value, written)
+    text = json.dumps(marked, ensure_ascii=ensure_ascii, indent=indent, **options)
+    for mark, raw in written.items():
+        text = text.replace(f'"{mark}"', raw)
+    return text
+
+
+def _marked(value: Any, written: dict[str, str]) -> Any:
+    """The value with a mark in the place of each AsWritten in it, which `written` gets."""
+    if isinstance(value, AsWritten):
+        mark = f"as-written-{secrets.token_hex(8)}"
+        written[mark] = str(value)
+        return mark
+    if isinstance(value, list | tuple):
+        return [_marked(item, written) for item in value]
+    if isinstance(value, dict):
+        return {key: _marked(item, written) for key, item in value.items()}
+    return value
+
+
+def _items(value: Any) -> Any:
+    """Jinja's filter, which takes only mappings."""
+    return value.items() if isinstance(value, AsWritten) else jinja2.filters.do_items(value)
 
 
 def _raise_exception(message: str) -> None:

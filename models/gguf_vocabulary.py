@@ -14,6 +14,7 @@ from typing import Any
 from models.chat_template import RendersChat
 from models.errors import BrokenWeights, UnsupportedModel
 
+_NAMED_TEMPLATE = b"tokenizer.chat_template."
 _NO_VOCABULARY = 0  # enum llama_vocab_type
 # For most families llama.cpp cuts text by std::regex, which calls itself for each character of a
 # word: 300 to 450 bytes of stack each, and the end of the process where the stack ends.
@@ -47,6 +48,19 @@ class GgufTokenizer(RendersChat):
         self.chat_tokens = {"bos_token": self.token_text(bos), "eos_token": self.token_text(eos)}
         template = llama.llama_model_chat_template(model, None)
         self.chat_template = template.decode(errors="replace") if template else None
+        self.other_templates = self._named_templates(model)
+
+    def _named_templates(self, model: Any) -> dict[str, str]:
+        """Name -> chat template, of the keys tokenizer.chat_template.NAME."""
+        llama, room = self._llama, ctypes.create_string_buffer(256)
+        found = {}
+        for index in range(llama.llama_model_meta_count(model)):
+            size = llama.llama_model_meta_key_by_index(model, index, room, len(room))
+            if 0 < size < len(room) and room.value.startswith(_NAMED_TEMPLATE):
+                name = room.value.removeprefix(_NAMED_TEMPLATE)
+                if text := llama.llama_model_chat_template(model, name):
+                    found[name.decode(errors="replace")] = text.decode(errors="replace")
+        return found
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         data = text.encode(errors="replace")

@@ -9,6 +9,7 @@ to 258 are bytes, 259 + i is what merge i makes, so the table can be cut after a
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import signal
@@ -82,7 +83,7 @@ class HfTokenizer(RendersChat):
 
     def __init__(self, file: Path) -> None:
         try:
-            raw = file.read_text(encoding="utf-8")
+            raw = file.read_text(encoding="utf-8-sig")
             self._special_parsing, self._plain = HfFile.from_str(raw), HfFile.from_str(raw)
         except Exception as problem:  # the library raises bare Exception
             raise BrokenWeights(f"{str(file)!r} is no readable tokenizer: {problem}") from problem
@@ -106,7 +107,9 @@ class HfTokenizer(RendersChat):
         self.eos_ids = self._eos_ids(file.parent)
         with_bos = self._special_parsing.encode("a", add_special_tokens=True).ids
         self.bos_id = with_bos[0] if with_bos and with_bos[0] in self.special_ids else None
-        self.chat_template = _chat_template(file.parent, config)
+        templates = _chat_templates(file.parent, config)
+        self.chat_template = templates.pop("default", None)
+        self.other_templates = templates
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Ids without BOS; a control token's text is plain unless `parse_special`."""
@@ -136,8 +139,9 @@ class HfTokenizer(RendersChat):
         files = [_read_json(folder / f"{name}.json") for name in ("generation_config", "config")]
         named = [one["eos_token_id"] for one in files if one.get("eos_token_id") is not None]
         ids = named[0] if named and isinstance(named[0], list) else named[:1]
-        ids.append(self._special_parsing.token_to_id(self.chat_tokens.get("eos_token", "")))
-        return frozenset(one for one in ids if one is not None)
+        ids = [*ids, self._special_parsing.token_to_id(self.chat_tokens.get("eos_token", ""))]
+        # Some files say -1, or null in a list, for "none".
+        return frozenset(one for one in ids if type(one) is int and one >= 0)
 
 
 Tokenizer = HfTokenizer | GgufTokenizer
@@ -200,19 +204,35 @@ def _sentencepiece(token: str) -> bytes:
     return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's (a string, or several with names)."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = config.get("chat_template")
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> chat template, the usual one as "default": of chat_template.jinja and
+    additional_chat_templates/NAME.jinja, else of chat_template.json or tokenizer_config.json (a
+    text, a list with names, or an object)."""
+    files = {one.stem: one for one in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (file := folder / "chat_template.jinja").is_file():
+        files["default"] = file
+    try:
+        if files:
+            return {name: file.read_text(encoding="utf-8-sig") for name, file in files.items()}
+    except (OSError, UnicodeDecodeError) as problem:
+        text = f"a chat template in {str(folder)!r} cannot be read: {problem}"
+        raise BrokenWeights(text) from problem
+    found = _read_json(folder / "chat_template.json").get("chat_template")
+    found = config.get("chat_template") if found is None else found
+    if isinstance(found, str):
+        return {"default": found}
     if isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}.get("default")
-    return found
+        pairs = [one for one in found if isinstance(one, dict)]
+        found = {one.get("name"): one.get("template") for one in pairs}
+    named = found.items() if isinstance(found, dict) else ()
+    return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        text = file.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some Windows tools write it
+        return msgspec.json.decode(text, type=dict[str, Any])
     except ValueError as problem:
         raise BrokenWeights(f"{str(file)!r} is no object of JSON: {problem}") from problem

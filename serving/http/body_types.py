@@ -2,20 +2,22 @@
 
     request = decode(CHAT, body)          # ApiError 400 names the key that is wrong
 
-Unknown keys are refused. `temperature` 1.0 and `max_tokens` 16 (completions) are OpenAI's defaults
-where a key is left out.
+An unknown key is refused where it asks for something. In what marks the past (messages, their
+parts and calls, tools) it is ignored: other providers' clients send it back, and it cannot change
+the answer. Null says nothing. A whole number may be written with a fraction of zero (2.0).
+`temperature` 1.0 and `max_tokens` 16 (completions) are OpenAI's defaults where a key is left out.
 """
 
 from __future__ import annotations
 
 import gc
-import re
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from serving.http.api_errors import ApiError
+from serving.http.request_words import explain
 from serving.sampling.grammar import MAX_CHARACTERS
 
 T = TypeVar("T")
@@ -26,7 +28,11 @@ _INT64 = 2**63
 
 
 class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Base of every request."""
+    """Base of every request: an unknown key is refused."""
+
+
+class Past(msgspec.Struct, kw_only=True, frozen=True):
+    """Base of what a client sends back, or describes: unknown keys are ignored."""
 
 
 def _about(text: str, **bounds: Any) -> Meta:
@@ -61,6 +67,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Text = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+NotOffered = Annotated[None, _about("Not offered: null alone is taken.")]
 MaxTokens = Annotated[int, _about("At most what the context leaves.", ge=1, le=_INT31)]
 
 
@@ -81,7 +88,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[int, Bias], Meta(max_length=1024)] | None = None
     n: Annotated[int, _about("Answers to each prompt.", ge=1, le=128)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -97,6 +104,16 @@ class Generation(Wire, kw_only=True, frozen=True):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    # Keys of OpenAI's that are not offered (serving.http.request_words says what is instead).
+    audio: NotOffered = None
+    function_call: NotOffered = None
+    functions: NotOffered = None
+    prediction: NotOffered = None
+    prompt_cache_retention: NotOffered = None
+    reasoning_effort: NotOffered = None
+    suffix: NotOffered = None
+    verbosity: NotOffered = None
+    web_search_options: NotOffered = None
 
 
 class CompletionRequest(Generation, kw_only=True, frozen=True):
@@ -109,19 +126,28 @@ class CompletionRequest(Generation, kw_only=True, frozen=True):
     best_of: Literal[1] | None = None  # as clients send it: without effect
 
 
-class TextPart(Wire, kw_only=True, frozen=True):
-    type: Literal["text"]  # not msgspec's tag, which may be left out where there is one struct
+class TextPart(Past, kw_only=True, frozen=True, tag="text", tag_field="type"):
     text: str
 
 
-class CalledFunction(Wire, kw_only=True, frozen=True):
-    """`arguments`: a JSON object as text."""
+class RefusalPart(Past, kw_only=True, frozen=True, tag="refusal", tag_field="type"):
+    refusal: str
+
+
+class ThinkingPart(Past, kw_only=True, frozen=True, tag="thinking", tag_field="type"):
+    """A part of an earlier answer's reasoning, as Anthropic and Mistral write it."""
+
+    thinking: str | list[TextPart]
+
+
+class CalledFunction(Past, kw_only=True, frozen=True):
+    """`arguments`: a JSON object as text; in a history whatever a model wrote."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Wire, kw_only=True, frozen=True):
+class ToolCall(Past, kw_only=True, frozen=True):
     """A call in an assistant's turn. `index`: in a chunk, which of the answer's calls this is."""
 
     index: int | None | UnsetType = UNSET
@@ -130,25 +156,43 @@ class ToolCall(Wire, kw_only=True, frozen=True):
     function: CalledFunction
 
 
-class Message(Wire, kw_only=True, frozen=True):
-    """One turn. The last five keys are taken as clients send an assistant's turn back."""
+class Message(Past, kw_only=True, frozen=True):
+    """One turn. The last keys would change the answer, and are refused with a value."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart | ThinkingPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's
+    refusal: str | None = None
+    audio: Any = None
+    documents: Any = None
+    files: Any = None
+    function_call: Any = None
+    images: Any = None
+    partial: Any = None
+    prefix: Any = None
+    videos: Any = None
 
 
-class Function(Wire, kw_only=True, frozen=True):
-    """`parameters`: a JSON schema. `strict` has no effect: calls that must come always keep it."""
+# Keys of a message that ask for something which this server does not do.
+ASKING = (
+    "audio",
+    "documents",
+    "files",
+    "function_call",
+    "images",
+    "partial",
+    "prefix",
+    "videos",
+)
+
+
+class Function(Past, kw_only=True, frozen=True):
+    """`parameters`: a JSON schema. `strict`: calls that must come are held to all of it, else to
+    what of it can be held to."""
 
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
     description: str | None = None
@@ -156,7 +200,7 @@ class Function(Wire, kw_only=True, frozen=True):
     strict: bool | None = None
 
 
-class Tool(Wire, kw_only=True, frozen=True):
+class Tool(Past, kw_only=True, frozen=True):
     type: Literal["function"]
     function: Function
 
@@ -168,6 +212,9 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: (
+        Annotated[bool, _about("Go on with the assistant's last turn.")] | None
+    ) = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None  # its name counts
@@ -197,36 +244,42 @@ DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 encode = msgspec.json.Encoder().encode
 
-_LONGEST = 600  # characters of msgspec's sentences
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
-_FIELD = re.compile(r"(unknown|missing required) field `(.*)`", re.DOTALL)
+# Parts of a request that are somebody else's JSON: their numbers stay as they are.
+_OPAQUE = frozenset({"schema", "parameters", "chat_template_kwargs"})
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """The body as its type. Raises ApiError 400 that names the key."""
     gc.disable()  # else it walks through all there is for every 700 values; JSON has no cycles
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as problem:
+            if "got `float`" not in str(problem):
+                raise
+        loose = _with_whole_numbers(msgspec.json.decode(body))
+        return msgspec.convert(loose, decoder.type, str_keys=True)
     except msgspec.ValidationError as problem:
-        raise _explained(str(problem)) from None
+        path, sentence = explain(str(problem), decoder.type)
+        raise ApiError(400, f"{path or 'the body'}: {sentence}", param=path or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise ApiError(400, f"the body is not JSON: {problem}", "invalid_json") from None
+        raise ApiError(400, f"The body is not JSON: {problem}.", "invalid_json") from None
     finally:
         gc.enable()
 
 
-def _explained(message: str) -> ApiError:
-    """msgspec's sentence as ours, with the parameter's path as OpenAI writes it."""
-    if len(message) > _LONGEST:  # it repeats a key or value; its end, which says where, is kept
-        message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
-    found = _WHERE.match(message)
-    assert found is not None, "it matches any text"
-    what = found["what"][:1].lower() + found["what"][1:]
-    path = (found["path"] or "").removesuffix("[...]")
-    if field := _FIELD.search(what):
-        path = f"{path}.{field[2]}" if path else field[2]
-        what = f"{field[1].split()[0]} field"
-    return ApiError(400, f"{path or 'the body'}: {what}", param=path or None)
+def _with_whole_numbers(value: Any) -> Any:
+    """JSON with 2 for 2.0, but in what is opaque to this server."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_with_whole_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {
+            key: item if key in _OPAQUE else _with_whole_numbers(item)
+            for key, item in value.items()
+        }
+    return value
 
 
 # --- answers

@@ -8,15 +8,19 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from models.chat_template import AsWritten
 from models.errors import BadChat
 from serving.engine.ipc_messages import TokenDetail
 from serving.http.api_errors import refused
 from serving.http.body_types import (
+    ASKING,
     CHAT,
     ChatChoice,
     ChatDelta,
     ChatRequest,
     Message,
+    RefusalPart,
+    TextPart,
 )
 from serving.http.completions import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.http_request import Request
@@ -24,14 +28,15 @@ from serving.http.request_validation import token_limit, validate
 from serving.http.tool_calls import THINK, THOUGHT, Form, Part, format_of, offered, told_of_tools
 from serving.registry.loaded_models import INLINE_CHARACTERS, ServedModel, in_text_thread
 
-_OURS = frozenset({"messages", "add_generation_prompt", "tools"})
+_END_OF_TURN = "Q8crossover3E"  # where the last turn's content ends in a prompt
+_OURS = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools"})
 
 
 async def chat_completions(request: Request) -> Answer:
     body = await request.read(CHAT)
     model = await request.hold(body.model, body.deadline_seconds)
     facts = model.facts()
-    template = model.tokenizer.chat_template or ""
+    template = template_of(model, body)
     wants_calls = body.tools or body.tool_choice
     calls, calls_schema = format_of(body, template) if wants_calls else (None, None)
     if body.top_logprobs and not body.logprobs:
@@ -61,54 +66,113 @@ async def chat_completions(request: Request) -> Answer:
 # --- the prompt
 
 
+def template_of(model: ServedModel, body: ChatRequest) -> str:
+    """The text of the chat template that the request is rendered by. Raises ApiError 400."""
+    try:
+        return model.tokenizer.template_for(bool(offered(body)))
+    except BadChat as problem:
+        raise refused("messages", str(problem)) from None
+
+
 def rendered(model: ServedModel, body: ChatRequest, is_free: bool) -> str:
-    """The chat in the model's template: parts joined, `developer` as `system`, the arguments of
-    calls as objects. `is_free`: the answer is held to no grammar. Raises ApiError 400."""
-    template = model.tokenizer.chat_template or ""
+    """The chat in the model's template: `developer` as `system`, the arguments of calls as objects.
+    `is_free`: the answer is held to no grammar. Raises ApiError 400."""
+    template = template_of(model, body)
     variables = dict(body.chat_template_kwargs or {})
     for name in sorted(_OURS & variables.keys()):
-        raise refused(f"chat_template_kwargs.{name}", "the request has a key of its own for it")
+        text = "The request has a key of its own for this."
+        raise refused(f"chat_template_kwargs.{name}", text)
     if not is_free and "enable_thinking" in template:
         variables.setdefault("enable_thinking", False)  # it could not think
     turns: list[dict[str, Any]] = []
     called: dict[str | None, str] = {}  # id of a call -> name of its function
     for index, message in enumerate(body.messages):
-        content = message.content
-        if content is None and message.role != "assistant":
-            raise refused(f"messages[{index}].content", "null; a text is needed")
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        role = "system" if message.role == "developer" else message.role
-        turn: dict[str, Any] = {"role": role, "content": content or ""}
+        turn = _turn_of(message, index)
         if (speaker := message.name or called.get(message.tool_call_id)) is not None:
             turn["name"] = speaker
-        if (reasoning := message.reasoning_content or message.reasoning) is not None:
-            turn["reasoning_content"] = reasoning
-        if message.tool_calls:
-            turn["tool_calls"] = _calls_of(message, index)
-            called |= {one["id"]: one["function"]["name"] for one in turn["tool_calls"]}
-        if message.tool_call_id is not None:
-            turn["tool_call_id"] = message.tool_call_id
+        called |= {one["id"]: one["function"]["name"] for one in turn.get("tool_calls", ())}
         turns.append(turn)
+    if body.continue_final_message:
+        _mark_end(body, turns)
     variables["tools"] = None
     if body.tools or called:
         turns, variables["tools"] = told_of_tools(turns, offered(body), template)
     head = body.add_generation_prompt is not False
     try:  # a template is a program, and not ours
-        return model.tokenizer.render_chat(turns, head, variables=variables)
+        prompt = model.tokenizer.render_chat(turns, head, variables=variables)
+        model.tokenizer.check_shown(turns, bool(variables["tools"]))
     except BadChat as problem:
         raise refused("messages", str(problem)) from None
+    if not body.continue_final_message:
+        return prompt
+    before, found, _ = prompt.rpartition(_END_OF_TURN)
+    if not found:
+        text = "The model's chat template does not show the end of the last message."
+        raise refused("continue_final_message", text)
+    return before
 
 
-def _calls_of(message: Message, index: int) -> list[dict[str, Any]]:
-    """The calls of an earlier turn, as templates take them. Raises ApiError 400."""
+def _turn_of(message: Message, index: int) -> dict[str, Any]:
+    """A message as templates take it. Raises ApiError 400 for what would change the answer and is
+    not offered."""
+    for key in ASKING:
+        if getattr(message, key):
+            text = "This server does not offer this. Messages have texts and calls of tools."
+            raise refused(f"messages[{index}].{key}", text)
+    content: Any = message.content
+    thoughts = [text for text in (message.reasoning_content, message.reasoning) if text is not None]
+    if content is None and message.role != "assistant":
+        raise refused(f"messages[{index}].content", "This is null. A text is needed.")
+    if isinstance(content, list):
+        parts = []
+        for part in content:
+            if isinstance(part, TextPart):
+                parts.append({"type": "text", "text": part.text})
+            elif isinstance(part, RefusalPart):
+                parts.append({"type": "text", "text": part.refusal})
+            elif isinstance(part.thinking, str):
+                thoughts.append(part.thinking)
+            else:
+                thoughts += [one.text for one in part.thinking]
+        content = parts
+    if message.refusal and not content:
+        content = message.refusal
+    role = "system" if message.role == "developer" else message.role
+    turn: dict[str, Any] = {"role": role, "content": content or ""}
+    if thoughts:
+        turn["reasoning_content"] = thoughts[0]
+    if message.tool_calls:
+        turn["tool_calls"] = _calls_of(message)
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    return turn
+
+
+def _mark_end(body: ChatRequest, turns: list[dict[str, Any]]) -> None:
+    """Put a mark behind the content of the last turn, which the answer continues. Raises ApiError
+    400."""
+    key = "continue_final_message"
+    if body.add_generation_prompt is not False:
+        raise refused(key, "This needs add_generation_prompt: false.")
+    last, content = turns[-1], turns[-1]["content"]
+    if last["role"] != "assistant" or not content or "tool_calls" in last:
+        raise refused(key, "The last message must be a text of the assistant.")
+    if isinstance(content, str):
+        last["content"] = content + _END_OF_TURN
+    else:
+        content[-1]["text"] += _END_OF_TURN
+
+
+def _calls_of(message: Message) -> list[dict[str, Any]]:
+    """The calls of an earlier turn, as templates take them. Arguments that are no JSON object are
+    rendered as they stand: a model has written them."""
     calls = []
-    for place, made in enumerate(message.tool_calls or ()):
+    for made in message.tool_calls or ():
+        written = made.function.arguments
         try:
-            arguments = msgspec.json.decode(made.function.arguments or "{}", type=dict)
-        except msgspec.DecodeError as problem:
-            key = f"messages[{index}].tool_calls[{place}].function.arguments"
-            raise refused(key, f"no JSON object: {problem}") from None
+            arguments: Any = msgspec.json.decode(written or "{}", type=dict)
+        except (msgspec.DecodeError, RecursionError):
+            arguments = AsWritten(written)
         function = {"name": made.function.name, "arguments": arguments}
         calls.append({"id": made.id, "type": "function", "function": function})
     return calls

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from models.chat_template import AsWritten
 from serving.http.api_errors import refused
 from serving.http.body_types import CalledFunction, ChatRequest, Tool, ToolCall, encode
 from serving.sampling.grammar import MAX_CHARACTERS
@@ -90,9 +91,12 @@ def told_of_tools(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """(turns, tools) for the chat template; what it has no place for becomes text."""
     for turn in turns if "tool_calls" not in template else ():
-        calls = [one["function"] for one in turn.pop("tool_calls", ())]
-        said = [f"{_CALL}\n{json.dumps(one, ensure_ascii=False)}\n{_CALLED}" for one in calls]
-        turn["content"] = "\n".join([turn["content"], *said]).lstrip("\n" if said else "")
+        calls = [_written(one["function"]) for one in turn.pop("tool_calls", ())]
+        said = "\n".join(f"{_CALL}\n{one}\n{_CALLED}" for one in calls)
+        if said and isinstance(turn["content"], list):
+            turn["content"] = [*turn["content"], {"type": "text", "text": said}]
+        elif said:
+            turn["content"] = f"{turn['content']}\n{said}".lstrip("\n")
     shown = [
         {
             "name": tool.function.name,  # some templates fail without the other two
@@ -108,9 +112,21 @@ def told_of_tools(
             'Answer with a JSON list of calls: [{"name": ..., "arguments": {...}}]'
         )
         if turns[0]["role"] == "system":
-            text = f"{turns.pop(0)['content']}\n\n{text}"
+            first = turns[0]["content"]
+            if isinstance(first, list):
+                first = "\n".join(part["text"] for part in first)
+            turns, text = turns[1:], f"{first}\n\n{text}"
         turns = [{"role": "system", "content": text}, *turns]
     return turns, [{"type": "function", "function": function} for function in shown] or None
+
+
+def _written(function: dict[str, Any]) -> str:
+    """An earlier call as JSON."""
+    arguments = function["arguments"]
+    if isinstance(arguments, AsWritten):
+        name = json.dumps(function["name"], ensure_ascii=False)
+        return f'{{"name": {name}, "arguments": {arguments}}}'
+    return json.dumps(function, ensure_ascii=False)
 
 
 # --- what the model says
@@ -188,8 +204,12 @@ class Splitter:
         """Raises ValueError for what is no call of one of these functions."""
         if not isinstance(said, dict) or said.get("name") not in self._names:
             raise ValueError("no call")
-        arguments = said.get("arguments", said.get("parameters", {}))
+        arguments = said.get("arguments", said.get("parameters"))
         shown = arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
+        if arguments is None:
+            shown = "{}"
+        elif not isinstance(json.loads(shown), dict):
+            raise ValueError("no object")
         text = shown.encode(errors="replace").decode()  # half a surrogate pair is no text
         function = CalledFunction(name=said["name"], arguments=text)
         return Part("call", "", ToolCall(id=f"call_{secrets.token_hex(12)}", function=function))

@@ -80,8 +80,8 @@ class Facts(msgspec.Struct, frozen=True):
 def read_vocabulary(tokenizer_path: str) -> Vocabulary:
     """Load a tokenizer: 1 to 3 s for 128,000 tokens. Raises ModelError."""
     tokenizer = load_tokenizer(tokenizer_path)
-    with suppress(BadChat):  # compiles the template
-        tokenizer.render_chat([{"role": "user", "content": ""}])
+    with suppress(BadChat):  # of a template that cannot be compiled: each chat says so
+        tokenizer.try_forms()
     return tokenizer, tokenizer.token_bytes()
 
 

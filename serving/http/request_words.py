@@ -1,0 +1,121 @@
+"""msgspec's complaints about a request as sentences for people.
+
+explain("Invalid enum value 'xml' - at `$.response_format.type`", ChatRequest)
+# ("response_format.type", "'xml' is not possible here; use 'text', 'json_object', ...")
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec.inspect as inspect
+
+MAX_CHARACTERS = 600  # of a complaint, which repeats a key or value of any length
+_COMPLAINT = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"(unknown|missing required) field `(.*)`", re.DOTALL)
+_WRONG_TYPE = re.compile(r"Expected `(.*)`, got `(.*)`")
+_BOUND = re.compile(r"Expected `(\w+)`(?: of length)? (>=|<=|>|<) (.*)")
+_VALUE = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
+_STEP = re.compile(r"([^.\[\]]+)|\[[^\]]*\]")
+_NOUNS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+_UNITS = {"str": "characters", "array": "entries", "object": "entries"}
+# Keys of OpenAI's that this server does not offer with a value, and what to do without them.
+NOT_OFFERED = {
+    "audio": "This server answers with text.",
+    "best_of": "Ask for n answers with logprobs and choose one.",
+    "echo": "POST /tokenize shows the tokens of a prompt.",
+    "function_call": "Use tool_choice.",
+    "functions": "Use tools.",
+    "prediction": "Leave it out.",
+    "prompt_cache_retention": "Leave it out.",
+    "reasoning_effort": "Use chat_template_kwargs, which the model's chat template reads.",
+    "suffix": "Write what the text shall end with into the prompt.",
+    "verbosity": "Say in the prompt how long the answer shall be.",
+    "web_search_options": "Leave it out.",
+}
+
+
+def explain(complaint: str, request: type) -> tuple[str, str]:
+    """The path of the key as OpenAI writes it ("" for the whole body), and the sentence."""
+    if len(complaint) > MAX_CHARACTERS:  # its end, which says where, is kept
+        half = MAX_CHARACTERS // 2
+        complaint = f"{complaint[:half]}...{complaint[-half:]}"
+    found = _COMPLAINT.match(complaint)
+    assert found is not None, "it matches any text"
+    what, path = found["what"], (found["path"] or "").removesuffix("[...]")
+    if field := _FIELD.search(what):
+        path = f"{path}.{field[2]}" if path else field[2]
+        if field[1] != "unknown":
+            return path, "This key is missing."
+        return path, "This key is not known. GET /openapi.json lists all keys of a request."
+    if path in NOT_OFFERED:
+        return path, f"This server does not offer this. {NOT_OFFERED[path]}"
+    if wrong := _WRONG_TYPE.fullmatch(what):
+        kinds = [_NOUNS.get(kind, kind) for kind in wrong[1].split(" | ") if kind != "null"]
+        got = "a number with a fraction" if wrong[2] == "float" else _NOUNS.get(wrong[2], wrong[2])
+        if not kinds:
+            return path, f"Only null is possible here, and this is {got}."
+        return path, f"This must be {' or '.join(kinds)}, and it is {got}."
+    if bound := _BOUND.fullmatch(what):
+        kind, sign, limit = bound.groups()
+        if kind in _UNITS:
+            return path, f"{_BOUNDS[sign].capitalize()} {limit} {_UNITS[kind]} are possible."
+        return path, f"This must be {_BOUNDS[sign]} {float(limit):g}."
+    if value := _VALUE.fullmatch(what):
+        choices = ", ".join(dict.fromkeys(map(repr, _choices(request, path))))
+        choices = choices.replace("True", "true").replace("False", "false")
+        said = value[1].replace("True", "true").replace("False", "false")
+        return path, f"{said} is not possible here{f'; use {choices}' if choices else ''}."
+    return path, f"{what[:1].upper()}{what[1:]}."
+
+
+@functools.cache
+def _type_of(request: type) -> inspect.Type:
+    return inspect.type_info(request)
+
+
+def _choices(request: type, path: str) -> Iterator[Any]:
+    """The values that a Literal or a tag at this path may have."""
+    here = [_type_of(request)]
+    for step in _STEP.finditer(path):
+        here = [inner for kind in _plain(here) for inner in _inside(kind, step[1])]
+    for kind in _plain(here):
+        if isinstance(kind, inspect.LiteralType):
+            yield from kind.values
+
+
+def _plain(kinds: list[inspect.Type]) -> Iterator[inspect.Type]:
+    """The types without unions and descriptions around them."""
+    for kind in kinds:
+        if isinstance(kind, inspect.UnionType):
+            yield from _plain([*kind.types])
+        elif isinstance(kind, inspect.Metadata):
+            yield from _plain([kind.type])
+        else:
+            yield kind
+
+
+def _inside(kind: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
+    """The types of a struct's field, or of a list's or an object's items (`name` None)."""
+    if isinstance(kind, inspect.StructType) and name is not None:
+        if name == kind.tag_field:
+            yield inspect.LiteralType((kind.tag,))
+        for field in kind.fields:
+            if field.encode_name == name:
+                yield field.type
+    elif isinstance(kind, inspect.ListType) and name is None:
+        yield kind.item_type
+    elif isinstance(kind, inspect.DictType):
+        yield kind.value_type

@@ -1,0 +1,209 @@
+"""Requests and histories of other people's clients: what is taken, what is refused, in which words;
+and that the server takes back what it gives out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from serving.http.tool_calls import Form, Splitter
+from tests.serving.fakes import FakeSupervisor, ask, chat
+from tests.serving.http.test_chat import HI, NOW, QWEN, asked, prompt_of
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def of(content: Any, **more: Any) -> dict[str, Any]:
+    """A chat with an answer of the past in it."""
+    return {"messages": [*HI, {"role": "assistant", "content": content, **more}, *HI]}
+
+
+def called(arguments: Any, **more: Any) -> dict[str, Any]:
+    function = {"name": "now", "arguments": arguments}
+    call = {"id": "c", "type": "function", "function": function, **more}
+    return of(None, tool_calls=[call])
+
+
+NULLS = (
+    *("functions", "function_call", "reasoning_effort", "audio", "prediction", "verbosity"),
+    *("web_search_options", "suffix", "prompt_cache_retention", "stop", "tools", "tool_choice"),
+    *("response_format", "logit_bias", "metadata", "modalities", "stream_options", "user"),
+)
+# What is sent in a chat -> what the prompt of QWEN has in it
+TAKEN: dict[str, tuple[dict[str, Any], str]] = {
+    **{f"{key} null": ({key: None}, "|user:hi|") for key in NULLS},
+    "a cached part": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"} | MARK]}]},
+        "|user:q|",
+    ),
+    "a cached message": ({"messages": [HI[0] | {"copilot_cache_control": MARK}]}, "|user:hi|"),
+    "reasoning_details": (of("a", reasoning_details=[]), "|assistant:a|user"),
+    "reasoning_details of use": (of("a", reasoning_details=[{"text": "b"}]), "|assistant:a|user"),
+    "thinking blocks": (of("a", thinking_blocks=[{"thinking": "b"}]), "|assistant:a|user"),
+    "an id, a time": (of("a", id="msg_1", created_at=1.5, annotations=[{}]), "|assistant:a|user"),
+    "a mark of a call": (called("{}", extra_content={"google": 1}), '"arguments": {}'),
+    "a marked tool": ({"tools": [NOW | MARK], "tool_choice": "none"}, "|user:hi|"),
+    "a thinking part": (
+        of(
+            [{"type": "thinking", "thinking": "b", "signature": "s"}, {"type": "text", "text": "a"}]
+        ),
+        "|assistant:<think>b</think>a|user",
+    ),
+    "thinking in parts": (
+        of([{"type": "thinking", "thinking": [{"type": "text", "text": "b"}]}]),
+        "|assistant:<think>b</think>|user",
+    ),
+    "a refusal": (of(None, refusal="I cannot."), "|assistant:I cannot.|user"),
+    "a refusal beside nothing": (of("", refusal="I cannot."), "|assistant:I cannot.|user"),
+    "a refusal's part": (of([{"type": "refusal", "refusal": "No."}]), "|assistant:No.|user"),
+    "an empty refusal": (of("Yes", refusal=None), "|assistant:Yes|user"),
+    "arguments null": (called("null"), '"arguments": null}</tool_call>'),
+    "arguments a list": (called("[]"), '"arguments": []}</tool_call>'),
+    "arguments cut off": (called('{"a": '), '"arguments": {"a": }</tool_call>'),
+    "arguments with a mark": (called('"as-written-"'), '"arguments": "as-written-"}</tool_call>'),
+    "arguments empty": (called(""), '"arguments": {}}</tool_call>'),
+    "arguments": (called('{"a": 1}'), '"arguments": {"a": 1}}</tool_call>'),
+    "whole numbers": (
+        {"max_tokens": 2.0, "seed": 1.0, "n": 1.0, "top_k": 40.0, "top_logprobs": None},
+        "|user:hi|",
+    ),
+    "whole numbers of all spellings": ({"max_tokens": 2e0, "min_tokens": -0.0}, "|user:hi|"),
+    "64 stops": ({"stop": [f"{n}" for n in range(64)]}, "|user:hi|"),
+    "an answer to go on with": (
+        {
+            "messages": [*HI, {"role": "assistant", "content": "It is "}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        },
+        "|user:hi|assistant:It is ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_chat_that_is_taken(name: str) -> None:
+    fields, prompt = TAKEN[name]
+    with asked(QWEN) as (port, supervisor):
+        answer = chat(port, **fields)
+        assert answer.status == 200, answer.error
+        assert prompt in prompt_of(supervisor)
+        if "add_generation_prompt" in fields:
+            assert prompt_of(supervisor) == prompt
+        else:
+            assert prompt_of(supervisor).endswith("|assistant:")
+
+
+def test_whole_numbers_and_nulls_of_a_text(port: int, supervisor: FakeSupervisor) -> None:
+    fields = {"max_tokens": 2.0, "suffix": None, "stop_token_ids": [7.0], "logit_bias": {"5": 1.0}}
+    assert ask(port, "POST", TEXT, {"prompt": [1.0, 2.0], **fields}).status == 200
+    (submit,) = supervisor.submitted
+    assert (submit.prompt, submit.max_tokens, submit.stop_token_ids) == ([1, 2], 2, [7])
+    assert submit.sampling.logit_bias == {5: 1.0}
+
+
+# path, what is sent, the key that the error names, words of it
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"max_tokens": 2.5}, "max_tokens", "must be a whole number"),
+    (CHAT, {"max_tokens": "2"}, "max_tokens", "must be a whole number, and it is a text"),
+    (CHAT, {"max_tokens": 1e300}, "max_tokens", ""),
+    (CHAT, {"n": 1.0, "seed": 1.5}, "seed", "whole number"),
+    (CHAT, {"max_tokens": 0.0}, "max_tokens", "at least 1"),
+    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "Use chat_template_kwargs"),
+    (CHAT, {"functions": [{}]}, "functions", "Use tools"),
+    (CHAT, {"temprature": 1}, "temprature", "not known"),
+    (CHAT, {"temprature": None}, "temprature", "not known"),
+    (TEXT, {"suffix": "x"}, "suffix", "does not offer this"),
+    (TEXT, {"echo": True}, "echo", "POST /tokenize"),
+    (TEXT, {"best_of": 2}, "best_of", "does not offer this"),
+    (TEXT, {"temperature": 3}, "temperature", "This must be at most 2."),
+    (TEXT, {"temperature": True}, "temperature", "must be a number, and it is true or false"),
+    (TEXT, {"stop": ["x"] * 65}, "stop", "At most 64 entries"),
+    (TEXT, {"stop": ""}, "stop", "At least 1 characters"),
+    (
+        TEXT,
+        {"response_format": {"type": "xml"}},
+        "response_format.type",
+        "use 'json_object', 'json_schema'",
+    ),
+    (CHAT, {"tool_choice": "any"}, "tool_choice", "'any' is not possible here; use 'auto'"),
+    (CHAT, {"messages": [{"role": "critic"}]}, "messages[0].role", "use 'assistant', 'developer'"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "This key is missing."),
+    (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "a text"),
+    (
+        *(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        *("messages[0].content[0].type", "use 'text'"),
+    ),
+    (CHAT, {"messages": [HI[0] | {"images": ["eA=="]}]}, "messages[0].images", "not offer"),
+    (CHAT, {"messages": [HI[0] | {"prefix": True}]}, "messages[0].prefix", "not offer"),
+    (CHAT, {"continue_final_message": True}, "continue_final_message", "add_generation_prompt"),
+    (
+        *(CHAT, {"continue_final_message": True, "add_generation_prompt": False}),
+        *("continue_final_message", "must be a text of the assistant"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "key", "words"), REFUSED)
+def test_a_request_that_is_refused_in_words_for_people(
+    port: int, path: str, fields: dict[str, Any], key: str, words: str
+) -> None:
+    needed: dict[str, Any] = {"messages": HI} if path == CHAT else {"prompt": "x"}
+    answer = ask(port, "POST", path, needed | fields)
+    error = answer.error
+    assert (answer.status, error["param"]) == (400, key) and words in error["message"], error
+    assert error["message"].startswith(f"{key}: ") and error["message"].endswith(".")
+    for word in ("`", "enum", "True", "False", "None", "msgspec"):
+        assert word not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ("null", "{}"),
+        ('{"a": null}', '{"a": null}'),
+        ('"{\\"a\\": 1}"', '{"a": 1}'),
+        ("[]", None),
+        ("[1]", None),
+        ("3", None),
+        ("true", None),
+        ('"noon"', None),
+        ('"[]"', None),
+    ],
+)
+@pytest.mark.parametrize("form", ["hermes", "list"])
+def test_arguments_are_given_out_as_an_object_or_as_content(
+    form: Any, arguments: str, given: str | None
+) -> None:
+    said = f'{{"name":"now","arguments":{arguments}}}'
+    text = f"<tool_call>{said}</tool_call>" if form == "hermes" else f"[{said}]"
+    (part,) = Splitter(Form(None, form, frozenset({"now"}))).push(text, True)
+    if given is None:
+        assert (part.kind, part.text) == ("content", text)
+    else:
+        assert part.call is not None and part.call.function.arguments == given
+
+
+def test_what_the_server_gives_out_it_takes_back() -> None:
+    call = '<tool_call>{"name": "now", "arguments": null}</tool_call>'
+    with (
+        asked(QWEN, "<think>2+2</think>", "Sure. ", call, call) as (port, supervisor),
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client,
+    ):
+        turns: Any = [*HI]
+        for _ in range(2):
+            answer = client.chat.completions.create(model="m", messages=turns, tools=[NOW])
+            message = answer.choices[0].message
+            turns.append(message)
+            turns += [
+                {"role": "tool", "tool_call_id": made.id, "content": "noon"}
+                for made in message.tool_calls or []
+            ]
+        turns.append(json.loads(message.to_json()))  # with all that the client knows of it
+        client.chat.completions.create(model="m", messages=turns, tools=[NOW])
+        prompt = prompt_of(supervisor)
+    assert prompt.count("<think>2+2</think>Sure. ") == 3 and prompt.count("|tool now:noon") == 4
