@@ -79,7 +79,7 @@ class Ran(NamedTuple):
         if lines:
             return lines[-1]
         if self.status is not None and self.status < 0:
-            return f"ended by {signal.Signals(-self.status).name}"
+            return f"killed by signal {-self.status} ({signal.Signals(-self.status).name})"
         return f"exit status {self.status}"
 
 

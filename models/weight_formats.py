@@ -53,7 +53,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "onnx": ONNX_FORMATS,
     "none": (),
 }
-DEFAULT_FORMATS = {"gguf": "Q4_0", "hf": "bf16", "onnx": "int4", "none": ""}
+DEFAULT_FORMATS = {"gguf": "Q4_0", "hf": "bf16", "onnx": "int8", "none": ""}
 # Bits of a weight; int4 has one float32 scale for 32 weights (MatMulNBits), int8 one for an output.
 _BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0, "int4": 5.0, "int8": 8.0}
 # What a row that is no multiple of 256 falls back to.

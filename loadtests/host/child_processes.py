@@ -76,7 +76,9 @@ class Child:
         status = self.poll()
         if status is None:
             return "still running"
-        how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        how = f"exit status {status}"
+        if status < 0:
+            how = f"killed by signal {-status} ({signal.Signals(-status).name})"
         words = "" if self.log is None else last_line(self.log)
         if self.log is not None and words.startswith("stopped"):  # a server of ours, in order
             words = last_line(self.log, "giving up: ") or words

@@ -219,7 +219,10 @@ BACKENDS: dict[str, BackendSpec] = {
     ),
 }
 # Tried in this order where the user names no backend.
-DEFAULTS: dict[str, tuple[str, ...]] = {"cpu": ("llama_cpp",), "gpu": ("torch", "llama_cpp")}
+DEFAULTS: dict[str, tuple[str, ...]] = {
+    "cpu": ("llama_cpp", "onnx", "torch"),
+    "gpu": ("torch", "llama_cpp"),
+}
 
 
 def spec_of(name: str) -> BackendSpec:

@@ -4,9 +4,10 @@
     placement.device, placement.backend          # "cpu", "llama_cpp"
     print("\\n".join(explain(placement)))
 
-Candidates are looked at in order: the GPU, with the backends that may drive it, then the CPU. The
-first one that fits is chosen, later ones are what the engine falls back to. Of several GPUs it is
-the one with most free memory.
+Candidates are looked at in order: the GPU, with the backends that may drive it, then the CPU, with
+every backend that runs there. The first one that fits is chosen, later ones are what the engine
+falls back to: the best engine of the CPU, and last the GPU's own backend on the CPU, which needs no
+other files. Of several GPUs it is the one with most free memory.
 
 Memory: the weights (the file's size, else the format's), the KV cache layer by layer in the type
 and the row lengths that the backend holds, recurrent states by slot, the buffer of a step's
@@ -68,6 +69,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     # not asked, since there is no file yet.
     held: tuple[HeldMemory, ...] = ()
     check_memory: bool = True  # False: plan even what does not fit, and say so
+    # Backends of the CPU and their formats where no backend is named, the best first; (): as in the
+    # table of backends.
+    cpu_backends: tuple[tuple[str, str | None], ...] = ()
 
 
 class Obstacles(msgspec.Struct, frozen=True):
@@ -183,11 +187,13 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
     slots = asked.slots or DEFAULT_SETTINGS["cpu"].slots
     sized = in_context(request, shortest, slots=slots)
     gpus = {gpu.uuid or "": gpu for gpu in facts.gpus}
-    able = [one for one, _ in _everywhere(sized, facts, obstacles) if one is not None]
+    looked = _everywhere(sized, facts, obstacles, has_last_resort=False)
+    able = [one for one, _ in looked if one is not None]
 
     def fits(context: int) -> bool:
         sized = in_context(request, context, slots=slots)
         for engine in able:
+            sized = msgspec.structs.replace(sized, weight_format=engine.weight_format)
             gpu = gpus.get(engine.device_id) if engine.device == "gpu" else None
             one = predicted(sized, facts, engine.backend, gpu)
             if one.free_bytes is not None:
@@ -217,17 +223,27 @@ def in_context(
 
 
 def _everywhere(
-    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles
+    request: PlacementRequest,
+    facts: HardwareFacts,
+    obstacles: Obstacles,
+    *,
+    has_last_resort: bool = True,
 ) -> Iterator[Looked]:
-    """Every device and backend that the policy leaves, in the order they are tried."""
+    """Every device and backend that the policy leaves, in the order they are tried.
+
+    `has_last_resort`: with the GPU's backend on the CPU, behind the best engine of the CPU.
+    """
+    on_gpu: list[Looked] = []
     if request.policy is Policy.cpu_only:
         yield None, Reason(Cause.forced, "the policy cpu-only leaves GPUs aside")
     else:
-        yield from _on_gpu(request, facts, obstacles)
+        on_gpu = list(_on_gpu(request, facts, obstacles))
+        yield from on_gpu
     if request.policy is Policy.gpu_only:
         yield None, Reason(Cause.forced, "the policy gpu-only leaves the CPU aside")
     else:
-        yield _on_cpu(request, facts, obstacles)
+        chosen = [one for one, _ in on_gpu if one is not None and has_last_resort]
+        yield from _on_cpu(request, facts, obstacles, chosen[-1] if chosen else None)
 
 
 def _on_gpu(
@@ -263,12 +279,45 @@ def _on_gpu(
         yield None, Reason(cause, text)
 
 
-def _on_cpu(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> Looked:
-    name = request.backend or default_backend("cpu", request.weight_format)
-    if name in obstacles.missing:
-        text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
-        return None, Reason(Cause.backend_missing, text)
-    return fitted(request, facts, name, None)
+def _on_cpu(
+    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles, on_gpu: Attempt | None
+) -> Iterator[Looked]:
+    """The first backend of the CPU that fits, before it the others and why; after it that of the
+    GPU's attempt, whose files are there."""
+    is_found, is_short = False, False
+    for name, weight_format in _cpu_backends(request):
+        is_the_gpus = on_gpu is not None and on_gpu.backend == name
+        if is_found and not is_the_gpus:
+            continue
+        if name in obstacles.missing:
+            text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
+            yield None, Reason(Cause.backend_missing, text)
+            continue
+        if is_found and on_gpu is not None:
+            weight_format = on_gpu.weight_format
+        asked = msgspec.structs.replace(request, weight_format=weight_format)
+        attempt, reason = fitted(asked, facts, name, None)
+        if is_found:  # whether the last resort fits is nobody's question
+            if attempt is not None and reason is None:
+                yield attempt, None
+            continue
+        is_repeated = is_short and attempt is None  # the format before it needs less
+        is_short = is_short or (reason is not None and reason.cause is Cause.insufficient_memory)
+        if not is_repeated:
+            yield attempt, reason
+        is_found = attempt is not None
+
+
+def _cpu_backends(request: PlacementRequest) -> Sequence[tuple[str, str | None]]:
+    """Backends that may run the model on the CPU and their formats, the best first."""
+    if request.backend:
+        return [(request.backend, request.weight_format)]
+    if request.cpu_backends:
+        return request.cpu_backends
+    if request.weight_format:
+        known = backends_with("cpu", request.weight_format)
+        return known or [(default_backend("cpu"), request.weight_format)]
+    return [(name, None) for name in DEFAULTS["cpu"]]
 
 
 def fitted(
@@ -434,8 +483,20 @@ def explain(placement: Placement) -> list[str]:
             f"({attempt.settings.pool_tokens} KV tokens, {attempt.settings.kv_dtype}); "
             f"may use {free}{'' if attempt.fits else ' - does not fit'}"
         )
+    if placement.device == "gpu" and len(placement.attempts) == 1:
+        lines.append(f"  no fallback: {_why_no_fallback(placement)}")
     lines += [
         f"  {'because' if reason.cause is None else reason.cause.value}: {reason.text}"
         for reason in placement.reasons
     ]
     return lines
+
+
+def _why_no_fallback(placement: Placement) -> str:
+    """Return why nothing serves while the GPU's engine is gone."""
+    if placement.policy is Policy.gpu_only:
+        return "the policy gpu-only leaves the CPU aside; --policy auto would fall back to it"
+    return (
+        f"no engine can run {placement.model} on the CPU, for the reasons below; while the GPU's "
+        "engine is gone, requests get 503"
+    )

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from models.errors import ModelError
 from models.machine_limits import cgroup_cores
 from models.model_ladder import is_rung, rung
 from models.resolve_model import ResolvedModel, is_gguf, resolve
@@ -38,6 +39,8 @@ from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardwar
 from serving.performance.scheduler_settings import AUTO
 from serving.placement.fastest_backend import EngineChoice, Question, fastest_backend
 from serving.placement.placement_policy import (
+    Attempt,
+    NoPlacement,
     Obstacles,
     Placement,
     PlacementRequest,
@@ -179,9 +182,12 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     """
     request = find_model(model, machine)
     facts = facts or machine.facts()
-    placement = machine.place(request, facts)
-    request = in_context(request, placement.settings.context_tokens)
     split = machine.split(model.cores, model.threads)
+    placement = machine.place(request, facts)
+    if placement.device == "gpu":
+        request = with_known_fallback(model, request, split, machine, facts)
+        placement = machine.place(request, facts)
+    request = in_context(request, placement.settings.context_tokens)
     choice = best_for(model, request, split, machine, facts) if placement.device == "cpu" else None
     if choice is not None:
         request = msgspec.structs.replace(
@@ -190,6 +196,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         placement = machine.place(request, facts)
         placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
     options = options_by_backend(model.options, [one.backend for one in placement.attempts])
+    files, placement = files_of_engines(model, placement, machine)
     prepared = Prepared(
         name=model.name or request.model.name,
         model=model,
@@ -197,13 +204,10 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         placement=placement,
         split=split,
         options=options,  # checked before weights are made
-        files={
-            one.backend: machine.files_of(model.source, one.backend, one.weight_format)
-            for one in placement.attempts
-        },
+        files=files,
     )
-    for backend, files in prepared.files.items():
-        if not files.path:
+    for backend, one in prepared.files.items():
+        if not one.path:
             options[backend].setdefault("vocabulary", request.model.vocabulary)
     path = Path(prepared.tokenizer_path)
     is_ours = any(read_manifest(place) is not None for place in (path, path.parent))
@@ -216,6 +220,56 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
             "times and memory are those of the real model, the text is noise"
         )
     return prepared
+
+
+def files_of_engines(
+    model: ModelOptions, placement: Placement, machine: Machine
+) -> tuple[dict[str, ResolvedModel], Placement]:
+    """Return the files of every engine, by backend, and the placement without the engines that have
+    none: a fallback whose weights cannot be had keeps no GPU from serving.
+
+    Raises ModelError where the first engine has none.
+    """
+    files: dict[str, ResolvedModel] = {}
+    attempts: list[Attempt] = []
+    reason = None
+    for one in placement.attempts:
+        if one.backend not in files:
+            try:
+                files[one.backend] = machine.files_of(model.source, one.backend, one.weight_format)
+            except ModelError as problem:
+                if not attempts:
+                    raise
+                text = f"no fallback to {one.backend} on the CPU: its weights cannot be had: "
+                reason = Reason(Cause.load_failed, f"{text}{problem}")
+                continue
+        attempts.append(one)
+    return files, narrowed(placement, tuple(attempts), reason)
+
+
+def with_known_fallback(
+    model: ModelOptions,
+    request: PlacementRequest,
+    split: CoreSplit,
+    machine: Machine,
+    facts: HardwareFacts,
+) -> PlacementRequest:
+    """Return the request with the CPU's backends in the order of their step times, as far as this
+    machine's table has them; nothing is measured for a fallback."""
+    asked = question_of(model, request, split, machine)
+    if asked is None or model.weight_format:
+        return request
+    quiet = msgspec.structs.replace(asked, may_measure=False)
+    try:
+        found = fastest_backend(quiet, facts, machine.say, machine.progress)
+    except NoPlacement:  # the table's order, and why each of it cannot run
+        return request
+    timed = [one for one in found.candidates if one.requests_per_second and not one.why_not]
+    timed.sort(key=lambda one: one.requests_per_second or 0.0, reverse=True)
+    order: list[tuple[str, str | None]] = [(one.backend, one.weight_format) for one in timed]
+    named = {one.backend for one in timed}
+    order += [(name, None) for name in DEFAULTS["cpu"] if name not in named]
+    return msgspec.structs.replace(request, cpu_backends=tuple(order))
 
 
 def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
@@ -270,10 +324,21 @@ def best_for(
     facts: HardwareFacts,
 ) -> EngineChoice | None:
     """The CPU's best engine for a rung whose backend is not named; None: it is not asked for."""
+    question = question_of(model, request, split, machine)
+    if question is None:
+        return None
+    return fastest_backend(question, facts, machine.say, machine.progress)
+
+
+def question_of(
+    model: ModelOptions, request: PlacementRequest, split: CoreSplit, machine: Machine
+) -> Question | None:
+    """Return what the CPU's engines are asked about a rung; None where its engine is named, or may
+    not be chosen."""
     is_open = model.backend is None and not model.options and is_rung(model.source)
     if not (model.calibration and is_open):
         return None
-    question = Question(
+    return Question(
         source=model.source,
         request=request,
         prompt_tokens=USUAL_PROMPT_TOKENS,
@@ -283,7 +348,6 @@ def best_for(
         formats=(model.weight_format,) if model.weight_format else (),
         cache=machine.cache,
     )
-    return fastest_backend(question, facts, machine.say, machine.progress)
 
 
 def options_by_backend(

@@ -220,14 +220,16 @@ class EngineProcess(asyncio.Protocol):
             return self._cause
         status = self.returncode
         assert status is not None
-        how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        how = f"exit status {status}"
+        if status < 0:
+            how = f"killed by signal {-status} ({signal.Signals(-status).name})"
         lines = self.last_lines
         told = [line.strip() for line in lines if line.strip() and not line.startswith(_TRACE)]
         about_memory = [line for line in told if any(words in line for words in _SHORTAGES)]
         if last := (about_memory or told)[-1:]:
             how = f"{how}: {last[0]}"
         elif status == -signal.SIGKILL:
-            how = f"{how}, as by the kernel where memory ran out"
+            how = f"{how}; if you did not do this, the kernel may have run out of memory"
         if about_memory:
             return Cause.runtime_oom if self.ready is not None else Cause.load_oom, how
         is_death = self.ready is not None or status < 0

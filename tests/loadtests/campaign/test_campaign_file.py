@@ -48,7 +48,7 @@ def test_models_and_backends_are_multiplied_with_the_formats_that_each_has() -> 
     ]
     backends = '["llama_cpp", "torch", "onnx", "fake"]'
     cells = parse_campaign(f"{ONE}backends = {backends}").cells
-    assert [cell.weight_format for cell in cells] == ["Q4_0", "bf16", "int4", ""]
+    assert [cell.weight_format for cell in cells] == ["Q4_0", "bf16", "int8", ""]
     assert keys(f'{ONE}backends = ["llama_cpp", "onnx"]\nformats = ["Q8_0", "int8"]') == [
         *("smollm2-135m-Q8_0-llama_cpp", "smollm2-135m-int8-onnx")
     ]

@@ -119,7 +119,7 @@ def test_an_engine_of_others_serves_says_what_it_is_and_ends(
     until = time.monotonic() + 10
     while server.trouble() is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert "scripted ended (ended by SIGKILL: loading)" in (server.trouble() or "")
+    assert "scripted ended (killed by signal 9 (SIGKILL): loading)" in (server.trouble() or "")
 
 
 @pytest.mark.parametrize(

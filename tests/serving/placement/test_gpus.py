@@ -6,23 +6,35 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from models.errors import BrokenWeights
 from models.model_ladder import rung
+from models.resolve_model import ResolvedModel
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import BACKENDS, BackendSpec
 from serving.engine.ipc_messages import CONFIG_VARIABLE
 from serving.errors import Cause, Unsupported
 from serving.hardware.gpus import GpuFacts
+from serving.placement.fastest_backend import EngineCandidate, EngineTimes, keep
 from serving.placement.placement_policy import (
     Obstacles,
     Placement,
+    explain,
+    narrowed,
     plan,
 )
-from serving.registry.engine_config import options_by_backend, prepare
+from serving.registry.engine_config import (
+    files_of_engines,
+    options_by_backend,
+    prepare,
+    question_of,
+    with_known_fallback,
+)
 from serving.server_options import ModelOptions
 from serving.supervisor.engine_process import environment
 from tests.serving.placement.test_plan import machine, with_gpu
@@ -114,6 +126,53 @@ def test_the_table_names_the_options_that_a_backend_has(name: str) -> None:
     struct = getattr(importlib.import_module(f"serving.backends.{module}"), kind)
     assert spec.options is not None
     assert set(spec.options) == set(struct.__struct_fields__)
+
+
+def test_a_fallback_without_weights_keeps_no_gpu_from_serving(tmp_path: Path) -> None:
+    class Offline(MadeUp):
+        def files_of(self, source: str, backend: str, weight_format: str | None) -> ResolvedModel:
+            if backend == "llama_cpp":
+                raise BrokenWeights("the disk is full")
+            return ResolvedModel("m", ONE, str(tmp_path), "bf16", str(tmp_path), True)
+
+    here = Offline(with_gpu(memory_available_bytes=64 * GIB))
+    found = here.place(placement_request(model=ONE, context_tokens=2048), here.facts())
+    files, placement = files_of_engines(ModelOptions(source="1b"), found, here)
+    assert [(one.device, one.backend) for one in placement.attempts] == [
+        *(("gpu", "torch"), ("cpu", "torch"))
+    ]
+    assert list(files) == ["torch"]
+    text = "\n".join(explain(placement))
+    assert (
+        "no fallback to llama_cpp on the CPU: its weights cannot be had: the disk is full" in text
+    )
+    broken = narrowed(found, found.attempts[1:], None)
+    with pytest.raises(BrokenWeights):
+        files_of_engines(ModelOptions(source="1b"), broken, here)
+
+
+@pytest.mark.parametrize(("is_timed", "expected"), [(False, "llama_cpp"), (True, "onnx")])
+def test_a_fallback_is_chosen_by_the_step_times_that_are_known(
+    tmp_path: Path, is_timed: bool, expected: str
+) -> None:
+    here = MadeUp(with_gpu(memory_available_bytes=64 * GIB))
+    here.cache = str(tmp_path)
+    model, split = ModelOptions(source="135m", threads=1), here.split("", 1)
+    request = placement_request(model=rung("135m").spec, context_tokens=2048)
+    asked = question_of(model, request, split, here)
+    assert asked is not None
+    for backend, weight_format, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):
+        engine = EngineCandidate(backend=backend, weight_format=weight_format)
+        times = EngineTimes(
+            slots=16,
+            prompt_tokens_per_second=1 / seconds,
+            decode_seconds=seconds,
+            decode_slots_seconds=seconds,
+        )
+        if is_timed:
+            keep(here.cache, here.facts(), asked.key(engine), times)
+    request = with_known_fallback(model, request, split, here, here.facts())
+    assert here.place(request, here.facts()).attempts[1].backend == expected
 
 
 def test_the_placement_is_what_the_engines_are_told() -> None:

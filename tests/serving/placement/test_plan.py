@@ -26,6 +26,7 @@ from tests.tools.with_settings import placement_request
 GIB = 1 << 30
 SMALL = rung("135m").spec
 EIGHT = rung("8b").spec
+TIMED = (("onnx", "int8"), ("llama_cpp", None), ("torch", None))  # onnx is the quicker one
 
 
 def machine(memory_gib: float = 32, **changes: Any) -> HardwareFacts:
@@ -88,6 +89,52 @@ def test_auto_with_a_gpu_uses_it_and_keeps_the_cpu_to_fall_back_to() -> None:
     assert place(placement) == on_gpu
     assert [place(attempt) for attempt in placement.attempts] == [on_gpu, on_cpu]
     assert any("falls back to CPU llama_cpp (Test CPU)" in line for line in explain(placement))
+
+
+@pytest.mark.parametrize(
+    ("missing", "order", "expected"),
+    [
+        (("llama_cpp",), (), [("onnx", "int8"), ("torch", "bf16")]),
+        (("llama_cpp", "onnx"), (), [("torch", "bf16")]),
+        ((), TIMED, [("onnx", "int8"), ("torch", "bf16")]),
+        (("onnx",), TIMED, [("llama_cpp", "Q4_0"), ("torch", "bf16")]),
+    ],
+)
+def test_the_gpu_falls_back_to_the_best_engine_of_the_cpu_that_is_installed(
+    missing: tuple[str, ...], order: Any, expected: list[tuple[str, str]]
+) -> None:
+    """`order`: as the step times of this machine say. torch on the CPU is the last resort: it needs
+    the files that the GPU's engine has.
+    """
+    facts = with_gpu(memory_available_bytes=64 * GIB)
+    told = dict.fromkeys(missing, "its package is not installed (pip install it)")
+    asked: dict[str, Any] = {"cpu_backends": order} if order else {}
+    placement = planned(EIGHT, facts, missing=told, **asked)
+    later = [(one.backend, one.weight_format) for one in placement.attempts[1:]]
+    assert later == expected
+    text = "\n".join(explain(placement))
+    assert f"falls back to CPU {expected[0][0]}" in text and "no fallback" not in text
+    for name in missing:
+        assert f"backend '{name}' cannot run: its package is not installed (pip install" in text
+
+
+def test_the_start_says_that_there_is_no_fallback_and_why() -> None:
+    small = with_gpu(memory_available_bytes=2 * GIB)
+    text = "\n".join(explain(planned(EIGHT, small, missing={"onnx": "not installed"})))
+    assert "no fallback: no engine can run llama-3.1-8b on the CPU, for the reasons below" in text
+    assert "requests get 503" in text and "backend 'onnx' cannot run: not installed" in text
+    assert text.count("insufficient_memory") == 1, "the smallest format says it for all"
+    text = "\n".join(explain(planned(EIGHT, with_gpu(), Policy.gpu_only)))
+    assert "no fallback: the policy gpu-only leaves the CPU aside" in text
+
+
+def test_a_context_is_not_cut_for_the_last_resort() -> None:
+    """float32 KV of torch on a CPU without bf16 takes twice the memory of llama_cpp's."""
+    facts = with_gpu(memory_available_bytes=40 * GIB)
+    asked: dict[str, Any] = {"context_tokens": None, "slots": 4}
+    without = planned(EIGHT, facts, missing={"torch": "none"}, backend="llama_cpp", **asked)
+    found = planned(EIGHT, facts, **asked).settings
+    assert found.context_tokens >= without.settings.context_tokens
 
 
 def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:
@@ -194,8 +241,9 @@ def test_a_missing_package_is_a_cause_on_either_device() -> None:
     placement = planned(SMALL, with_gpu(), missing=missing, backend="onnx")
     assert (placement.device, placement.backend) == ("cpu", "onnx")
     assert causes(placement) == [Cause.backend_missing]
-    with pytest.raises(NoPlacement, match="llama_cpp.*not installed"):
-        planned(SMALL, machine(), missing=missing)
+    assert place(planned(SMALL, machine(), missing=missing)) == ("cpu", "onnx", "int8")
+    with pytest.raises(NoPlacement, match="llama_cpp.*not installed.*onnx.*not installed"):
+        planned(SMALL, machine(), missing={**missing, "onnx": "not installed"})
 
 
 def test_what_does_not_fit_in_memory_is_an_error_unless_asked_for() -> None:

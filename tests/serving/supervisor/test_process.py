@@ -37,11 +37,14 @@ def test_the_reason_of_an_abort_is_what_was_said_before_the_trace(loaded: bool) 
         engine.ready = cast(Any, object())
     cause, text = engine.why()
     assert cause is (Cause.runtime_oom if loaded else Cause.load_oom)
-    assert text == "ended by SIGABRT: llama.cpp: CUDA error: out of memory"
+    assert text == "killed by signal 6 (SIGABRT): llama.cpp: CUDA error: out of memory"
     engine.last_lines.clear()
     engine.last_lines.extend(["GGML_ASSERT(n <= m) failed", *ABORTED[2:]])
     cause, text = engine.why()
-    assert cause is Cause.engine_died and text == "ended by SIGABRT: GGML_ASSERT(n <= m) failed"
+    assert (
+        cause is Cause.engine_died
+        and text == "killed by signal 6 (SIGABRT): GGML_ASSERT(n <= m) failed"
+    )
 
 
 def test_an_engine_that_sigkill_does_not_end_is_left_behind(
