@@ -140,8 +140,8 @@ def rate_with_interval(
     return f"{rate(value, like=like)} ({ends})"
 
 
-def size(size_bytes: float | None) -> str:
-    """Bytes with three digits: 73.4 MiB, 1.21 GiB, 24 GiB."""
+def size(size_bytes: float | None, digits: int = 3) -> str:
+    """Bytes with three digits: 73.4 MiB, 1.21 GiB, 24 GiB; or with more."""
     if size_bytes is None:
         return NOT_MEASURED
     value = float(size_bytes)
@@ -150,7 +150,7 @@ def size(size_bytes: float | None) -> str:
         if abs(value) < 1024:
             break
         value, unit = value / 1024, bigger
-    return f"{value:.3g} {unit}" if abs(value) < 999.5 else f"{value:.0f} {unit}"
+    return f"{value:.{digits}g} {unit}" if abs(value) < 999.5 else f"{value:.0f} {unit}"
 
 
 def share(value: float | None, digits: int = 3) -> str:

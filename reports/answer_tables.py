@@ -1,24 +1,26 @@
-"""The first table, a row a model, and the table of levels. A cell has at most six words."""
+"""The first table, a row a model, and the table of levels. A cell has at most six words.
+
+columns = columns_of(data)         # CPU and GPU beside each other where both were measured
+answer_row(answer, columns)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import msgspec
 import numpy as np
 
 from loadtests.analysis import capacity_text
+from loadtests.analysis.slo import Slo
 from loadtests.simulation.batching_simulator import Simulated
 from loadtests.simulation.simulated_capacity import Server
 from models import formatting
-from reports.headline import Answer
-from reports.report_data import CellData, ReportData
+from reports.headline import Answer, machine_words
+from reports.report_data import CPU, GPU, SIDE_NAMES, CellData, ReportData
 from reports.sections.section import Grade, Table, table
 
-HEADS = (
-    *("model", "one user: first token, then each", "holds (confirmed)"),
-    *("limit (estimated, 90 % interval)", "engine", "above that: GPU, its rate, price"),
-)
 STATES = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not begun"}
 
 
@@ -30,65 +32,147 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-def answer_row(answer: Answer) -> tuple[Cell, ...]:
-    """The cells of one model, in the order of HEADS."""
-    cell = answer.cell
-    return (
-        Cell(text=answer.title, detail=_model_detail(cell)),
-        _alone(answer),
-        _held(cell),
-        _limit(cell),
-        Cell(text="–" if cell.state in ("not_started", "skipped") else cell.engine_words),
-        _takes_over(answer),
+class Column(msgspec.Struct, frozen=True, kw_only=True):
+    """A column of the first table. `side`: the device that it is of; "": of the model."""
+
+    name: str  # "model", "alone", "held", "limit", "engine", "over" or "price"
+    head: str
+    side: str = ""
+
+    @property
+    def key(self) -> str:
+        """`cpu-held`: by which the page's script finds its cells."""
+        return f"{self.side}-{self.name}" if self.side else self.name
+
+    @property
+    def full_head(self) -> str:
+        """Its head where no head of its device stands above it."""
+        return f"{SIDE_NAMES[self.side]}: {self.head}" if self.side else self.head
+
+
+HEADS = {
+    "alone": "Single request (TTFT, TPOT)",
+    "held": "Confirmed rate",
+    "limit": "Estimated capacity (90 % CI)",
+    "engine": "Engine",
+}
+MODEL = Column(name="model", head="Model")
+TAKEOVER = Column(name="over", head="Takeover GPU (capacity, price)")
+PRICE = Column(name="price", head="GPU (list price)")
+
+
+def columns_of(data: ReportData) -> tuple[Column, ...]:
+    """Those of the devices that were measured; where that is the CPU alone, and the GPU that takes
+    over."""
+    columns = [MODEL]
+    for side in data.sides:
+        columns += [Column(name=name, head=head, side=side) for name, head in HEADS.items()]
+    if data.sides == (GPU,):
+        columns.append(PRICE)
+    elif GPU not in data.sides:
+        columns.append(TAKEOVER)
+    return tuple(columns)
+
+
+def side_heads(data: ReportData) -> tuple[tuple[str, str], ...]:
+    """(side, what it is and costs) of each device, to stand above its columns; () where there is
+    one device alone."""
+    if len(data.sides) < 2:
+        return ()
+    price = None if data.gpu is None else data.gpu.dollars_per_hour
+    priced = formatting.dollars_per_hour(price)
+    own = "price not known" if price is None else f"list price {priced}"
+    words = {CPU: "price not known", GPU: own}
+    return tuple(
+        (side, f"{SIDE_NAMES[side]}: {machine_words(data, side)}, {words[side]}")
+        for side in data.sides
     )
 
 
-def _model_detail(cell: CellData) -> str:
-    parts = [f"{formatting.parameters(cell.parameters)} parameters"]
-    if cell.ready is not None and cell.ready.synthetic:
+def answer_row(answer: Answer, data: ReportData) -> tuple[Cell, ...]:
+    """The cells of one model, in the order of `columns_of`."""
+    return tuple(_cell(answer, column, data) for column in columns_of(data))
+
+
+def _cell(answer: Answer, column: Column, data: ReportData) -> Cell:
+    if column.name == "model":
+        return Cell(text=answer.title, detail=_model_detail(answer))
+    if column.name == "over":
+        return _takes_over(answer)
+    if column.name == "price":
+        return _price(data)
+    cell = answer.side(column.side)
+    if cell is None:
+        # a GPU of the catalogue stands where none was measured
+        if column.side == GPU and column.name == "limit" and answer.over is not None:
+            return _takes_over(answer)
+        return Cell(text=formatting.NOT_MEASURED if column.name == "held" else "–")
+    makers: dict[str, Callable[[CellData, Slo], Cell]] = {
+        "alone": _alone,
+        "held": _held,
+        "limit": _limit,
+        "engine": _engine,
+    }
+    return makers[column.name](cell, answer.slo)
+
+
+def _model_detail(answer: Answer) -> str:
+    parts = [f"{formatting.parameters(answer.cell.parameters)} parameters"]
+    if any(cell.ready is not None and cell.ready.synthetic for cell in answer.cells):
         parts.append("random weights of its shape: speed and memory are real, the text is noise")
-    if cell.slots:
-        parts.append(f"{cell.slots} requests at a time")
-    if cell.choice is not None:
-        parts.append(cell.choice.reason)
+    for cell in answer.cells:
+        where = f" on the {cell.device_words}" if len(answer.cells) > 1 else ""
+        if cell.slots:
+            parts.append(f"{cell.slots} requests at a time{where}")
+        if cell.choice is not None:
+            parts.append(cell.choice.reason)
     return "; ".join(parts)
 
 
-def alone_words(cell: CellData) -> str:
-    """Of one user, medians: first token and each after it, `83 ms, then 12 ms`.
+def _engine(cell: CellData, slo: Slo) -> Cell:
+    return Cell(text="–" if cell.state in ("not_started", "skipped") else cell.engine_words)
 
-    By the step law where there is one: in the time that one user is given, a slow model answers few
-    requests, and not those that a quick one does.
+
+def alone_words(cell: CellData) -> str:
+    """Of a single request, medians: TTFT and TPOT, `83 ms, 12 ms`.
+
+    As measured. Where no request was measured, or none had a second token, as simulated.
     """
-    if cell.alone is None:
-        return formatting.NOT_MEASURED
-    if (simulated := _simulated_alone(cell)) is None:
-        return _times_in_words(cell.alone.ttft_seconds, cell.alone.tpot_seconds)
+    return _alone_times(cell)[0]
+
+
+def _alone_times(cell: CellData) -> tuple[str, str]:
+    """The times in words, and how they are known."""
+    measured = cell.alone
+    if measured is not None and measured.ttft_seconds is not None:
+        many = "1 request" if measured.requests == 1 else f"{measured.requests} requests"
+        times = _times_in_words(measured.ttft_seconds, measured.tpot_seconds)
+        return times, f"measured, medians of {many} sent one at a time"
+    if measured is None or (simulated := _simulated_alone(cell)) is None:
+        return formatting.NOT_MEASURED, ""
     ttft, tpot = (float(np.nanmedian(one)) for one in (simulated.ttft, simulated.tpot))
-    return _times_in_words(ttft, tpot)
+    return _times_in_words(ttft, tpot), "simulated from step times, medians"
 
 
 def _times_in_words(ttft: float | None, tpot: float | None) -> str:
-    each = "" if tpot is None else f", then {formatting.seconds(tpot)}"
+    each = "" if tpot is None else f", {formatting.seconds(tpot)}"
     return f"{formatting.seconds(ttft)}{each}"
 
 
-def _alone(answer: Answer) -> Cell:
-    """`83 ms, then 12 ms: met`; by the law where it is not sure, `83 ms, then 12 ms: 84 % good`."""
-    cell, slo = answer.cell, answer.slo
-    if cell.alone is None:
-        return Cell(text=alone_words(cell))
-    told = {True: "met", False: "missed", None: "unclear"}[cell.alone.is_good]
-    measured = _times_in_words(cell.alone.ttft_seconds, cell.alone.tpot_seconds)
-    detail = f"measured, medians of {cell.alone.requests} requests: {measured}"
-    if (simulated := _simulated_alone(cell)) is not None:
-        detail = f"simulated from step times, medians; {detail}"
-        if cell.alone.is_good is None:
-            good = simulated.good(slo.ttft_seconds, slo.tpot_seconds).mean()
-            told = f"{formatting.share(float(good), 2)} good"
-    elif cell.alone.is_good is None:
-        detail += ", too few to tell whether the share is met"
-    return Cell(text=f"{alone_words(cell)}: {told}", detail=detail)
+def _alone(cell: CellData, slo: Slo) -> Cell:
+    """`83 ms, 12 ms: met`; where the measured requests are too few to tell, the simulated SLO
+    attainment: `83 ms, 12 ms: 84 % attainment`."""
+    text, detail = _alone_times(cell)
+    if cell.alone is None or not detail:
+        return Cell(text=text)
+    verdict = {True: "met", False: "missed", None: "unclear"}[cell.alone.is_good]
+    if cell.alone.is_good is None:
+        detail += "; too few to tell whether they meet the SLO"
+        if (simulated := _simulated_alone(cell)) is not None:
+            good = float(simulated.good(slo.ttft_seconds, slo.tpot_seconds).mean())
+            verdict = "met" if good >= slo.target else "missed"
+            detail += f"; simulated SLO attainment {formatting.share(good, 2)}"
+    return Cell(text=f"{text}: {verdict}", detail=detail)
 
 
 @lru_cache(maxsize=32)
@@ -99,7 +183,7 @@ def _simulated_alone(cell: CellData) -> Simulated | None:
     return Server(cell.law, cell.policy, cell.traffic.lengths, cell.traffic.arrivals).alone()
 
 
-def _held(cell: CellData) -> Cell:
+def _held(cell: CellData, slo: Slo) -> Cell:
     """What is confirmed."""
     found = cell.capacity
     if found is None:
@@ -109,15 +193,15 @@ def _held(cell: CellData) -> Cell:
         text = formatting.rate(found.held, rounded="down", like=cell.like)
         return Cell(text=text, grade="confirmed", detail=capacity_text.held_words(found))
     if found.state == "not_even_alone":
-        return Cell(text="not even alone", detail=found.reason)
+        return Cell(text="misses the SLO unloaded", detail=found.reason)
     parts = [found.reason] if found.reason else []
     if found.confirm_seconds is not None:
         minutes = formatting.duration(found.confirm_seconds)
         parts.append(f"crossover campaign resume {cell.folder} --confirm takes {minutes}")
-    return Cell(text="no rate confirmed", detail="; ".join(parts))
+    return Cell(text="none confirmed", detail="; ".join(parts))
 
 
-def _limit(cell: CellData) -> Cell:
+def _limit(cell: CellData, slo: Slo) -> Cell:
     """The estimate with its interval."""
     found = cell.capacity
     text = capacity_text.limit(found, cell.like)
@@ -125,7 +209,7 @@ def _limit(cell: CellData) -> Cell:
         return Cell(text=text)
     detail = "between levels that held and failed"
     if found.method == "law":
-        how = "simulated from step times that this run measured; 90 % interval"
+        how = "simulated from step times that this run measured; 90 % confidence interval"
         parts = (found.reason if found.limit is None else how, capacity_text.speed_words(found))
         detail = "; ".join(filter(None, parts))
     return Cell(text=text, grade="estimated", detail=detail)
@@ -133,9 +217,9 @@ def _limit(cell: CellData) -> Cell:
 
 def _takes_over(answer: Answer) -> Cell:
     """`NVIDIA T4: 12/s, $0.53/h`."""
-    over, gpu = answer.over, answer.gpu
+    over, gpu = answer.over, answer.takeover_gpu
     if over is None:
-        return Cell(text="runs on a GPU" if answer.cell.device == "gpu" else "not known")
+        return Cell(text="not known")
     if gpu is None:
         return Cell(text="no GPU in the list", grade="predicted", detail=over.reason)
     like = answer.cell.like
@@ -148,6 +232,12 @@ def _takes_over(answer: Answer) -> Cell:
     )
     price = formatting.dollars_per_hour(gpu.dollars_per_hour)
     return Cell(text=f"{gpu.name}: {rate}, {price}", grade="predicted", detail=detail)
+
+
+def _price(data: ReportData) -> Cell:
+    """`NVIDIA H200, $7.91/h`."""
+    price = None if data.gpu is None else data.gpu.dollars_per_hour
+    return Cell(text=f"{machine_words(data, GPU)}, {formatting.dollars_per_hour(price)}")
 
 
 def levels_table(data: ReportData) -> Table:
@@ -165,6 +255,7 @@ def levels_table(data: ReportData) -> Table:
             rows.append(
                 (
                     f"{cell.model} {cell.weight_format}".strip(),
+                    cell.device_words,
                     one.load(cell.like),
                     f"{one.judged.good} of {one.judged.due}",
                     one.judged.verdict,
@@ -175,9 +266,9 @@ def levels_table(data: ReportData) -> Table:
                     ", ".join(notes),
                 )
             )
-    words = ("load", "good", "verdict", "notes")
+    words = ("device", "load", "good", "verdict", "notes")
     columns = (
-        *("model", *words[:3], "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"),
+        *("model", *words[:4], "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"),
         *("tokens/s", "sent late p99", "seconds", "notes"),
     )
     return table(columns, rows, words)

@@ -39,7 +39,9 @@ SLO = "#b3261e"
 PAPER = "#ffffff"
 CPU = "#2a78b5"  # confirmed on this CPU
 ESTIMATED = "#9cc5e3"
-GPU = "#d97b3f"  # predicted
+GPU = "#d97b3f"  # confirmed on this machine's GPU
+GPU_ESTIMATED = "#f1c9a9"
+PREDICTED = "#fbeadd"  # within a dashed line of the GPU's colour
 SERIES = tuple("#0072b2 #d55e00 #009e73 #cc79a7 #56b4e9 #7a5195 #444c56 #e69f00".split())
 DARK = {
     INK: "#e6ecf1",
@@ -51,6 +53,8 @@ DARK = {
     CPU: "#5aa9e6",
     ESTIMATED: "#2f5f86",
     GPU: "#e09a63",
+    GPU_ESTIMATED: "#7a4a28",
+    PREDICTED: "#3a281b",
     "#0072b2": "#4aa3e0",
     "#444c56": "#aeb8c2",
     "#7a5195": "#b28fd0",

@@ -28,7 +28,7 @@ from reports.devices.device_capacity import (
 )
 from reports.devices.device_catalog import priced_gpus
 from reports.errors import ReportError
-from reports.report_data import CellData, ReportData
+from reports.report_data import GPU, CellData, ReportData
 
 ABOVE = 1.1  # times the CPU's limit: what a GPU that takes over holds at least
 LEAST_RATE = 1 / 3600  # requests/s: one an hour, where the CPU holds nothing
@@ -44,10 +44,10 @@ class TakeOver(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:
-    """For one cell on a CPU; None where its shape, its requests or its limit is not known, and
-    where a GPU serves it already."""
+    """For a configuration on a CPU, whatever GPU the machine has; None where its shape, its
+    requests or its limit is not known, and for a configuration on a GPU."""
     spec, traffic = cell.spec, cell.traffic
-    if spec is None or traffic is None or cell.limit is None or cell.device == "gpu":
+    if spec is None or traffic is None or cell.limit is None or cell.side == GPU:
         return None
     asked = max(cell.limit * ABOVE, LEAST_RATE)
     offers = [
@@ -80,14 +80,17 @@ def fitting(spec: ModelSpec, traffic: Traffic, most: int) -> list[Service]:
     return found
 
 
-def best_cells(data: ReportData) -> list[CellData]:
-    """One cell a model, smallest first: the one with the highest confirmed rate, then limit."""
-    best: dict[str, CellData] = {}
+def best_cells(data: ReportData) -> dict[str, dict[str, CellData]]:
+    """Model, smallest first -> side -> its configuration with the highest confirmed rate, then
+    limit. Configurations on a CPU and on a GPU are never ranked against each other."""
+
+    def rank(cell: CellData) -> tuple[float, float]:
+        return cell.held or 0.0, cell.limit or 0.0
+
+    best: dict[str, dict[str, CellData]] = {}
     for cell in data.cells:
-        now = best.get(cell.model)
-        if now is None or (cell.held or 0.0, cell.limit or 0.0) > (
-            now.held or 0.0,
-            now.limit or 0.0,
-        ):
-            best[cell.model] = cell
-    return list(best.values())
+        sides = best.setdefault(cell.model, {})
+        now = sides.get(cell.side)
+        if now is None or rank(cell) > rank(now):
+            sides[cell.side] = cell
+    return best

@@ -1,8 +1,10 @@
 """Conditions for CI: `crossover report RUN --check "1b:capacity>=0.5"`.
 
     checked("1b:held>=0.5", answers)    # Checked(holds=True, text="1b:held>=0.5: held is 0.57")
+    checked("1b:gpu:held>=20", answers)
 
-MODEL:QUANTITY OP NUMBER; each condition must hold. A value that is not known fails, and says so.
+MODEL:QUANTITY OP NUMBER, or MODEL:DEVICE:QUANTITY OP NUMBER where the model was measured on the CPU
+and on the GPU. Each condition must hold. A value that is not known fails, and says so.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from models.formatting import GIB
 from models.model_ladder import is_rung, rung
 from reports.errors import ReportError
 from reports.headline import Answer
+from reports.report_data import SIDE_NAMES, CellData
 
-_CONDITION = re.compile(r"\s*(\S+)\s*:\s*([a-z]+)\s*(>=|<=|>|<)\s*([0-9.eE+-]+)\s*")
+_CONDITION = re.compile(
+    r"\s*(\S+?)\s*(?::\s*(cpu|gpu)\s*)?:\s*([a-z]+)\s*(>=|<=|>|<)\s*([0-9.eE+-]+)\s*"
+)
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -35,28 +40,28 @@ class Checked(msgspec.Struct, frozen=True):
     text: str
 
 
-def _alone(one: Answer, name: str) -> float | None:
-    return None if one.cell.alone is None else getattr(one.cell.alone, name)
+def _alone(cell: CellData, name: str) -> float | None:
+    return None if cell.alone is None else getattr(cell.alone, name)
 
 
-def _capacity(one: Answer) -> float | None:
-    found = one.cell.capacity
-    return one.cell.held if found is None or one.cell.held else found.low
+def _capacity(cell: CellData) -> float | None:
+    found = cell.capacity
+    return cell.held if found is None or cell.held else found.low
 
 
-def _memory(one: Answer) -> float | None:
-    peak = one.cell.memory.peak_bytes
+def _memory(cell: CellData) -> float | None:
+    peak = cell.memory.measured_bytes
     return None if peak is None else peak / GIB
 
 
 # name -> what it is, how it is read
-QUANTITIES: dict[str, tuple[str, Callable[[Answer], float | None]]] = {
-    "held": ("the confirmed rate, requests/s", lambda one: one.cell.held),
-    "limit": ("the estimated limit, requests/s", lambda one: one.cell.limit),
+QUANTITIES: dict[str, tuple[str, Callable[[CellData], float | None]]] = {
+    "held": ("the confirmed rate, requests/s", lambda cell: cell.held),
+    "limit": ("the estimated capacity, requests/s", lambda cell: cell.limit),
     "capacity": ("the confirmed rate, else the low end of the estimate, requests/s", _capacity),
-    "ttft": ("median TTFT of one user alone, s", lambda one: _alone(one, "ttft_seconds")),
-    "tpot": ("median TPOT of one user alone, s", lambda one: _alone(one, "tpot_seconds")),
-    "memory": ("measured peak memory, GiB", _memory),
+    "ttft": ("median TTFT of a single request, s", lambda cell: _alone(cell, "ttft_seconds")),
+    "tpot": ("median TPOT of a single request, s", lambda cell: _alone(cell, "tpot_seconds")),
+    "memory": ("measured peak memory of the host, on a GPU of the GPU, GiB", _memory),
 }
 
 
@@ -66,16 +71,17 @@ def checked(condition: str, answers: Sequence[Answer]) -> Checked:
     known = ", ".join(QUANTITIES)
     if found is None:
         raise ReportError(
-            f"--check {condition!r} is no condition: MODEL:QUANTITY>=NUMBER, quantities are {known}"
+            f"--check {condition!r} is no condition: MODEL:QUANTITY>=NUMBER or "
+            f"MODEL:DEVICE:QUANTITY>=NUMBER, quantities are {known}"
         )
-    model, name, sign, number = found.groups()
+    model, side, name, sign, number = found.groups()
     if name not in QUANTITIES:
         raise ReportError(f"--check {condition!r}: {name!r} is not one of {known}")
     try:
         wanted = float(number)
     except ValueError:
         raise ReportError(f"--check {condition!r}: {number!r} is no number") from None
-    value = QUANTITIES[name][1](_answer(model, answers, condition))
+    value = QUANTITIES[name][1](_cell(_answer(model, answers, condition), side, name, condition))
     if value is None:
         return Checked(False, f"{condition}: {name} is {formatting.NOT_MEASURED}")
     said = formatting.significant(value, 3)
@@ -85,7 +91,23 @@ def checked(condition: str, answers: Sequence[Answer]) -> Checked:
 def _answer(model: str, answers: Sequence[Answer], condition: str) -> Answer:
     names = {model, rung(model).spec.name} if is_rung(model) else {model}
     for one in answers:
-        if names & {one.cell.model, one.cell.spec.name if one.cell.spec else one.cell.model}:
+        if names & {one.model, one.cell.spec.name if one.cell.spec else one.model}:
             return one
-    known = ", ".join(one.cell.model for one in answers)
+    known = ", ".join(one.model for one in answers)
     raise ReportError(f"--check {condition!r}: the run has no model {model!r}, it has {known}")
+
+
+def _cell(answer: Answer, side: str | None, quantity: str, condition: str) -> CellData:
+    """The configuration on the device that is named; it must be where there are two."""
+    if side is None and len(answer.cells) > 1:
+        raise ReportError(
+            f"--check {condition!r}: {answer.model} was measured on the CPU and on the GPU. Name "
+            f"the device: {answer.model}:cpu:{quantity} or {answer.model}:gpu:{quantity}."
+        )
+    found = answer.cells[0] if side is None else answer.side(side)
+    if found is None:
+        raise ReportError(
+            f"--check {condition!r}: {answer.model} was not measured on the "
+            f"{SIDE_NAMES[str(side)]} in this run."
+        )
+    return found

@@ -3,8 +3,9 @@
     export_run(Path("runs/ID"), Path("shared"))     # a run folder; report and plan read it
 
 Kept: times, counts, rates, sizes, states, laws, names of the ladder's models, formats and engines,
-the CPU's name. Everything else (hosts, users, paths, addresses, commands, error texts, reasons,
-processes, the campaign's own text) is left out. `crossover report shared` makes the same page.
+the CPU's and the GPUs' names. Everything else (hosts, users, paths, addresses, commands, error
+texts, reasons, processes, the campaign's own text) is left out. `crossover report shared` makes the
+same page.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ FACTS = (
     *("cpu_model", "architecture", "isa", "logical_cores", "physical_cores", "allowed_cores"),
     *("memory_total_bytes", "virtualisation", "system"),
 )
+GPU_FACTS = ("name", "vendor", "total_bytes", "power_limit_watts")
 MANIFEST_KEYS = ("format_version", "created", "crossover_version", "versions")
 MOST_TEXT = 80
 
@@ -103,7 +105,7 @@ def _manifest(run: RunRecords, own: Mapping[str, str]) -> dict[str, Any]:
     whole = msgspec.to_builtins(run.manifest)
     facts = {key: whole["server_facts"].get(key) for key in FACTS}
     facts["gpus"] = [
-        {"name": gpu.get("name"), "memory_bytes": gpu.get("memory_bytes")}
+        {key: gpu[key] for key in GPU_FACTS if gpu.get(key) is not None}
         for gpu in whole["server_facts"].get("gpus") or []
     ]
     campaign = _kept(whole["campaign"], own)

@@ -8,17 +8,38 @@ from textwrap import wrap
 
 import vl_convert
 
-from reports.answer_tables import HEADS, answer_row
-from reports.chart_style import CPU, ESTIMATED, FONT, GPU, INK, LINE, MUTED, PAPER
-from reports.headline import Answer, basis, headline, machine_words
+from reports.answer_tables import Column, answer_row, columns_of, side_heads
+from reports.chart_style import (
+    CPU,
+    ESTIMATED,
+    FONT,
+    GPU,
+    GPU_ESTIMATED,
+    INK,
+    LINE,
+    MUTED,
+    PAPER,
+    PREDICTED,
+)
+from reports.headline import Answer, basis, headline, whole_machine_words
+from reports.report_data import CPU as CPU_SIDE
+from reports.report_data import GPU as GPU_SIDE
 from reports.report_data import ReportData
 from reports.sections.crossover_map import WIDTH, crossover_map
 
 MARGIN, ROW = 30, 30
 INSIDE = WIDTH + 240  # pixels between the margins
-COLUMNS = (0.0, 0.12, 0.34, 0.46, 0.66, 0.75)  # of the width, where a column begins
-COLOURS = {"confirmed": CPU, "measured": CPU, "estimated": "#5b7f9c", "predicted": GPU}
-KEY = (("confirmed", CPU), ("estimated", ESTIMATED), ("GPU, predicted", GPU))
+# Relative widths of the columns, by name.
+SHARES = {"model": 12, "alone": 20, "held": 16, "limit": 18, "engine": 10, "over": 25, "price": 20}
+GRADE_COLOURS = {
+    CPU_SIDE: {"confirmed": CPU, "estimated": "#5b7f9c"},
+    GPU_SIDE: {"confirmed": "#a8521b", "estimated": "#b27a52"},
+    "": {},
+}
+KEYS = {
+    CPU_SIDE: (("CPU, confirmed", CPU), ("CPU, estimated", ESTIMATED)),
+    GPU_SIDE: (("GPU, confirmed", GPU), ("GPU, estimated", GPU_ESTIMATED)),
+}
 
 
 def picture(data: ReportData, answers: Sequence[Answer]) -> bytes:
@@ -31,7 +52,7 @@ def drawing(data: ReportData, answers: Sequence[Answer]) -> str:
     parts: list[str] = []
     y = 44.0
 
-    def text(x: float, said: str, size: int, colour: str, more: str = "") -> None:
+    def text(x: float, said: str, size: float, colour: str, more: str = "") -> None:
         parts.append(
             f'<text x="{MARGIN + x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" {more}>'
             f"{escape(said)}</text>"
@@ -43,29 +64,52 @@ def drawing(data: ReportData, answers: Sequence[Answer]) -> str:
         y += 28
     text(0, basis(data), 13, MUTED)
     y += 34
-    for place, head in zip(COLUMNS, HEADS, strict=True):
-        text(place * INSIDE, head, 12, MUTED, bold)
+    columns = columns_of(data)
+    heads = dict(side_heads(data))
+    lefts, size = _lefts(columns), 10.5 if heads else 12
+    if heads:
+        for side, head in heads.items():
+            first = next(x for x, one in zip(lefts, columns, strict=True) if one.side == side)
+            text(first, head, 12, INK, bold)
+        y += 20
+    for x, column in zip(lefts, columns, strict=True):
+        text(x, column.head, size, MUTED, bold)
     for one in answers:
         parts.append(f'<path d="M{MARGIN} {y + 9}h{INSIDE}" stroke="{LINE}"/>')
         y += ROW
-        for place, cell in zip(COLUMNS, answer_row(one), strict=True):
-            text(place * INSIDE, cell.text[:44], 13, COLOURS.get(cell.grade or "", INK))
+        for x, column, cell in zip(lefts, columns, answer_row(one, data), strict=True):
+            colour = GRADE_COLOURS[column.side].get(cell.grade or "", INK)
+            text(x, cell.text[:44], size + 0.5, "#a8521b" if cell.grade == "predicted" else colour)
     y += 30
-    drawn = crossover_map(answers)
+    drawn = crossover_map(answers, data)
     if drawn is not None:
         height = float(drawn.svg.split('viewBox="0 0 ')[1].split('"')[0].split()[1])
         height *= INSIDE / WIDTH
-        size = f'x="{MARGIN}" y="{y}" width="{INSIDE}" height="{height}"'
-        parts.append(drawn.svg.replace("<svg ", f"<svg {size} ", 1))
+        placed = f'x="{MARGIN}" y="{y}" width="{INSIDE}" height="{height}"'
+        parts.append(drawn.svg.replace("<svg ", f"<svg {placed} ", 1))
         y += height + 22
-    for index, (name, colour) in enumerate(KEY):
+    keys = [key for side in data.sides for key in KEYS[side]]
+    if drawn is not None and (GPU_SIDE not in data.sides or 'data-bar="forecast"' in drawn.svg):
+        is_own = GPU_SIDE in data.sides
+        keys.append(("predicted of this GPU" if is_own else "takeover GPU, predicted", PREDICTED))
+    for index, (name, colour) in enumerate(keys):
         x = MARGIN + index * 150
-        parts.append(f'<rect x="{x}" y="{y - 10}" width="14" height="11" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="{x}" y="{y - 10}" width="14" height="11" fill="{colour}"'
+            f'{f""" stroke="{GPU}" """ if colour == PREDICTED else ""}/>'
+        )
         text(index * 150 + 20, name, 12, MUTED)
-    said = f"{machine_words(data)} · {data.manifest.created[:10]} · crossover"
-    text(INSIDE, said, 12, MUTED, 'text-anchor="end"')
+    y += 24
+    said = f"{whole_machine_words(data)} · {data.manifest.created[:10]} · crossover"
+    text(0, said, 12, MUTED)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{INSIDE + 2 * MARGIN}" '
         f'height="{y + 24:.0f}" font-family="{escape(FONT)}">'
         f'<rect width="100%" height="100%" fill="{PAPER}"/>{"".join(parts)}</svg>'
     )
+
+
+def _lefts(columns: Sequence[Column]) -> list[float]:
+    """Pixels from the margin at which each column begins."""
+    shares = [SHARES[column.name] for column in columns]
+    return [INSIDE * sum(shares[:place]) / sum(shares) for place in range(len(shares))]

@@ -1,7 +1,9 @@
-"""The answer: one sentence of at most 30 words, and one line of what it rests on.
+"""The answer: one sentence, and one line of what it rests on.
 
 headline(answers, data)     # "2 cores of an AMD EPYC serve up to ..."
 basis(data)                 # workload in tokens, SLO in words, date
+
+At most 30 words where one device was measured, 40 where CPU and GPU were.
 """
 
 from __future__ import annotations
@@ -15,77 +17,173 @@ from loadtests.analysis.slo import Slo
 from models import formatting
 from reports.cheapest_gpu import TakeOver, best_cells, takes_over
 from reports.devices.device_capacity import DeviceCapacity
-from reports.report_data import CellData, ReportData
+from reports.report_data import CPU, GPU, CellData, ReportData
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A row of the first table: the best cell of a model, and the GPU that takes over."""
+    """A row of the first table: a model's best configuration on each device that was measured, and
+    the GPU of the catalogue that takes over from the CPU. One of `cpu` and `gpu` is there."""
 
-    cell: CellData
-    over: TakeOver | None  # None: not known, or a GPU serves it already
+    model: str
+    cpu: CellData | None = None  # on the CPU, or on a device that is not known
+    gpu: CellData | None = None  # on this machine's GPU
+    over: TakeOver | None = None  # predicted; None: not known, or nothing ran on the CPU
     slo: Slo
 
     @property
-    def title(self) -> str:
-        return self.cell.model
+    def cells(self) -> tuple[CellData, ...]:
+        """The configuration on the CPU, then that on the GPU."""
+        return tuple(one for one in (self.cpu, self.gpu) if one is not None)
 
     @property
-    def gpu(self) -> DeviceCapacity | None:
+    def cell(self) -> CellData:
+        """What a model's size, shape and requests are read of: the first of `cells`."""
+        return self.cells[0]
+
+    @property
+    def title(self) -> str:
+        return self.model
+
+    @property
+    def takeover_gpu(self) -> DeviceCapacity | None:
+        """Predicted: the cheapest GPU of the catalogue that holds more than the CPU."""
         return None if self.over is None else self.over.gpu
 
-    @property
-    def is_served(self) -> bool:
-        """Some rate is confirmed or estimated."""
-        return bool(self.cell.held or self.cell.limit)
+    def side(self, name: str) -> CellData | None:
+        """The configuration on "cpu" or "gpu"."""
+        return self.gpu if name == GPU else self.cpu
 
 
 def answers_of(data: ReportData) -> list[Answer]:
     """One for each model, smallest first."""
-    return [
-        Answer(cell=cell, over=takes_over(cell, data.slo), slo=data.slo)
-        for cell in best_cells(data)
-    ]
+    found = []
+    for model, sides in best_cells(data).items():
+        cpu = sides.get(CPU)
+        over = None if cpu is None else takes_over(cpu, data.slo)
+        found.append(Answer(model=model, cpu=cpu, gpu=sides.get(GPU), over=over, slo=data.slo))
+    return found
 
 
 def headline(answers: Sequence[Answer], data: ReportData) -> str:
-    """At most 30 words; of what was measured alone."""
-    told = [one for one in answers if one.cell.capacity is not None]
-    if not told:
+    """Of what was measured alone."""
+    if not any(cell.capacity is not None for one in answers for cell in one.cells):
         return "Nothing was measured to its end in this run."
-    machine = machine_words(data)
+    measured = [one for one in answers if any(cell.capacity for cell in one.cells)]
+    sides = [side for side in (CPU, GPU) if any(one.side(side) for one in measured)]
+    if len(sides) == 1:
+        return _of_one_side(measured, data, sides[0])
+    return _of_both_sides(measured, data)
+
+
+def _of_one_side(measured: Sequence[Answer], data: ReportData, side: str) -> str:
+    machine = machine_words(data, side)
     verb = "serve" if re.match(r"\d+ cores ", machine) else "serves"
     if not data.facts.get("url"):
         machine = f"{machine[:1].upper()}{machine[1:]}"
-    last = max((place for place, one in enumerate(told) if one.is_served), default=-1)
-    beyond = [
-        one
-        for one in told[last + 1 :]
-        if one.cell.capacity is not None and one.cell.capacity.state == "not_even_alone"
-    ]
-    if last < 0 and len(beyond) < len(told):
+    cells = [cell for one in measured if (cell := one.side(side)) is not None]
+    last = max((place for place, one in enumerate(cells) if one.is_served), default=-1)
+    beyond = [one for one in measured[last + 1 :] if _misses_unloaded(one.side(side))]
+    if last < 0 and len(beyond) < len(cells):
         return "No rate was confirmed or estimated in this run."
     if last < 0:
         return f"{machine} {verb} none of these models within the SLO{_needs_gpu(beyond[0])}."
-    top, found, like = told[last], told[last].cell.capacity, told[last].cell.like
-    held = formatting.rate(top.cell.held, rounded="down", like=like)
-    said = f"{formatting.of_requests(held)}, confirmed"
-    if not top.cell.held and found is not None:
-        ends = formatting.rate_with_interval(found.limit, found.low, found.high, like)
-        said = f"about {formatting.of_requests(ends)}, estimated"
-    said = f"{machine} {verb} up to {top.title}: {said}"
+    top, answer = cells[last], measured[last]
+    said = f"{machine} {verb} up to {top.model}: {_rate_in_words(top)}"
     if beyond:
         return f"{said}{_needs_gpu(beyond[0])}."
-    if top.gpu is not None:
-        limit = (
-            "that" if not top.cell.held else f"about {formatting.rate(top.cell.limit, like=like)}"
-        )
-        return f"{said}; above {limit} {_article(top.gpu.name)} {_priced(top.gpu)} takes over."
+    if answer.takeover_gpu is not None:
+        gpu = answer.takeover_gpu
+        limit = "that" if not top.held else f"about {formatting.rate(top.limit, like=top.like)}"
+        return f"{said}; above {limit} {_article(gpu.name)} {_priced(gpu)} takes over."
     return f"{said}."
 
 
+def _of_both_sides(measured: Sequence[Answer], data: ReportData) -> str:
+    """Where the CPU stops and this machine's GPU takes over, both measured."""
+    served = {
+        side: [one for one in measured if (cell := one.side(side)) and cell.is_served]
+        for side in (CPU, GPU)
+    }
+    if not served[CPU] and not served[GPU]:
+        if all(_misses_unloaded(cell) for one in measured for cell in one.cells):
+            return "Neither the CPU nor the GPU serves one of these models within the SLO."
+        return "No rate was confirmed or estimated in this run."
+    gpu_name = f"this machine's {machine_words(data, GPU)}"
+    machine = machine_words(data, CPU)
+    subject = "The CPU" if machine == "this machine" else f"The CPU ({machine})"
+    said = f"{subject} serves none of these models within the SLO"
+    top = served[CPU][-1] if served[CPU] else None
+    if top is not None and top.cpu is not None:
+        said = f"{subject} serves up to {top.model} at {_short_rate(top.cpu)}"
+    if not served[GPU]:
+        return f"{said}; {gpu_name} serves none of them within the SLO."
+    largest = served[GPU][-1]
+    assert largest.gpu is not None
+    rates = f"{largest.model}: {_both_rates(largest.gpu)}"
+    if top is None:
+        return f"{said}; {gpu_name} serves up to {rates}."
+    # models whose CPU stopped before one request at a time, or was not measured
+    beyond = [one.model for one in served[GPU] if measured.index(one) > measured.index(top)]
+    is_above = top in served[GPU] and _best_rate(top.gpu) > _best_rate(top.cpu)
+    where = ["above that"] if is_above else []
+    if beyond:
+        where.append(f"{'and ' if where else ''}for {_listed(beyond)}")
+    if not where:
+        return f"{said}; {gpu_name} serves no more: {rates}."
+    return f"{said}; {', '.join(where)}, {gpu_name} takes over ({rates})."
+
+
+def _misses_unloaded(cell: CellData | None) -> bool:
+    """Even one request at a time misses the SLO."""
+    found = None if cell is None else cell.capacity
+    return found is not None and found.state == "not_even_alone"
+
+
+def _best_rate(cell: CellData | None) -> float:
+    return 0.0 if cell is None else cell.limit or cell.held or 0.0
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`; of more than three the first and the last."""
+    if len(names) > 3:
+        return f"{names[0]} to {names[-1]}"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _rate_in_words(cell: CellData) -> str:
+    """`23 requests/s, confirmed`; `about 1.6 requests/s (1.3–1.9), estimated`."""
+    found, like = cell.capacity, cell.like
+    if cell.held or found is None:
+        held = formatting.rate(cell.held, rounded="down", like=like)
+        return f"{formatting.of_requests(held)}, confirmed"
+    ends = formatting.rate_with_interval(found.limit, found.low, found.high, like)
+    return f"about {formatting.of_requests(ends)}, estimated"
+
+
+def _short_rate(cell: CellData) -> str:
+    """`a confirmed 23 requests/s`, `an estimated 1.6 requests/s`."""
+    if cell.held:
+        held = formatting.rate(cell.held, rounded="down", like=cell.held)
+        return f"a confirmed {formatting.of_requests(held)}"
+    return f"an estimated {formatting.of_requests(formatting.rate(cell.limit))}"
+
+
+def _both_rates(cell: CellData) -> str:
+    """`23/s confirmed, about 31/s estimated`."""
+    parts = []
+    if cell.held:
+        parts.append(f"{formatting.rate(cell.held, rounded='down', like=cell.like)} confirmed")
+    if cell.limit and cell.limit != cell.held:
+        parts.append(f"about {formatting.rate(cell.limit, like=cell.like)} estimated")
+    return ", ".join(parts)
+
+
 def _needs_gpu(answer: Answer) -> str:
-    """`; Llama-3.1-8B needs a GPU: NVIDIA L4 ($0.80/h)`."""
-    which = "" if answer.gpu is None else f": {_priced(answer.gpu)}"
+    """`; Llama-3.1-8B needs a GPU: NVIDIA L4 ($0.80/h)`; "" where it has one."""
+    if answer.cpu is None:
+        return ""
+    gpu = answer.takeover_gpu
+    which = "" if gpu is None else f": {_priced(gpu)}"
     return f"; {answer.title} needs a GPU{which}"
 
 
@@ -97,11 +195,13 @@ def _article(name: str) -> str:
     return "an" if name[:1].upper() in "AEIOU" or name.startswith("NVIDIA") else "a"
 
 
-def machine_words(data: ReportData) -> str:
-    """`2 cores of an AMD EPYC`, or the endpoint's url."""
+def machine_words(data: ReportData, side: str = CPU) -> str:
+    """`2 cores of an AMD EPYC`; of the GPU `NVIDIA H200`; of an endpoint its URL."""
     facts = data.facts
     if facts.get("url"):
         return str(facts["url"])
+    if side == GPU:
+        return "GPU" if data.gpu is None else data.gpu.words
     name = re.sub(
         r"\s*(\(R\)|\(TM\)|CPU|Processor|@.*|\d+-Core)\s*", " ", str(facts.get("cpu_model") or "")
     )
@@ -112,6 +212,12 @@ def machine_words(data: ReportData) -> str:
     cores = cores or facts.get("logical_cores")
     counted = "1 core of " if cores == 1 else f"{cores} cores of " if cores else ""
     return f"{counted}{name}"
+
+
+def whole_machine_words(data: ReportData) -> str:
+    """The devices that were measured: `16 cores of an Intel Xeon and NVIDIA H200`."""
+    named = [machine_words(data, side) for side in data.sides] or [machine_words(data)]
+    return " and ".join(dict.fromkeys(named))
 
 
 def slo_words(slo: Slo) -> str:

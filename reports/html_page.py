@@ -16,10 +16,10 @@ import msgspec
 from markupsafe import Markup, escape
 
 from models import formatting
-from reports.answer_tables import HEADS, answer_row, levels_table
+from reports.answer_tables import answer_row, columns_of, levels_table, side_heads
 from reports.chart_style import dark_rules, svg
-from reports.headline import Answer, basis, headline, machine_words
-from reports.report_data import ReportData
+from reports.headline import Answer, basis, headline, whole_machine_words
+from reports.report_data import CPU, GPU, SIDES, CellData, ReportData
 from reports.report_warnings import alerts_of, warnings_of
 from reports.sections.all_sections import SECTIONS
 from reports.sections.crossover_map import crossover_map
@@ -27,7 +27,12 @@ from reports.sections.latency_curves import latency_curves
 from reports.sections.section import Chart, Section
 from reports.slo_sliders import lattice_of
 
-KEYS = ("model", "alone", "holds", "limit", "engine", "over")
+MAP_TITLES = {
+    (): "Which rates this machine serves",
+    (CPU,): "Which rates the CPU serves, and where a GPU takes over",
+    (GPU,): "Which rates this machine's GPU serves",
+    (CPU, GPU): "Which rates the CPU serves, and where this machine's GPU takes over",
+}
 WIDE, HALF = 520, 430  # pixels of a drawn chart; on a phone its text can still be read
 FACTS = {
     "cpu_model": "CPU",
@@ -48,32 +53,38 @@ def sections_of(data: ReportData, answers: Sequence[Answer]) -> list[Section]:
 
 def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) -> str:
     """The whole page."""
-    lattice = lattice_of(told, data.slo)
+    lattice = lattice_of(told, data)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"code": _code, "unbroken": _unbroken}
-    featured = _featured(told)
-    the_map, on_phone = crossover_map(told), crossover_map(told, is_narrow=True)
+    featured = [cell for side in SIDES if (cell := _featured(told, side)) is not None]
+    the_map, on_phone = crossover_map(told, data), crossover_map(told, data, is_narrow=True)
     if the_map and on_phone:  # CSS shows one of them
         the_map = msgspec.structs.replace(the_map, svg=the_map.svg + on_phone.svg)
-    curves = () if featured is None else latency_curves(featured.cell, data.slo)
+    columns = columns_of(data)
     view: dict[str, Any] = {
         "run": data.manifest.run_id,
         "headline": headline(told, data),
         "basis": basis(data),
         "alerts": alerts_of(data),
-        "heads": HEADS,
-        "names": KEYS,
-        "rows": [answer_row(one) for one in told],
+        "sides": side_heads(data),
+        "columns": columns,
+        "rows": [answer_row(one, data) for one in told],
         "map": None if the_map is None else _drawn(the_map),
-        "curves": [_drawn(chart) for chart in curves],
-        "featured": "" if featured is None else featured.title,
+        "map_title": MAP_TITLES[data.sides],
+        "devices": data.sides,
+        "has_forecast": the_map is not None and 'data-bar="forecast"' in the_map.svg,
+        "curves": [
+            {"title": f"{cell.name} ({cell.engine_words})", "charts": list(map(_drawn, charts))}
+            for cell in featured
+            if (charts := latency_curves(cell, data.slo))
+        ],
         "sliders": lattice is not None,
         "levels": levels_table(data),
         "counts": f"{formatting.count(data.requests)} requests counted",
         "warnings": warnings_of(data),
-        "machine": machine_words(data),
+        "machine": whole_machine_words(data),
         "facts": _facts(data),
         "folder": data.folder,
         "commands": f"{' '.join(data.manifest.command)}\ncrossover report {data.folder}",
@@ -102,11 +113,13 @@ def _unbroken(text: str) -> Markup:
     return Markup(re.sub(r"(\S+–\S+)", r'<span class="nb">\1</span>', str(escape(text))))  # nosec
 
 
-def _featured(answers: Sequence[Answer]) -> Answer | None:
-    """The largest model that the CPU serves, one with levels first; else one that was measured."""
-    served = [one for one in answers if one.is_served]
-    loaded = [one for one in answers if one.cell.loaded]
-    both = [one for one in served if one in loaded]
+def _featured(answers: Sequence[Answer], side: str) -> CellData | None:
+    """On a device: the largest model that it serves, one with load levels first; else one that was
+    measured under load."""
+    cells = [cell for one in answers if (cell := one.side(side)) is not None]
+    served = [cell for cell in cells if cell.is_served]
+    loaded = [cell for cell in cells if cell.loaded]
+    both = [cell for cell in served if cell in loaded]
     return both[-1] if both else served[-1] if served else next(iter(loaded), None)
 
 
@@ -120,11 +133,22 @@ def _facts(data: ReportData) -> list[tuple[str, str]]:
         if key.endswith("_bytes"):
             value = formatting.size(value)
         if key == "gpus":
-            value = [one.get("name") for one in value]
+            value = [_gpu_in_words(one) for one in value]
         said = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         found.append((name, said))
     version = data.manifest.crossover_version
     return [*found, *data.manifest.versions.items(), ("crossover", version)]
+
+
+def _gpu_in_words(gpu: dict[str, Any]) -> str:
+    """`NVIDIA H200 (140 GiB, power limit 700 W)`."""
+    watts = gpu.get("power_limit_watts")
+    known = [
+        formatting.size(gpu["total_bytes"]) if gpu.get("total_bytes") else "",
+        f"power limit {watts:.0f} W" if watts else "",
+    ]
+    more = ", ".join(filter(None, known))
+    return f"{gpu.get('name')} ({more})" if more else str(gpu.get("name"))
 
 
 def _drawn(chart: Chart) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reports.answer_tables import HEADS, answer_row
+from reports.answer_tables import answer_row, columns_of, side_heads
 from reports.headline import Answer, basis, headline
 from reports.report_data import ReportData
 from reports.report_warnings import alerts_of, warnings_of
@@ -17,15 +17,19 @@ def markdown(data: ReportData, answers: Sequence[Answer], sections: Sequence[Sec
     """The whole text."""
     lines = [f"# {headline(answers, data)}", "", basis(data), ""]
     lines += [f"> {text}" for text in alerts_of(data)]
-    lines += ["", _row(HEADS), _row(["---"] * len(HEADS))]
+    if heads := side_heads(data):
+        lines += ["", "; ".join(head for _, head in heads) + "."]
+    columns = columns_of(data)
+    names = [column.full_head if heads else column.head for column in columns]
+    lines += ["", _row(names), _row(["---"] * len(columns))]
     for one in answers:
-        cells = answer_row(one)
+        cells = answer_row(one, data)
         grades = [f" *({cell.grade})*" if cell.grade else "" for cell in cells]
         lines.append(_row([f"{c.text}{g}" for c, g in zip(cells, grades, strict=True)]))
     lines += [
         "",
-        "Confirmed: a level at this rate ran and held. Estimated: simulated from step times that "
-        "this run measured. Predicted: from datasheets and published measurements.",
+        "Confirmed: a load level at this rate ran and met the SLO. Estimated: simulated from step "
+        "times that this run measured. Predicted: from datasheets and published measurements.",
         "",
     ]
     for section in sections:

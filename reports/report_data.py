@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 
 from loadtests.analysis.capacity_estimate import LEAST_SECONDS, estimate
 from loadtests.analysis.capacity_text import common_rate
@@ -50,9 +51,15 @@ from models import formatting
 from models.model_ladder import is_rung, rung
 from models.model_spec import ModelSpec
 from reports.devices.device_capacity import Traffic
+from reports.devices.device_catalog import Device, device_of_driver_name
 from reports.errors import BadRun
-from reports.watts import watts_of
+from reports.watts import Power, power_of
 from serving.performance.scheduler_settings import SchedulerSettings
+
+CPU, GPU = "cpu", "gpu"  # the two sides of a crossover
+SIDES = (CPU, GPU)
+SIDE_NAMES = {CPU: "CPU", GPU: "GPU"}  # as people read them
+CPU_BACKENDS = ("onnx",)  # that drive no GPU
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
 T = TypeVar("T")
@@ -66,7 +73,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int | None = None
     overhead_bytes: int | None = None
     peak_bytes: int | None = None  # measured: the engine's peak RSS
-    gpu_bytes: int | None = None  # measured: the most of the GPU in use, by whomever
+    # measured: the most of the GPU in use, by whomever; None for what ran on the CPU
+    gpu_bytes: int | None = None
 
     @property
     def parts(self) -> tuple[int | None, int | None, int | None]:
@@ -102,7 +110,8 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     level: Level
     judged: Judged
-    watts: float | None = None  # mean of the window; None: not measured
+    watts: float | None = None  # of the device that served, mean of the window; None: not measured
+    machine_watts: float | None = None  # of CPU and GPU together, as far as either is measured
     warnings: tuple[NamedWarning, ...] = ()
 
     def load(self, like: float | None) -> str:
@@ -115,7 +124,7 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One (model, format, backend) on one machine."""
+    """One configuration: a model in a weight format, on an engine, on a device of one machine."""
 
     key: str
     run_id: str
@@ -124,14 +133,14 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     spec: ModelSpec | None  # None: a model that the ladder does not know
     weight_format: str
     backend: str
-    device: str | None  # cpu or gpu, what served; None: not known
+    device: str | None  # "cpu" or "gpu": what served; None: not known, as of an endpoint
     engine: str = ""  # of others: its name
     slots: int | None = None
     state: CellState = "not_started"
     reason: str = ""  # why it was skipped or not finished; "": it was measured
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
     capacity: Capacity | None = None  # None: not measured
-    like: float | None = None  # the rate in whose unit all rates of the run are read
+    like: float | None = None  # the rate in whose unit all rates on its side are read
     least_seconds: float = LEAST_SECONDS  # of the shortest level that confirms
     law: StepLaw | None = None  # under load: this run's, slower by the levels' factor
     policy: SchedulerSettings | None = None
@@ -156,6 +165,26 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if found.limit is None and found.method == "law" and not found.holds:
             return 0.0  # by its step times requests one at a time miss the SLO
         return self.held if found.limit is None else found.limit
+
+    @property
+    def side(self) -> str:
+        """CPU or GPU; what is not known to be a GPU is compared as a CPU is."""
+        return GPU if self.device == GPU else CPU
+
+    @property
+    def device_words(self) -> str:
+        """`CPU`, `GPU`, or `not known`."""
+        return SIDE_NAMES.get(self.device or "", "not known")
+
+    @property
+    def name(self) -> str:
+        """`llama-3.2-1b on the GPU`; of an unknown device `llama-3.2-1b`."""
+        return f"{self.model} on the {self.device_words}" if self.device else self.model
+
+    @property
+    def is_served(self) -> bool:
+        """Some rate is confirmed or estimated."""
+        return bool(self.held or self.limit)
 
     @property
     def engine_words(self) -> str:
@@ -185,16 +214,48 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def alone(self) -> Alone | None:
-        """The last requests one at a time that count; None: not measured."""
-        for one in reversed(self.levels):
-            if one.level.is_single_stream and one.level.counts and one.judged.due:
-                return Alone(
-                    requests=one.judged.due,
-                    ttft_seconds=one.quantile("ttft", 0.5),
-                    tpot_seconds=one.quantile("tpot", 0.5),
-                    is_good=self._is_good_alone(one.judged),
-                )
-        return None
+        """All requests one at a time that count, of every start; None: not measured."""
+        single = [
+            one
+            for one in self.levels
+            if one.level.is_single_stream and one.level.counts and one.judged.due
+        ]
+        if not single:
+            return None
+
+        def median_of(name: str) -> float | None:
+            each = [getattr(one.level, name)[one.level.counted] for one in single]
+            values = np.concatenate(each)
+            values = values[~np.isnan(values)]
+            # nearest rank, as of a level
+            return float(np.quantile(values, 0.5, method="inverted_cdf")) if len(values) else None
+
+        return Alone(
+            requests=sum(one.judged.due for one in single),
+            ttft_seconds=median_of("ttft"),
+            tpot_seconds=median_of("tpot"),
+            is_good=self._is_good_alone(single[-1].judged),
+        )
+
+
+class GpuData(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPU of the machine that was measured, by the run's own facts. Missing is None."""
+
+    name: str
+    count: int = 1  # of this name in the machine; an engine takes one
+    memory_bytes: int | None = None
+    power_limit_watts: float | None = None
+    device: Device | None = None  # its entry in the catalogue; None: none is surely the same
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        """List price of one."""
+        return None if self.device is None else self.device.dollars_per_hour
+
+    @property
+    def words(self) -> str:
+        """`NVIDIA H200`, `one of 4 NVIDIA H200`."""
+        return self.name if self.count == 1 else f"one of {self.count} {self.name}"
 
 
 class ReportData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -211,6 +272,26 @@ class ReportData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def facts(self) -> dict[str, Any]:
         """Of the machine that serves; `url` alone for an endpoint."""
         return self.manifest.server_facts
+
+    @property
+    def gpu(self) -> GpuData | None:
+        """The machine's GPU; None: its facts name none."""
+        found = [one for one in self.facts.get("gpus") or () if one.get("name")]
+        if not found:
+            return None
+        name, memory = str(found[0]["name"]), found[0].get("total_bytes")
+        return GpuData(
+            name=name,
+            count=sum(one["name"] == name for one in found),
+            memory_bytes=memory,
+            power_limit_watts=found[0].get("power_limit_watts"),
+            device=device_of_driver_name(name, memory),
+        )
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The devices that configurations of this run are of, the CPU first."""
+        return tuple(side for side in SIDES if any(cell.side == side for cell in self.cells))
 
     @property
     def workload(self) -> Workload:
@@ -235,8 +316,9 @@ def read_report(folder: Path, slo: Slo | None = None) -> ReportData:
         raise BadRun(f"in run {folder} nothing was begun: {folder / EVENTS} is empty or missing")
     asked = slo or _converted(run.manifest, "slo", Slo)
 
-    def order(cell: CellData) -> tuple[float, str, str, str]:
-        return cell.parameters or math.inf, cell.model, cell.weight_format, cell.backend
+    def order(cell: CellData) -> tuple[float, str, str, str, str]:
+        name = cell.model, cell.side, cell.weight_format, cell.backend
+        return cell.parameters or math.inf, *name
 
     return ReportData(
         manifest=run.manifest,
@@ -269,8 +351,10 @@ def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
     for said in run.manifest.cells:
         own = levels.get(str(said.get("key")), [])
         found.append(_cell_of(run, said, own, workload, traffic, slo))
-    like = common_rate(cell.capacity for cell in found)
-    return [msgspec.structs.replace(cell, like=like) for cell in found]
+    like = {
+        side: common_rate(cell.capacity for cell in found if cell.side == side) for side in SIDES
+    }
+    return [msgspec.structs.replace(cell, like=like[cell.side]) for cell in found]
 
 
 def _traffic(manifest: RunManifest, workload: Workload) -> Traffic | None:
@@ -326,6 +410,7 @@ def _cell_of(
     model = str(said.get("model", "unknown"))
     never_quiet = _last(events, NeverQuiet)
     samples = [sample for sample in run.samples if sample.cell == key]
+    device = _device_of(run.manifest, said, ready)
     return CellData(
         key=key,
         run_id=run.manifest.run_id,
@@ -334,13 +419,13 @@ def _cell_of(
         spec=rung(model).spec if is_rung(model) else None,
         weight_format="" if weight_format == "none" else weight_format,
         backend=backend,
-        device=device_of(said.get("device"), ready),
+        device=device,
         engine=str(said.get("engine") or ""),
         slots=info.slots or said.get("slots"),
         state=state,
         reason=reason,
         levels=tuple(
-            _level_of(one, slo, samples)
+            _level_of(one, slo, samples, device)
             for one in levels
             if one.is_single_stream or one.rate is not None
         ),
@@ -349,7 +434,7 @@ def _cell_of(
         law=None if law is None else law.slower(factor),
         policy=policy,
         traffic=traffic,
-        memory=_memory(info.predicted or {}, samples),
+        memory=_memory(info.predicted or {}, samples, device),
         ready=ready,
         loads=tuple(t for one in of_kind(events, CellReady) if (t := one.load_seconds) is not None),
         choice=choice,
@@ -378,21 +463,50 @@ def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState,
     return ("measured" if levels else "unfinished"), why
 
 
-def _level_of(level: Level, slo: Slo, samples: Sequence[ResourceSample]) -> LevelData:
+def _device_of(
+    manifest: RunManifest, said: Mapping[str, Any], ready: CellReady | None
+) -> str | None:
+    """What served a configuration; else what it was to run on, where only one device can be.
+
+    Configurations of runs of early format 5 name no device: their engine did, once it was ready.
+    """
+    if device := device_of(said.get("device"), ready):
+        return device
+    if said.get("url"):
+        return None
+    is_sure = said.get("backend") in CPU_BACKENDS or not manifest.server_facts.get("gpus")
+    return CPU if is_sure else None
+
+
+def _level_of(
+    level: Level, slo: Slo, samples: Sequence[ResourceSample], device: str | None
+) -> LevelData:
     mine = [one for one in samples if one.level == level.name]
     began = level.started.started_unix_seconds
     start, end = (began + at for at in level.window)
+    power = power_of(mine, start, end)
+    if device == CPU:  # a GPU that idles beside it says nothing of the level
+        mine = [msgspec.structs.replace(one, gpu_throttled=None) for one in mine]
     return LevelData(
         level=level,
         judged=level.judge(slo),
-        watts=watts_of(mine, start, end),
+        watts=_watts_of(power, device),
+        machine_watts=power.together,
         warnings=level_warnings(level, slo, mine),
     )
 
 
-def _memory(predicted: Mapping[str, Any], samples: Sequence[ResourceSample]) -> Memory:
+def _watts_of(power: Power, device: str | None) -> float | None:
+    if device == GPU:
+        return power.gpu_watts
+    return power.cpu_watts if device == CPU else power.together
+
+
+def _memory(
+    predicted: Mapping[str, Any], samples: Sequence[ResourceSample], device: str | None
+) -> Memory:
     engines = [one.engine.rss_bytes for one in samples if one.engine is not None]
-    gpus = [one.gpu_memory_bytes for one in samples]
+    gpus = [one.gpu_memory_bytes for one in samples if device != CPU]
     return Memory(
         weight_bytes=predicted.get("weight_bytes"),
         kv_bytes=predicted.get("kv_bytes"),

@@ -15,8 +15,10 @@ from models.weights_manifest import write_atomically
 from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, basis, headline
 from reports.markdown import markdown
+from reports.own_gpu import predicted_here
 from reports.report_data import CellData, LevelData, ReportData
 from reports.report_warnings import warnings_of
+from reports.sections.energy_cost import joules_of
 
 FORMATS = ("html", "md", "csv", "json", "png")
 
@@ -25,21 +27,41 @@ def numbers(data: ReportData, answers: Sequence[Answer]) -> dict[str, Any]:
     """The report as plain values (docs/report.md). Missing is null, never 0."""
     return {
         "kind": "crossover-report",
-        "version": 3,
+        "version": 4,
         "run": data.manifest.run_id,
         "headline": headline(answers, data),
         "basis": basis(data),
         "slo": data.slo,
         "machine": {k: v for k, v in data.facts.items() if k != "hostname"},
+        "gpu": _gpu_record(data),
         "cells": [_cell_record(cell) for cell in data.cells],
-        "takes_over": [
-            {"model": one.cell.model, "cell": one.cell.key, "over": one.over} for one in answers
-        ],
+        "answers": [_answer_record(one, data) for one in answers],
         "levels": levels_records(data),
         "warnings": [
             {"code": w.code, "seriousness": w.seriousness, "text": w.text, "advice": w.advice}
             for w in warnings_of(data)
         ],
+    }
+
+
+def _gpu_record(data: ReportData) -> dict[str, Any] | None:
+    gpu = data.gpu
+    if gpu is None:
+        return None
+    names = ("name", "count", "memory_bytes", "power_limit_watts", "dollars_per_hour")
+    catalogue = None if gpu.device is None else gpu.device.name
+    return {**{name: getattr(gpu, name) for name in names}, "catalogue_name": catalogue}
+
+
+def _answer_record(one: Answer, data: ReportData) -> dict[str, Any]:
+    """A model: its best configuration on each device, and what is predicted of GPUs."""
+    return {
+        "model": one.model,
+        "cpu": None if one.cpu is None else one.cpu.key,
+        "gpu": None if one.gpu is None else one.gpu.key,
+        "takeover": one.over,
+        "predicted_here": predicted_here(one.gpu, data),
+        "joules_per_token": {cell.side: joules_of(cell) for cell in one.cells},
     }
 
 
@@ -74,6 +96,9 @@ def _level_record(cell: CellData, one: LevelData) -> dict[str, Any]:
         "run": cell.run_id,
         "cell": cell.key,
         "model": cell.model,
+        "weight_format": cell.weight_format or None,
+        "backend": cell.engine or cell.backend,
+        "device": cell.device,
         "level": level.name,
         "rate_per_second": level.rate,
         "concurrency": level.started.concurrency,
@@ -83,6 +108,7 @@ def _level_record(cell: CellData, one: LevelData) -> dict[str, Any]:
         "steady": judged.steady,
         "counts": level.counts,
         "output_tokens_per_second": level.output_tokens_per_second,
+        "device_watts": one.watts,
         **{key: None if value == math.inf else value for key, value in times.items()},  # inf: never
     }
 

@@ -17,7 +17,7 @@ from loadtests.records.journal_events import (
     RunFinished,
     of_kind,
 )
-from reports.report_data import ReportData
+from reports.report_data import CellData, ReportData
 
 NOTE, WARNING, SERIOUS = Seriousness.NOTE, Seriousness.WARNING, Seriousness.SERIOUS
 FAST_MOVE = 0.1  # of the machine's speed, above which the first screen says so
@@ -31,17 +31,26 @@ def warnings_of(data: ReportData) -> list[NamedWarning]:
 
 def alerts_of(data: ReportData) -> list[str]:
     """What a reader of the first screen must not miss: one sentence each, at most three."""
-    busy = {cell.busy: cell.model for cell in data.cells if cell.busy}
+    busy = {cell.busy: _named(cell, data) for cell in data.cells if cell.busy}
     found = [
         f"The machine was never quiet while {model} was measured: {reason}."
         for reason, model in busy.items()
     ]
     for cell in data.cells:
         if cell.capacity is not None and (cell.capacity.speed_moved or 0) > FAST_MOVE:
-            found.append(f"{cell.model}: {speed_words(cell.capacity)}.")
+            found.append(f"{_named(cell, data)}: {speed_words(cell.capacity)}.")
     if not _is_finished(data):
         found.append("The run has not finished: what is missing is said in its row.")
     return found[:3]
+
+
+def _where(cell: CellData, data: ReportData) -> str:
+    """` on the GPU`, where a run has both."""
+    return f" on the {cell.device_words}" if len(data.sides) > 1 and cell.device else ""
+
+
+def _named(cell: CellData, data: ReportData) -> str:
+    return f"{cell.model}{_where(cell, data)}"
 
 
 def _is_finished(data: ReportData) -> bool:
@@ -57,7 +66,8 @@ def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
                 # a level that fails by far is unsteady by nature
                 if one.judged.verdict != "fails" or warning.code != "Unsteady":
                     load = one.load(cell.like)
-                    name = f"{cell.model} {load if load == 'alone' else f'at {load}'}"
+                    own = _named(cell, data)
+                    name = f"{own} {load if load == 'alone' else f'at {load}'}"
                     by_code.setdefault(warning.code, []).append((name, warning))
     for code, found in by_code.items():
         name, worst = min(found, key=lambda pair: pair[1].seriousness.rank)
@@ -68,12 +78,12 @@ def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
 
 def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
     for cell in data.cells:
-        title = cell.model
+        title = _named(cell, data)
         if cell.reason and cell.state != "not_started":
             yield NamedWarning(
                 "CellNotFinished" if cell.levels else "CellNotMeasured",
                 WARNING,
-                f"{title} {cell.weight_format}: {_sentence(cell.reason)}",
+                f"{cell.model} {cell.weight_format}{_where(cell, data)}: {_sentence(cell.reason)}",
                 "What is not measured is shown as such.",
             )
         if cell.capacity is not None and (text := speed_words(cell.capacity)):

@@ -1,4 +1,4 @@
-"""What the page's sliders show: each model under other limits and another target.
+"""What the page's sliders show: each model on each device, under other limits and another target.
 
 A lattice of TTFT x TPOT x target, of the simulated shares of good requests of the same law; what is
 confirmed is judged anew from the measured levels. One simulation a rate serves all limits.
@@ -23,7 +23,7 @@ from reports.answer_tables import alone_words
 from reports.cheapest_gpu import ABOVE, LEAST_RATE, fitting
 from reports.devices.device_capacity import SLOW, simulated
 from reports.headline import Answer
-from reports.report_data import CellData
+from reports.report_data import CellData, ReportData
 
 TTFT = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
 TPOT = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -38,18 +38,21 @@ Grid = Sequence[tuple[float, ...]]  # (TTFT, TPOT, target), the last quickest
 
 
 class Lattice(msgspec.Struct, frozen=True, kw_only=True):
-    """The axes, where the run's SLO is on them, and the answers of each model at every point."""
+    """The axes, where the run's SLO is on them, and the answers of each configuration of the first
+    table at every point."""
 
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
     target: tuple[float, ...]
     run: dict[str, int]
-    unit: tuple[float, str]  # in which all rates are read: its seconds, and its name
-    models: tuple[dict[str, Any] | None, ...]  # None: no law, so nothing is told of other SLOs
+    sides: tuple[str, ...]  # the devices that were measured
+    # One for each model and device that has a law; of others nothing is known under other SLOs.
+    entries: tuple[dict[str, Any], ...]
 
 
-def lattice_of(answers: Sequence[Answer], slo: Slo) -> Lattice | None:
-    """None where no model has a law, or the SLO has not both limits."""
+def lattice_of(answers: Sequence[Answer], data: ReportData) -> Lattice | None:
+    """None where no configuration has a law, or the SLO has not both limits."""
+    slo = data.slo
     if slo.ttft_seconds is None or slo.tpot_seconds is None:
         return None
     own = (slo.ttft_seconds, slo.tpot_seconds, slo.target)
@@ -58,17 +61,23 @@ def lattice_of(answers: Sequence[Answer], slo: Slo) -> Lattice | None:
         for usual, value in zip((TTFT, TPOT, TARGET), own, strict=True)
     ]
     grid = list(product(*axes))
-    models = tuple(_model(one, grid, grid.index(own), slo) for one in answers)
-    if not any(models):
+    entries = [
+        entry | {"model": place, "side": cell.side}
+        for place, answer in enumerate(answers)
+        for cell in answer.cells
+        if (entry := _entry(cell, answer, grid, grid.index(own))) is not None
+    ]
+    if not entries:
         return None
     places = (axis.index(value) for axis, value in zip(axes, own, strict=True))
     run = dict(zip(("ttft", "tpot", "target"), places, strict=True))
-    unit = formatting.rate_unit(answers[0].cell.like)
-    return Lattice(ttft=ttft, tpot=tpot, target=target, run=run, unit=unit, models=models)
+    return Lattice(
+        ttft=ttft, tpot=tpot, target=target, run=run, sides=data.sides, entries=tuple(entries)
+    )
 
 
-def _model(answer: Answer, grid: Grid, own: int, slo: Slo) -> dict[str, Any] | None:
-    cell = answer.cell
+def _entry(cell: CellData, answer: Answer, grid: Grid, own: int) -> dict[str, Any] | None:
+    slo = answer.slo
     if cell.law is None or cell.policy is None or cell.traffic is None:
         return None
     lengths, arrivals = cell.traffic.lengths, cell.traffic.arrivals
@@ -78,7 +87,7 @@ def _model(answer: Answer, grid: Grid, own: int, slo: Slo) -> dict[str, Any] | N
     held = np.array(_held(cell, grid, slo, limits))
     gpus: list[dict[str, str]] = []
     over = np.full(len(grid), -1)
-    if cell.spec is not None and cell.device != "gpu":
+    if cell.spec is not None and answer.gpu is None:
         wanted = np.maximum(limits * ABOVE, LEAST_RATE)
         for service in fitting(cell.spec, cell.traffic, GPUS):
             slow, machine = simulated(service, SLOW), service.machine
@@ -87,6 +96,7 @@ def _model(answer: Answer, grid: Grid, own: int, slo: Slo) -> dict[str, Any] | N
             gpus.append({"name": machine.name, "price": price})
     return {
         "title": answer.title,
+        "unit": formatting.rate_unit(cell.like),  # its seconds, and its name
         "alone": alone_words(cell),
         "gpus": gpus,
         "answers": {

@@ -1,6 +1,6 @@
 """Power during a level, from the watts that were sampled beside it.
 
-    watts_of(samples, start_unix_seconds, end_unix_seconds)     # 61.5, or None
+    power_of(samples, start_unix_seconds, end_unix_seconds).gpu_watts     # 569.0, or None
 
 CPU watts are means since the sample before (RAPL's counters); so are a GPU's where it has an energy
 counter (NVML). Else its watts are readings of the moment, which stand for that time as well.
@@ -11,19 +11,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import msgspec
+
 from loadtests.records.resource_sample import ResourceSample
 
 LONGEST_SECONDS = 5.0  # between two samples (usually 1 s), for the second to tell of the time
 LEAST_COVERED = 0.9  # of the time, for the power to count
 
 
-def watts_of(
-    samples: Sequence[ResourceSample], start_unix_seconds: float, end_unix_seconds: float
-) -> float | None:
-    """Mean of CPU packages and GPU together between two moments, as far as measured.
+class Power(msgspec.Struct, frozen=True):
+    """Mean watts of each device; None: not measured for 90 % of the time."""
 
-    None where less than 90 % of the time was sampled for either device.
-    """
+    cpu_watts: float | None = None  # of the CPU packages
+    gpu_watts: float | None = None
+
+    @property
+    def together(self) -> float | None:
+        """Of both, as far as either is measured."""
+        known = [one for one in (self.cpu_watts, self.gpu_watts) if one is not None]
+        return sum(known) if known else None
+
+
+def power_of(
+    samples: Sequence[ResourceSample], start_unix_seconds: float, end_unix_seconds: float
+) -> Power:
+    """Mean power of each device between two moments."""
     cpu, gpu, cpu_seconds, gpu_seconds = 0.0, 0.0, 0.0, 0.0
     for before, after in pairwise(sorted(samples, key=lambda one: one.unix_seconds)):
         seconds = after.unix_seconds - before.unix_seconds
@@ -42,6 +54,7 @@ def watts_of(
             gpu += watts * inside
             gpu_seconds += inside
     least = LEAST_COVERED * (end_unix_seconds - start_unix_seconds)
-    devices = ((cpu, cpu_seconds), (gpu, gpu_seconds))
-    known = [joules / covered for joules, covered in devices if covered >= least > 0]
-    return sum(known) if known else None
+    return Power(
+        cpu_watts=cpu / cpu_seconds if cpu_seconds >= least > 0 else None,
+        gpu_watts=gpu / gpu_seconds if gpu_seconds >= least > 0 else None,
+    )

@@ -103,6 +103,8 @@ def read(folder: Path) -> RunValues:
 
 
 def _facts(run: RunRecords, cell: dict[str, Any]) -> Facts:
+    """Those of CELL. The device is what served: of a run whose campaign names none, as the engine
+    said."""
     for chosen in of_kind(run.events, EngineChosen, cell["key"]):
         cell = {**cell, "backend": chosen.backend, "weight_format": chosen.weight_format}
     ready = of_kind(run.events, CellReady, cell["key"])
@@ -144,7 +146,7 @@ def compare(
     notes = _check(first, second, allow)
     rows: list[Row] = []
     for mine, theirs in _pairs(first, second, allow):
-        cell = " ".join(filter(None, mine))
+        cell = _in_words(mine, theirs)
         ours, others = _of_arm(first, mine), _of_arm(second, theirs)
         own = [_row(cell, at, ours[at], others[at]) for at in ours if at in others]
         if not any(row.load not in ("", "alone") for row in own):
@@ -209,6 +211,13 @@ def _pairs(
         f"no cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}: their "
         f"first cells differ in {name}, {one!r} and {other!r}; allow it with --allow {name}"
     )
+
+
+def _in_words(mine: Facts, theirs: Facts) -> str:
+    """`llama-3.2-1b int8 onnx cpu`; of a fact in which the arms differ both: `cpu and gpu`."""
+    both = zip(mine, theirs, strict=True)
+    words = (one if one == other else f"{one or '-'} and {other or '-'}" for one, other in both)
+    return " ".join(filter(None, words))
 
 
 def _of_arm(arm: Sequence[RunValues], cell: Facts) -> Values:

@@ -9,10 +9,10 @@ const original = new Map();
 for (const one of document.querySelectorAll("#answers [data-cell], #headline, .basis, #map [data-bar]"))
   original.set(one, { html: one.innerHTML, x: one.getAttribute("x"), width: one.getAttribute("width"), shown: "" });
 
-function rate(value, rounded = Math.round) { // as models/formatting.py words it
+function rate(value, entry, rounded = Math.round) { // as models/formatting.py words it
   if (value === null) return "not known";
   if (value === 0) return "none";
-  const [times, unit] = lattice.unit;
+  const [times, unit] = entry.unit;
   const scaled = value * times, digits = Math.max(0, 1 - Math.floor(Math.log10(scaled)));
   const step = 10 ** Math.floor(Math.log10(scaled) - 1);
   if (scaled >= 100) return Math.round(rounded(scaled / step + (rounded === Math.floor ? 1e-9 : 0)) * step).toLocaleString("en") + unit;
@@ -21,7 +21,7 @@ function rate(value, rounded = Math.round) { // as models/formatting.py words it
 }
 function seconds(value) { return value < 1 ? `${Math.round(value * 1000)} ms` : `${value} s`; }
 
-function at(entry) { // the lattice's answer for one model under the SLO of the sliders
+function at(entry) { // the lattice's answer for one model on one device under the SLO of the sliders
   const [i, j, k] = knobs.map((name) => Number(input[name].value));
   const place = (i * lattice.tpot.length + j) * lattice.target.length + k;
   return Object.fromEntries(Object.entries(entry.answers).map(([name, values]) => [name, values[place]]));
@@ -33,8 +33,8 @@ function place(svg, value) {
   const part = Math.log(Math.min(Math.max(value, low), high) / low) / Math.log(high / low);
   return Number(left) + part * (right - left);
 }
-function bar(svg, model, kind, from, to) {
-  const rect = svg.querySelector(`[data-model="${model}"][data-bar="${kind}"]`);
+function bar(svg, entry, kind, from, to) {
+  const rect = svg.querySelector(`[data-model="${entry.model}"][data-side="${entry.side}"][data-bar="${kind}"]`);
   if (rect) { rect.setAttribute("x", from); rect.setAttribute("width", Math.max(0, to - from)); }
 }
 function show() {
@@ -46,39 +46,47 @@ function show() {
   for (const [one, was] of original) {
     one.innerHTML = was.html;
     if (was.x !== null) { one.setAttribute("x", was.x); one.setAttribute("width", was.width); }
-    if (one.dataset.bar === "interval" || one.dataset.bar === "name") one.style.display = isRun() ? "" : "none";
+    if (["interval", "name", "forecast"].includes(one.dataset.bar)) one.style.display = isRun() ? "" : "none";
   }
   const moved = document.getElementById("moved");
   if (isRun()) { moved.textContent = "This is the SLO of the run."; location.hash && history.replaceState(null, "", location.pathname + location.search); return; }
   const says = (name) => document.getElementById(`${name}-says`).textContent;
   const basis = document.querySelector(".basis");
   basis.textContent = basis.textContent.replace(/SLO: .* of requests/, `SLO moved to: first token within ${says("ttft")}, then ${says("tpot")} a token, for ${says("target")} of requests`);
-  let served = null, next = null;
-  for (const [model, entry] of lattice.models.entries()) {
-    if (!entry) continue;
-    const found = at(entry);
-    const cell = (key) => document.querySelector(`#answers [data-model="${model}"][data-cell="${key}"]`);
-    cell("alone").querySelector(".v").textContent = entry.alone + (found.alone ? ": met" : ": missed");
-    cell("holds").innerHTML = `<span class="v"></span>` + (found.alone && found.held ? ` <i class="grade confirmed">confirmed</i>` : "");
-    cell("holds").firstChild.textContent = found.alone ? (found.held ? rate(found.held, Math.floor) : "no rate confirmed") : "not even alone";
-    cell("limit").innerHTML = `<span class="v"></span>` + (found.limit ? ` <i class="grade estimated">estimated</i>` : "");
-    cell("limit").firstChild.textContent = found.limit ? rate(found.limit) : "–";
-    const gpu = entry.gpus[found.gpu] || null;
-    cell("over").innerHTML = `<span class="v"></span>` + (gpu ? ` <i class="grade predicted">predicted</i>` : "");
-    cell("over").firstChild.textContent = gpu ? `${gpu.name}, ${gpu.price}` : "see the SLO of the run";
+  const served = {}, next = {};
+  for (const entry of lattice.entries) {
+    const found = at(entry), side = entry.side;
+    const cell = (key) => document.querySelector(`#answers [data-model="${entry.model}"][data-cell="${key}"]`);
+    const set = (key, text, grade) => {
+      cell(key).innerHTML = `<span class="v"></span>` + (grade ? ` <i class="grade ${grade}">${grade}</i>` : "");
+      cell(key).firstChild.textContent = text;
+    };
+    cell(`${side}-alone`).querySelector(".v").textContent = entry.alone + (found.alone ? ": met" : ": missed");
+    set(`${side}-held`, found.alone ? (found.held ? rate(found.held, entry, Math.floor) : "none confirmed") : "misses the SLO unloaded", found.alone && found.held && "confirmed");
+    set(`${side}-limit`, found.limit ? rate(found.limit, entry) : "–", found.limit && "estimated");
+    if (cell("over")) {
+      const gpu = entry.gpus[found.gpu] || null;
+      set("over", gpu ? `${gpu.name}, ${gpu.price}` : "see the SLO of the run", gpu && "predicted");
+    }
     for (const svg of maps) {
       const left = Number(svg.dataset.left), held = found.held ? place(svg, found.held) : left;
       const limit = found.limit ? Math.max(held, place(svg, found.limit)) : held;
-      bar(svg, model, "held", left, held); bar(svg, model, "limit", held, limit);
-      const rect = svg.querySelector(`[data-model="${model}"][data-bar="gpu"]`), was = rect && original.get(rect);
-      if (rect) bar(svg, model, "gpu", limit, Number(was.x) + Number(was.width));
+      bar(svg, entry, "held", left, held); bar(svg, entry, "limit", held, limit);
+      const rect = svg.querySelector(`[data-model="${entry.model}"][data-side="${side}"][data-bar="gpu"]`), was = rect && original.get(rect);
+      if (rect) bar(svg, entry, "gpu", limit, Number(was.x) + Number(was.width));
     }
-    if (found.limit || found.held) { served = [entry, found]; next = null; }
-    else if (!next) next = entry;
+    if (found.limit || found.held) { served[side] = [entry, found]; next[side] = null; }
+    else next[side] ||= entry;
   }
-  document.getElementById("headline").textContent = served
-    ? `Under this SLO the CPU serves up to ${served[0].title} (${served[1].held ? `${rate(served[1].held, Math.floor)} confirmed` : `about ${rate(served[1].limit)}, estimated`})${next ? `; from ${next.title} on a GPU takes over` : ""}.`
-    : "Under this SLO the CPU serves none of these models.";
+  const names = { cpu: "the CPU", gpu: "this machine's GPU" }, many = lattice.sides.length > 1;
+  const sentences = lattice.sides.map((side) => {
+    if (!served[side]) return `${names[side]} serves none of these models`;
+    const [entry, found] = served[side];
+    const said = found.held ? `${rate(found.held, entry, Math.floor)} confirmed` : `about ${rate(found.limit, entry)}, estimated`;
+    const beyond = next[side] && !many && side === "cpu" ? `; from ${next[side].title} on a GPU takes over` : "";
+    return `${names[side]} serves up to ${entry.title} (${said})${beyond}`;
+  });
+  document.getElementById("headline").textContent = `Under this SLO ${sentences.join("; ")}.`;
   moved.textContent = "Confirmed: by levels that ran. Estimated: the same simulation, at this SLO.";
   history.replaceState(null, "", "#" + knobs.map((name) => `${name}=${lattice[name][Number(input[name].value)]}`).join("&"));
 }

@@ -7,6 +7,7 @@ crossover plan --model 8b --rate 0.5
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,6 +49,14 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         list[str] | None, option("", "Consider this device for rent, not the list; repeatable.")
     ] = None
     run: Annotated[list[Path] | None, option("", "A run of a machine of yours; repeatable.")] = None
+    price: Annotated[
+        float | None,
+        option(
+            "",
+            "Dollars an hour of the machine of --run, rented all month; 0 if it is paid for: then "
+            "it costs its energy. Default: 0, but of a machine with a GPU the GPU's list price.",
+        ),
+    ] = None
     machine: Annotated[
         list[Path] | None, option("", "A file of `crossover calibrate`; repeatable.")
     ] = None
@@ -98,10 +107,22 @@ def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
     if options.rate is not None:
         kept = {k: v for k, v in tables.get("forecast", {}).items() if k not in RATES}
         tables["forecast"] = {**kept, "peak_rate": options.rate}
+    if options.price is not None and (not options.run or not 0 <= options.price < math.inf):
+        raise ReportError(
+            f"--price {options.price:g} must be 0 or more, in dollars an hour of the machine that "
+            "--run names."
+        )
     named = [("run", one) for one in options.run or []]
     named += [("file", one) for one in options.machine or []]
+    cost: dict[str, Any] = {}
+    if options.price is not None:
+        cost = {"is_paid": not options.price}
+        if options.price:
+            cost["dollars_per_hour"] = options.price
     # paths of the command line are relative to where it is typed, those of the file to its folder
-    machines = [{kind: str(path.absolute())} for kind, path in named]
+    machines = [
+        {kind: str(path.absolute()), **(cost if kind == "run" else {})} for kind, path in named
+    ]
     if machines:
         tables["machines"] = [*tables.get("machines", []), *machines]
     return tables

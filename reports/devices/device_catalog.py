@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tomllib
 from functools import cache
 from importlib import resources
@@ -27,6 +28,9 @@ from serving.option_help import Positive
 # 49152, T4 15360 of 16384 (nvidia-smi); of HBM A100 and H100 79.1 of 80 GiB (the total in vLLM's
 # log); of memory that the GPU shares with its CPU, what macOS gives it unasked.
 USABLE_SHARES = {"gddr": 0.937, "hbm": 0.989, "apple": 0.75, "uma": 0.75, "ddr": 0.937}
+
+# A driver's total over the label, whose GB are 2^30 or 10^9 bytes, and less what it keeps.
+LEAST_OF_LABEL, MOST_OF_LABEL = 0.88, 1.05
 
 DeviceKind = Literal["gpu", "apple", "cpu", "tpu", "accelerator"]
 MemoryType = Literal["gddr", "hbm", "apple", "uma", "ddr"]
@@ -137,6 +141,38 @@ def priced_gpus() -> tuple[Device, ...]:
     """GPUs that have a price, the cheapest first."""
     found = [one for one in devices() if one.kind == "gpu" and one.dollars_per_hour is not None]
     return tuple(sorted(found, key=lambda one: one.dollars_per_hour or math.inf))
+
+
+def device_of_driver_name(name: str, memory_bytes: float | None = None) -> Device | None:
+    """The device that a driver calls `NVIDIA H200`, `NVIDIA A100-SXM4-80GB` or `Tesla T4`.
+
+    A driver names a board by more or fewer words than the catalogue: the entry is the one with most
+    words that are all in the driver's name, or in what its memory implies. NVIDIA's SXM boards are
+    often named without `SXM`. None where no entry, or more than one, is as near.
+    """
+    said = _words(name.replace("SXM4", "SXM").replace("SXM5", "SXM").replace("HBM3", "SXM"))
+    found: list[tuple[int, bool, Device]] = []
+    for device in devices():
+        # `Azure NC H100 v5` stands in brackets behind the name
+        words = _words(device.name.partition("(")[0])
+        optional = {"SXM", *(word for word in words if re.fullmatch(r"\d+GB", word))}
+        board = {word for word in ("PCIE", "NVL", "SXM") if word in said}
+        if not words - optional <= said or board - words:
+            continue
+        if memory_bytes and device.memory_gib:
+            share = memory_bytes / (device.memory_gib * GIB)
+            if not LEAST_OF_LABEL <= share <= MOST_OF_LABEL:
+                continue
+        found.append((len(words - optional), "SXM" in words, device))
+    best = max((one[:2] for one in found), default=None)
+    alike = [device for *rank, device in found if tuple(rank) == best]
+    return alike[0] if len(alike) == 1 else None
+
+
+def _words(name: str) -> set[str]:
+    """`NVIDIA GeForce RTX 4090 Laptop GPU`: what tells one device from another."""
+    words = set(re.split(r"[\s\-_]+", name.upper().replace("TESLA", "NVIDIA")))
+    return words - {"GEFORCE", "GPU", "GENERATION", "EDITION", ""}
 
 
 def device_named(name: str) -> Device:

@@ -21,7 +21,7 @@ from loadtests.analysis.slo import Slo
 from models import formatting
 from reports.devices.device_capacity import Answer, DeviceCapacity, Grade
 from reports.devices.device_step_times import NOT_CALIBRATED
-from reports.plan.load_forecast import Forecast
+from reports.plan.load_forecast import HOURS_A_MONTH, Forecast
 from reports.plan.plan_file import Question
 
 MOST_ROWS = 6
@@ -33,10 +33,24 @@ OptionKind = Literal["as it is", "more of it", "rented", "it and rented"]
 
 
 class Candidate(DeviceCapacity, frozen=True, kw_only=True):
-    """A machine and what one of it holds; `low` is surely held."""
+    """A machine, or one of its devices, and what one of it serves; `low` is surely served."""
 
     owned: int = 0
     price_date: str = ""
+    is_paid: bool = True  # those that are there cost energy alone; False: they are rented
+    is_list_price: bool = False  # of its GPU, since nobody said what the machine costs
+    gpu_name: str = ""  # of the GPU in it
+    label: str = ""  # what its row is called, `your machine's GPU`; "": by the machine's name
+    # Of a machine whose devices serve together: each, in the order in which they take load.
+    parts: tuple[Candidate, ...] = ()
+
+    @property
+    def rent(self) -> float | None:
+        """Dollars a month of those that are there; None: their price is not known."""
+        if self.is_paid:
+            return 0.0
+        price = self.dollars_per_hour
+        return None if price is None else price * self.owned * HOURS_A_MONTH
 
     @property
     def is_unknown(self) -> bool:
@@ -51,10 +65,24 @@ class Candidate(DeviceCapacity, frozen=True, kw_only=True):
 
     def kwh(self, work: Sequence[tuple[float, float]], most: float = math.inf) -> float | None:
         """Of a month of (rate, hours), on `most` of it: watts for the share of time at work."""
+        if self.parts:
+            return self._kwh_of_parts(work)
         rate = self.rate or self.high
         if self.watts is None or not rate:
             return None
         return self.watts * sum(min(most, one / rate) * hours for one, hours in work) / 1000
+
+    def _kwh_of_parts(self, work: Sequence[tuple[float, float]]) -> float | None:
+        """Each part takes what it surely serves; the last one the rest."""
+        total, left = 0.0, list(work)
+        for part in self.parts:
+            most = math.inf if part is self.parts[-1] else (part.low or 0.0) * self.owned
+            kwh = part.kwh([(min(rate, most), hours) for rate, hours in left])
+            if kwh is None:
+                return None
+            total += kwh
+            left = [(max(0.0, rate - most), hours) for rate, hours in left]
+        return total
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +99,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     energy_unknown: bool = False  # some of it is owned, and its watts are not known
     known_by: Grade
     note: str = ""
+    label: str = ""  # of the machine that is there, as of Candidate
 
     @property
     def is_sure(self) -> bool:
@@ -84,7 +113,11 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """What its row is called."""
-        return self.called(self.machine)
+        if self.label and self.kind == "as it is":
+            return self.label
+        is_base = self.kind == "it and rented"
+        label = self.label.removesuffix(" alone")
+        return self.called(label if label and is_base else self.machine)
 
     def called(self, machine: str) -> str:
         """Its row with another name of the machine: `your machine as it is`."""
@@ -157,8 +190,11 @@ def make_plan(asked: Question, candidates: Sequence[Candidate]) -> Plan:
 
 
 def _rows(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Your machine, more of it, it and one GPU above it; the cheapest GPUs fill six rows."""
-    mine = [one for one in options if one.kind in ("as it is", "more of it")][:2]
+    """Your machine (of one with two devices each, and both), more of it, it and one GPU above it;
+    the cheapest GPUs fill six rows."""
+    as_they_are = sum(one.kind == "as it is" for one in options)
+    mine = [one for one in options if one.kind in ("as it is", "more of it")]
+    mine = [one for one in mine if one.kind == "as it is" or one.label == ""][: max(2, as_they_are)]
     mine += [one for one in options if one.kind == "it and rented"][:1]
     rest = [one for one in options if one.kind == "rented"][: MOST_ROWS - len(mine)]
     return tuple(one for one in options if one in mine or one in rest)
@@ -185,7 +221,7 @@ def _options(
     for machine in own:
         as_it_is = _as_it_is(asked, machine, forecast)
         yield as_it_is
-        if as_it_is.suffices != "yes":
+        if as_it_is.suffices != "yes" and not machine.parts:
             yield _with_rented(asked, "more of it", machine, machine, forecast)
     for machine in others:
         yield _with_rented(asked, "rented", None, machine, forecast)
@@ -200,16 +236,18 @@ def _as_it_is(asked: Question, machine: Candidate, forecast: Forecast) -> Option
     kwh = machine.kwh([(one.rate, one.hours) for one in forecast.loads], machine.owned)
     count = max(0, machine.owned - asked.keys.spares)
     holds = formatting.rate((machine.low or 0.0) * count, like=forecast.peak_rate)
+    energy = (kwh or 0.0) * asked.keys.dollars_per_kwh if machine.is_paid else 0.0
     return Option(
         kind="as it is",
         machine=machine.name,
         suffices=machine.answer(forecast.peak_rate, count),
         machines=machine.owned,
-        dollars=(kwh or 0.0) * asked.keys.dollars_per_kwh,
+        dollars=None if machine.rent is None else machine.rent + energy,
         kwh=kwh,
-        energy_unknown=kwh is None,
+        energy_unknown=kwh is None and machine.is_paid,
         known_by=machine.kind,
         note=machine.reason or (f"holds {holds}" if machine.low else ""),
+        label=machine.label,
     )
 
 
@@ -247,7 +285,9 @@ def _with_rented(
     own_kwh = None
     if base is not None:
         own_kwh = base.kwh([(min(one.rate, carried), one.hours) for one in forecast.loads], owned)
-    rented_kwh, energy = above.kwh(loads), (own_kwh or 0.0) * asked.keys.dollars_per_kwh
+    rented_kwh, energy, rent = above.kwh(loads), 0.0, 0.0 if base is None else base.rent
+    if base is not None and base.is_paid:
+        energy = (own_kwh or 0.0) * asked.keys.dollars_per_kwh
     paid = dollars(above.low or above.high)
     least = dollars(above.high) if above.low else None
     total = None if rented_kwh is None else rented_kwh + (own_kwh or 0.0)
@@ -260,12 +300,15 @@ def _with_rented(
         above=above.name if kind == "it and rented" else "",
         suffices="yes" if sure is not None else above.answer(1.0, 10**9),
         machines=None if needed is None else needed + owned,
-        dollars=None if paid is None else paid + energy,
-        dollars_low=None if least is None else least + energy,
+        dollars=None if paid is None or rent is None else paid + energy + rent,
+        dollars_low=None if least is None or rent is None else least + energy + rent,
         kwh=None if base is not None and own_kwh is None else total,
-        energy_unknown=base is not None and needed is not None and own_kwh is None,
+        energy_unknown=(
+            base is not None and base.is_paid and needed is not None and own_kwh is None
+        ),
         known_by=above.kind,
         note=note,
+        label="" if base is None else base.label,
     )
 
 
@@ -306,13 +349,32 @@ def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterat
     """What would make the plan surer, nearest first."""
     if not any(one.owned for one in candidates):
         yield "what a machine of yours holds (name it: --run or --machine)"
+    asked = [one for one in candidates if one.owned and not one.is_paid]
+    if unpriced := [one for one in asked if one.is_list_price or one.dollars_per_hour is None]:
+        yield _asked_price(unpriced[0])
     chosen = _choice(found)
     for one in candidates:
         if chosen is None or one.name in (chosen.machine, chosen.above):
             if one.kind == "predicted" and not one.is_unknown:
                 yield f"whether {one.name} holds what is predicted of it"
             missing = {"watts": one.watts, "dollars_per_hour": one.dollars_per_hour}
-            if one.owned and (names := [name for name in missing if missing[name] is None]):
+            if (
+                one.owned
+                and one.is_paid
+                and (names := [name for name in missing if missing[name] is None])
+            ):
                 yield f"{' and '.join(names)} of {one.name}: keys of its [[machines]]"
     if unmeasured := [one.machine for one in found if one.note == NOT_CALIBRATED]:
         yield f"whether {unmeasured[0]} suffices: `crossover calibrate` on it tells"
+
+
+def _asked_price(machine: Candidate) -> str:
+    """What is not known of the price of a machine with a GPU, and how one says it."""
+    how = "give --price, or dollars_per_hour and is_paid in its [[machines]]"
+    if machine.dollars_per_hour is None:
+        return f"what your machine costs ({how})"
+    price = formatting.dollars_per_hour(machine.dollars_per_hour)
+    return (
+        f"what your machine costs: {price}, the list price of its {machine.gpu_name}, stands for "
+        f"it ({how})"
+    )

@@ -88,7 +88,16 @@ class MachineKeys(Table, frozen=True, kw_only=True):
     device: Annotated[str | None, key("a name of `crossover plan --devices`")] = None
     name: Annotated[str | None, key("what to call it; none: its own name")] = None
     owned: Annotated[Annotated[int, Meta(ge=0)], key("how many of it are there")] = 1
-    dollars_per_hour: Annotated[Positive | None, key("rent of one more of it")] = None
+    dollars_per_hour: Annotated[
+        Positive | None, key("rent of one; none: of a machine with a GPU the GPU's list price")
+    ] = None
+    is_paid: Annotated[
+        bool | None,
+        key(
+            "true: those that are there cost their energy alone; false: they are rented at "
+            "dollars_per_hour all month; none: true, but false where the machine has a GPU"
+        ),
+    ] = None
     watts: Annotated[Positive | None, key("under load, at the wall")] = None
 
 

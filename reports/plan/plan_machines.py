@@ -35,7 +35,7 @@ from reports.errors import ReportError
 from reports.headline import machine_words
 from reports.plan.plan_costs import Candidate
 from reports.plan.plan_file import BadPlan, MachineKeys, Question, question
-from reports.report_data import CellData, ReportData, read_report
+from reports.report_data import CPU, SIDES, CellData, ReportData, read_report
 
 
 def asked_of(raw: dict[str, object], folder: Path) -> Question:
@@ -45,11 +45,12 @@ def asked_of(raw: dict[str, object], folder: Path) -> Question:
     for machine in machines if isinstance(machines, list) else []:
         if isinstance(machine, dict) and isinstance(machine.get("run"), str):
             data = _run(folder / machine["run"])
-            cell = _cell_of(data, str(tables.get("model", "")))
-            if cell is None:
+            cells = _cells_of(data, str(tables.get("model", "")))
+            if not cells:
                 continue
             tables.setdefault("workload", msgspec.to_builtins(data.workload))
-            tables.setdefault("format", cell.weight_format or None)
+            if CPU in cells:
+                tables.setdefault("format", cells[CPU].weight_format or None)
             asks: dict[str, object] = msgspec.to_builtins(data.slo)
             slo = {name: value for name, value in asks.items() if name in SloSpec.__struct_fields__}
             tables.setdefault("slo", slo)
@@ -64,7 +65,11 @@ def _run(folder: Path) -> ReportData:
 
 def candidates_of(asked: Question, say: Callable[[str], None] = lambda _: None) -> list[Candidate]:
     """All machines of a plan, each with what one of it holds. Raises BadPlan, BadRun."""
-    found = [_own(asked, keys, number, say) for number, keys in enumerate(asked.keys.machines)]
+    found = [
+        one
+        for number, keys in enumerate(asked.keys.machines)
+        for one in _own(asked, keys, number, say)
+    ]
     names = asked.keys.devices
     try:
         yours = {device_named(name).name: price for name, price in asked.keys.prices.items()}
@@ -83,27 +88,33 @@ def candidates_of(asked: Question, say: Callable[[str], None] = lambda _: None) 
     return found
 
 
-def _own(asked: Question, keys: MachineKeys, number: int, say: Callable[[str], None]) -> Candidate:
-    """A machine of the file."""
+def _own(
+    asked: Question, keys: MachineKeys, number: int, say: Callable[[str], None]
+) -> list[Candidate]:
+    """A machine of the file: one candidate, or one for each way in which its devices serve."""
     say(str(keys.run or keys.file or keys.device))
     try:
         if keys.run is not None:
-            found = _of_run(asked, _run(asked.folder / keys.run))
+            found = _of_run(asked, _run(asked.folder / keys.run), keys)
         elif keys.file is not None:
             machine = calibrated_machine(asked.folder / keys.file)
-            found = _predicted(asked, machine, asked.weight_format)
+            found = [_predicted(asked, machine, asked.weight_format)]
         else:
             machine = machine_of(device_named(str(keys.device)))
-            found = _predicted(asked, machine, asked.keys.gpu_format)
+            found = [_predicted(asked, machine, asked.keys.gpu_format)]
     except ReportError as problem:
         raise BadPlan(f"machines[{number}]: {problem}") from problem
-    return msgspec.structs.replace(
-        found,
-        device=keys.name or found.device,
-        owned=keys.owned,
-        dollars_per_hour=keys.dollars_per_hour or found.dollars_per_hour,
-        watts=keys.watts or found.watts,
-    )
+    is_whole = len(found) == 1  # a name and watts are of the machine, not of one of its devices
+    return [
+        msgspec.structs.replace(
+            one,
+            device=(keys.name if is_whole else None) or one.device,
+            owned=keys.owned,
+            dollars_per_hour=keys.dollars_per_hour or one.dollars_per_hour,
+            watts=(keys.watts if is_whole else None) or one.watts,
+        )
+        for one in found
+    ]
 
 
 def _candidate(found: DeviceCapacity, price_date: str = "") -> Candidate:
@@ -120,16 +131,22 @@ def _predicted(asked: Question, machine: Machine, weight_format: str) -> Candida
     return _candidate(best, machine.price_date)
 
 
-def _cell_of(data: ReportData, model: str) -> CellData | None:
-    """The best cell of a model in a run."""
+def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
+    """Side -> the best configuration of a model in a run."""
     wanted = rung(model).spec.name if is_rung(model) else model
-    return next((one for one in best_cells(data) if one.spec and one.spec.name == wanted), None)
+    for sides in best_cells(data).values():
+        if any(cell.spec is not None and cell.spec.name == wanted for cell in sides.values()):
+            return sides
+    return {}
 
 
-def _of_run(asked: Question, data: ReportData) -> Candidate:
-    cell = _cell_of(data, asked.spec.name)
-    if cell is None or cell.capacity is None:
-        known = [one.model for one in data.cells if one.capacity]
+def _of_run(asked: Question, data: ReportData, keys: MachineKeys) -> list[Candidate]:
+    """What a measured machine offers: its CPU, its GPU, or where both were measured each by itself,
+    and the CPU with the GPU above it."""
+    cells = _cells_of(data, asked.spec.name)
+    cells = {side: cell for side, cell in cells.items() if cell.capacity is not None}
+    if not cells:
+        known = list(dict.fromkeys(one.model for one in data.cells if one.capacity))
         if not known:
             raise BadPlan(
                 f"run {data.manifest.run_id} has no capacity of any model yet: go on with "
@@ -139,13 +156,81 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
             f"run {data.manifest.run_id} measured {', '.join(known)}, not {asked.spec.name}: "
             "name a model that it measured, or leave the run out"
         )
-    name = machine_words(data)
-    watts = next((one.watts for one in reversed(cell.loaded) if one.watts is not None), None)
+    found = [_of_cell(asked, data, cells[side]) for side in SIDES if side in cells]
+    if len(found) == 1:
+        return [_priced(asked, data, keys, found[0])]
+    cpu, gpu = found
+    named = [
+        msgspec.structs.replace(cpu, label=f"{_whose(asked, keys)} CPU alone"),
+        msgspec.structs.replace(gpu, label=f"{_whose(asked, keys)} GPU"),
+    ]
+    if cpu.low and gpu.low:
+        named.append(_together(cpu, gpu, f"{_whose(asked, keys)} CPU, GPU above it"))
+    if len(asked.keys.machines) > 1 and keys.name is None:
+        named = [msgspec.structs.replace(one, label="") for one in named]
+    return [_priced(asked, data, keys, one) for one in named]
+
+
+def _whose(asked: Question, keys: MachineKeys) -> str:
+    return "your" if keys.name is None else f"{keys.name}'s"
+
+
+def _together(cpu: Candidate, gpu: Candidate, label: str) -> Candidate:
+    """A CPU that takes load first, and a GPU above it: each was measured while the other was idle,
+    so that what both serve together is estimated."""
+
+    def both(name: str) -> float | None:
+        each = [getattr(one, name) for one in (cpu, gpu)]
+        return None if None in each else sum(each)
+
+    return Candidate(
+        device=f"{cpu.device} + {gpu.device}",
+        kind="estimated",
+        low=both("low"),
+        rate=both("rate"),
+        high=both("high"),
+        parts=(cpu, gpu),
+        label=label,
+    )
+
+
+def _priced(asked: Question, data: ReportData, keys: MachineKeys, found: Candidate) -> Candidate:
+    """With what the whole machine costs, whichever of its devices serve: a machine with a GPU is
+    rented, at the list price of its GPUs, until somebody says otherwise."""
+    gpu = data.gpu
+    is_paid = gpu is None if keys.is_paid is None else keys.is_paid
+    price = keys.dollars_per_hour
+    is_list_price = price is None and not is_paid and gpu is not None
+    price_date = ""
+    if gpu is not None and is_list_price:
+        yours = {device_named(name).name: one for name, one in asked.keys.prices.items()}
+        each = gpu.dollars_per_hour
+        if gpu.device is not None:
+            each = yours.get(gpu.device.name, each)
+            price_date = gpu.device.price_date or ""
+        price = None if each is None else each * gpu.count
+    return msgspec.structs.replace(
+        found,
+        dollars_per_hour=price,
+        price_date=price_date,
+        is_paid=is_paid,
+        is_list_price=is_list_price and price is not None,
+        gpu_name="" if gpu is None else gpu.name,
+    )
+
+
+def _of_cell(asked: Question, data: ReportData, cell: CellData) -> Candidate:
+    """One device of a measured machine."""
+    assert cell.capacity is not None
+    name = machine_words(data, cell.side)
+    # of the GPU's host too, where it was measured; of a CPU without a GPU that idles beside it
+    watts = [one.watts if cell.side == CPU else one.machine_watts for one in reversed(cell.loaded)]
+    known = next((one for one in watts if one is not None), None)
     if _same_question(asked, data, cell):
-        return _measured(name, cell.capacity, watts)
+        return _measured(name, cell.capacity, known)
     if cell.law is None or cell.policy is None:
         raise BadPlan(
-            f"run {data.manifest.run_id} has no step law of {cell.model}, so it says "
+            f"run {data.manifest.run_id} has no step law of {cell.name}, so it says "
             "nothing of other requests or another SLO"
         )
     # Of a machine of two speeds the law is of one of them.
@@ -157,14 +242,14 @@ def _of_run(asked: Question, data: ReportData) -> Candidate:
         slots=cell.policy.slots,
         grade="estimated",
         policy=cell.policy,
-        watts=watts,
+        watts=known,
     )
     service = Service(machine, asked.spec, cell.weight_format, asked.traffic)
     return _candidate(capacity_of(service, asked.slo))
 
 
 def _measured(name: str, capacity: Capacity, watts: float | None) -> Candidate:
-    """The journal's capacity: what is confirmed is surely held, as the report says, and no more;
+    """The journal's capacity: what is confirmed is surely served, as the report says, and no more;
     where nothing is, the one-sided ends of the estimate."""
     limit, low, high = capacity.limit, capacity.low, capacity.high
     if limit and low:
@@ -177,7 +262,7 @@ def _measured(name: str, capacity: Capacity, watts: float | None) -> Candidate:
         low=capacity.held or low,
         rate=limit if limit is not None else capacity.held,
         high=high,
-        reason="misses the SLO alone" if capacity.state == "not_even_alone" else "",
+        reason="misses the SLO unloaded" if capacity.state == "not_even_alone" else "",
         watts=watts,
     )
 

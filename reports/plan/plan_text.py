@@ -46,7 +46,7 @@ def as_text(plan: Plan, columns: int = 100) -> str:
 def _title(plan: Plan, option: Option) -> str:
     """`your machine as it is`; by its name where several are yours."""
     yours = {one.machine for one in plan.options if one.kind != "rented"}
-    return option.title if len(yours) > 1 else option.called("your machine")
+    return option.title if len(yours) > 1 or option.label else option.called("your machine")
 
 
 def _row(plan: Plan, option: Option) -> tuple[str, ...]:
@@ -83,10 +83,12 @@ def choice_sentence(plan: Plan) -> str:
         return f"Nothing surely serves {load}."
     count = chosen.machines or 1
     many = chosen.machine if count == 1 else f"{count} x {chosen.machine}"
+    labelled = f"{chosen.label[:1].upper()}{chosen.label[1:]} ({chosen.machine})"
+    yours = labelled if chosen.label else f"Your machine ({chosen.machine})"
     ways = {
-        "as it is": f"Your machine ({chosen.machine}) as it is",
+        "as it is": yours if chosen.label else f"{yours} as it is",
         "more of it": f"{count} machines like yours ({chosen.machine})",
-        "it and rented": f"Your machine ({chosen.machine}), with {count - 1 or 1} x {chosen.above} "
+        "it and rented": f"{yours}, with {count - 1 or 1} x {chosen.above} "
         "rented in the hours above what it holds,",
         "rented": f"{many}, rented by the hour,",
     }

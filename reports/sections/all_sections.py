@@ -13,10 +13,11 @@ from reports.sections.host_overhead import host_overhead
 from reports.sections.load_times import load_times
 from reports.sections.memory import memory
 from reports.sections.other_machines import multi_gpu, other_machines
+from reports.sections.predicted_and_measured import predicted_and_measured
 from reports.sections.section import Section
 from reports.sections.speeds import batch_size, prefill_decode
 
 SECTIONS: tuple[Callable[[ReportData, Sequence[Answer]], Section | None], ...] = (
-    *(memory, prefill_decode, batch_size, formats, cost, energy),
+    *(predicted_and_measured, memory, prefill_decode, batch_size, formats, cost, energy),
     *(other_machines, multi_gpu, load_times, host_overhead, fallback_times),
 )

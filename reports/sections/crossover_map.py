@@ -1,4 +1,8 @@
-"""The crossover map: a bar a model over the request rate. Confirmed, estimated, then a GPU.
+"""The crossover map: bars of each model over the request rate, by device and by grade.
+
+Where the CPU alone was measured a model has one row: confirmed, estimated, then the GPU that takes
+over, predicted. Where CPU and GPU were measured each has a row of its own. Solid: confirmed;
+hatched: estimated; within a dashed line: predicted.
 
 An SVG of ours: the sliders of the page move its bars by the same scale (report.js).
 """
@@ -6,7 +10,7 @@ An SVG of ours: the sliders of the page move its bars by the same scale (report.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
 import msgspec
@@ -16,28 +20,75 @@ from reports.chart_style import (
     CPU,
     ESTIMATED,
     GPU,
+    GPU_ESTIMATED,
     INK,
     LINE,
     MUTED,
+    PREDICTED,
     rate_label,
     rate_ticks,
 )
+from reports.devices.device_capacity import DeviceCapacity
 from reports.headline import Answer
+from reports.own_gpu import predicted_here
+from reports.report_data import CPU as CPU_SIDE
+from reports.report_data import GPU as GPU_SIDE
+from reports.report_data import SIDE_NAMES, CellData, ReportData
 from reports.sections.section import Chart
 
-WIDTH, LEFT, RIGHT, ROW, TOP, BAR = 860, 150, 16, 42, 12, 24
+WIDTH, LEFT, RIGHT, TOP = 860, 150, 16, 12
+ROW, BAR = 42, 24  # of a model with one row
+LANE, LANE_BAR, BETWEEN = 26, 18, 14  # of a model with a row a device; between two models
+SIDE_WIDTH = 38  # of the device's name before its bar
 NARROW, NARROW_LEFT = 360, 104  # on a phone, so that its text can be read
-ON_GPU = "#22160c"  # text on the GPU's bar, on a dark page too
 ROOM = 1.6  # beyond the highest and below the lowest rate
+COLOURS = {CPU_SIDE: (CPU, ESTIMATED), GPU_SIDE: (GPU, GPU_ESTIMATED)}
 
 
-def ends_of(answer: Answer) -> dict[str, float | None]:
-    """Ends of a model's bars, requests/s; None: no such bar."""
-    found, gpu = answer.cell.capacity, answer.gpu
-    known = {name: None if found is None else getattr(found, name) for name in ("low", "high")}
-    known["limit"] = None if found is None else found.limit or found.high
-    known |= {"held": answer.cell.held, "gpu": None if gpu is None else gpu.rate}
-    return {name: rate or None for name, rate in known.items()}
+class Lane(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A row of bars: one device of a model. Rates are requests/s; None: no such bar."""
+
+    model: int  # its place among the answers
+    side: str
+    cell: CellData | None
+    held: float | None = None
+    limit: float | None = None
+    low: float | None = None
+    high: float | None = None
+    gpu: DeviceCapacity | None = None  # predicted: what takes over, behind the CPU's bars
+    forecast: DeviceCapacity | None = None  # predicted of the GPU that was measured
+
+    @property
+    def rates(self) -> list[float]:
+        both = [one.rate for one in (self.gpu, self.forecast) if one is not None]
+        return [rate for rate in (self.held, self.limit, self.low, self.high, *both) if rate]
+
+
+def lanes_of(answers: Sequence[Answer], data: ReportData) -> Iterator[Lane]:
+    """One a model where one device was measured, else one for each of the two."""
+    for place, answer in enumerate(answers):
+        for side in data.sides:
+            cell = answer.side(side)
+            gpu = answer.takeover_gpu
+            is_shown = (side == CPU_SIDE) if len(data.sides) == 1 else side == GPU_SIDE
+            lane = Lane(
+                model=place,
+                side=side,
+                cell=cell,
+                gpu=gpu if is_shown and answer.gpu is None else None,
+                forecast=predicted_here(cell, data),
+            )
+            found = None if cell is None else cell.capacity
+            if cell is None or found is None:
+                yield lane
+                continue
+            yield msgspec.structs.replace(
+                lane,
+                held=cell.held or None,
+                limit=found.limit or found.high or None,
+                low=found.low or None,
+                high=found.high or None,
+            )
 
 
 class Scale(msgspec.Struct, frozen=True):
@@ -58,37 +109,64 @@ class Scale(msgspec.Struct, frozen=True):
         return max(least, self.left + part * (self.right - self.left))
 
 
-def crossover_map(answers: Sequence[Answer], *, is_narrow: bool = False) -> Chart | None:
+def crossover_map(
+    answers: Sequence[Answer], data: ReportData, *, is_narrow: bool = False
+) -> Chart | None:
     """The map, for a page or for a phone; None where nothing was measured."""
-    bars = [ends_of(one) for one in answers]
-    known = [rate for one in bars for rate in one.values() if rate]
+    lanes = list(lanes_of(answers, data))
+    known = [rate for lane in lanes for rate in lane.rates]
     if not known:
         return None
     kind, width, left = ("narrow", NARROW, NARROW_LEFT) if is_narrow else ("wide", WIDTH, LEFT)
+    both = len(data.sides) > 1
+    if both:
+        left += SIDE_WIDTH
     scale = Scale(min(known) / ROOM / 2, max(known) * ROOM, left, width - RIGHT)
-    bottom = TOP + ROW * len(bars)
+    each = 2 * LANE + BETWEEN if both else ROW
+    bottom = TOP + each * len(answers)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 30}" '
         f'class="{kind}" data-low="{scale.low:.6g}" data-high="{scale.high:.6g}" '
         f'data-left="{left}" data-right="{width - RIGHT}" font-family="inherit" font-size="12">',
-        f'<defs><pattern id="hatch-{kind}" width="7" height="7" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate(45)"><rect width="7" height="7" fill="{ESTIMATED}"/>'
-        f'<rect width="3" height="7" fill="{CPU}"/></pattern></defs>',
+        "<defs>",
+        *(_hatch(f"hatch-{side}-{kind}", *COLOURS[side]) for side in data.sides),
+        "</defs>",
     ]
-    like = answers[0].cell.like
+    # the rates of both devices on one axis: in the unit of the quicker one
+    like = max((lane.cell.like or 0.0 for lane in lanes if lane.cell), default=0.0) or None
     for rate in rate_ticks(scale.low, scale.high, like, 4 if is_narrow else 7):
         x = scale.place(rate)
         parts += [
             f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="{LINE}" stroke-opacity=".45"/>',
             _text(x, bottom + 18, rate_label(rate, like), f'text-anchor="middle" fill="{MUTED}"'),
         ]
-    for index, (answer, one) in enumerate(zip(answers, bars, strict=True)):
-        parts += _row(index, answer, one, scale, f"url(#hatch-{kind})")
-    return Chart(
-        slug="map",
-        label="For each model, from slow to quick rates: confirmed on this CPU (solid), estimated "
-        "on this CPU (hatched), and what the GPU that takes over holds (orange, predicted).",
-        svg="".join([*parts, "</svg>"]),
+    for place, answer in enumerate(answers):
+        y = TOP + each * place
+        parts += _name(answer, scale.left - (SIDE_WIDTH if both else 0) - 12, y + each / 2)
+        for row, lane in enumerate(lane for lane in lanes if lane.model == place):
+            inset = BETWEEN / 2 + row * LANE + (LANE - LANE_BAR) / 2 if both else (ROW - BAR) / 2
+            top = y + inset
+            parts += _bars(lane, scale, kind, top, LANE_BAR if both else BAR, is_named=both)
+    measured = "confirmed (solid) and estimated (hatched)"
+    label = (
+        f"For each model, from slow to quick rates: {measured} on this CPU, and predicted of the "
+        "GPU that takes over (dashed)."
+    )
+    if both:
+        label = (
+            f"For each model, from slow to quick rates: {measured} on this CPU (blue) and on this "
+            "machine's GPU (orange); a diamond is what was predicted of this GPU."
+        )
+    elif data.sides == (GPU_SIDE,):
+        label = f"For each model, from slow to quick rates: {measured} on this machine's GPU."
+    return Chart(slug="map", label=label, svg="".join([*parts, "</svg>"]))
+
+
+def _hatch(name: str, dark: str, light: str) -> str:
+    return (
+        f'<pattern id="{name}" width="7" height="7" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><rect width="7" height="7" fill="{light}"/>'
+        f'<rect width="3" height="7" fill="{dark}"/></pattern>'
     )
 
 
@@ -96,48 +174,85 @@ def _text(x: float, y: float, said: str, more: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(said)}</text>'
 
 
-def _row(
-    index: int, answer: Answer, ends: dict[str, float | None], scale: Scale, hatched: str
-) -> list[str]:
-    """A model's name and its bars; empty ones are there for the sliders, without width."""
-    y = TOP + index * ROW + (ROW - BAR) / 2
-    middle = y + BAR / 2
-    held = scale.place(ends["held"])
-    limit = scale.place(ends["limit"], held)
-    gpu = scale.place(ends["gpu"], limit)
-    gpu_name = answer.gpu.name if answer.gpu is not None else ""
+def _name(answer: Answer, right: float, middle: float) -> list[str]:
+    size = formatting.parameters(answer.cell.parameters)
+    own = 'text-anchor="end"'
+    return [
+        _text(right, middle - 1, answer.title, f'{own} fill="{INK}" font-weight="600"'),
+        _text(right, middle + 12, size, f'{own} fill="{MUTED}" font-size="10.5"'),
+    ]
 
-    def bar(kind: str, left: float, right: float, fill: str, says: str) -> str:
+
+def _bars(
+    lane: Lane, scale: Scale, kind: str, y: float, height: float, *, is_named: bool
+) -> list[str]:
+    """The bars of a device; empty ones are there for the sliders, without width."""
+    middle = y + height / 2
+    held = scale.place(lane.held)
+    limit = scale.place(lane.limit, held)
+    gpu = scale.place(None if lane.gpu is None else lane.gpu.rate, limit)
+    own = f'data-model="{lane.model}" data-side="{lane.side}"'
+    like = None if lane.cell is None else lane.cell.like
+    where = SIDE_NAMES[lane.side]
+
+    def bar(name: str, left: float, right: float, fill: str, says: str, more: str = "") -> str:
         return (
-            f'<rect data-model="{index}" data-bar="{kind}" x="{left:.1f}" y="{y:.1f}" '
-            f'width="{right - left:.1f}" height="{BAR}" fill="{fill}">'
+            f'<rect {own} data-bar="{name}" x="{left:.1f}" y="{y:.1f}" '
+            f'width="{right - left:.1f}" height="{height}" fill="{fill}"{more}>'
             f"<title>{escape(says)}</title></rect>"
         )
 
-    size = formatting.parameters(answer.cell.parameters)
-    like = answer.cell.like
-    confirmed = f"confirmed up to {formatting.rate(ends['held'], rounded='down', like=like)}"
-    estimated = f"estimated up to {formatting.rate(ends['limit'], like=like)}"
-    predicted = f"{gpu_name}: predicted {formatting.rate(ends['gpu'], like=like)}"
-    own = 'text-anchor="end"'
+    confirmed = formatting.rate(lane.held, rounded="down", like=like)
+    estimated = formatting.rate(lane.limit, like=like)
+    hatched = f"url(#hatch-{lane.side}-{kind})"
     parts = [
-        _text(scale.left - 12, middle - 1, answer.title, f'{own} fill="{INK}" font-weight="600"'),
-        _text(scale.left - 12, middle + 12, size, f'{own} fill="{MUTED}" font-size="10.5"'),
-        bar("held", scale.left, held, CPU, confirmed),
-        bar("limit", held, limit, hatched, estimated),
-        bar("gpu", limit, gpu, GPU, predicted),
+        bar("held", scale.left, held, COLOURS[lane.side][0], f"{where}: confirmed {confirmed}"),
+        bar("limit", held, limit, hatched, f"{where}: estimated capacity {estimated}"),
     ]
-    if ends["low"] and ends["high"]:
-        low, high = scale.place(ends["low"]), scale.place(ends["high"])
-        parts.append(
-            f'<path data-model="{index}" data-bar="interval" d="M{low:.1f} {middle}H{high:.1f}'
-            f'M{low:.1f} {middle - 5}v10M{high:.1f} {middle - 5}v10" stroke="{INK}" '
-            f'fill="none" stroke-width="1.4"><title>90 % interval of the estimate</title></path>'
+    if is_named:
+        marks = f'text-anchor="end" fill="{MUTED}" font-size="11"'
+        parts.append(_text(scale.left - 10, middle + 4, where, marks))
+    if lane.gpu is not None or not is_named:
+        name = "" if lane.gpu is None else lane.gpu.name
+        says = (
+            f"{name}: predicted {formatting.rate(lane.gpu.rate if lane.gpu else None, like=like)}"
         )
-    if gpu_name and gpu - limit > 90:
-        marks = f'data-model="{index}" data-bar="name" {own} fill="{ON_GPU}" font-size="11"'
-        parts.append(_text(gpu - 6, y + 16, gpu_name, marks))
-    if not any(ends.values()):
-        said = "not measured" if answer.cell.capacity is None else "no rate known"
-        parts.append(_text(scale.left + 16, y + 16, said, f'fill="{MUTED}"'))
+        dashed = f' stroke="{GPU}" stroke-width="1.2" stroke-dasharray="4 3"'
+        parts.append(bar("gpu", limit, gpu, PREDICTED, says, dashed if gpu > limit else ""))
+        if name and gpu - limit > 90:
+            marks = f'{own} data-bar="name" text-anchor="end" fill="{INK}" font-size="11"'
+            parts.append(_text(gpu - 6, middle + 4, name, marks))
+    if lane.forecast is not None and lane.forecast.rate:
+        parts.append(_forecast(lane.forecast, scale, own, y + height + 3, like))
+    if lane.low and lane.high:
+        low, high = scale.place(lane.low), scale.place(lane.high)
+        parts.append(
+            f'<path {own} data-bar="interval" d="M{low:.1f} {middle}H{high:.1f}'
+            f'M{low:.1f} {middle - 5}v10M{high:.1f} {middle - 5}v10" stroke="{INK}" '
+            f'fill="none" stroke-width="1.4"><title>90 % confidence interval of the estimate'
+            "</title></path>"
+        )
+    if not lane.rates:
+        parts.append(_text(scale.left + 8, middle + 4, _why_none(lane.cell), f'fill="{MUTED}"'))
     return parts
+
+
+def _forecast(
+    predicted: DeviceCapacity, scale: Scale, own: str, y: float, like: float | None
+) -> str:
+    """A diamond at what was predicted of the GPU that was measured, below its bar."""
+    x, low, high = (scale.place(one) for one in (predicted.rate, predicted.low, predicted.high))
+    interval = formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high, like)
+    return (
+        f'<path {own} data-bar="forecast" d="M{low:.1f} {y}H{high:.1f}M{x - 4:.1f} {y}l4 -4 4 4 '
+        f'-4 4Z" stroke="{GPU}" fill="{PREDICTED}" stroke-width="1.2"><title>'
+        f"{escape(predicted.name)}: predicted {interval}</title></path>"
+    )
+
+
+def _why_none(cell: CellData | None) -> str:
+    if cell is None or cell.capacity is None:
+        return "not measured"
+    if cell.capacity.state == "not_even_alone":
+        return "misses the SLO unloaded"
+    return "no rate known"

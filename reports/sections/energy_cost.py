@@ -1,4 +1,5 @@
-"""Energy and cost: joules a token, and up to which price a machine like this one is cheaper."""
+"""Energy and cost: joules a token, dollars a million tokens, and up to which price a machine like
+this one is cheaper."""
 
 from __future__ import annotations
 
@@ -6,16 +7,89 @@ import math
 from collections.abc import Sequence
 
 from models import formatting
-from reports.headline import Answer
-from reports.report_data import LevelData, ReportData
-from reports.sections.section import Section, table
+from reports.headline import Answer, machine_words
+from reports.report_data import GPU, CellData, LevelData, ReportData
+from reports.sections.section import Grade, Section, Table, table
 
 
 def cost(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where no GPU with a price takes over from a served model."""
+    """Of each device that was measured, where CPU and GPU were; else of this machine against the
+    GPU that takes over. None where neither has a price."""
+    if data.sides and data.sides[-1] == GPU:
+        return _of_devices(data, answers)
+    return _against_takeover(answers)
+
+
+def _of_devices(data: ReportData, answers: Sequence[Answer]) -> Section | None:
+    """Dollars for a million output tokens at the confirmed rate, for each device with a price."""
+    gpu = data.gpu
+    price = None if gpu is None else gpu.dollars_per_hour
+    rows, sentence = [], ""
+    for cell in (cell for one in answers for cell in one.cells):
+        hourly = price if cell.side == GPU else None
+        rate = cell.held or cell.limit
+        million = dollars_per_million_tokens(cell, hourly)
+        grade = "confirmed" if cell.held else "estimated"
+        rounded: formatting.Rounding = "down" if cell.held else "nearest"
+        rows.append(
+            (
+                cell.model,
+                cell.device_words,
+                machine_words(data, cell.side),
+                formatting.rate(rate, rounded=rounded, like=cell.like) if rate else "–",
+                grade if rate else "–",
+                "not known" if hourly is None else formatting.dollars_per_hour(hourly),
+                "–" if million is None else f"${formatting.significant(million)}",
+            )
+        )
+        if million is not None:
+            sentence = (
+                f"On this machine's {machine_words(data, GPU)} a million output tokens of "
+                f"{cell.model} cost ${formatting.significant(million)} at the {grade} rate, by its "
+                "list price."
+            )
+    if not sentence:
+        return None
+    grades: tuple[Grade, ...] = ("confirmed", "estimated", "published")
+    return Section(
+        slug="cost",
+        title="Cost",
+        sentence=sentence,
+        grades=tuple(one for one in grades if one == "published" or one in {r[4] for r in rows}),
+        table=table(
+            ("model", "device", "machine", "rate", "grade", "price", "$ for 1M output tokens"),
+            rows,
+            words=("device", "machine", "grade"),
+        ),
+        note=f"{_price_words(data)} Dollars are of a device that is busy at that rate all the "
+        "time. `crossover plan --run` weighs a forecast, with the price that you pay.",
+    )
+
+
+def _price_words(data: ReportData) -> str:
+    device = None if data.gpu is None else data.gpu.device
+    if device is None or device.dollars_per_hour is None:
+        return "No price is known."
+    basis = device.price_basis or device.price_source
+    return (
+        f"The GPU's price is a list price of {device.price_date} ({basis}). The price of this "
+        "machine's CPU alone is not known."
+    )
+
+
+def dollars_per_million_tokens(cell: CellData, dollars_per_hour: float | None) -> float | None:
+    """At the confirmed rate, else at the estimated capacity; None: price or rate is not known."""
+    rate = cell.held or cell.limit
+    if not dollars_per_hour or not rate or cell.traffic is None:
+        return None
+    return dollars_per_hour / (3600 * rate * cell.traffic.mean_output) * 1e6
+
+
+def _against_takeover(answers: Sequence[Answer]) -> Section | None:
+    """The price below which machines like this one are cheaper than the GPU that takes over."""
     rows = []
     for one in answers:
-        gpu, rate = one.gpu, one.cell.held or one.cell.limit
+        gpu, rate = one.takeover_gpu, one.cell.held or one.cell.limit
         rounded: formatting.Rounding = "down" if one.cell.held else "nearest"  # as the headline
         if gpu is None or gpu.dollars_per_hour is None or not gpu.low or not rate:
             continue
@@ -45,12 +119,12 @@ def cost(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         grades=("predicted",),
         table=table(
             (
-                *("model", "this machine holds", "GPU", "it surely holds", "its price"),
-                *("machines for the same", "cheaper if each costs less than"),
+                *("model", "this CPU serves", "takeover GPU, predicted", "it surely serves"),
+                *("its price", "machines for the same", "cheaper if each costs less than"),
                 "$ for 1M tokens, GPU full",
             ),
             rows,
-            words=("GPU",),
+            words=("takeover GPU, predicted",),
         ),
         note="Machines come whole: up to what one of these holds, one stands against one GPU. "
         "`crossover plan` weighs a forecast, energy and what is already there.",
@@ -59,33 +133,48 @@ def cost(data: ReportData, answers: Sequence[Answer]) -> Section | None:
 
 def energy(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where neither watts were measured nor a GPU's are known."""
-    rows = []
-    for one in answers:
-        here = next((v for v in map(joules_per_token, reversed(one.cell.loaded)) if v), None)
-        there = _of_gpu(one)
-        if here is not None or there is not None:
-            rows.append((one, _joules(here), _joules(there)))
-    if not rows:
+    cells = [(one, cell) for one in answers for cell in one.cells]
+    rows = [(one, cell, joules_of(cell), _of_takeover(one, cell)) for one, cell in cells]
+    if not any(here or there for _, _, here, there in rows):
         return None
-    one, here_said, there_said = rows[-1]
-    said = f"A token of {one.title} takes {here_said} here."
-    if here_said == formatting.NOT_MEASURED:
+    answer, cell, here, _ = next((row for row in reversed(rows) if row[2] is not None), rows[-1])
+    said = f"A token of {cell.model} takes {_joules(here)} on the {cell.device_words}."
+    if here is None:
         said = "This machine does not tell its watts."
-    if one.gpu is not None and there_said != formatting.NOT_MEASURED:
-        said += f" On a full {one.gpu.name} a token of {one.title} would take {there_said}."
+    there = _of_takeover(answer, cell)
+    if answer.takeover_gpu is not None and there is not None:
+        said += (
+            f" On a full {answer.takeover_gpu.name} a token of {answer.title} would take "
+            f"{_joules(there)}."
+        )
     return Section(
         slug="energy",
         title="Energy",
         sentence=said,
-        grades=("measured", "predicted"),
-        table=table(
-            ("model", "a token here, measured", "on the GPU that takes over, predicted"),
-            ((one.title, *said) for one, *said in rows),
-        ),
-        note="Measured: the CPU's own counter (RAPL) and the GPU's driver, over the highest level. "
-        "Predicted: the datasheet's power over the tokens/s at the GPU's limit. How many requests "
-        "share a step changes it more than the device does.",
+        grades=("measured", *(("predicted",) if any(row[3] for row in rows) else ())),
+        table=_energy_table(rows),
+        note="Joules of an output token over the highest load level. Measured: of a configuration "
+        "on the CPU its own counter (RAPL), of one on the GPU its driver's, without the host. "
+        "Predicted: the datasheet's power over the tokens/s at the GPU's capacity. How many "
+        "requests share a step changes it more than the device does.",
     )
+
+
+def _energy_table(rows: Sequence[tuple[Answer, CellData, float | None, float | None]]) -> Table:
+    return table(
+        ("model", "device", "a token, measured", "on the takeover GPU, predicted"),
+        (
+            (cell.model, cell.device_words, _joules(here), _joules(there, "–"))
+            for _, cell, here, there in rows
+        ),
+        words=("device",),
+    )
+
+
+def joules_of(cell: CellData) -> float | None:
+    """Of an output token at the highest level whose watts were measured, on the device that served;
+    None: not measured."""
+    return next((v for v in map(joules_per_token, reversed(cell.loaded)) if v), None)
 
 
 def joules_per_token(one: LevelData) -> float | None:
@@ -94,12 +183,13 @@ def joules_per_token(one: LevelData) -> float | None:
     return one.watts / tokens if one.watts and tokens else None
 
 
-def _of_gpu(one: Answer) -> float | None:
-    gpu = one.gpu
-    if gpu is None or gpu.watts is None or not gpu.rate or one.cell.traffic is None:
+def _of_takeover(one: Answer, cell: CellData) -> float | None:
+    """Predicted of the GPU that takes over from a CPU, where none was measured beside it."""
+    gpu = one.takeover_gpu
+    if gpu is None or gpu.watts is None or not gpu.rate or one.gpu is not None:
         return None
-    return gpu.watts / (gpu.rate * one.cell.traffic.mean_output)
+    return None if cell.traffic is None else gpu.watts / (gpu.rate * cell.traffic.mean_output)
 
 
-def _joules(value: float | None) -> str:
-    return formatting.NOT_MEASURED if value is None else f"{formatting.significant(value)} J"
+def _joules(value: float | None, missing: str = formatting.NOT_MEASURED) -> str:
+    return missing if value is None else f"{formatting.significant(value)} J"

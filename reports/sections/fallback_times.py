@@ -30,10 +30,11 @@ def fallback_times(data: ReportData, answers: Sequence[Answer]) -> Section | Non
         f"{formatting.seconds(max(gap for _, _, gap in rows))} no token came.",
         grades=("measured",),
         table=table(
-            ("model", "load", "answered by", "failed", "no token for"),
+            ("model", "device", "load", "answered by", "failed", "no token for"),
             (
                 (
                     cell.model,
+                    cell.device_words,
                     one.load(cell.like),
                     ", ".join(f"{who}: {count}" for who, count in one.level.backends.items()),
                     str(one.judged.failed),
@@ -41,6 +42,6 @@ def fallback_times(data: ReportData, answers: Sequence[Answer]) -> Section | Non
                 )
                 for cell, one, gap in rows
             ),
-            words=("load", "answered by"),
+            words=("device", "load", "answered by"),
         ),
     )

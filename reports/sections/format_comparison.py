@@ -1,4 +1,4 @@
-"""Formats and engines of one model side by side: speed and memory."""
+"""Formats and engines of one model on one device side by side: speed and memory."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ from collections.abc import Sequence
 from loadtests.analysis.capacity_text import in_words
 from models import formatting
 from reports.headline import Answer
-from reports.report_data import CellData, ReportData
+from reports.report_data import SIDE_NAMES, SIDES, CellData, ReportData
 from reports.sections.section import Section, table
 from reports.sections.speeds import speeds
 
 
 def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """Of models that were measured in several ways; else what their engine was chosen from."""
-    counts = Counter(cell.model for cell in data.cells)
-    several = [cell for cell in data.cells if counts[cell.model] > 1]
+    """Of models that were measured in several ways on one device; else what their engine was chosen
+    from. A format on the CPU is not compared with one on the GPU."""
+    counts = Counter((cell.model, cell.side) for cell in data.cells)
+    several = [cell for cell in data.cells if counts[cell.model, cell.side] > 1]
     if not several:
         return _chosen(data)
-    best = max(several, key=lambda cell: cell.limit or 0.0)
+    sentences = []
+    for side in SIDES:
+        if own := [cell for cell in several if cell.side == side]:
+            best = max(own, key=lambda cell: cell.limit or 0.0)
+            where = f"On the {SIDE_NAMES[side]} " if len(data.sides) > 1 else ""
+            sentences.append(f"{where}{best.engine_words} serves most of {best.model}.")
     return Section(
         slug="formats",
         title="Formats and engines",
-        sentence=f"{best.engine_words} serves most of {best.model}.",
+        sentence=" ".join(sentences),
         grades=("measured",),
         table=table(
-            ("model", "engine", "capacity", "reads", "writes", "memory"),
+            ("model", "device", "engine", "capacity", "reads", "writes", "memory"),
             map(_row, several),
-            words=("engine", "capacity"),
+            words=("device", "engine", "capacity"),
         ),
     )
 
@@ -40,16 +46,17 @@ def _row(cell: CellData) -> tuple[str, ...]:
         tokens = [f"{formatting.significant(one)} tokens/s" for one in speed[:2]]
     return (
         cell.model,
+        cell.device_words,
         cell.engine_words,
         in_words(cell.capacity, cell.like) if cell.capacity is not None else cell.reason,
         *tokens,
-        formatting.size(cell.memory.peak_bytes or cell.memory.predicted_bytes),
+        formatting.size(cell.memory.most_bytes),
     )
 
 
 def _chosen(data: ReportData) -> Section | None:
     rows = [
-        (cell.model, cell.engine_words, cell.choice.reason)
+        (cell.model, cell.device_words, cell.engine_words, cell.choice.reason)
         for cell in data.cells
         if cell.choice is not None
     ]
@@ -58,8 +65,8 @@ def _chosen(data: ReportData) -> Section | None:
     return Section(
         slug="formats",
         title="Engines that were chosen",
-        sentence=", ".join(f"{model}: {engine}" for model, engine, _ in rows) + ".",
+        sentence=", ".join(f"{model}: {engine}" for model, _, engine, _ in rows) + ".",
         grades=("estimated",),
-        table=table(("model", "engine", "why"), rows, words=("engine", "why")),
+        table=table(("model", "device", "engine", "why"), rows, words=("device", "engine", "why")),
         note="From step times that seconds of calibration gave of each candidate.",
     )

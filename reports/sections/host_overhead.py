@@ -13,7 +13,7 @@ from reports.sections.section import Section, table
 def host_overhead(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where no engine told its time."""
     rows = [
-        (cell.model, one.load(cell.like), told.host_share, told)
+        (cell, one.load(cell.like), told.host_share, told)
         for cell in data.cells
         for one in cell.loaded
         if one.level.finished and (told := one.level.finished.engine_time) is not None
@@ -21,24 +21,24 @@ def host_overhead(data: ReportData, answers: Sequence[Answer]) -> Section | None
     ]
     if not rows:
         return None
-    model, load, most, _ = max(rows, key=lambda row: row[2])
+    worst, load, most, _ = max(rows, key=lambda row: row[2])
     return Section(
         slug="host-overhead",
         title="Host overhead",
         sentence=f"At most {formatting.share(most, 2)} of the engine's busy time went to work "
-        f"between its steps ({model} at {load}).",
+        f"between its steps ({worst.name} at {load}).",
         grades=("measured",),
         table=table(
-            ("model", "load", "host share", "a step", "host, a step"),
+            ("model", "device", "load", "host share", "a step", "host, a step"),
             (
                 (
-                    *(name, load, formatting.share(share, 2)),
+                    *(cell.model, cell.device_words, load, formatting.share(share, 2)),
                     formatting.seconds(told.device_seconds / told.steps),
                     formatting.seconds(told.host_seconds / told.steps),
                 )
-                for name, load, share, told in rows
+                for cell, load, share, told in rows
             ),
-            words=("load",),
+            words=("device", "load"),
         ),
         note="By the engine's own clock: scheduling, sampling outside the backend, text and "
         "messages. The quicker the device, the more of its time this share is.",

@@ -106,10 +106,11 @@ def _chart(
     if limit is not None:
         layers += rule_at(limit, "SLO", y, SLO)
     if cell.limit:
-        layers += rate_line(cell.limit, f"limit {formatting.rate(cell.limit, like=cell.like)}", x)
+        capacity = formatting.rate(cell.limit, like=cell.like)
+        layers += rate_line(cell.limit, f"capacity {capacity}", x)
     return Chart(
         slug=f"{name}-{cell.key}",
-        label=f"{TITLES[name]} of {cell.model} against the request rate: lines are "
+        label=f"{TITLES[name]} of {cell.name} against the request rate: lines are "
         "simulated from this run's step times, dots are measured levels.",
         spec=layered(layers, 230, TITLES[name]),
         half=True,

@@ -7,50 +7,94 @@ from collections.abc import Sequence
 from models import formatting
 from models.formatting import GIB
 from reports.chart_style import INK, MUTED, Row, data, layered, palette
+from reports.devices.device_catalog import USABLE_SHARES
 from reports.headline import Answer
-from reports.report_data import Memory, ReportData
+from reports.report_data import GPU, SIDES, CellData, ReportData
 from reports.sections.section import Chart, Section, table
 
 PARTS = {"weights": "#0072b2", "KV cache": "#56b4e9", "overhead": "#c3ccd5"}
-CARDS_GIB = (8, 16, 24, 48, 80)  # lines for GPUs that one can buy
+CARDS_GIB = (8, 12, 16, 24, 32, 48, 80, 96, 141)  # GPUs that one can buy
+TITLES = {GPU: "GPU memory"}
 
 
 def memory(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where no memory is known."""
-    rows = [
-        (f"{cell.model} {cell.weight_format}".strip(), cell.memory)
-        for cell in data_.cells
-        if cell.memory.most_bytes is not None
-    ]
-    if not rows:
+    cells = [cell for cell in data_.cells if cell.memory.most_bytes is not None]
+    if not cells:
         return None
-    largest, its = max(rows, key=lambda row: row[1].most_bytes or 0)
+    sides = [side for side in SIDES if any(cell.side == side for cell in cells)]
+    charts: list[Chart] = []
+    for side in sides:
+        own = [cell for cell in cells if cell.side == side]
+        charts += _charts(own, "" if len(sides) == 1 else TITLES.get(side, "Memory of the host"))
     return Section(
         slug="memory",
         title="Memory",
-        sentence=f"{largest} takes {formatting.size(its.most_bytes)}, the most of these.",
+        sentence=" ".join(_sentence(cells, side) for side in reversed(sides)),
         grades=("predicted", "measured"),
         table=table(
-            ("model", "weights", "KV cache", "overhead", "together, predicted", "measured peak"),
+            (
+                *("model", "device", "weights", "KV cache", "overhead", "together, predicted"),
+                *("measured peak", "measured over predicted"),
+            ),
             (
                 (
-                    name,
-                    *map(formatting.size, one.parts),
-                    formatting.size(one.predicted_bytes),
-                    formatting.size(one.measured_bytes),
+                    _name(cell),
+                    cell.device_words,
+                    *map(formatting.size, cell.memory.parts),
+                    formatting.size(cell.memory.predicted_bytes),
+                    formatting.size(cell.memory.measured_bytes),
+                    _difference(cell),
                 )
-                for name, one in rows
+                for cell in cells
             ),
+            words=("device",),
         ),
-        charts=_charts(rows),
-        note="Predicted by placement before loading; measured: the engine's peak resident memory. "
-        "Grey lines: memory of GPUs that one can buy.",
+        charts=tuple(charts),
+        note="Predicted by placement before loading. Measured: on the CPU the engine's peak "
+        "resident memory, on a GPU the most of its memory in use. Gray lines: memory of GPUs that "
+        "one can buy.",
     )
 
 
-def _charts(rows: list[tuple[str, Memory]]) -> tuple[Chart, ...]:
+def _name(cell: CellData) -> str:
+    return f"{cell.model} {cell.weight_format}".strip()
+
+
+def _sentence(cells: Sequence[CellData], side: str) -> str:
+    """Of the configuration on a device that takes most."""
+    largest = max(
+        (cell for cell in cells if cell.side == side), key=lambda cell: cell.memory.most_bytes or 0
+    )
+    took = largest.memory
+    if side != GPU:
+        where = f" on the {largest.device_words}" if largest.device else ""
+        return f"{_name(largest)} takes {formatting.size(took.most_bytes)}{where}."
+    said = f"{_name(largest)} takes {formatting.size(took.most_bytes, 4)} of GPU memory"
+    if took.measured_bytes is not None and took.predicted_bytes is not None:
+        said += f", where {formatting.size(took.predicted_bytes, 4)} was predicted"
+    card = next((size for size in CARDS_GIB if _fits(took.most_bytes or 0, size)), None)
+    return f"{said}." if card is None else f"{said}: a card of {card} GB holds it."
+
+
+def _fits(size_bytes: int, card_gib: float) -> bool:
+    """What a driver leaves of a card's memory suffices."""
+    share = USABLE_SHARES["hbm" if card_gib >= 80 else "gddr"]
+    return size_bytes <= share * card_gib * GIB
+
+
+def _difference(cell: CellData) -> str:
+    """`+0.1 %`."""
+    measured, predicted = cell.memory.measured_bytes, cell.memory.predicted_bytes
+    if not measured or not predicted:
+        return "–"
+    return f"{measured / predicted - 1:+.1%}".replace("%", " %").replace("-", "\N{MINUS SIGN}")
+
+
+def _charts(cells: Sequence[CellData], title: str) -> tuple[Chart, ...]:
     import altair as alt
 
+    rows = [(_name(cell), cell.memory) for cell in cells]
     bars: list[Row] = [
         {"model": name, "part": part, "gib": size / GIB, "order": order}
         for name, one in rows
@@ -67,14 +111,23 @@ def _charts(rows: list[tuple[str, Memory]]) -> tuple[Chart, ...]:
     most = (
         1.1 * max(max(one.measured_bytes or 0, one.predicted_bytes or 0) for _, one in rows) / GIB
     )
-    x = alt.X("gib:Q", title="GiB", scale=alt.Scale(domain=[0, most]))
+    side = cells[0].side
+    if side == GPU:  # to the card that holds it
+        most = max(most, 1.02 * next((size for size in CARDS_GIB if size >= most), most))
+    x = alt.X("gib:Q", title="GiB", scale=alt.Scale(domain=[0, most], nice=False))
     y = alt.Y("model:N", title=None, sort=[name for name, _ in rows])
     order = alt.Order("order:Q")
     layers = [data(bars).mark_bar().encode(x=x, y=y, color=palette("part:N", PARTS), order=order)]
     if marks:
         layers.append(data(marks).mark_tick(color=INK, thickness=3).encode(x=x, y=y))
-    if cards := [{"gib": size} for size in CARDS_GIB if size <= most]:
-        layers.append(data(cards).mark_rule(color=MUTED, strokeDash=[2, 3]).encode(x=x))
-    spec = layered(layers, 34 * len(rows) + 10)
-    label = "Bars: predicted memory of each model by part; black ticks: the measured peak."
-    return (Chart(slug="memory", label=label, spec=spec),)
+    if cards := [{"gib": size, "text": f"{size} GB"} for size in CARDS_GIB if size <= most]:
+        lines = data(cards)
+        layers.append(lines.mark_rule(color=MUTED, strokeDash=[2, 3]).encode(x=x))
+        if side == GPU:
+            mark = {"align": "right", "baseline": "top", "dx": -3, "fontSize": 10}
+            named = lines.mark_text(color=MUTED, **mark)
+            layers.append(named.encode(x=x, y=alt.value(0), text="text:N"))
+    spec = layered(layers, 34 * len(rows) + (24 if side == GPU else 10), title)
+    where = " on the GPU" if side == GPU else ""
+    label = f"Bars: predicted memory of each model{where} by part; black ticks: the measured peak."
+    return (Chart(slug=f"memory-{side}", label=label, spec=spec),)

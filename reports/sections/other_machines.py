@@ -13,7 +13,7 @@ from reports.devices.device_capacity import (
     capacity_of,
     machine_of,
 )
-from reports.devices.device_catalog import device_named
+from reports.devices.device_catalog import Device, device_named
 from reports.headline import Answer
 from reports.report_data import ReportData
 from reports.sections.section import Section, Table, table
@@ -31,12 +31,12 @@ def other_machines(data: ReportData, answers: Sequence[Answer]) -> Section | Non
     found = [capacity_of(service, data.slo) for service in fitting(spec, traffic, MOST)]
     if not found:
         return None
-    best, like = max(found, key=lambda one: one.rate or 0.0), known[-1].cell.like
+    best, like = max(found, key=lambda one: one.rate or 0.0), known[-1].cells[-1].like
     most = formatting.rate(best.rate, like=like)
     return Section(
         slug="other-machines",
         title="Other machines",
-        sentence=f"{best.name} would hold {most} of {known[-1].title}.",
+        sentence=f"{best.name} would serve {most} of {known[-1].title}.",
         grades=("predicted",),
         table=_table(found, like),
         note="Simulated with this run's requests by step times from datasheets and published "
@@ -45,14 +45,20 @@ def other_machines(data: ReportData, answers: Sequence[Answer]) -> Section | Non
 
 
 def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """1, 2, 4 and 8 of the GPU that takes over from the largest model; None where none does."""
-    known = [one for one in answers if one.gpu is not None]
+    """1, 2, 4 and 8 of this machine's GPU, or of the one that takes over, for the largest model;
+    None where neither is known."""
+    known = [
+        (one, device)
+        for one in answers
+        if one.cell.spec is not None and one.cell.traffic is not None
+        if (device := _gpu_of(one, data)) is not None
+    ]
     if not known:
         return None
-    one = known[-1]
+    one, device = known[-1]
     spec, traffic = one.cell.spec, one.cell.traffic
-    assert one.gpu is not None and spec is not None and traffic is not None
-    machine = machine_of(device_named(one.gpu.device))
+    assert spec is not None and traffic is not None
+    machine = machine_of(device)
     found = [
         capacity_of(Service(machine, spec, GPU_FORMAT, traffic, count), data.slo)
         for count in TOGETHER
@@ -63,20 +69,27 @@ def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     return Section(
         slug="multi-gpu",
         title="Several GPUs",
-        sentence=f"{found[-1].name} that share each step would hold {gain} of {one.title}.",
+        sentence=f"{found[-1].name} that share each step would serve {gain} of {one.title}.",
         grades=("predicted",),
-        table=_table(found, one.cell.like),
+        table=_table(found, one.cells[-1].like),
         note="Each step is divided among them (tensor parallelism), and they exchange what they "
         "found twice a layer over their link. Copies of the model on each (replicas) hold as many "
         "times the rate instead, and answer no quicker.",
     )
 
 
+def _gpu_of(one: Answer, data: ReportData) -> Device | None:
+    """The GPU that was measured, else the one that takes over."""
+    if one.gpu is not None:
+        return None if data.gpu is None else data.gpu.device
+    return None if one.takeover_gpu is None else device_named(one.takeover_gpu.device)
+
+
 def _table(found: Sequence[DeviceCapacity], like: float | None) -> Table:
     return table(
         (
-            *("machine", "would hold", "90 % interval", "first token, median"),
-            *("each token, median", "memory", "price"),
+            *("machine", "predicted capacity", "90 % interval", "TTFT, median"),
+            *("TPOT, median", "memory", "price"),
         ),
         (
             (

@@ -15,22 +15,36 @@ ROWS = (1, 2, 4, 8, 16, 32)
 
 def prefill_decode(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where no cell has a law."""
-    rows = [(one.title, *found) for one in answers if (found := speeds(one.cell)) is not None]
+    cells = [cell for one in answers for cell in one.cells]
+    rows = [(cell, *found) for cell in cells if (found := speeds(cell)) is not None]
     if not rows:
         return None
     last, reads, writes, share = rows[-1]
     return Section(
         slug="prefill-decode",
         title="Prompts and answers",
-        sentence=f"{last} reads {_tokens(reads)} of a prompt and writes {_tokens(writes)} "
-        f"for one user; {formatting.share(share, 2)} of a request's time goes to its prompt.",
+        sentence=f"{last.name} reads {_tokens(reads)} of a prompt and writes {_tokens(writes)} for "
+        f"a single request; {formatting.share(share, 2)} of a request's time goes to its prompt.",
         grades=("estimated",),
         table=table(
-            ("model", "reads prompts", "writes, one user", "time of a request in prompts"),
             (
-                (name, _tokens(read), _tokens(write), formatting.share(part, 2))
-                for name, read, write, part in rows
+                "model",
+                "device",
+                "reads prompts",
+                "writes, single request",
+                "time of a request in prompts",
             ),
+            (
+                (
+                    cell.model,
+                    cell.device_words,
+                    _tokens(read),
+                    _tokens(write),
+                    formatting.share(part, 2),
+                )
+                for cell, read, write, part in rows
+            ),
+            words=("device",),
         ),
         note="From the step times of this run. Prompts are bound by arithmetic, answers by reading "
         "all weights for each token: a GPU gains most where arithmetic binds.",
@@ -53,23 +67,28 @@ def _tokens(per_second: float) -> str:
 
 def batch_size(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where no cell has a law."""
-    known = {one.title: steps for one in answers if (steps := step_seconds(one.cell))}
+    cells = [cell for one in answers for cell in one.cells]
+    known = [(cell, steps) for cell in cells if (steps := step_seconds(cell))]
     if not known:
         return None
-    last, steps = list(known.items())[-1]
+    last, steps = known[-1]
     many = max(steps)
     return Section(
         slug="batch-size",
         title="Several requests at once",
-        sentence=f"{many} answers of {last} together come {many * steps[1] / steps[many]:.1f} "
-        "times as fast as one after the other; each token then takes "
-        f"{steps[many] / steps[1]:.1f} times as long.",
+        sentence=f"Batching {many} requests of {last.name} gives "
+        f"{many * steps[1] / steps[many]:.1f}x the throughput of serving them one by one; each "
+        f"token then takes {steps[many] / steps[1]:.1f}x as long.",
         grades=("estimated",),
         table=table(
-            ("model", *(f"{rows} at once" for rows in ROWS)),
-            ((name, *(_cell(each, rows) for rows in ROWS)) for name, each in known.items()),
+            ("model", "device", *(f"{rows} at once" for rows in ROWS)),
+            (
+                (cell.model, cell.device_words, *(_cell(each, rows) for rows in ROWS))
+                for cell, each in known
+            ),
+            words=("device",),
         ),
-        charts=(_chart(known),),
+        charts=(_chart({cell.name: steps for cell, steps in known}),),
         note="Tokens/s of all together, and the time of a step, from the step times of this run.",
     )
 

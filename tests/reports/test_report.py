@@ -20,8 +20,7 @@ from loadtests.campaign.level_runner import level_text
 from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from models import formatting
 from reports import headline, html_page, markdown, report_files, slo_sliders
-from reports.answer_tables import HEADS, answer_row
-from reports.cheapest_gpu import best_cells
+from reports.answer_tables import answer_row, columns_of
 from reports.check_conditions import QUANTITIES, checked
 from reports.errors import BadRun, ReportError
 from reports.export_run import export_run
@@ -64,18 +63,18 @@ def test_a_row_a_model_smallest_first_and_a_cell_has_at_most_six_words() -> None
     titles = ["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.1-8b"]
     assert [one.title for one in answers] == titles
     for answer in answers:
-        row = answer_row(answer)
-        assert len(row) == len(HEADS)
+        row = answer_row(answer, data)
+        assert len(row) == len(columns_of(data))
         assert all(len(cell.text.split()) <= 7 for cell in row), row
-    small, big = answer_row(answers[0]), answer_row(answers[-1])
+    small, big = answer_row(answers[0], data), answer_row(answers[-1], data)
     grades = [cell.grade for cell in small]
     assert grades == [None, None, "confirmed", "estimated", None, "predicted"]
-    assert big[2].text == "not even alone" and "missed" in big[1].text
+    assert big[2].text == "misses the SLO unloaded" and "missed" in big[1].text
 
 
 def test_what_is_confirmed_ran_and_the_estimate_lies_in_its_interval() -> None:
     _, data, answers = shown()
-    for cell in best_cells(data)[:2]:
+    for cell in (answers[0].cell, answers[1].cell):
         found = cell.capacity
         assert found is not None and found.held and found.limit and found.low and found.high
         assert any(one.level.rate == pytest.approx(found.held, rel=0.2) for one in cell.loaded)
@@ -85,7 +84,7 @@ def test_what_is_confirmed_ran_and_the_estimate_lies_in_its_interval() -> None:
 
 def test_the_gpu_that_takes_over_surely_holds_more_than_the_cpu() -> None:
     for answer in shown()[2]:
-        assert answer.over is not None and answer.over.gpu is not None
+        assert answer.over is not None and answer.over.gpu is not None and answer.gpu is None
         assert answer.over.gpu.low is not None and answer.over.gpu.low >= answer.over.rate * 0.98
 
 
@@ -133,13 +132,12 @@ def test_numbers_as_json_and_csv_have_null_for_what_is_missing() -> None:
 
 def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_ones() -> None:
     _, data, answers = shown()
-    lattice = slo_sliders.lattice_of(answers, data.slo)
+    lattice = slo_sliders.lattice_of(answers, data)
     assert lattice is not None
     shape = (len(lattice.ttft), len(lattice.tpot), len(lattice.target))
 
     def limit(model: int, i: int, j: int, k: int) -> float:
-        entry = lattice.models[model]
-        assert entry is not None
+        entry = next(one for one in lattice.entries if one["model"] == model)
         found: float = entry["answers"]["limit"][(i * shape[1] + j) * shape[2] + k]
         return found
 
@@ -154,11 +152,11 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
     axes = product(lattice.ttft, lattice.tpot, lattice.target)
     for place, limits in enumerate(axes):
         if limits in ((1.0, 0.2, 0.9), (30.0, 0.2, 0.9)):
-            cells = best_cells(read_report(shown()[0], Slo("other", *limits)))
-            for cell, one in zip(cells, lattice.models, strict=True):
-                held = one["answers"]["held"][place] if one else 0.0
+            again = headline.answers_of(read_report(shown()[0], Slo("other", *limits)))
+            for one in lattice.entries:
+                cell, held = again[one["model"]].cell, one["answers"]["held"][place]
                 assert held == pytest.approx(cell.held or 0.0, rel=0.01), "as a report says"
-    no_limits = Slo("batch", None, None, 0.9)
+    no_limits = msgspec.structs.replace(data, slo=Slo("batch", None, None, 0.9))
     assert slo_sliders.lattice_of(answers, no_limits) is None
 
 
@@ -166,9 +164,9 @@ def test_another_slo_is_judged_from_the_same_records() -> None:
     folder, data, _ = shown()
     strict = read_report(folder, Slo("strict", 0.05, 0.2, 0.9))
     loose = read_report(folder, Slo("loose", 60.0, 5.0, 0.9))
-    small = [best_cells(one)[0].limit or 0.0 for one in (strict, data, loose)]
+    small = [one.cells[0].limit or 0.0 for one in (strict, data, loose)]
     assert small[0] <= small[1] <= small[2]
-    assert best_cells(strict)[0].capacity.state == "not_even_alone"  # type: ignore[union-attr]
+    assert strict.cells[0].capacity.state == "not_even_alone"  # type: ignore[union-attr]
 
 
 def test_conditions_for_ci_pass_fail_and_are_refused() -> None:
@@ -339,7 +337,7 @@ def test_only_what_missed_the_slo_alone_is_said_to_need_a_gpu() -> None:
     *_, big = answers
     assert big.cell.capacity is not None
     unknown = msgspec.structs.replace(big.cell.capacity, state="no_rate_confirmed", limit=None)
-    untold = msgspec.structs.replace(big, cell=msgspec.structs.replace(big.cell, capacity=unknown))
+    untold = msgspec.structs.replace(big, cpu=msgspec.structs.replace(big.cell, capacity=unknown))
     assert "serve none of these models" in headline.headline([big], data)
     assert headline.headline([untold], data) == "No rate was confirmed or estimated in this run."
     assert "needs a GPU" not in headline.headline([answers[0], untold], data)
@@ -358,7 +356,7 @@ def test_what_was_disturbed_is_listed_and_no_answer_is_made_of_it(copied: Path) 
     data = read_report(copied)
     assert len(data.cells[0].levels) == len(was.cells[0].levels) > 1
     assert not data.cells[0].loaded and data.cells[0].alone is None
-    assert "not measured" in answer_row(headline.answers_of(data)[0])[1].text
+    assert "not measured" in answer_row(headline.answers_of(data)[0], data)[1].text
     assert was.cells[0].alone is not None
     told = formatting.seconds(was.cells[0].alone.ttft_seconds)
     for folder, is_told in ((shown()[0], True), (copied, False)):
