@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -80,7 +80,15 @@ class FakeOptions(msgspec.Struct, frozen=True):
     fail_cause: str | None = None
     fail_token: int | None = None  # a running failure strikes only where a row holds it
     fail_after_steps: int = 0  # when a running failure strikes
+    rewinds: bool = True  # False: as with a recurrent state, a slot goes back only to a checkpoint
     fail_once_file: str | None = None  # fail only if this file does not exist, and make it
+
+
+class SavedHash(NamedTuple):
+    """See serving.backends.backend_interface.Saved."""
+
+    tokens: int
+    state: int
 
 
 class FakeBackend:
@@ -116,6 +124,9 @@ class FakeBackend:
             settings=msgspec.structs.replace(settings, kv_tokens=settings.pool_tokens),
             vocabulary=options.vocabulary,
             weight_format="none",
+            rewinds=options.rewinds,
+            why_not_rewinds="" if options.rewinds else "the fake backend was told so",
+            saves=not options.rewinds,
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
@@ -140,6 +151,7 @@ class FakeBackend:
                     f"slot {row.slot} holds {len(states) - 1} tokens, fewer than the row's "
                     f"start {row.start}"
                 )
+            self._check_rewind(row.slot, row.start)
             del states[row.start + 1 :]
             state = states[-1]
             for token in row.tokens.tolist():
@@ -158,10 +170,24 @@ class FakeBackend:
         return drawn
 
     def copy(self, source: int, target: int, tokens: int) -> None:
+        assert self.info.rewinds
         self._kv[target] = self._kv[source][: tokens + 1]
 
     def truncate(self, slot: int, tokens: int) -> None:
+        self._check_rewind(slot, tokens)
         del self._kv[slot][tokens + 1 :]
+
+    def save(self, slot: int) -> SavedHash:
+        assert not self.info.rewinds
+        return SavedHash(len(self._kv[slot]) - 1, self._kv[slot][-1])
+
+    def restore(self, slot: int, saved: SavedHash, source: int) -> None:
+        assert self._kv[source][saved.tokens] == saved.state, "the source began otherwise"
+        self._kv[slot] = self._kv[source][: saved.tokens + 1]
+
+    def _check_rewind(self, slot: int, tokens: int) -> None:
+        if tokens and not self.info.rewinds and tokens < len(self._kv[slot]) - 1:
+            raise EngineFailed(f"slot {slot} cannot be cut back to {tokens} tokens")
 
     def close(self) -> None:
         self._kv = []

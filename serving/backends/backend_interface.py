@@ -16,6 +16,10 @@ A backend may also have
     is read already or nobody wants its tokens. A row's only token may be DRAWN: what `after` draws
     for that slot. Where a launched step finds that `step` has to draw a row's token, its `tokens`
     has None there, and the row's last token comes again in a `step`.
+  - `save(slot) -> Saved` and `restore(slot, saved, source)`, where a slot cannot be cut back to
+    fewer tokens (`info.rewinds` is False): `save` copies what could not be cut back, as it is after
+    the slot's tokens; `restore` makes `slot` hold exactly the tokens that were there at the `save`,
+    of which `source` (perhaps the same slot) still holds the rest of the KV.
   - `last_decode_seconds`: time of the last step's decode rows; None where prompts were among them.
 """
 
@@ -61,7 +65,10 @@ class BackendInfo(msgspec.Struct, frozen=True):
     settings: SchedulerSettings  # as it took them; what it changed of its EngineConfig's is here
     vocabulary: int
     weight_format: str
-    rewinds: bool = True  # a slot can be cut back; not the state of recurrent models
+    # A slot can be cut back to fewer tokens; not a recurrent state, not the KV of a window.
+    rewinds: bool = True
+    why_not_rewinds: str = ""  # "" where it does
+    saves: bool = False  # where it does not rewind: `save` and `restore` take it back to a point
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 
 
@@ -70,7 +77,7 @@ class HeldMemory(msgspec.Struct, frozen=True):
 
     context_tokens: int
     kv_bytes: int  # of all slots
-    state_bytes: int  # recurrent states of all slots
+    state_bytes: int  # recurrent states of all slots, and the checkpoints of slots that need them
     buffer_bytes: int  # of a step's computation and its logits
 
 
@@ -125,6 +132,18 @@ def check_row(row: Row, held: int, most: int) -> None:
             f"slot {row.slot} holds {held} of {most} tokens; "
             f"a row of {len(row.tokens)} tokens cannot start at {row.start}"
         )
+
+
+class Saved(Protocol):
+    """A copy of the part of a slot that cannot be cut back: a recurrent state, a window."""
+
+    tokens: int  # that the slot held
+
+
+def max_checkpoints(slots: int) -> int:
+    """How many `Saved` are kept of a backend with so many slots: one a slot, for the next turn of
+    its chat, and one for a beginning that they share."""
+    return slots + 1
 
 
 class Launched(Protocol):

@@ -20,6 +20,8 @@ import msgspec
 from models.errors import UnsupportedModel
 from models.model_spec import ModelSpec
 from models.weight_formats import BLOCKS, DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, spelt, tensor_type
+from serving.backends.llama_cpp.cache_layout import kv_bytes as llama_kv_bytes
+from serving.backends.llama_cpp.cache_layout import state_bytes as llama_state_bytes
 from serving.backends.torch.memory_overhead import overhead_bytes as torch_overhead_bytes
 from serving.errors import BackendUnavailable, Unsupported
 from serving.hardware.gpus import run_probe
@@ -74,6 +76,9 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: Callable[[ModelSpec, int, int, str], int] = lambda model, tokens, slots, kv_dtype: (
         tokens * model.kv_bytes_per_token(kv_dtype)
     )
+    # (model, KV tokens of all slots, slots, KV type, whether prefixes are reused) -> bytes of
+    # recurrent states and of what takes a slot back where it cannot be cut back.
+    state_bytes: Callable[[ModelSpec, int, int, str, bool], int] = lambda *_: 0
     shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
     options: tuple[str, ...] | None = None  # names of its options; None: any
     package: str | None = None  # Python package that must be installed
@@ -155,12 +160,14 @@ def _llama_extra(model: ModelSpec, weight_format: str, isa: Collection[str]) -> 
 
 def _llama_buffer(model: ModelSpec, attended: int, slots: int) -> int:
     """llama.cpp's compute buffer without flash attention, of a model of which there is no file: the
-    scores of each head of a step's tokens for all tokens that they attend to, and a mask; beside
-    them rows of the hidden state, the MLP and the logits. A file is asked (llama_cpp.dry_load)."""
-    step = 512
-    attention = (model.heads + 1) * attended * 4 * step
-    rows = 4 * step * (4 * model.hidden + 2 * model.intermediate)
-    return attention + max(rows // 2, 4 * slots * model.vocabulary)
+    scores of each head of a step's tokens for all tokens that they attend to, and their mask;
+    beside them rows of the hidden state and the MLP, or the logits. Llama-3.1-8B, 4 slots of 32,768
+    tokens: 2,156 MiB, as llama.cpp says. A file is asked (llama_cpp.dry_load)."""
+    row_bytes = 4 * 512  # float32, of a step's tokens
+    masks = 1 + (model.window_tokens is not None)
+    attention = (model.heads + masks) * attended * row_bytes if model.heads else 0
+    rows = row_bytes * (2 * model.hidden + model.intermediate)
+    return attention + max(rows, 4 * slots * model.vocabulary)
 
 
 # Overheads. llama_cpp on the CPU: libraries and what does not depend on the context, measured with
@@ -180,6 +187,8 @@ BACKENDS: dict[str, BackendSpec] = {
         },
         extra_bytes=_llama_extra,
         buffer_bytes=_llama_buffer,
+        kv_bytes=llama_kv_bytes,
+        state_bytes=llama_state_bytes,
         options=("flash_attention", "mlock", "gpu_layers"),
         package="llama_cpp",
         extra="llama-cpp",

@@ -117,7 +117,7 @@ class Worker:
         self._grammars = Grammars(table, ends)
         self.scheduler = Scheduler(self.backend, table, ends, self.config)
         seconds = time.perf_counter() - started
-        self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
+        self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes() or 0))
         self.ready = True
         # Done while the parent tells that this engine is ready.
         gc.collect()

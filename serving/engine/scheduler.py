@@ -62,15 +62,14 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.backend = backend
-        info = backend.info
-        self.settings = info.settings
+        self.settings = backend.info.settings
         self.clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by slot
         self.preemptions = 0
         self._table = token_bytes
         self._eos = eos_ids
-        self._slots = SlotAllocator(backend, config.prefix_reuse and info.rewinds)
+        self._slots = SlotAllocator(backend, config.prefix_reuse)
         self._step_clock = StepClock()
         self._launch = getattr(backend, "launch", None)
         self._by_id: dict[int, Sequence] = {}
@@ -144,12 +143,12 @@ class Scheduler:
             budget = min(budget, prefill_tokens(self._step_clock, len(rows), self.settings))
         left = budget
         for sequence in sorted(filling, key=lambda s: s.id):
-            count = sequence.pending
+            count = sequence.until_checkpoint
             if count > left:  # no last piece of one token: ONNX's int8 rounds that otherwise
                 count = min(left, max(1, count - 2))
-            if count < min(sequence.pending, PREFILL_MULTIPLE) and left < budget:
+            if count < min(sequence.until_checkpoint, PREFILL_MULTIPLE) and left < budget:
                 break  # too little is left for a piece of another prompt
-            if PREFILL_MULTIPLE < count < sequence.pending:
+            if PREFILL_MULTIPLE < count < sequence.until_checkpoint:
                 count -= count % PREFILL_MULTIPLE
             if count <= 0:
                 break
@@ -190,6 +189,8 @@ class Scheduler:
             sequences = [self.running[row.slot] for row in rows]
             for row, sequence in zip(rows, sequences, strict=True):
                 sequence.computed += len(row.tokens)  # from now on
+                if sequence.is_at_checkpoint:
+                    self._slots.save(row.slot, sequence.held)
             prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in filling)
             return Flight(rows, sequences, prompt_tokens, began, seconds, launched, sampled)
 
@@ -250,8 +251,8 @@ class Scheduler:
                 return  # it would only be preempted again
             self.waiting.popleft()
             computed = {slot: s.held for slot, s in self.running.items()}
-            known = sequence.tokens[: max(0, sequence.length - 2)]  # no piece of one token
-            sequence.slot, sequence.computed = self._slots.take(known, computed)
+            taken = self._slots.take(sequence.tokens[: sequence.length], computed)
+            sequence.slot, sequence.computed, sequence.checkpoints = taken
             if sequence.scheduled is None:
                 sequence.scheduled = now
                 sequence.cached = sequence.computed

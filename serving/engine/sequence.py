@@ -42,6 +42,7 @@ class Sequence:
         self.slot = -1
         self.computed = 0  # tokens in the KV, or to be there after the steps that were launched
         self.cached = 0  # of these, from another sequence
+        self.checkpoints: tuple[int, ...] = ()  # lengths at which its slot is to be saved
         self.waited_until = 0  # the length up to which its tokens are drawn by steps waited for
         self.state = state  # of its grammar
 
@@ -49,6 +50,16 @@ class Sequence:
     def pending(self) -> int:
         """Known tokens to compute, the last of which draws; more than one: prefill."""
         return self.length - self.computed
+
+    @property
+    def until_checkpoint(self) -> int:
+        """Of the pending tokens, those up to the next checkpoint, or all."""
+        ahead = (one - self.computed for one in self.checkpoints if one > self.computed)
+        return min(next(ahead, self.pending), self.pending)
+
+    @property
+    def is_at_checkpoint(self) -> bool:
+        return self.computed in self.checkpoints
 
     @property
     def draws_last(self) -> bool:

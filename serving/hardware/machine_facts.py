@@ -34,9 +34,11 @@ def resident_bytes(pid: int | None = None) -> int | None:
     return int(words[1]) * resource.getpagesize() if words else None
 
 
-def peak_resident_bytes() -> int:
-    """The highest RSS that this process had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_resident_bytes(pid: int | None = None) -> int | None:
+    """The highest RSS that a process had (None: this one); None when there is no such process."""
+    if pid is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return sizes(read_text(ROOT / f"proc/{pid}/status")).get("VmHWM")
 
 
 def lower_priority(nice: int) -> None:

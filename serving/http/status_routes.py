@@ -17,7 +17,9 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from models.machine_limits import available_bytes
+from serving.backends.backend_interface import BackendInfo
 from serving.errors import ContextOverflow, EngineState
+from serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
 from serving.http.api_errors import ApiError
 from serving.http.body_types import DETOKENIZE, TOKENIZE, Wire
 from serving.http.http_request import Request
@@ -25,6 +27,7 @@ from serving.http.request_validation import check_ids
 from serving.metrics import CONTENT_TYPE
 from serving.registry.loaded_models import Registry, ServedModel
 
+_OF_LOADED = ("memory", "device_name", "load_seconds", "details", "prefix_reuse")
 _OF_MEMORY = ("weight_bytes", "kv_bytes", "state_bytes", "buffer_bytes", "overhead_bytes")
 
 
@@ -101,18 +104,23 @@ async def placement(request: Request) -> dict[str, Any]:
     model = request.model = router.named(asked.get("model", router.first.served_name))
     served = model.supervisor
     engine, loaded = msgspec.structs.asdict(served.config), served.ready
+    pid = served.engine_pid
     for key in ("model_path", "tokenizer_path"):
         del engine[key]
     settings = engine.pop("settings")
-    found: dict[str, Any] = dict.fromkeys(("memory", "device_name", "load_seconds", "details"))
+    found: dict[str, Any] = dict.fromkeys(_OF_LOADED)
     if loaded is not None:
         info = loaded.info
         settings, engine["weight_format"] = info.settings, info.weight_format
         found["memory"] = {
             "predicted": _predicted(model),
-            "rss_bytes": loaded.rss_bytes,
-            "peak_rss_bytes": loaded.peak_rss_bytes,
+            # As they are now: a process holds more as contexts grow than it did when it was loaded.
+            "rss_bytes": resident_bytes(pid) if pid is not None else loaded.rss_bytes,
+            "peak_rss_bytes": peak_resident_bytes(pid)
+            if pid is not None
+            else loaded.peak_rss_bytes,
         }
+        found["prefix_reuse"] = _reused(served.config.prefix_reuse, info)
         found |= {"device_name": info.device_name, "details": info.details}
         found["load_seconds"] = loaded.load_seconds
     return found | {
@@ -130,6 +138,20 @@ async def placement(request: Request) -> dict[str, Any]:
         ],
         "explanation": model.about(),
     }
+
+
+def _reused(is_asked: bool, info: BackendInfo) -> str:
+    """What of earlier prompts a new one can go on from, and why not more."""
+    if not is_asked:
+        return "nothing: prefix_reuse is off"
+    if info.rewinds:
+        return "any common beginning"
+    if info.saves:
+        return (
+            "from checkpoints, shortly before the end of each prompt and where two prompts part, "
+            f"since {info.why_not_rewinds}"
+        )
+    return f"nothing: {info.why_not_rewinds or 'this engine cannot cut a sequence back'}"
 
 
 def _predicted(model: ServedModel) -> dict[str, int] | None:

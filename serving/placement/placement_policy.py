@@ -64,6 +64,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None = None
     weight_format: str | None = None
     settings: RequestedSettings = RequestedSettings()
+    prefix_reuse: bool = True
     weight_bytes: int | None = None  # of the file; None: there is none yet
     # What the engine on the CPU says that it will hold, by length of context, ascending; (): it was
     # not asked, since there is no file yet.
@@ -95,7 +96,7 @@ class Attempt(msgspec.Struct, frozen=True):
     settings: SchedulerSettings = SchedulerSettings()  # its KV type is that which it stores
     device_id: str = ""  # the GPU's UUID; "": the only one, or the driver says none
     vendor: str = ""  # the GPU's
-    state_bytes: int = 0  # of recurrent layers, in all slots
+    state_bytes: int = 0  # of recurrent layers in all slots, and of checkpoints
     buffer_bytes: int = 0  # of a step's computation, mostly attention over a long context
 
     @property
@@ -387,7 +388,7 @@ def predicted(
             held = HeldMemory(
                 context_tokens=context,
                 kv_bytes=spec.kv_bytes(model, tokens, slots, kv_dtype) if spec.has_weights else 0,
-                state_bytes=slots * model.state_bytes_per_slot if spec.has_weights else 0,
+                state_bytes=spec.state_bytes(model, tokens, slots, kv_dtype, request.prefix_reuse),
                 buffer_bytes=spec.buffer_bytes(model, attended, slots) if gpu is None else 0,
             )
         return Attempt(

@@ -297,6 +297,7 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
         held=held,
         policy=model.policy,
         settings=model.scheduler,
+        prefix_reuse=model.prefix_reuse,
         check_memory=model.check_memory,
     )
 

@@ -117,6 +117,7 @@ class FakeSupervisor:
             "the queue is full", 2.4, "queue_requests"
         )
         self.pids: list[int] = []
+        self.engine_pid: int | None = None
         self.pause_seconds = 0.0  # before each word
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop

@@ -10,15 +10,21 @@ neighbouring slots is a pass over the weights; the worst case, every second slot
 Flash attention stays off on the CPU: it sums in half precision for fewer than 64 tokens, so that
 logits depend on how a prompt was cut (by up to 1.0 on 135M Q4_0). Without it they are the same to
 the bit, and `calls_of` skips what is masked as well (prompt of 262 tokens: 991 ms in one piece,
-860 cut, 859 with flash attention).
+860 cut, 859 with flash attention). That is true of dense models; where a router or a gate is a
+float32 matrix (mixtures of experts, Qwen's delta nets), one row and several round differently, and
+a near tie may fall otherwise: another expert, and now and then another greedy token.
+
+A slot cannot be cut back where layers are recurrent, or keep a sliding window only. `save` and
+`restore` (llama_state_seq_get_data_ext with PARTIAL_ONLY) take it back to a point, exactly.
 
 llama.cpp aborts the process on some failures, which is why engines are child processes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,6 +45,13 @@ FLOPS_PER_THREAD = 40e9
 _OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
 
 
+class SavedState(NamedTuple):
+    """See serving.backends.backend_interface.Saved."""
+
+    tokens: int
+    data: npt.NDArray[np.uint8]
+
+
 class LlamaCppBackend:
     """See serving.backends.backend_interface.Backend."""
 
@@ -55,10 +68,19 @@ class LlamaCppBackend:
             self._memory = llama.llama_get_memory(self._context)
             vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
             self._batch = Batch(llama, llama.llama_n_batch(self._context))
-            self._can_rewind = not (
-                llama.llama_model_is_recurrent(self._model)
-                or llama.llama_model_is_hybrid(self._model)
-            )
+            is_recurrent = llama.llama_model_is_recurrent(self._model)
+            self._has_state = is_recurrent or llama.llama_model_is_hybrid(self._model)
+            has_windows = loader.keeps_windows_only(self._model, config.settings.context_tokens)
+            self._why_not_rewinds = ""
+            if self._has_state:
+                self._why_not_rewinds = "its recurrent layers keep one state for all tokens"
+            elif has_windows:
+                window = llama.llama_model_n_swa(self._model)
+                self._why_not_rewinds = f"some layers keep a window of {window} tokens only"
+            self._can_rewind = not self._why_not_rewinds
+            # A dummy row's token cannot be taken out of a state, and costs as much as any row where
+            # it draws experts of its own.
+            self._takes_dummies = not (self._has_state or loader.has_experts(self._model))
             self._least_cut = self._tokens_worth_a_cut(config)
             self.info = self._describe(config, vocabulary)
             progress("first step", None)  # which takes the page faults
@@ -113,7 +135,7 @@ class LlamaCppBackend:
         """A call of single tokens with dummy rows, whose KV entries are dropped again: each gap
         between rows with parts of their own is another pass over the weights, on a GPU too."""
         is_decode = all(len(row.tokens) == 1 for row in call)
-        if self._unified or not self._can_rewind or not is_decode:
+        if self._unified or not self._takes_dummies or not is_decode:
             return call
         present, lengths = {row.slot for row in call}, self._lengths
         context = self.info.settings.context_tokens
@@ -137,12 +159,52 @@ class LlamaCppBackend:
     def truncate(self, slot: int, tokens: int) -> None:
         held = self._lengths[slot]
         if tokens < held:
-            if not self._llama.llama_memory_seq_rm(self._memory, slot, tokens, -1):
+            is_possible = tokens == 0 or self._can_rewind
+            if not (
+                is_possible and self._llama.llama_memory_seq_rm(self._memory, slot, tokens, -1)
+            ):
                 raise EngineFailed(
                     f"llama.cpp cannot cut slot {slot} back from {held} to {tokens} tokens: "
-                    "this model's state cannot be rewound"
+                    f"{self._why_not_rewinds or 'it gives no reason'}"
                 )
             self._lengths[slot] = tokens
+
+    def save(self, slot: int) -> SavedState:
+        """The slot's recurrent state, or its windows, as they are now."""
+        flags = self._llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        return SavedState(self._lengths[slot], self._state(slot, flags))
+
+    def restore(self, slot: int, saved: SavedState, source: int) -> None:
+        """Make `slot` hold the tokens of `saved`; `source` holds the rest of their KV."""
+        llama, memory = self._llama, self._memory
+        if source != slot:
+            # Not by llama_memory_seq_cp: between parts it copies at the next step, over what is
+            # restored here.
+            whole = self._state(source, llama.LLAMA_STATE_SEQ_FLAGS_NONE)
+            self._set_state(slot, whole, llama.LLAMA_STATE_SEQ_FLAGS_NONE)
+        self._set_state(slot, saved.data, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+        if not llama.llama_memory_seq_rm(memory, slot, saved.tokens, -1):
+            raise EngineFailed(f"llama.cpp cannot take slot {slot} back to {saved.tokens} tokens")
+        self._lengths[slot] = saved.tokens
+
+    def _state(self, slot: int, flags: int) -> npt.NDArray[np.uint8]:
+        size = self._llama.llama_state_seq_get_size_ext(self._context, slot, flags)
+        data = np.empty(size, np.uint8)
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        written = self._llama.llama_state_seq_get_data_ext(
+            self._context, pointer, size, slot, flags
+        )
+        if written != size:
+            raise EngineFailed(f"llama.cpp cannot copy the state of slot {slot}")
+        return data
+
+    def _set_state(self, slot: int, data: npt.NDArray[np.uint8], flags: int) -> None:
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        taken = self._llama.llama_state_seq_set_data_ext(
+            self._context, pointer, len(data), slot, flags
+        )
+        if taken == 0:
+            raise EngineFailed(f"llama.cpp cannot restore the state of slot {slot}")
 
     def close(self) -> None:
         if self._context is not None:
@@ -187,6 +249,8 @@ class LlamaCppBackend:
             vocabulary=vocabulary,
             weight_format=config.weight_format or ftype.split(" - ")[0],
             rewinds=self._can_rewind,
+            why_not_rewinds=self._why_not_rewinds,
+            saves=not self._can_rewind,
             details={
                 **build_details(llama),
                 "threads": str(self._threads),

@@ -22,10 +22,11 @@ from models.child_process import run_python
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.model_spec import ModelSpec
 from serving.backends.backend_interface import EngineConfig, HeldMemory
+from serving.backends.llama_cpp.cache_layout import state_bytes
 from serving.backends.llama_cpp.library import LOG
 from serving.backends.llama_cpp.loading import LlamaOptions, Loader
 from serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
-from serving.performance.scheduler_settings import DEFAULT_SETTINGS
+from serving.performance.scheduler_settings import AUTO, DEFAULT_SETTINGS
 from serving.server_options import ModelOptions
 
 MAX_SECONDS = 120.0
@@ -86,21 +87,28 @@ def held_memory(path: str, spec: ModelSpec, options: ModelOptions) -> tuple[Held
         model_path=path,
         model_name=spec.name,
         settings=msgspec.structs.replace(settings, context_tokens=contexts[0]),
+        prefix_reuse=options.prefix_reuse,
         options={
             key: value
             for key, value in options.options.items()
             if key in LlamaOptions.__struct_fields__
         },
     )
-    return tuple(_exact(one, spec, settings.slots) for one in dry_load(config, contexts))
+    held = dry_load(config, contexts)
+    return tuple(_with_checkpoints(one, spec, config) for one in held)
 
 
-def _exact(one: HeldMemory, spec: ModelSpec, slots: int) -> HeldMemory:
-    """llama.cpp says MiB with two decimals, of three parts of a state; where its layers say the
-    same bytes within that, they are exact."""
-    counted = slots * spec.state_bytes_per_slot
-    is_same = abs(counted - one.state_bytes) <= 0.02 * _MIB
-    return msgspec.structs.replace(one, state_bytes=counted) if is_same else one
+def _with_checkpoints(one: HeldMemory, spec: ModelSpec, config: EngineConfig) -> HeldMemory:
+    """With what checkpoints take, which are of our making. llama.cpp says MiB with two decimals, of
+    three parts of a state; where its layers say the same bytes within that, they are exact."""
+    slots, held, kv_dtype = config.settings.slots, one.state_bytes, config.settings.kv_dtype
+    kv_dtype = "fp16" if kv_dtype == AUTO else kv_dtype
+    tokens = slots * one.context_tokens
+    counted = state_bytes(spec, tokens, slots, kv_dtype, saves=False)
+    if abs(counted - held) <= 0.02 * _MIB:
+        held = counted
+    saved = state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse) - counted
+    return msgspec.structs.replace(one, state_bytes=held + saved)
 
 
 def _measure(config: EngineConfig, contexts: list[int]) -> list[HeldMemory]:

@@ -5,6 +5,7 @@ docs/design.md has the reasons for the defaults of the options.
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ import msgspec
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.weights_manifest import Progress
 from serving.backends.backend_interface import EngineConfig, check_sizes, parse_options
+from serving.backends.llama_cpp.cache_layout import PASS_TOKENS, keeps_windows_only
 from serving.backends.llama_cpp.library import LOG, PACKAGE, is_memory, library
 from serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
 from serving.hardware.machine_facts import allowed_cores
@@ -22,7 +24,6 @@ from serving.performance.scheduler_settings import AUTO
 KV_TYPES: dict[str, int] = {"fp32": 0, "fp16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 FLASH_ATTENTION: dict[str, int] = {"auto": -1, "off": 0, "on": 1}
 QUANTISED_KV = ("q8_0", "q4_0")  # these need flash attention
-PASS_TOKENS = 512  # maximum tokens of one pass over the weights; a longer step takes several
 
 
 class LlamaOptions(msgspec.Struct, frozen=True):
@@ -152,6 +153,21 @@ class Loader:
                 raise UnsupportedModel(f"{name} is {what}; only decoders are served")
         return model
 
+    def keeps_windows_only(self, model: Any, context_tokens: int) -> bool:
+        """Whether layers with a sliding window keep no more than it, not the whole context."""
+        return keeps_windows_only(int(self.llama.llama_model_n_swa(model)), context_tokens)
+
+    def has_experts(self, model: Any) -> bool:
+        """Whether the model is a mixture of experts."""
+        architecture = self._metadata(model, "general.architecture")
+        return self._metadata(model, f"{architecture}.expert_count") not in ("", "0")
+
+    def _metadata(self, model: Any, key: str) -> str:
+        """A key of the file as text; "": it has none."""
+        room = ctypes.create_string_buffer(256)
+        size = self.llama.llama_model_meta_val_str(model, key.encode(), room, len(room))
+        return room.value.decode(errors="replace") if size >= 0 else ""
+
     def context(self, model: Any, context_tokens: int | None = None) -> Any:
         """A context of `context_tokens` a slot; None: as the configuration says."""
         llama, config, asked = self.llama, self.config, self.config.settings
@@ -168,6 +184,7 @@ class Loader:
         settings.flash_attn_type = FLASH_ATTENTION[self.attention]
         settings.type_k = settings.type_v = KV_TYPES[self.kv_dtype]
         settings.kv_unified = self.is_unified
+        settings.swa_full = not self.keeps_windows_only(model, asked.context_tokens)
         settings.offload_kqv = settings.op_offload = config.device == "gpu"
         settings.no_perf = True
         context = llama.llama_init_from_model(model, settings)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_interface import EngineConfig, max_checkpoints
 from serving.engine.ipc_messages import Delta
 from serving.engine.scheduler import Scheduler
+from serving.engine.slot_allocator import PROMPT_TAIL
 from serving.errors import EngineFailed, ServingError, Unsupported
 from serving.performance.scheduler_settings import SchedulerSettings
 from serving.sampling.step_inputs import Row, Sampled, Sampling
@@ -29,7 +30,17 @@ from tests.serving.engine.schedules import (
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"kv_tokens": 300}, {"prefill_tokens": 7}, {"prefix_reuse": False}, {"slots": 1}],
+    [
+        {},
+        {"kv_tokens": 300},
+        {"prefill_tokens": 7},
+        {"prefix_reuse": False},
+        {"slots": 1},
+        {"options": {"rewinds": False}},
+        {"options": {"rewinds": False}, "kv_tokens": 300},
+        {"options": {"rewinds": False}, "slots": 1},
+        {"options": {"rewinds": False}, "prefix_reuse": False},
+    ],
 )
 def test_tokens_are_right_under_churn(changes: dict[str, Any]) -> None:
     """32 sequences with shared prefixes joining while others leave: each gets what it would have
@@ -60,6 +71,45 @@ def test_tokens_are_right_under_churn(changes: dict[str, Any]) -> None:
     rows = [row for step in backend.steps for row in step]
     assert all(step == sorted(step) for step in backend.steps)
     assert len(rows) > 32
+
+
+def test_without_rewinding_a_turn_and_a_shared_beginning_go_on_from_checkpoints() -> None:
+    rng = random.Random(5)
+    scheduler, backend = make(options={"rewinds": False})
+
+    def cached(number: int, prompt: list[int]) -> int:
+        assert scheduler.add(request(number, prompt, 5)) is None
+        deltas = run(scheduler)[number]
+        assert text_of(deltas) == expected_text(prompt, 5)
+        return next(one.cached_tokens for one in deltas if one.cached_tokens is not None)
+
+    first = prompt_of(rng, 60)
+    assert cached(1, first) == 0
+    assert cached(2, first) == 60 - PROMPT_TAIL, "the same prompt again"
+    # A turn that keeps the whole answer goes on where the slot stands; one that drops what the
+    # template put at the end of the prompt, as thoughts are dropped, from before that.
+    answered = [*first, *continuation(first, 4, VOCABULARY)]
+    assert cached(3, [*answered, *prompt_of(rng, 30)]) == len(answered)
+    assert cached(4, [*first[:-3], *prompt_of(rng, 30)]) == 60 - PROMPT_TAIL
+    # Where two prompts part is known by the second; the third goes on from there.
+    shared = prompt_of(rng, 70)
+    seen = [cached(number, [*shared, *prompt_of(rng, 30)]) for number in (5, 6, 7, 8)]
+    assert seen == [0, 0, 70, 70]
+    assert not backend.copies
+
+
+def test_checkpoints_are_bounded_and_those_in_use_stay() -> None:
+    rng = random.Random(6)
+    scheduler, _ = make(options={"rewinds": False}, slots=2)
+    shared = prompt_of(rng, 40)
+    for number in range(2):
+        scheduler.add(request(number, [*shared, *prompt_of(rng, 60)], 2))
+        run(scheduler)
+    for number in range(2, 12):
+        scheduler.add(request(number, [*shared, *prompt_of(rng, 60)], 2))
+        (delta, *_) = run(scheduler)[number]
+        assert delta.cached_tokens == 40
+    assert len(scheduler._slots._checkpoints) == max_checkpoints(2)
 
 
 def test_stop_token_eos_and_min_tokens() -> None:

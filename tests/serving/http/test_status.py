@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+from typing import Any
 
 import msgspec
 import pytest
 
 from serving.errors import Cause
+from serving.hardware.machine_facts import resident_bytes
 from serving.http.routes import ROUTES, document
 from serving.supervisor.engine_supervisor import Event
 from tests.serving.fakes import FakeSupervisor, app_on, ask, served
@@ -85,6 +88,42 @@ def test_placement_says_what_runs_where(supervisor: FakeSupervisor) -> None:
     assert found["memory"] == {"predicted": None, "rss_bytes": 10_000, "peak_rss_bytes": 20_000}
     assert (found["events"][0]["kind"], found["events"][0]["cause"]) == ("fell_back", "load_oom")
     assert "model_path" not in found["engine"] and "tokenizer_path" not in found["engine"]
+
+
+def test_memory_is_that_of_now_not_of_the_load(supervisor: FakeSupervisor) -> None:
+    supervisor.engine_pid = os.getpid()
+    with served(app_on(supervisor)) as port:
+        memory = ask(port, "GET", "/v1/placement").json["memory"]
+    own = resident_bytes()
+    assert own is not None and memory["peak_rss_bytes"] >= memory["rss_bytes"] > 1_000_000
+    assert memory["rss_bytes"] == pytest.approx(own, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("is_asked", "facts", "words"),
+    [
+        (True, {}, "any common beginning"),
+        (False, {}, "nothing: prefix_reuse is off"),
+        (
+            True,
+            {"rewinds": False, "saves": True, "why_not_rewinds": "it is recurrent"},
+            "from checkpoints, .* end of each prompt .* two prompts part, since it is recurrent",
+        ),
+        (
+            True,
+            {"rewinds": False, "why_not_rewinds": "it is recurrent"},
+            "nothing: it is recurrent",
+        ),
+    ],
+)
+def test_placement_says_what_of_earlier_prompts_is_reused_and_why_no_more(
+    supervisor: FakeSupervisor, is_asked: bool, facts: dict[str, Any], words: str
+) -> None:
+    assert supervisor.ready is not None
+    supervisor.ready.info = msgspec.structs.replace(supervisor.ready.info, **facts)
+    supervisor.config = msgspec.structs.replace(supervisor.config, prefix_reuse=is_asked)
+    with served(app_on(supervisor)) as port:
+        assert re.match(words, ask(port, "GET", "/v1/placement").json["prefix_reuse"])
 
 
 def test_placement_before_an_engine_is_there(supervisor: FakeSupervisor) -> None:

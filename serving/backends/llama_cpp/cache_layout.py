@@ -1,0 +1,64 @@
+"""What llama.cpp keeps of a context, layer by layer: KV cache, windows of it, checkpoints. Pure."""
+
+from __future__ import annotations
+
+from models.model_spec import KV_ELEMENT_BYTES, ModelSpec
+from serving.backends.backend_interface import max_checkpoints
+
+PASS_TOKENS = 512  # maximum tokens of one pass over the weights; a longer step takes several
+# Such layers keep the window alone only where a context is so many times as long. A slot can then
+# no longer be cut back to any prefix, only taken back to a checkpoint, which is a window too.
+WINDOW_GAIN = 4
+
+
+def keeps_windows_only(window: int, context_tokens: int) -> bool:
+    """Whether layers with this window keep no more of a slot's context than it."""
+    return window > 0 and context_tokens > WINDOW_GAIN * (window + PASS_TOKENS)
+
+
+def kept_window_tokens(window: int, context_tokens: int) -> int:
+    """Tokens that such a layer keeps of a slot: window and a pass's tokens, in blocks of 256."""
+    if not keeps_windows_only(window, context_tokens):
+        return context_tokens
+    return min(context_tokens, -(-(window + PASS_TOKENS) // 256) * 256)
+
+
+def kv_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:
+    """Bytes of the KV cache of `tokens` tokens in all slots, without flash attention: all layers'
+    values are then as long as the longest."""
+    elements = sum(
+        layer_elements * (tokens if window is None else slots * _kept(window, tokens, slots))
+        for layer_elements, window in _layers(spec)
+    )
+    return int(elements * KV_ELEMENT_BYTES[kv_dtype])
+
+
+def state_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str, saves: bool) -> int:
+    """Bytes of the recurrent states of all slots and, where it `saves`, of the checkpoints that
+    take a slot back to a prefix that another prompt shares."""
+    states = slots * spec.state_bytes_per_slot
+    return states + saves * max_checkpoints(slots) * checkpoint_bytes(spec, tokens, slots, kv_dtype)
+
+
+def checkpoint_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:
+    """Bytes of a checkpoint: a slot's recurrent state, and its windows where no more is kept. 0
+    where a slot can be cut back, so that none is made."""
+    windows = sum(
+        layer_elements * kept_window_tokens(window, tokens // slots)
+        for layer_elements, window in _layers(spec)
+        if window is not None and keeps_windows_only(window, tokens // slots)
+    )
+    return spec.state_bytes_per_slot + int(windows * KV_ELEMENT_BYTES[kv_dtype])
+
+
+def _layers(spec: ModelSpec) -> list[tuple[int, int | None]]:
+    """Elements that layers which are alike cache of a token, and their window."""
+    longest = max((one.values for one in spec.cache_groups), default=0)
+    return [
+        (one.layers * (one.keys + (longest if one.values else 0)), one.window)
+        for one in spec.cache_groups
+    ]
+
+
+def _kept(window: int, tokens: int, slots: int) -> int:
+    return kept_window_tokens(window, tokens // slots)
