@@ -5,18 +5,19 @@
 
 A greenlet sends its request in one piece and is woken once, when the answer is whole. Meanwhile
 the loop calls `Connection._readable`: bytes are taken from the kernel, stamped, and parsed some
-pieces later (httptools), at the end of the answer at the latest. Answers have a length or come in
-chunks, as every server of an OpenAI API sends them. Works inside Locust and outside it.
+pieces later (httptools), at the end of the answer at the latest. A body has a length, comes in
+chunks, or ends with its connection (RFC 9112, 6.3). Works inside Locust and outside it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import ssl
 import time
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import gevent
 import gevent.monkey
@@ -35,6 +36,16 @@ MOST_BYTES = 64 << 20  # of one answer; more ends the connection
 LATER = 16  # pieces put aside before they are parsed: parsing is cheapest by the dozen
 _buffer = bytearray(1 << 18)  # shared: what was read is parsed or copied before the next read
 _view = memoryview(_buffer)
+# Bytes of a path that stay as they are: RFC 3986's pchar and slash, and what is encoded already.
+_PATH_BYTES = "/%:@!$&'()*+,;=~-._"
+_ROUTES = ("/chat/completions", "/completions", "/models")  # URLs are copied with them at their end
+# A response's syntax that other clients (h11, curl) read too. Danger is for servers, whose framing
+# a proxy may see in another way; a client believes its server.
+_LENIENT = {
+    "lenient_chunked_length": True,
+    "lenient_optional_cr_before_lf": True,
+    "lenient_spaces_after_chunk_size": True,
+}
 _NO_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 # How far an answer has come. FLOWING: chunks follow that may be parsed later.
 _AWAITED, _HEADED, _FLOWING, _WHOLE = range(4)
@@ -49,6 +60,7 @@ class Connection:
         self._trouble: OSError | None = None  # why it is over
         self._sock = sock
         self._parser = httptools.HttpResponseParser(self)
+        self._parser.set_dangerous_leniencies(**_LENIENT)
         self._reader: Any = None  # of the answer on its way; None: idle
         self._waiter: Any = None
         self._unread: list[tuple[float, bytes]] = []  # stamped pieces, to be parsed later
@@ -61,11 +73,13 @@ class Connection:
 
         The event loop calls reader.head(status, headers), then reader.body(data, received) for
         each piece, with the time on `clock` at which it left the kernel; true: more may wait.
+        `reader.is_done`: nothing more is expected of a body that ends with its connection.
         False: the connection is closed and takes no other request.
         """
         self._state = _AWAITED
         self._headers: list[tuple[bytes, bytes]] = []
-        self._is_chunked = self._is_reusable = False
+        self._is_chunked = self._has_length = self._is_reusable = False
+        self._ends_with_connection = False
         self._bytes = 0
         self._reader = reader
         try:
@@ -122,8 +136,7 @@ class Connection:
             return
         self._bytes += count
         if not count:
-            place = "within its answer" if self._bytes else "before it answered"
-            self._end(ConnectionResetError(f"the server closed the connection {place}"))
+            self._closed()
             return
         if self._bytes > MOST_BYTES:
             self._end(ConnectionError(f"an answer of more than {MOST_BYTES} bytes"))
@@ -146,6 +159,17 @@ class Connection:
         if self._state == _WHOLE and self._waiter is not None:
             self._waiter.switch(None)
 
+    def _closed(self) -> None:
+        """The server closed the connection: an error, or the end of a body without a length."""
+        if self._state == _HEADED and self._ends_with_connection:
+            self._watcher.stop()
+            self._state = _WHOLE
+            if self._waiter is not None:
+                self._waiter.switch(None)
+            return
+        place = "within its answer" if self._bytes else "before it answered"
+        self._end(ConnectionResetError(f"the server closed the connection {place}"))
+
     def _parse_unread(self) -> None:
         """Parses what was put aside, each piece with its own stamp."""
         if self._unread:
@@ -165,26 +189,43 @@ class Connection:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name, value))
-        self._is_chunked = self._is_chunked or name.lower() == b"transfer-encoding"
+        match name.lower():
+            case b"transfer-encoding":
+                self._is_chunked = b"chunked" in value.lower()
+            case b"content-length":
+                self._has_length = True
 
     def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # an interim response, such as 103 Early Hints: the answer follows
+            self._headers = []
+            return
         self._state = _HEADED
-        self._reader.head(self._parser.get_status_code(), self._headers)
+        has_body = status not in (204, 304)
+        self._ends_with_connection = has_body and not self._is_chunked and not self._has_length
+        self._reader.head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
         may_wait = self._reader.body(data, self._received)
         self._state = _FLOWING if may_wait and self._is_chunked else _HEADED
+        if self._ends_with_connection and self._reader.is_done:
+            self._state = _WHOLE  # the server may keep the connection open
 
     def on_message_complete(self) -> None:
-        self._state = _WHOLE
-        self._is_reusable = self._parser.should_keep_alive()
+        if self._state != _AWAITED:
+            self._state = _WHOLE
+            self._is_reusable = self._parser.should_keep_alive()
 
 
 class Pool:
-    """Connections to one endpoint, with the headers and the path prefix of every request."""
+    """Connections to one endpoint, with the headers and the base path of every request.
+
+    `base` is the path of the URL, or /v1 where that has none: the routes of OpenAI's API lie below
+    it (`path_of`).
+    """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        """`url`: "http://host:8000", with or without /v1 at its end. Opens nothing yet.
+        """`url`: "http://host:8000", "http://host:8000/v1" or "http://host/v3". Opens nothing yet.
 
         Raises TargetUnusable for a URL that is none or holds a password, which a run would keep,
         and for a key that a header cannot carry.
@@ -192,9 +233,10 @@ class Pool:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError as problem:
+            host = ascii_host(parts.hostname or "")
+        except ValueError as problem:  # UnicodeError is one
             raise TargetUnusable(f"{url!r} has no good host or port: {problem}") from problem
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        if parts.scheme not in ("http", "https") or not host or parts.query:
             raise TargetUnusable(
                 f"{url!r} is no URL of an endpoint; it should look like http://127.0.0.1:8000"
             )
@@ -209,15 +251,24 @@ class Pool:
         if parts.scheme == "https":
             self._tls = gevent.ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             self._tls.load_default_certs()
-        place = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        place = f"[{host}]" if ":" in host else host
         self.host = f"{parts.scheme}://{place}:{port}"  # for messages
-        self.prefix = parts.path.rstrip("/").removesuffix("/v1")
+        path = parts.path.rstrip("/")
+        for route in _ROUTES:
+            path = path.removesuffix(route)
+        self.base = quote(path, safe=_PATH_BYTES, errors="surrogateescape") or "/v1"
         lines = [f"Host: {place}:{port}", "User-Agent: crossover", "Accept-Encoding: identity"]
         lines += [] if api_key is None else [f"Authorization: Bearer {api_key}"]
         self.headers = "".join(f"{line}\r\n" for line in lines)
         self.idle: list[Connection] = []  # the one used last is used next
-        self._address = parts.hostname, port
+        self._address = host, port
         self._peer: tuple[int, Any] | None = None  # family and place of the first connection
+
+    def path_of(self, path: str) -> str:
+        """A path as it is requested: "/v1/models" is OpenAI's, and lies below `base`; all others,
+        such as "/metrics", are the host's.
+        """
+        return self.base + path[3:] if path.startswith("/v1/") else path
 
     def exchange(self, wire: bytes, reader: Any) -> None:
         """One request over an idle connection or a new one, to its end. Raises OSError.
@@ -271,22 +322,36 @@ class Pool:
 connect = Pool
 
 
+def ascii_host(host: str) -> str:
+    """A host as DNS, TLS and a header take it: IDNA for names in other alphabets.
+
+    Raises ValueError for one that no request can carry.
+    """
+    if not host.isascii():
+        host = host.encode("idna").decode()
+    if not re.fullmatch(r"[!-~]*", host):
+        raise ValueError("a host holds no spaces and no control characters")
+    return host
+
+
 def post_bytes(pool: Pool, path: str, body: Any) -> bytes:
     """The whole request as it goes over the wire: made before the level starts."""
     payload = msgspec.json.encode(body)
     head = (
-        f"POST {pool.prefix}{path} HTTP/1.1\r\n{pool.headers}"
+        f"POST {pool.path_of(path)} HTTP/1.1\r\n{pool.headers}"
         f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
     )
     return head.encode("latin-1") + payload
 
 
 def get_bytes(pool: Pool, path: str) -> bytes:
-    return f"GET {pool.prefix}{path} HTTP/1.1\r\n{pool.headers}\r\n".encode("latin-1")
+    return f"GET {pool.path_of(path)} HTTP/1.1\r\n{pool.headers}\r\n".encode("latin-1")
 
 
 class _Whole:
     """A Reader that keeps everything."""
+
+    is_done = False  # before the end of the body
 
     def __init__(self) -> None:
         self.status = 0

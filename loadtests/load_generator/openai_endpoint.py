@@ -3,29 +3,37 @@
     target = Target(url="http://127.0.0.1:8000")
     facts = probe(target)          # TargetFacts: model, usage in streams, ignore_eos ...
 
-OpenAI-compatible endpoints differ in the optional fields they accept. Each is tried; what is
-refused is left out of all requests, and `notes` say so.
+OpenAI-compatible endpoints differ in the fields they accept. All are tried; what an endpoint
+refuses is left out of all requests or written in another way, and `notes` say so. A model that is
+named is asked for, whatever the endpoint lists. What a tiny request could not show (no text within
+eight tokens) is a note: only the load can tell whether it is a fault.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from loadtests.errors import EndpointRefuses, TargetUnusable
 from loadtests.load_generator import http_connection as http
+from loadtests.load_generator.completion_chunk import words_of_body
 from loadtests.load_generator.http_connection import Pool, clock, connect
 from loadtests.load_generator.sse_timestamps import stream
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.exact_prompts import WORDS
 from serving.option_help import Positive, option
 
-PROBE_TOKENS = 8
+PROBE_TOKENS = (8, 64)  # of an answer; the second where the endpoint refuses the first
 PROBE_WORDS = (4, 64)  # of two prompts, whose counts say what a word costs, and the rest
-# usage, continuous_usage, ignore_eos: the first set that the endpoint accepts is used.
-EXTRAS = ((True, True, True), (True, False, True), (True, False, False), (False, False, False))
+MAX_PROBES = 12  # requests that may be refused before the endpoint is said to refuse
+MODELS = "/v1/models"
+KEY_ADVICE = "; name the variable of its key with api_key_env"
+REFUSALS = (400, 404, 415, 422, 501)  # that may be about a field
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -33,7 +41,12 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     url: Annotated[
         str,
-        option("", "the endpoint's base URL, e.g. http://127.0.0.1:8000", is_argument=True),
+        option(
+            "",
+            "The endpoint's base URL. Its routes are below the path of the URL, or below /v1 where "
+            "that has none, e.g. http://127.0.0.1:8000.",
+            is_argument=True,
+        ),
     ]
     model: Annotated[
         str | None, option("", "model name; none: the first that /v1/models lists")
@@ -67,9 +80,11 @@ class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an endpoint said of itself when it was probed."""
 
     model: str
-    usage: bool  # token counts at the end of a stream
+    usage: bool  # token counts at the end of a stream are given where they are asked for
     continuous_usage: bool  # token counts beside every chunk
     ignore_eos: bool  # outputs of the asked length
+    length_key: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    is_greedy: bool = True  # temperature 0; else the endpoint's own, where it takes no other
     backend: str | None = None  # X-Crossover-Backend
     word_tokens: float = 1.0  # of a word of our prompts
     fixed_tokens: float = 0.0  # of every prompt: BOS, chat template
@@ -93,14 +108,13 @@ def request_bytes(
     body: dict[str, Any] = {
         "model": facts.model,
         "stream": True,
-        "temperature": 0,
-        "max_tokens": output_tokens,
+        facts.length_key: output_tokens,
     }
-    path = "/v1/completions"
+    if facts.is_greedy:
+        body["temperature"] = 0
     if target.api == "completions":
         body["prompt"] = prompt
     else:
-        path = "/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": prompt}]
     if facts.usage:
         body["stream_options"] = {"include_usage": True}
@@ -108,7 +122,11 @@ def request_bytes(
             body["stream_options"]["continuous_usage_stats"] = True
     if facts.ignore_eos:
         body["ignore_eos"] = True
-    return http.post_bytes(pool, path, body | target.extra_body)
+    return http.post_bytes(pool, _route(target.api), body | target.extra_body)
+
+
+def _route(api: str) -> str:
+    return "/v1/completions" if api == "completions" else "/v1/chat/completions"
 
 
 def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
@@ -116,45 +134,120 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
     if pool is None:
         with pool_for(target) as pool:
             return probe(target, pool)
-    models = _models(target, pool)
-    model = target.model or (models[0] if models else None)
-    if model is None:
-        raise TargetUnusable(f"{target.url} lists no models; say which one with `model`")
-    if models and model not in models:
-        raise TargetUnusable(f"{target.url} has no model {model!r}; it has {', '.join(models)}")
-    for extras in EXTRAS:
-        facts = TargetFacts(model, *extras)
-        records = [_asked(target, pool, facts, words) for words in PROBE_WORDS]
+    first = _Way(TargetFacts(target.model or _first_model(target, pool), True, True, True))
+    way, by_words, tried = first, first, [first]
+    while True:
+        records: list[RequestRecord] = []
+        for words in PROBE_WORDS:
+            if all(_is_answered(record) for record in records):
+                records.append(_asked(target, pool, way, words))
         record = records[-1]
-        if record.error is None:
-            return _seen(facts, *records)
-        if record.status not in (400, 404, 415, 422):
-            break
-    status = record.status or 0
-    is_refused = 400 <= status < 500 and status not in (408, 425, 429)
-    raise (EndpointRefuses if is_refused else TargetUnusable)(
-        f"{target.url} did not stream an answer of {PROBE_TOKENS} tokens by its route for "
-        f"{target.api} from {model!r}: {record.error}: {record.error_message}"
+        if _is_answered(record):
+            return _seen(way, *records)
+        named = [one for one in _ways_by_words(way, record.error_message) if one not in tried]
+        others = [one for one in _other_ways(by_words) if one not in tried]
+        following = [*named, *others]
+        if record.status not in REFUSALS or not following or len(tried) == MAX_PROBES:
+            raise _refusal(target, pool, way.facts.model, record)
+        way = following[0]
+        by_words = way if named else by_words
+        tried.append(way)
+
+
+def _is_answered(record: RequestRecord) -> bool:
+    """Whether a request was answered, if only by tokens that nobody sees."""
+    return record.error in (None, "empty")
+
+
+class _Way(msgspec.Struct, frozen=True):
+    """A way to ask: with these fields, for so many tokens."""
+
+    facts: TargetFacts
+    tokens: int = PROBE_TOKENS[0]
+
+    def but(self, **changes: Any) -> _Way:
+        return _Way(msgspec.structs.replace(self.facts, **changes), self.tokens)
+
+
+def _ways_by_words(way: _Way, words: str | None) -> Iterator[_Way]:
+    """Without what the words of a refusal name."""
+    words = words or ""
+    if "continuous_usage" in words:
+        yield way.but(continuous_usage=False)
+    if "stream_options" in words or "include_usage" in words:
+        yield from (way.but(continuous_usage=False), way.but(continuous_usage=False, usage=False))
+    if "ignore_eos" in words:
+        yield way.but(ignore_eos=False)
+    if re.search(r"max_(completion_|output_|new_)?tokens", words):
+        other = way.but(length_key="max_completion_tokens")
+        first = way.but(length_key="max_tokens")
+        yield other
+        yield from (_Way(one.facts, PROBE_TOKENS[1]) for one in (first, other))
+    if "temperature" in words:
+        yield way.but(is_greedy=False)
+
+
+def _other_ways(way: _Way) -> Iterator[_Way]:
+    """Without one field after the other, where no words name one: the most wanted are left out
+    last.
+    """
+    no_counts: dict[str, Any] = {"continuous_usage": False}
+    other_key: dict[str, Any] = {"length_key": "max_completion_tokens"}
+    sampled: dict[str, Any] = {"is_greedy": False}
+    bare: dict[str, Any] = {"continuous_usage": False, "usage": False, "ignore_eos": False}
+    yield from (way.but(**no_counts), way.but(**no_counts, ignore_eos=False))
+    for base in ({}, bare):
+        yield from (
+            way.but(**base, **more) for more in ({}, other_key, sampled, other_key | sampled)
+        )
+
+
+def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> TargetUnusable:
+    """Why the endpoint cannot be measured, with its words and what it lists."""
+    if record.status is None:
+        return TargetUnusable(f"{pool.host} cannot be reached: {record.error_message}")
+    is_refused = 400 <= record.status < 500 and record.status not in (408, 425, 429)
+    route = pool.path_of(_route(target.api))
+    advice = KEY_ADVICE if record.status in (401, 403) else ""
+    if record.status in (404, 405) and pool.base != "/v1":
+        advice += "; the path of a URL is the base of its routes: give another, or none for /v1"
+    if is_refused and target.model is not None:
+        with contextlib.suppress(TargetUnusable):
+            listed = _models(target, pool)
+            if listed and model not in listed:
+                advice += f"; it lists no model {model!r}, but {', '.join(listed)}"
+    return (EndpointRefuses if is_refused else TargetUnusable)(
+        f"{pool.host}{route} did not stream an answer from {model!r}: {record.error}: "
+        f"{record.error_message}{advice}"
     )
 
 
-def _asked(target: Target, pool: Pool, facts: TargetFacts, words: int) -> RequestRecord:
-    wire = request_bytes(pool, target, facts, " ".join(WORDS[:words]), PROBE_TOKENS)
+def _asked(target: Target, pool: Pool, way: _Way, words: int) -> RequestRecord:
+    wire = request_bytes(pool, target, way.facts, " ".join(WORDS[:words]), way.tokens)
     asked = RequestRecord(cell="", level="", index=0, due_seconds=0.0)
     return stream(pool, wire, asked, origin=clock(), timeout_seconds=target.timeout_seconds)
 
 
-def _seen(facts: TargetFacts, short: RequestRecord, long: RequestRecord) -> TargetFacts:
+def _seen(way: _Way, short: RequestRecord, long: RequestRecord) -> TargetFacts:
     """The facts corrected by what really came back, with a note for each thing that is missing."""
-    usage = long.output_tokens is not None
+    facts, tokens = way.facts, way.tokens
+    has_counts = long.output_tokens is not None
     continuous = facts.continuous_usage and long.first_chunk_tokens is not None
-    ignore_eos = facts.ignore_eos and long.output_tokens in (None, PROBE_TOKENS)
+    ignore_eos = facts.ignore_eos and long.output_tokens in (None, tokens)
     notes: list[str] = []
     word, fixed = 1.0, 0.0
-    if not usage:
+    if not has_counts:
         notes.append("no token counts in streams: output tokens and TPOT are unknown")
     elif not continuous:
         notes.append("no token counts beside chunks: the first chunk is taken as one token")
+    if long.first_answer_seconds is None:
+        notes.append(
+            f"no text within {tokens} tokens: a model that reasons first needs answers of more"
+        )
+    if facts.length_key != "max_tokens":
+        notes.append(f"max_tokens is refused: {facts.length_key} says how long answers may be")
+    if not facts.is_greedy:
+        notes.append("temperature 0 is refused: answers are sampled as the endpoint likes")
     if not ignore_eos:
         notes.append("ignore_eos is not honoured: answers may be shorter than asked")
     few, many = short.prompt_tokens or 0, long.prompt_tokens or 0
@@ -165,7 +258,7 @@ def _seen(facts: TargetFacts, short: RequestRecord, long: RequestRecord) -> Targ
         notes.append("no counts of prompts: a word of them is taken for a token")
     return msgspec.structs.replace(
         facts,
-        usage=usage,
+        usage=facts.usage and has_counts,
         continuous_usage=continuous,
         ignore_eos=ignore_eos,
         backend=long.backend,
@@ -175,18 +268,42 @@ def _seen(facts: TargetFacts, short: RequestRecord, long: RequestRecord) -> Targ
     )
 
 
+def _first_model(target: Target, pool: Pool) -> str:
+    """The first that the endpoint lists. Raises TargetUnusable."""
+    if not (models := _models(target, pool)):
+        raise TargetUnusable(
+            f"{pool.host}{pool.path_of(MODELS)} lists no models; say which one with `model`"
+        )
+    return models[0]
+
+
 def _models(target: Target, pool: Pool) -> list[str]:
-    """Names of models; none: the endpoint does not list them."""
-    status, _, body = http.fetch(pool, http.get_bytes(pool, "/v1/models"), target.ready_seconds)
+    """Names of models; none: the endpoint does not list them. Raises TargetUnusable."""
+    where = f"{pool.host}{pool.path_of(MODELS)}"
+    status, _, body = http.fetch(pool, http.get_bytes(pool, MODELS), target.ready_seconds)
     if status == 404:
         return []
-    if status != 200:
-        said = body[:200].decode(errors="replace")
-        hint = "; name the variable of its key with api_key_env" if status in (401, 403) else ""
-        raise TargetUnusable(f"{target.url}/v1/models answered {status}: {said}{hint}")
+    if not 200 <= status < 300:
+        advice = KEY_ADVICE if status in (401, 403) else "; say which model with `model`"
+        raise TargetUnusable(f"{where} answered {status}: {words_of_body(body)}{advice}")
     try:
-        return [str(model["id"]) for model in msgspec.json.decode(body)["data"]]
-    except (msgspec.MsgspecError, LookupError, TypeError) as problem:
+        return names_of_models(msgspec.json.decode(body))
+    except (msgspec.MsgspecError, ValueError) as problem:
         raise TargetUnusable(
-            f"{target.url}/v1/models is not what OpenAI's API returns"
+            f"{where} is not what OpenAI's API returns; say which model with `model`"
         ) from problem
+
+
+def names_of_models(listed: Any) -> list[str]:
+    """Of a list as OpenAI's API has it, of a bare one, and of Ollama's. Raises ValueError."""
+    if isinstance(listed, dict):
+        listed = listed.get("data") or listed.get("models") or []
+    if not isinstance(listed, list):
+        raise ValueError("no list of models")
+    names = [
+        next((one[key] for key in ("id", "name", "model") if one.get(key)), None)
+        if isinstance(one, dict)
+        else one
+        for one in listed
+    ]
+    return [name for name in names if isinstance(name, str) and name]

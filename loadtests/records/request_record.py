@@ -22,6 +22,7 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     due_seconds: float
     sent_seconds: float | None = None  # when the first byte was about to leave; None: never sent
     first_content_seconds: float | None = None
+    first_answer_seconds: float | None = None  # first content that is no reasoning
     last_content_seconds: float | None = None
     ended_seconds: float | None = None
     content_seconds: list[float] = []  # when each content chunk arrived, first and last included

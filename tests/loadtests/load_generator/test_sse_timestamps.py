@@ -207,8 +207,6 @@ def test_the_probe_leaves_out_what_is_refused(
 
 
 def test_the_probe_says_why_not(truth_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TargetUnusable, match="no model 'other'; it has true-model"):
-        probe(Target(url=truth_server(), model="other"))
     with pytest.raises(TargetUnusable, match="cannot be reached"):
         probe(Target(url="http://127.0.0.1:9"))
     with pytest.raises(TargetUnusable, match="api_key_env"):
@@ -217,16 +215,3 @@ def test_the_probe_says_why_not(truth_server: Start, monkeypatch: pytest.MonkeyP
         probe(Target(url=truth_server(), api_key_env="NO_SUCH_KEY"))
     monkeypatch.setenv("A_KEY", "secret")
     assert probe(Target(url=truth_server(key="secret"), api_key_env="A_KEY")).model == "true-model"
-
-
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:99999", "http://host/?a=b"])
-def test_a_url_that_is_none(url: str) -> None:
-    with pytest.raises(TargetUnusable):
-        connect(url)
-
-
-def test_urls_are_read_as_people_write_them() -> None:
-    assert connect("127.0.0.1:8000").prefix == connect("http://127.0.0.1:8000/v1/").prefix == ""
-    assert get_bytes(connect("https://host/api/v1"), "/v1/models").startswith(
-        b"GET /api/v1/models HTTP/1.1\r\nHost: host:443\r\n"
-    )

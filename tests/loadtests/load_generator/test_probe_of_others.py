@@ -1,0 +1,290 @@
+"""Endpoints as they are: where their routes lie, what they list, which fields they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from loadtests.errors import EndpointRefuses, TargetUnusable
+from loadtests.load_generator.http_connection import clock, connect, get_bytes
+from loadtests.load_generator.openai_endpoint import (
+    Target,
+    TargetFacts,
+    pool_for,
+    probe,
+    request_bytes,
+)
+from loadtests.load_generator.sse_timestamps import stream
+from loadtests.records.request_record import RequestRecord
+from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
+
+Refuse = Callable[[dict[str, Any]], str | None]
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
+TEXT = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}'
+LENGTH = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}'
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":8}}'
+DONE = b"data: [DONE]"
+LISTED = {"object": "list", "data": [{"id": "m", "object": "model"}]}
+
+
+class Endpoint:
+    """One that answers chats below a path, and keeps what it was asked."""
+
+    def __init__(
+        self,
+        *,
+        base: str = "/v1",
+        models: bytes | Any = LISTED,
+        serves: str = "m",
+        refuse: Refuse = lambda body: None,
+        events: tuple[bytes, ...] = (ROLE, TEXT, LENGTH, USAGE, DONE),
+    ) -> None:
+        self.base, self.models, self.serves = base, models, serves
+        self.refuse, self.events = refuse, events
+        self.bodies: list[dict[str, Any]] = []
+
+    def __call__(self, asked: Asked) -> bytes:
+        if asked.path == f"{self.base}/models":
+            return self.models if isinstance(self.models, bytes) else answered(self.models)
+        if asked.path != f"{self.base}/chat/completions":
+            return answered({"error": {"message": f"no route {asked.path}"}}, 404)
+        self.bodies.append(asked.body)
+        if asked.body["model"] != self.serves:
+            message = f"The model `{asked.body['model']}` does not exist."
+            return answered({"error": {"message": message, "code": "model_not_found"}}, 404)
+        if (words := self.refuse(asked.body)) is not None:
+            return answered({"error": {"message": words, "type": "invalid_request_error"}}, 400)
+        return sse(*self.events)
+
+
+def measured(endpoint: Endpoint, path: str = "", model: str | None = None) -> list[str]:
+    """Probes an endpoint, sends it a request of the load as the probe allows, and returns the notes
+    of the probe.
+    """
+    with scripted(endpoint) as url:
+        target = Target(url=url + path, model=model, api="chat")
+        with pool_for(target) as pool:
+            facts = probe(target, pool)
+            wire = request_bytes(pool, target, facts, "some words", 100)
+            asked = RequestRecord(cell="c", level="l", index=0, due_seconds=0.0)
+            record = stream(pool, wire, asked, origin=clock(), timeout_seconds=5.0)
+    assert record.error in (None, "empty"), record
+    return facts.notes
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [
+        ("", "/v1"),
+        ("/", "/v1"),
+        ("/v1", "/v1"),
+        ("/v1/", "/v1"),
+        ("/v3", "/v3"),
+        ("/v1/chat/completions", "/v1"),
+        ("/v1beta/openai", "/v1beta/openai"),
+        ("/api/v1", "/api/v1"),
+        ("/a b/é", "/a%20b/%C3%A9"),
+        ("/a%20b/v1", "/a%20b/v1"),
+    ],
+)
+def test_a_path_is_the_base_of_the_routes(path: str, base: str) -> None:
+    measured(Endpoint(base=base), path)
+
+
+def test_errors_name_the_route_that_was_asked() -> None:
+    with scripted(Endpoint(base="/v3")) as url:
+        with pytest.raises(TargetUnusable, match=r":\d+/v1/models lists no models"):
+            probe(Target(url=f"{url}/v1", api="chat"))
+        with pytest.raises(EndpointRefuses, match=r"/v4/chat/completions .*the base of its routes"):
+            probe(Target(url=f"{url}/v4", api="chat", model="m"))
+
+
+@pytest.mark.parametrize(
+    ("models", "model", "serves"),
+    [
+        ({"data": [{"id": "smollm2:latest"}]}, "smollm2", "smollm2"),
+        ([{"id": "other"}], "m", "m"),
+        (answered({"error": "no"}, 403), "m", "m"),
+        (answered(b"<html>", kind="text/html"), "m", "m"),
+        (b"", "m", "m"),  # it closes the connection
+        ([{"id": "m"}], None, "m"),
+        (["m"], None, "m"),
+        ({"models": [{"name": "m:latest", "model": "m:latest"}]}, None, "m:latest"),
+        ({"data": [{"id": "a\nb"}]}, None, "a\nb"),
+    ],
+    ids=str,
+)
+def test_a_model_that_is_named_is_asked_for(models: Any, model: str | None, serves: str) -> None:
+    measured(Endpoint(models=models, serves=serves), model=model)
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (answered({"error": {"message": "who are you?"}}, 401), "401: who are you\\?; .*api_key"),
+        (answered({"error": "later"}, 500), "500: later; say which model"),
+        (answered(b"<html>", kind="text/html"), "say which model with `model`"),
+        ({"data": None}, "lists no models"),
+        ({"data": [{"name": 3}, None]}, "lists no models"),
+    ],
+    ids=str,
+)
+def test_without_a_name_the_list_must_have_one(models: Any, message: str) -> None:
+    with scripted(Endpoint(models=models)) as url, pytest.raises(TargetUnusable, match=message):
+        probe(Target(url=url, api="chat"))
+
+
+def test_a_model_that_is_not_there_is_said_with_those_that_are() -> None:
+    with scripted(Endpoint()) as url:
+        with pytest.raises(EndpointRefuses, match="does not exist.*lists no model 'x', but m"):
+            probe(Target(url=url, api="chat", model="x"))
+
+
+def without(*names: str, words: str = "Unsupported parameter: '{}'.") -> Refuse:
+    """Refuses fields, of stream_options too."""
+
+    def refuse(body: dict[str, Any]) -> str | None:
+        fields = body | (body.get("stream_options") or {})
+        return next((words.format(name) for name in names if name in fields), None)
+
+    return refuse
+
+
+def openai_of_2025(body: dict[str, Any]) -> str | None:
+    """A reasoning model: its words name the key in place of another, as OpenAI's API has them."""
+    if "max_tokens" in body:
+        return (
+            "Unsupported parameter: 'max_tokens' is not supported with this model. "
+            "Use 'max_completion_tokens' instead."
+        )
+    if body.get("temperature", 1) != 1:
+        return (
+            "Unsupported value: 'temperature' does not support 0 with this model. "
+            "Only the default (1) value is supported."
+        )
+    return without("ignore_eos", words="Unrecognized request argument supplied: {}")(body)
+
+
+class Refusing(NamedTuple):
+    """An endpoint that refuses something, and fields of the load that follows."""
+
+    name: str
+    refuse: Refuse
+    sent: dict[str, Any]
+    note: str = ""
+
+
+ALL = {"max_tokens": 100, "temperature": 0, "ignore_eos": True}
+REFUSING = [
+    Refusing("nothing", lambda body: None, ALL),
+    Refusing(
+        "max_tokens",
+        without("max_tokens"),
+        {"max_completion_tokens": 100, "temperature": 0, "ignore_eos": True},
+        "max_completion_tokens",
+    ),
+    Refusing(
+        "max_tokens without words",
+        without("max_tokens", words="bad request"),
+        {"max_completion_tokens": 100, "temperature": 0, "ignore_eos": True},
+    ),
+    Refusing(
+        "temperature", without("temperature"), {"max_tokens": 100, "ignore_eos": True}, "sampled"
+    ),
+    Refusing(
+        "temperature without words",
+        without("temperature", words="no"),
+        {"max_tokens": 100, "ignore_eos": True},
+    ),
+    Refusing("OpenAI", openai_of_2025, {"max_completion_tokens": 100}, "sampled"),
+    Refusing("ignore_eos", without("ignore_eos"), {"max_tokens": 100, "temperature": 0}),
+    Refusing("counts", without("continuous_usage_stats", words="no"), ALL),
+    Refusing("options", without("stream_options"), ALL),
+    Refusing(
+        "short answers",
+        lambda body: "max_tokens must be at least 16" if body.get("max_tokens", 0) < 16 else None,
+        {"max_tokens": 100, "temperature": 0},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", REFUSING, ids=lambda case: case.name)
+def test_the_load_is_sent_as_the_endpoint_takes_it(case: Refusing) -> None:
+    endpoint = Endpoint(refuse=case.refuse)
+    notes = measured(endpoint, model="m")
+    assert len(endpoint.bodies) <= 12
+    names = {"max_tokens", "max_completion_tokens", "temperature", "ignore_eos"}
+    assert {key: endpoint.bodies[-1][key] for key in names & endpoint.bodies[-1].keys()} == (
+        case.sent
+    )
+    assert any(case.note in note for note in notes) or not case.note
+
+
+def test_what_an_endpoint_refuses_in_any_form_is_refused_with_its_words() -> None:
+    endpoint = Endpoint(refuse=lambda body: "your account is closed")
+    with scripted(endpoint) as url, pytest.raises(EndpointRefuses, match="account is closed"):
+        probe(Target(url=url, api="chat", model="m"))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (ROLE, LENGTH, USAGE, DONE),
+        (ROLE, LENGTH, DONE),
+        (ROLE, LENGTH.replace(b"}]}", b'}],"usage":{"prompt_tokens":9,"completion_tokens":8}}')),
+        (TEXT.replace(b'"content"', b'"reasoning_content"'), LENGTH, USAGE, DONE),
+    ],
+    ids=["counted", "not counted", "at the end", "reasoning"],
+)
+def test_no_text_within_a_few_tokens_is_a_note(events: tuple[bytes, ...]) -> None:
+    assert any("no text within 8 tokens" in note for note in measured(Endpoint(events=events)))
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "head"),
+    [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", b"GET /v1/models HTTP/1.1\r\nHost: 127"),
+        (
+            "https://host/api/v1",
+            "https://host:443",
+            b"GET /api/v1/models HTTP/1.1\r\nHost: host:443",
+        ),
+        (
+            "http://例え.jp",
+            "http://xn--r8jz45g.jp:80",
+            b"GET /v1/models HTTP/1.1\r\nHost: xn--r8jz45g.jp",
+        ),
+        ("http://BÜCHER.example/v2", "http://xn--bcher-kva.example:80", b"GET /v2/models "),
+        ("http://h/例/v1/", "http://h:80", b"GET /%E4%BE%8B/v1/models HTTP/1.1"),
+        ("http://h/a%2Fb?", "http://h:80", b"GET /a%2Fb/models HTTP/1.1"),
+        ("http://h/\udcff/v1", "http://h:80", b"GET /%FF/v1/models HTTP/1.1"),
+        ("http://[::1]:8000", "http://[::1]:8000", b"GET /v1/models HTTP/1.1\r\nHost: [::1]:8000"),
+        ("http://h/a\r\nX: 1", "http://h:80", b"GET /aX:%201/models HTTP/1.1\r\nHost: h:80\r\n"),
+    ],
+)
+def test_urls_are_read_as_people_write_them(url: str, host: str, head: bytes) -> None:
+    pool = connect(url)
+    assert pool.host == host and get_bytes(pool, "/v1/models").startswith(head)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("ftp://host", "http://", "http://host:99999", "http://host/?a=b", "http://a b"),
+        *("http://.例", "http://h\x7f", "http://\udcff", "http://" + "例" * 80, "http://[::1"),
+        "http://u:p@host",
+    ],
+)
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(TargetUnusable):
+        connect(url)
+
+
+def test_a_request_is_plain_json_whatever_the_model_is_called() -> None:
+    pool = connect("http://h")
+    facts = TargetFacts("例/\n|model", True, True, True)
+    wire = request_bytes(pool, Target(url="http://h"), facts, "x", 8)
+    assert json.loads(wire.partition(b"\r\n\r\n")[2])["model"] == "例/\n|model"
