@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
+from models.answer_marks import with_marks
 from models.errors import ModelError
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
@@ -115,7 +116,8 @@ class Worker:
         table, ends = tokenizer.token_bytes(), tokenizer.eos_ids
         table += [b""] * max(0, info.vocabulary - len(table))  # models pad their vocabulary
         self._grammars = Grammars(table, ends)
-        self.scheduler = Scheduler(self.backend, table, ends, self.config)
+        shown = with_marks(table, tokenizer)  # a grammar is over text, and may not draw marks
+        self.scheduler = Scheduler(self.backend, shown, ends, self.config)
         seconds = time.perf_counter() - started
         self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes() or 0))
         self.ready = True

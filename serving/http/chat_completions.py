@@ -11,6 +11,7 @@ from msgspec import UNSET
 from models.chat_template import AsWritten
 from models.errors import BadChat
 from serving.engine.ipc_messages import TokenDetail
+from serving.http.answer_parts import Part, form_of
 from serving.http.api_errors import refused
 from serving.http.body_types import (
     ASKING,
@@ -25,7 +26,7 @@ from serving.http.body_types import (
 from serving.http.completions import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.http_request import Request
 from serving.http.request_validation import token_limit, validate
-from serving.http.tool_calls import THINK, THOUGHT, Form, Part, format_of, offered, told_of_tools
+from serving.http.tool_calls import format_of, offered, told_of_tools
 from serving.registry.loaded_models import INLINE_CHARACTERS, ServedModel, in_text_thread
 
 _END_OF_TURN = "Q8crossover3E"  # where the last turn's content ends in a prompt
@@ -52,12 +53,8 @@ async def chat_completions(request: Request) -> Answer:
     most = facts.context_tokens
     ids = await model.tokens(text, "messages", most=most, parse_special=True)
     answer = ChatAnswer(request, body, generation, [(ids, token_limit(body, len(ids), facts))])
-    has_reasons = is_free and THOUGHT in template
-    if has_reasons or calls:
-        is_thinking = text.rstrip().endswith(THINK)  # the prompt has opened it
-        reasoning: Any = ("open" if is_thinking else "maybe") if has_reasons else None
-        names = frozenset(tool.function.name for tool in offered(body))
-        answer.form = Form(reasoning, calls, names)
+    parameters = {tool.function.name: tool.function.parameters or {} for tool in offered(body)}
+    answer.form = form_of(template, text, calls, parameters, is_free)
     if calls_schema is not None:
         answer.schema_key = "tools"
     return answer

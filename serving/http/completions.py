@@ -17,6 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
+from serving.http.answer_parts import Form, Part, Splitter
 from serving.http.api_errors import ApiError, too_late, try_again
 from serving.http.body_types import (
     COMPLETION,
@@ -30,7 +31,6 @@ from serving.http.body_types import (
 )
 from serving.http.http_request import Request
 from serving.http.request_validation import prompts_of, token_limit, validate
-from serving.http.tool_calls import Form, Part, Splitter
 from serving.registry.loaded_models import in_text_thread
 from serving.supervisor.inflight_requests import Stream
 

@@ -16,7 +16,7 @@ import pytest
 from models.chat_template import CHATML
 from models.random_weights import write_gguf
 from serving.backends.backend_interface import EngineConfig
-from serving.http.tool_calls import Form, Part, Splitter
+from serving.http.answer_parts import Form, Part, Splitter
 from serving.performance.scheduler_settings import SchedulerSettings
 from tests.serving.fakes import INFO, ByteTokenizer, FakeSupervisor, app_on, chat, served
 from tests.serving.http.test_app_engine import serving
@@ -54,7 +54,8 @@ CALL = '<tool_call>{"name": "order", "arguments": {"size": "s"}}</tool_call>'
 
 @contextmanager
 def asked(template: str, *words: str) -> Iterator[tuple[int, FakeSupervisor]]:
-    info = msgspec.structs.replace(INFO, context_tokens=1024)
+    settings = msgspec.structs.replace(INFO.settings, context_tokens=1024)
+    info = msgspec.structs.replace(INFO, settings=settings)
     supervisor = FakeSupervisor(words or ("fine",), info=info)
     with served(app_on(supervisor, tokenizer=ByteTokenizer(template=template))) as port:
         yield port, supervisor
@@ -113,7 +114,7 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tools": [NOW]}, "tools", "Hermes and Qwen format"),
+        ({"tools": [NOW]}, "tools", "needs a chat template with a format of calls"),
         ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice", "has no function 'order'"),
         (
             {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},

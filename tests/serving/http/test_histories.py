@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from serving.http.tool_calls import Form, Splitter
+from serving.http.answer_parts import Form, Splitter
 from tests.serving.fakes import FakeSupervisor, ask, chat
 from tests.serving.http.test_chat import HI, NOW, QWEN, asked, prompt_of
 

@@ -1,0 +1,60 @@
+"""How models mark the parts of their answers: reasoning, channels, calls of functions.
+
+The chat template shows which dialect a model was trained on. Many of the marks are control tokens,
+which have no text of their own; those of the model's dialect get it (`with_marks`), so that whoever
+splits an answer sees them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from models.tokenizer import Tokenizer
+
+# tags: <think>...</think>, <tool_call>...</tool_call>, as Qwen, Granite, DeepSeek and many others.
+# gemma: <|channel>thought...<channel|>, <|tool_call>call:name{...}<tool_call|>, of Gemma 4.
+# harmony: <|channel|>analysis<|message|>...<|end|>, of gpt-oss.
+Dialect = Literal["tags", "gemma", "harmony"]
+
+_MARKS: dict[Dialect, tuple[str, ...]] = {
+    "tags": (
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|tool_call|>",
+        "<response>",
+        "</response>",
+    ),
+    "gemma": ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    "harmony": (
+        "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|constrain|>",
+        "<|end|>",
+        "<|call|>",
+        "<|return|>",
+    ),
+}
+
+
+def dialect_of(template: str) -> Dialect:
+    """The dialect of a chat template."""
+    if "<|channel|>" in template and "<|message|>" in template:
+        return "harmony"
+    if "<|channel>" in template or "<|tool_call>" in template:
+        return "gemma"
+    return "tags"
+
+
+def with_marks(table: list[bytes], tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes of each token, and the text of control tokens that are marks of its answers."""
+    template = tokenizer.chat_template or ""
+    marks = {mark for mark in _MARKS[dialect_of(template)] if mark in template}
+    shown = [*table]
+    for token in tokenizer.special_ids if marks else ():
+        if token < len(shown) and (text := tokenizer.token_text(token)) in marks:
+            shown[token] = text.encode()
+    return shown

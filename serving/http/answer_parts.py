@@ -1,0 +1,323 @@
+"""The parts of what a model says: reasoning, content and calls of functions, as text comes.
+
+    splitter = Splitter(Form("maybe", "hermes", frozenset({"add"})))
+    splitter.push("<think>2+2</think>Four", True)
+    # [Part("reasoning", "2+2"), Part("content", "Four")]
+
+Text is given on as it comes, a call whole. What looks like a call and is none, or was cut off, is
+content. The marks of a dialect (models.answer_marks) are never content beside what they mark.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from models.answer_marks import Dialect, dialect_of
+from serving.http.body_types import CalledFunction, ToolCall
+
+THINK, THOUGHT = "<think>", "</think>"
+CALL, CALLED = "<tool_call>", "</tool_call>"
+TRAILING_CALL = "<|tool_call|>"  # Granite 3: a JSON list up to the end
+GEMMA_THINK, GEMMA_THOUGHT = "<|channel>", "<channel|>"
+_GEMMA_CALL, _GEMMA_CALLED, _GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+
+# hermes: JSON in <tool_call>, or as Qwen3-Coder and Qwen3.5 write it, <function=f><parameter=p>;
+# trailing: Granite 3's; native: that of the dialect; list: a JSON list and nothing else.
+Format = Literal["hermes", "trailing", "native", "list"]
+Kind = Literal["start", "reasoning", "content", "call", "list", "header"]
+RESPONSE_MARKS = ("<response>", "</response>")  # Granite 3, around what is no reasoning
+
+
+class Form(NamedTuple):
+    """What there may be in a text. `reasoning`: "maybe" (the text may open it), "open" (the prompt
+    has opened it). `calls`: their format; None: none are looked for."""
+
+    reasoning: Literal["maybe", "open"] | None
+    calls: Format | None
+    names: frozenset[str]  # of functions
+    dialect: Dialect = "tags"
+    parameters: Mapping[str, Mapping[str, Any]] = _NO_SCHEMAS  # JSON schemas, by function
+    dropped: tuple[str, ...] = ()  # marks around content that say nothing more
+
+
+def form_of(
+    template: str,
+    prompt: str,
+    calls: Format | None,
+    parameters: Mapping[str, Mapping[str, Any]],
+    is_free: bool,
+) -> Form | None:
+    """What there may be in an answer to a prompt; None: content alone. `parameters`: of the
+    functions that the model was told of. `is_free`: the answer is held to no grammar."""
+    dialect, end = dialect_of(template), prompt.rstrip()
+    names = frozenset(parameters)
+    if not is_free:
+        return None if calls is None else Form(None, calls, names)
+    if dialect == "harmony":
+        is_open = end.endswith(f"{_CHANNEL}analysis{_MESSAGE}")
+        return Form("open" if is_open else "maybe", calls, names, dialect, parameters)
+    if dialect == "gemma":
+        is_open = end.endswith(f"{GEMMA_THINK}thought")
+        return Form("open" if is_open else "maybe", calls, names, dialect, parameters)
+    dropped = tuple(mark for mark in RESPONSE_MARKS if mark in template)
+    if THOUGHT not in template:
+        is_plain = calls is None and not dropped
+        return None if is_plain else Form(None, calls, names, dialect, parameters, dropped)
+    reasoning: Literal["open", "maybe"] = "open" if end.endswith(THINK) else "maybe"
+    return Form(reasoning, calls, names, dialect, parameters, dropped)
+
+
+class Part(NamedTuple):
+    kind: Literal["role", "reasoning", "content", "call", "end"]
+    text: str
+    call: ToolCall | None = None
+
+
+class Splitter:
+    """Finds the parts of one sequence's text, of this Form. It holds back no more than the
+    beginning of a mark, white space before a part, and calls."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._held = ""
+        self._fresh = True  # nothing of this part has come yet
+        self._opened = ""  # the mark that began this call
+        self._recipient = ""  # of a Harmony message: the function that it calls
+        said: Kind = "list" if form.calls == "list" else "content"
+        self._said = said
+        self._kind: Kind = {"maybe": "start", "open": "reasoning", None: said}[form.reasoning]
+        # Marks that a text may begin with, and of each kind those that end it; -> what follows.
+        self._openers: dict[str, Kind] = {THINK: "reasoning"}
+        self._marks: dict[Kind, dict[str, Kind]] = {"reasoning": {THOUGHT: said}}
+        opened = {"hermes": CALL, "trailing": TRAILING_CALL}.get(form.calls or "")
+        self._marks["content"] = dict.fromkeys(form.dropped, "content")
+        if opened is not None:
+            self._marks["content"][opened] = "call"
+            self._marks["call"] = {CALLED: "content"} if opened == CALL else {}
+        if form.dialect == "gemma":
+            self._openers = {GEMMA_THINK: "reasoning"}
+            self._marks = {
+                "reasoning": {GEMMA_THOUGHT: said},
+                "content": {GEMMA_THINK: "reasoning", _GEMMA_CALL: "call"},
+                "call": {_GEMMA_CALLED: "content"},
+            }
+        elif form.dialect == "harmony":
+            self._kind = "reasoning" if form.reasoning == "open" else "start"
+            self._openers = {_START: "header", _CHANNEL: "header", " to=": "header"}
+            body: dict[str, Kind] = {_START: "header", _CHANNEL: "header"}
+            body |= dict.fromkeys(_ENDS, "header")
+            self._marks = {"reasoning": body, "content": body, "call": body}
+            self._marks["header"] = {_MESSAGE: "content"}  # or what the header says
+
+    def push(self, text: str, last: bool) -> list[Part]:
+        """The parts that this text adds; with the last one, what was held back."""
+        self._held += text
+        parts: list[Part] = []
+        while True:
+            if self._kind == "start":
+                if not self._begin(last):
+                    return parts
+                continue
+            if self._fresh:
+                self._held = self._held.lstrip()
+                if self._kind == "reasoning" and self._form.dialect == "gemma":
+                    if "thought\n".startswith(self._held) and not last:
+                        return parts  # the name of the channel
+                    self._held = self._held.removeprefix("thought\n").lstrip()
+                self._fresh = not self._held
+            marks = self._marks.get(self._kind, {})
+            places = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+            at, mark = min(places, default=(len(self._held), ""))
+            before, rest = self._held[:at], self._held[at + len(mark) :]
+            if not mark and not last:
+                if self._kind in ("call", "list", "header"):
+                    return parts
+                keep = max((_overlap(before, one) for one in marks), default=0)
+                before, rest = before[: len(before) - keep], before[len(before) - keep :]
+            self._held = rest
+            self._take(before, mark, parts)
+            if not mark:
+                return parts
+            self._kind, self._fresh = marks[mark], True
+            self._follow(before, mark)
+
+    def _begin(self, last: bool) -> bool:
+        """Decide what a text begins with; False: it cannot be told yet."""
+        self._held = self._held.lstrip() if self._form.dialect != "harmony" else self._held
+        if not last and any(one.startswith(self._held) for one in self._openers):
+            return False
+        mark = next((one for one in self._openers if self._held.startswith(one)), "")
+        self._kind, self._fresh = self._openers.get(mark, self._said), True
+        if self._kind != "header":  # which is read with its marks
+            self._held = self._held.removeprefix(mark)
+        return True
+
+    def _take(self, text: str, mark: str, parts: list[Part]) -> None:
+        """Add what a piece of the present kind is. `mark`: that ends it; "": none has come."""
+        if self._kind == "list":
+            parts += self._calls(text, text)
+        elif self._kind == "call":
+            is_whole = bool(mark) or self._form.dialect == "harmony"
+            is_whole = is_whole or self._opened == TRAILING_CALL
+            shown = text
+            if self._opened == CALL:
+                shown = f"{CALL}{text}{mark}"
+            parts += self._calls(text if is_whole else "", shown)
+        elif text and self._kind in ("reasoning", "content"):
+            parts.append(Part("reasoning" if self._kind == "reasoning" else "content", text))
+
+    def _follow(self, before: str, mark: str) -> None:
+        """Set what the part behind a mark is, where the mark alone does not say it."""
+        self._opened = mark
+        if self._form.dialect != "harmony":
+            return
+        if self._kind == "header":
+            self._held = (mark if mark == _CHANNEL else "") + self._held
+            return
+        recipient = re.search(r"\bto=(?:functions\.)?([\w.-]+)", before)
+        channel = re.search(re.escape(_CHANNEL) + r"\s*(\w+)", before)
+        self._recipient = recipient[1] if recipient else ""
+        if recipient:
+            self._kind = "call"
+        elif channel and channel[1] == "analysis":
+            self._kind = "reasoning"
+
+    def _calls(self, text: str, shown: str) -> list[Part]:
+        """The calls that a text consists of; content where it is anything else, or cut off."""
+        try:
+            calls = [self._call(one) for one in self._said_calls(text)]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            calls = []
+        return calls or ([Part("content", shown)] if shown else [])
+
+    def _said_calls(self, text: str) -> list[Any]:
+        """Raises ValueError and the like for what is none."""
+        if self._form.dialect == "harmony" and self._kind == "call":
+            return [{"name": self._recipient, "arguments": json.loads(text or "{}")}]
+        if self._form.dialect == "gemma" and self._kind == "call":
+            return [_gemma_call(text)]
+        if text.lstrip().startswith("<function="):
+            return [_tagged_call(text, self._form.parameters)]
+        said = json.loads(text)
+        return said if isinstance(said, list) else [said]
+
+    def _call(self, said: Any) -> Part:
+        """Raises ValueError for what is no call of one of these functions."""
+        if not isinstance(said, dict) or said.get("name") not in self._form.names:
+            raise ValueError("no call")
+        arguments = said.get("arguments", said.get("parameters"))
+        shown = arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
+        if arguments is None:
+            shown = "{}"
+        elif not isinstance(json.loads(shown), dict):
+            raise ValueError("no object")
+        text = shown.encode(errors="replace").decode()  # half a surrogate pair is no text
+        function = CalledFunction(name=said["name"], arguments=text)
+        return Part("call", "", ToolCall(id=f"call_{secrets.token_hex(12)}", function=function))
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    sizes = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(mark[:size])), 0)
+
+
+# --- calls that are no JSON
+
+
+def _tagged_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """<function=f>\n<parameter=p>\nvalue\n</parameter>\n</function>, as Qwen3-Coder and Qwen3.5
+    write it. A value is text where the function's schema says so, else JSON where it is that."""
+    match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", text, re.DOTALL)
+    if match is None:
+        raise ValueError("no call")
+    name, body = match[1].strip(), match[2]
+    found = r"<parameter=([^>\n]+)>(.*?)</parameter>"
+    if re.sub(found, "", body, flags=re.DOTALL).strip():
+        raise ValueError("no parameters")
+    properties = schemas.get(name, {}).get("properties", {})
+    arguments: dict[str, Any] = {}
+    for key, value in re.findall(found, body, re.DOTALL):
+        schema = properties.get(key.strip(), {})
+        plain = value.removeprefix("\n").removesuffix("\n")
+        arguments[key.strip()] = plain
+        if schema.get("type") != "string":
+            try:
+                arguments[key.strip()] = json.loads(plain)
+            except ValueError:
+                pass
+    return {"name": name, "arguments": arguments}
+
+
+def _gemma_call(text: str) -> dict[str, Any]:
+    """call:name{key:<|"|>text<|"|>,other:1,list:[true]}, as Gemma 4 writes it."""
+    match = re.match(r"\s*call:\s*([\w.-]+)\s*(?=\{)", text)
+    if match is None:
+        raise ValueError("no call")
+    arguments, end = _gemma_value(text, match.end())
+    if text[end:].strip():
+        raise ValueError("more than a call")
+    return {"name": match[1], "arguments": arguments}
+
+
+def _gemma_value(text: str, at: int) -> tuple[Any, int]:
+    """The value that begins at a place, and where it ends. Raises ValueError, LookupError."""
+    at = _past_spaces(text, at)
+    if text.startswith(_GEMMA_QUOTE, at):
+        end = text.index(_GEMMA_QUOTE, at + len(_GEMMA_QUOTE))
+        return text[at + len(_GEMMA_QUOTE) : end], end + len(_GEMMA_QUOTE)
+    if text[at] == "{":
+        entries: dict[str, Any] = {}
+        at = _past_spaces(text, at + 1)
+        while text[at] != "}":
+            key, at = _gemma_key(text, at)
+            entries[key], at = _gemma_value(text, at)
+            at = _past_comma(text, at, "}")
+        return entries, at + 1
+    if text[at] == "[":
+        items: list[Any] = []
+        at = _past_spaces(text, at + 1)
+        while text[at] != "]":
+            item, at = _gemma_value(text, at)
+            items.append(item)
+            at = _past_comma(text, at, "]")
+        return items, at + 1
+    value, end = json.JSONDecoder().raw_decode(text, at)
+    return value, end
+
+
+def _gemma_key(text: str, at: int) -> tuple[str, int]:
+    """A key and where its value begins. Raises ValueError, LookupError."""
+    if text.startswith(_GEMMA_QUOTE, at) or text[at] == '"':
+        key, at = _gemma_value(text, at)
+    else:
+        end = text.index(":", at)
+        key, at = text[at:end].strip(), end
+    at = _past_spaces(text, at)
+    if text[at] != ":":
+        raise ValueError("a key without a value")
+    return str(key), at + 1
+
+
+def _past_comma(text: str, at: int, end: str) -> int:
+    """The next entry of a list, or its end. Raises ValueError, LookupError."""
+    at = _past_spaces(text, at)
+    if text[at] == ",":
+        return _past_spaces(text, at + 1)
+    if text[at] != end:
+        raise ValueError("no comma")
+    return at
+
+
+def _past_spaces(text: str, at: int) -> int:
+    while text[at].isspace():
+        at += 1
+    return at

@@ -1,0 +1,235 @@
+"""The answers of other families as they write them: channels of gpt-oss, Gemma 4's marks, tags of
+Qwen3.5 and Granite. Each is split into reasoning, content and calls, or is plain content; no mark
+is ever left beside what it marks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from models.answer_marks import dialect_of, with_marks
+from serving.http.answer_parts import Splitter, form_of
+from serving.http.tool_calls import readable_calls
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "now": {},
+}
+# What each template has of the marks that it teaches; the rest of it is of no matter here.
+HARMONY = "<|start|>assistant<|channel|>analysis<|message|>{{ m }}<|end|> to=functions."
+GEMMA = '<|turn>model\n<|channel>thought\n<channel|> <|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>'
+QWEN35 = "<think>\n</think> <tool_call>\n<function=f>\n<parameter=a>\n</parameter></function>"
+GRANITE3 = "<think></think> <response></response> <|tool_call|>[]"
+GRANITE4 = '<tool_call>{"name": <n>, "arguments": <a>}</tool_call>'
+PLAIN = "{{ m.content }}"
+END_THINK = "<think>\n"
+
+Parts = list[tuple[Any, ...]]
+WEATHER = ("call", "weather", {"city": "Oslo", "days": 2})
+CASES: dict[str, tuple[str, str, str, Parts]] = {
+    # name: template, end of the prompt, what the model says, its parts
+    "gpt-oss thinks and answers": (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>2+2 is easy.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>Four.",
+        [("reasoning", "2+2 is easy."), ("content", "Four.")],
+    ),
+    "gpt-oss calls": (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "Oslo", "days": 2}<|call|>',
+        [("reasoning", "I ask."), WEATHER],
+    ),
+    "gpt-oss calls, the recipient first, and the end token drawn": (
+        HARMONY,
+        "<|start|>assistant",
+        " to=functions.weather<|channel|>commentary<|message|>" + json.dumps(WEATHER[2]),
+        [WEATHER],
+    ),
+    "gpt-oss says what it is about to do, and calls twice": (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>"
+        "commentary to=functions.now<|message|>{}<|call|><|start|>assistant<|channel|>commentary "
+        "to=functions.now<|message|>{}",
+        [("content", "Let me look."), ("call", "now", {}), ("call", "now", {})],
+    ),
+    "gpt-oss cut off in its thoughts": (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Well, if",
+        [("reasoning", "Well, if")],
+    ),
+    "gpt-oss cut off in a header": (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>final<|message|>Four.<|end|><|start|>assis",
+        [("content", "Four.")],
+    ),
+    "gpt-oss calls what it was not told of": (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>commentary to=functions.rm<|message|>{}<|call|>",
+        [("content", "{}")],
+    ),
+    "gpt-oss without channels": (HARMONY, "<|start|>assistant", "Four.", [("content", "Four.")]),
+    "gpt-oss whose prompt has opened the analysis": (
+        HARMONY,
+        "<|start|>assistant<|channel|>analysis<|message|>",
+        "2+2<|end|><|start|>assistant<|channel|>final<|message|>Four",
+        [("reasoning", "2+2"), ("content", "Four")],
+    ),
+    "gemma answers": (GEMMA, "<|turn>model\n", "Four.", [("content", "Four.")]),
+    "gemma thinks and answers": (
+        GEMMA,
+        "<|turn>model\n",
+        "<|channel>thought\n2+2<channel|>Four.",
+        [("reasoning", "2+2"), ("content", "Four.")],
+    ),
+    "gemma with an empty thought": (
+        GEMMA,
+        "<|turn>model\n",
+        "<|channel>thought\n<channel|>Four.",
+        [("content", "Four.")],
+    ),
+    "gemma whose prompt has opened the thought": (
+        GEMMA,
+        "<|turn>model\n<|channel>thought\n",
+        "2+2<channel|>Four.",
+        [("reasoning", "2+2"), ("content", "Four.")],
+    ),
+    "gemma calls": (
+        GEMMA,
+        "<|turn>model\n",
+        '<|channel>thought\nI ask.<channel|><|tool_call>call:weather{city:<|"|>Oslo<|"|>,days:2}'
+        "<tool_call|>",
+        [("reasoning", "I ask."), WEATHER],
+    ),
+    "gemma calls with a nested value, quotes and commas in a text": (
+        GEMMA,
+        "<|turn>model\n",
+        'So:<|tool_call>call:now{a:[1,{b:<|"|>x, "y"}<|"|>}],c:null,d:true}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        [
+            ("content", "So:"),
+            ("call", "now", {"a": [1, {"b": 'x, "y"}'}], "c": None, "d": True}),
+            ("call", "now", {}),
+        ],
+    ),
+    "gemma's call cut off": (
+        GEMMA,
+        "<|turn>model\n",
+        "<|tool_call>call:weather{city:",
+        [("content", "call:weather{city:")],
+    ),
+    "qwen3.5 thinks and calls": (
+        QWEN35,
+        END_THINK,
+        "I ask.\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>"
+        "\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+        [("reasoning", "I ask.\n"), WEATHER],
+    ),
+    "qwen3.5: a text that looks like a number stays one": (
+        QWEN35,
+        "<think>\n\n</think>\n\n",
+        "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n</function>\n"
+        "</tool_call>",
+        [("call", "weather", {"city": "12"})],
+    ),
+    "qwen3.5: no parameters, and JSON as its elders": (
+        QWEN35,
+        "<think>\n\n</think>\n\n",
+        '<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>{"name": "now", '
+        '"arguments": {}}</tool_call>',
+        [("call", "now", {}), ("call", "now", {})],
+    ),
+    "qwen3.5 calls what it was not told of": (
+        QWEN35,
+        END_THINK,
+        "</think><tool_call><function=rm></function></tool_call>",
+        [("content", "<tool_call><function=rm></function></tool_call>")],
+    ),
+    "granite 4 calls": (
+        GRANITE4,
+        "assistant",
+        f"So:\n<tool_call>\n{json.dumps({'name': 'weather', 'arguments': WEATHER[2]})}\n"
+        "</tool_call>",
+        [("content", "So:\n"), WEATHER],
+    ),
+    "granite 3 thinks and answers": (
+        GRANITE3,
+        "assistant",
+        "<think>2+2</think>\n<response>Four.</response>",
+        [("reasoning", "2+2"), ("content", "Four.")],
+    ),
+    "granite 3 calls": (
+        GRANITE3,
+        "assistant",
+        f"<|tool_call|>{json.dumps([{'name': 'weather', 'arguments': WEATHER[2]}])}",
+        [WEATHER],
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1, 4, 10_000])
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_is_split_as_its_family_writes_it(name: str, size: int) -> None:
+    template, end, text, expected = CASES[name]
+    calls = readable_calls(template)
+    form = form_of(template, f"a prompt {end}", calls, PARAMETERS, is_free=True)
+    assert form is not None
+    splitter, found = Splitter(form), list[tuple[Any, ...]]()
+    for start in range(0, len(text), size):
+        for part in splitter.push(text[start : start + size], start + size >= len(text)):
+            if part.call is not None:
+                call = part.call.function
+                found.append(("call", call.name, json.loads(call.arguments)))
+            elif found and found[-1][0] == part.kind:
+                found[-1] = (part.kind, found[-1][1] + part.text)
+            else:
+                found.append((part.kind, part.text))
+    found = [one for one in found if one[0] == "call" or one[1].strip()]
+    assert found == expected
+
+
+def test_a_template_without_marks_and_an_answer_held_to_a_grammar_are_content_alone() -> None:
+    assert readable_calls(PLAIN) is None
+    assert form_of(PLAIN, "x", None, {}, is_free=True) is None
+    for template in (HARMONY, GEMMA, QWEN35):
+        assert form_of(template, "x", None, {}, is_free=False) is None
+        listed = form_of(template, "x", "list", PARAMETERS, is_free=False)
+        assert listed is not None and (listed.reasoning, listed.dialect) == (None, "tags")
+
+
+class Marks:
+    """A tokenizer with control tokens."""
+
+    def __init__(self, template: str, tokens: list[str]) -> None:
+        self.chat_template, self._tokens = template, tokens
+        self.special_ids = frozenset(range(len(tokens)))
+
+    def token_text(self, token: int) -> str:
+        return self._tokens[token]
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (HARMONY, ["<|start|>", "<|message|>", "<|end|>"]),
+        (GEMMA, ["<|channel>", '<|"|>']),
+        (PLAIN, []),
+        (GRANITE4, ["<tool_call>"]),
+    ],
+)
+def test_control_tokens_that_mark_a_dialect_have_their_text(
+    template: str, shown: list[str]
+) -> None:
+    names = ["<|start|>", "<|message|>", "<|end|>", "<|channel>", '<|"|>', "<tool_call>", "<eos>"]
+    marks: Any = Marks(template, names)
+    table = with_marks([b""] * len(names), marks)
+    assert [text.decode() for text in table if text] == shown
+    assert dialect_of(PLAIN) == "tags"
