@@ -19,7 +19,6 @@ CACHE/converted/FINGERPRINT/...                        of a folder of safetensor
 from __future__ import annotations
 
 import hashlib
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,18 @@ import msgspec
 
 from models.child_process import run_aside
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.export_with_optimum import foreign_spec
-from models.gguf_reader import is_gguf_file, model_name, part_names, read_header
+from models.gguf_reader import part_names, read_header
 from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
-from models.model_ladder import LADDER, PACKAGED, is_rung, packaged_file, rung
+from models.identify_model import (
+    HUB_ID,
+    find_local,
+    is_gguf,
+    name_of,
+    not_fetched,
+    shape_of,
+    unknown_model,
+)
+from models.model_ladder import PACKAGED, is_rung, rung
 from models.model_spec import ModelSpec
 from models.random_weights import GENERATOR
 from models.safetensors_reader import check_tensors
@@ -52,7 +59,6 @@ RANDOM = {
     "hf": "models.random_weights:write_hf_folder",
     "onnx": "models.convert_to_onnx:make_random_onnx",
 }
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+\.gguf))?")
 
 
 class ResolvedModel(msgspec.Struct, frozen=True):
@@ -81,31 +87,21 @@ def resolve(
 
     Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where a converter died.
     """
-    root, local = cache_dir(cache), Path(name).expanduser().absolute()
+    root = cache_dir(cache)
     if kind == "none":
         return _without_weights(name, root)
     asked = spelt(kind, weight_format) if weight_format else None
     if is_rung(name):
         return _random(rung(name).spec, kind, asked or DEFAULT_FORMATS[kind], root, progress)
-    if name and local.exists():
-        called = model_name(local) if is_gguf(name) else local.name
-    elif kind == "gguf" and (packaged := packaged_file(name)) is not None:
-        local, called = packaged, PACKAGED
-    else:  # the package has no safetensors
-        is_packaged = name.lower() == PACKAGED
-        local, called = _downloaded(rung("135m").repository if is_packaged else name, progress)
-    if is_gguf(str(local)):
+    found = find_local(name)
+    if found is None or (found[1] == PACKAGED and kind != "gguf"):  # it has no safetensors
+        found = _downloaded(name, progress)
+    local, called = found
+    if is_gguf(local):
         return _gguf(local, called, kind, asked)
     if not local.is_dir():
-        raise UnsupportedModel(f"{str(local)!r} is no GGUF file and no folder: it is not read")
+        raise UnsupportedModel(f"{str(local)!r} is neither a GGUF file nor a folder")
     return _folder(local, called, kind, asked, root, progress)
-
-
-def is_gguf(name: str) -> bool:
-    """Whether the name is a GGUF file's: a file that begins as one, whatever it is called; a file
-    of the hub; a package."""
-    path = Path(name).expanduser()
-    return is_gguf_file(path) or name.endswith(".gguf") or packaged_file(name) is not None
 
 
 def _random(
@@ -176,7 +172,7 @@ def _folder(
     config = read_config(path)
     # What the writer does not know is exported by optimum.
     is_foreign = kind == "onnx" and config.get("model_type") not in FAMILIES
-    spec = (foreign_spec if is_foreign else spec_of)(config, name)
+    spec = shape_of(config, name) if kind == "onnx" else spec_of(config, name)
     if kind == "onnx" and (path / "model.onnx").is_file():
         manifest = read_manifest(path)
         # A foreign graph does not say what its format is.
@@ -192,7 +188,7 @@ def _folder(
     for file in sorted(filter(Path.is_file, path.iterdir())):
         told = file.stat()
         digest.update(f"{file.name} {told.st_size} {told.st_mtime_ns}\n".encode())
-    out = cache / "converted" / digest.hexdigest() / f"{name}-onnx-{made}"
+    out = cache / "converted" / digest.hexdigest() / f"{Path(name).name}-onnx-{made}"
     _make(out, (spec, converter(made)), CONVERT, progress, path, out, made, spec=spec)
     return _found(out, spec, made)
 
@@ -206,18 +202,16 @@ def _found(path: Path, spec: ModelSpec, weight_format: str) -> ResolvedModel:
 def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
     """The hub's safetensors and JSON, or one GGUF file with all its parts, in the hub library's own
     cache; and what the model is called."""
-    match = _HUB_ID.fullmatch(name)
-    if match is None or ".." in name:
-        known = ", ".join(one.spec.name for one in LADDER)
-        raise UnknownModel(
-            f"{name!r} is no rung ({known}), no file or folder, and no hub id such as org/name or "
-            "org/name:file.gguf"
-        )
+    is_packaged = name.lower() == PACKAGED
+    hub_id = rung("135m").repository if is_packaged else name
+    match = HUB_ID.fullmatch(hub_id)
+    if match is None or ".." in hub_id:
+        raise unknown_model(name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if progress:
-        progress(f"fetching {name}", None)
+        progress(f"fetching {hub_id}", None)
     repository, file = match.groups()
     wanted = part_names(file) if file else [*TEXTS, "*.safetensors"]
     try:  # hf_hub_download, for one file, retries for half a minute where there is no network
@@ -225,13 +219,11 @@ def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
             snapshot_download(repository, allow_patterns=wanted, etag_timeout=20)  # nosec B615
         )
     except (HfHubHTTPError, HFValidationError, OSError) as problem:
-        reason = str(problem).split("\n")[0]
-        raise UnknownModel(
-            f"{name!r} is no rung, no local path, and cannot be fetched from the hub: {reason}"
-        ) from problem
+        raise not_fetched(hub_id, problem) from problem
+    called = PACKAGED if is_packaged else name_of(name)
     if not file:
-        return folder, repository.partition("/")[2]
+        return folder, called
     for one in wanted:
         if not (folder / one).is_file():
             raise UnknownModel(f"the hub's {repository} has no file {one}")
-    return folder / wanted[0], model_name(Path(file))
+    return folder / wanted[0], called

@@ -13,6 +13,7 @@ only then has a synthetic file the memory and time of a real one.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from functools import cache
@@ -152,6 +153,18 @@ def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
     return int(spec.parameters * bits / 8)
 
 
-def known_formats() -> list[str]:
-    """The formats that can be planned with."""
-    return [*GGUF_FORMATS, *_BITS]
+def known_format(text: str) -> str:
+    """The weight format as it is spelled, of those made here and all that a GGUF file may have.
+
+    Raises UnsupportedModel, naming near ones.
+    """
+    names = list(dict.fromkeys((*GGUF_FORMATS, *_BITS, *gguf_names())))
+    if text in names:  # BF16 is a format of GGUF files, bf16 one of safetensors
+        return text
+    by_letters = {name.lower(): name for name in reversed(names)}
+    if text.lower() in by_letters:
+        return by_letters[text.lower()]
+    near = [by_letters[one] for one in difflib.get_close_matches(text.lower(), by_letters, 3)]
+    examples = ("Q4_0", "Q4_K_M", "Q8_0", "int4", "int8", "bf16")
+    meant = f"give {' or '.join(near)}" if near else f"give one such as {', '.join(examples)}"
+    raise UnsupportedModel(f"{text!r} is not a weight format that is known here; {meant}")

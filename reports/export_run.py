@@ -37,12 +37,13 @@ from reports.errors import ReportError
 # is. Numbers and booleans under any other key are kept, texts are not.
 KEPT = frozenset(
     "kind cell level state method verdict cause backend weight_format device model name "
-    "preset policy kv_dtype error finish_reason arrivals key workload standby by".split()
+    "preset policy kv_dtype error finish_reason arrivals key workload standby by family".split()
 )
 LEFT_OUT = frozenset(
     "command campaign_text url target placement layout sampling hostname error_message request_id "
     "strangers engines options cache details reason reasons file replay path "
-    "cpu_name api_key_env gpu_note uuid endpoint_notes device_name cell_levels".split()
+    "cpu_name api_key_env gpu_note uuid endpoint_notes device_name cell_levels source "
+    "missing".split()
 )
 NAMED = ("cell", "level", "key", "model", "name")  # texts that may hold a model or a cell
 FACTS = (
@@ -89,9 +90,10 @@ def _own_names(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     own: dict[str, str] = {}
     for number, cell in enumerate(cells, 1):
         model = str(cell.get("model"))
-        if cell.get("url") or not is_rung(model):
+        is_own = cell.get("identity") is not None or not is_rung(model)
+        if cell.get("url") or is_own:
             own[str(cell["key"])] = f"cell {number}"
-        if not is_rung(model):
+        if is_own:
             own.setdefault(model, f"model {number}")
     return dict(sorted(own.items(), key=lambda pair: -len(pair[0])))
 

@@ -10,6 +10,7 @@ seconds, sizes bytes, rates per second. Missing is None, shown as "not measured"
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.arrivals import Poisson, Trace, process_of
 from loadtests.workload.request_lengths import Workload
 from models import formatting
+from models.identify_model import ModelIdentity
 from models.model_ladder import is_rung, rung
 from models.model_spec import ModelSpec
 from reports.devices.device_capacity import Traffic
@@ -130,7 +132,8 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     run_id: str
     folder: str
     model: str
-    spec: ModelSpec | None  # None: a model that the ladder does not know
+    spec: ModelSpec | None  # None: its shape is not known
+    source: str = ""  # the path or hub id of a model that the ladder does not have
     weight_format: str
     backend: str
     device: str | None  # "cpu" or "gpu": what served; None: not known, as of an endpoint
@@ -407,7 +410,7 @@ def _cell_of(
             least_seconds=least_seconds,
         )
     factor = found.factor if found is not None and found.factor else LOADED
-    model = str(said.get("model", "unknown"))
+    model, identity = str(said.get("model", "unknown")), _identity_of(said)
     never_quiet = _last(events, NeverQuiet)
     samples = [sample for sample in run.samples if sample.cell == key]
     device = _device_of(run.manifest, said, ready)
@@ -416,7 +419,8 @@ def _cell_of(
         run_id=run.manifest.run_id,
         folder=str(run.folder),
         model=model,
-        spec=rung(model).spec if is_rung(model) else None,
+        spec=_shape_of(said, ready),
+        source="" if identity is None else identity.source,
         weight_format="" if weight_format == "none" else weight_format,
         backend=backend,
         device=device,
@@ -440,6 +444,24 @@ def _cell_of(
         choice=choice,
         busy=never_quiet.reason if never_quiet is not None else "",
     )
+
+
+def _identity_of(said: Mapping[str, Any]) -> ModelIdentity | None:
+    """Of a model that the ladder does not have."""
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(said.get("identity"), ModelIdentity | None)
+    return None
+
+
+def _shape_of(said: Mapping[str, Any], ready: CellReady | None) -> ModelSpec | None:
+    """The model's shape: the manifest's, the journal's, or the ladder's."""
+    identity, model = _identity_of(said), str(said.get("model"))
+    if identity is not None and identity.spec is not None:
+        return identity.spec
+    if ready is not None and ready.spec is not None:
+        return ready.spec
+    is_of_ladder = identity is None and is_rung(model)
+    return rung(model).spec if is_of_ladder else None
 
 
 E = TypeVar("E", bound=Event)

@@ -6,10 +6,14 @@ alerts_of(data)         # what must stand on the first screen
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+
+import msgspec
 
 from loadtests.analysis.capacity_text import speed_words
 from loadtests.analysis.level_warnings import NamedWarning, Seriousness
+from loadtests.load_generator.openai_endpoint import TargetFacts, route_words
 from loadtests.records.journal_events import (
     CellReady,
     Interrupted,
@@ -125,6 +129,16 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         )
         advice = "Use the real weights before judging quality."
         yield NamedWarning("RandomWeights", NOTE, text, advice)
+    if unknown := dict.fromkeys(cell.model for cell in data.cells if cell.spec is None):
+        text = (
+            f"The shape of {', '.join(unknown)} is not known: the size of the model, the GPU that "
+            "takes over, and what other machines would serve are missing."
+        )
+        advice = "Name the model's file, folder or hub id in the campaign, where it can be read."
+        yield NamedWarning("ShapeUnknown", NOTE, text, advice)
+    if found := dict.fromkeys(filter(None, map(_route, ready))):
+        advice = "api and ignore_eos of the campaign choose it."
+        yield NamedWarning("Route", NOTE, _sentence("; ".join(found)), advice)
     host = data.facts.get("hostname")
     if host is not None and host == data.manifest.client_facts.get("hostname"):
         text = "Load generator and server ran on one machine."
@@ -134,6 +148,13 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         text = f"The machine is virtual ({kind}): neighbours may take CPU time unseen from inside."
         advice = "Repeat the run at another hour and compare."
         yield NamedWarning("Virtualised", NOTE, text, advice)
+
+
+def _route(ready: CellReady) -> str:
+    """By which route requests went and how answers ended, where that is not the usual way."""
+    with contextlib.suppress(msgspec.ValidationError):
+        return route_words(msgspec.convert(ready.target, TargetFacts))
+    return ""  # an endpoint that was not asked, or a run that was given away
 
 
 def _sentence(text: str) -> str:

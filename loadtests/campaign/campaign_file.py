@@ -38,11 +38,14 @@ from loadtests.toml_files import Table, converted, key, parse_toml, read_toml
 from loadtests.workload.arrivals import Arrivals, Poisson, Trace
 from loadtests.workload.request_lengths import Workload
 from loadtests.workload.trace_file import load_trace
-from models.errors import CrossoverError, printable
+from models.errors import ModelError, UnsupportedModel, printable
+from models.identify_model import ModelIdentity, identify, unique_names
 from models.model_ladder import is_rung, rung
-from models.weight_formats import DEFAULT_FORMATS
-from serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of, weights_of
-from serving.errors import BackendUnavailable
+from models.model_spec import ModelSpec
+from models.weight_formats import DEFAULT_FORMATS, known_format
+from serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of
+from serving.backends.model_engines import engines_on, refusal, usual_engines
+from serving.errors import BackendUnavailable, ServingError
 from serving.option_help import Count, Positive, Seconds, Share
 from serving.performance.scheduler_settings import DEFAULT_SETTINGS
 from serving.placement.fastest_backend import BEST
@@ -53,10 +56,13 @@ FILLED = ("model", "port", "host", "slots", "context", "kv_tokens", "threads")
 AUTO = "auto"  # in place of models: the rungs around this machine's limit
 # A GPU answers dozens of requests a second, so that less time shows as much.
 SINGLE_STREAM_SECONDS, GPU_SINGLE_STREAM_SECONDS, GPU_LEVEL_SECONDS = 20.0, 8.0, 20.0
-CPU_BACKENDS = ("llama_cpp",)  # measured on the CPU where the campaign names no backend
+# Measured on the CPU where the campaign names no backend; of models that the ladder does not have,
+# the first engine that can run them.
+CPU_BACKENDS = ("llama_cpp",)
 # On a CPU torch is there for reference: beside a GPU, the other engines named are the CPU's.
 GPU_BACKEND = DEFAULTS["gpu"][0]
 OTHER_ENGINES = "other engines are [[engines]] tables: docs/measure-any-endpoint.md"
+ANY_MODEL = "135m"  # of the ladder: all of them run on the same engines
 Device = Literal["cpu", "gpu"]
 DEVICES: tuple[Device, ...] = ("cpu", "gpu")
 
@@ -137,19 +143,31 @@ class CampaignFile(Table, frozen=True):
         list[str], key("sizes of the ladder, files, folders, hub ids; auto: four around the limit")
     ] = []
     formats: Annotated[
-        list[str], key("each backend takes what it has of them; empty: its own")
+        list[str],
+        key("weight formats to measure; each model has those that it comes in; empty: its usual"),
     ] = []
     devices: Annotated[
         list[Device], key("cpu, gpu: the devices to measure; empty: all that are here")
     ] = []
     backends: Annotated[
         list[str] | None,
-        key("llama_cpp, onnx, torch, best (CPU: by a trial); none: llama_cpp, and the GPU's"),
+        key(
+            "llama_cpp, onnx, torch, best (CPU: by a trial); none: llama_cpp, of a folder onnx, "
+            "and the GPU's"
+        ),
     ] = None
     engines: Annotated[list[Engine], key("engines of others; only with --trust")] = []
     target: Annotated[Target | None, key("an endpoint that runs, in place of models")] = None
     server: Annotated[Server, key("how the server of each cell is started")] = Server()
     workload: Annotated[Workload, key("lengths of prompts and answers")] = DEFAULT_WORKLOAD
+    api: Annotated[
+        Literal["auto", "completions", "chat"],
+        key("route that is measured; auto: chat where a model of your own has a chat template"),
+    ] = "auto"
+    ignore_eos: Annotated[
+        bool,
+        key("answers have the workload's lengths; false: they end where the model ends them"),
+    ] = True
     arrivals: Annotated[Arrivals, key("when requests are due")] = Poisson()
     slo: Annotated[str | SloSpec, key("limits that a good request keeps")] = "chat"
     search: Annotated[Search, key("how a capacity is found")] = Search()
@@ -167,7 +185,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured: a model, weight format and backend on a device, or an endpoint."""
 
     key: str
-    model: str
+    model: str  # its name: short, and unique in the run
     weight_format: str  # of a best engine: the one that it is chosen in; "": any
     backend: str
     slots: int | None = None
@@ -177,6 +195,24 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     # None: of an endpoint or an engine of others, whose engine reports it; before a run has begun,
     # that of a campaign which names no devices; in runs that were written before cells named one.
     device: Device | None = None
+    identity: ModelIdentity | None = None  # of a model that the ladder does not have
+
+    @property
+    def source(self) -> str:
+        """What `crossover serve` and `resolve` take."""
+        return self.model if self.identity is None else self.identity.source
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """The model's shape; None: not known."""
+        if self.identity is not None:
+            return self.identity.spec
+        return rung(self.model).spec if self.url is None and is_rung(self.model) else None
+
+    @property
+    def known(self) -> ModelIdentity:
+        """What the model is."""
+        return self.identity or identify(self.model)
 
 
 class Campaign(CampaignFile, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -200,6 +236,18 @@ class Plan(msgspec.Struct, frozen=True):
 def read_campaign(path: Path) -> Plan:
     """The campaign in a TOML file. Raises BadCampaign: the file, and every fault in it."""
     return parse_campaign(read_toml(path, BadCampaign)[1], where=f"{path}: ")
+
+
+def campaign_of_models(models: Sequence[str]) -> Plan:
+    """The demo's campaign of these models, named after the first. Raises BadCampaign."""
+    try:
+        first = identify(models[0]).name.rpartition("/")[2]
+    except ModelError as problem:
+        raise BadCampaign(f"{problem}") from problem
+    more = f"-and-{len(models) - 1}-more" if len(models) > 1 else ""
+    text = DEMO.read_text(encoding="utf-8")
+    text = text.replace('\nname = "demo"', f'\nname = "{plain(first + more)}"', 1)
+    return parse_campaign(text, models=models)
 
 
 def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") -> Plan:
@@ -273,22 +321,36 @@ def cells_of(
     """
     if file.target is not None:
         return [cell_of_target(file.target)]
-    cells: list[Cell] = []
-    for model in dict.fromkeys(name for names in models.values() for name in names):
-        for device in (one for one, names in models.items() if model in names):
-            for backend in backends_on(device, file, drivers, is_only=len(models) == 1):
-                shown = device if len(models) > 1 else None
-                cells += _cells_of_backend(model, backend, file, device, shown)
+    names = list(dict.fromkeys(name for some in models.values() for name in some))
+    try:
+        known = dict(zip(names, identities_of(names), strict=True))
+        cells: list[Cell] = []
+        for name, model in known.items():
+            own = [device for device, some in models.items() if name in some]
+            found = [
+                cell
+                for device in own
+                for backend in backends_on(device, file, drivers, model, is_only=len(models) == 1)
+                for cell in _cells_of_backend(
+                    model, backend, file, device, device if len(models) > 1 else None
+                )
+            ]
+            if not found and not file.devices and (file.backends or not file.engines):
+                raise BadCampaign(refusal(model, file.backends, file.formats))
+            cells += found
+    except (ModelError, ServingError) as problem:
+        raise BadCampaign(f"{problem}") from problem
     for device in file.devices if file.models else ():
         if not any(cell.device == device for cell in cells):
             raise BadCampaign(nothing_on(device, file, drivers))
     for engine in file.engines:
-        for model in file.models:
+        for model in known.values():
             weight_format = engine.format or DEFAULT_FORMATS.get(engine.weights, "")
-            name = rung(model).spec.name if is_rung(model) else model
+            if engine.weights == model.kind and not engine.format:
+                weight_format = model.weight_format or weight_format
             settings = file.server.filled(DEFAULT_SETTINGS["cpu"])
             slots = settings.slots if "{slots}" in engine.command else None
-            cells.append(_cell(name, weight_format, engine.name, slots=slots, engine=engine.name))
+            cells.append(_cell(model, weight_format, engine.name, slots=slots, engine=engine.name))
     if not cells:
         raise BadCampaign("nothing to measure: backends is empty")
     key, times = Counter(cell.key for cell in cells).most_common(1)[0]
@@ -297,36 +359,64 @@ def cells_of(
     return cells
 
 
+def identities_of(names: Sequence[str]) -> list[ModelIdentity]:
+    """What the models of a campaign are, with unique names. Raises ModelError, BadCampaign."""
+    found = unique_names(identify(name) for name in names)
+    if len(found) < len(names):
+        raise BadCampaign(f"models = {', '.join(names)} name the same model twice")
+    return found
+
+
 def backends_on(
-    device: Device | None, file: CampaignFile, drivers: Sequence[str], *, is_only: bool = True
+    device: Device | None,
+    file: CampaignFile,
+    drivers: Sequence[str],
+    model: ModelIdentity,
+    *,
+    is_only: bool = True,
 ) -> list[str]:
-    """Return the backends that a campaign measures on a device, in order.
+    """Return the backends that a campaign measures with a model on a device, in order.
 
     On the GPU: those named that are among `drivers`; where none or BEST is named, the first driver
-    that has a format asked for. On the CPU, and where the device is not known yet (None): those
-    named, else CPU_BACKENDS; beside a GPU (`is_only` is False) torch only where no other is named.
+    that runs the model in a format asked for. On the CPU, and where the device is not known yet
+    (None): those named, else the usual ones; beside a GPU (`is_only` is False) torch only where no
+    other is named.
     """
     named = file.backends
     if device == "gpu":
-        own = [one for one in drivers if not file.formats or _takes_any(one, file.formats)][:1]
+        own = [one for one in drivers if engines_on(model, one, file.formats)][:1]
         if named is None:
             return own
         found = [own if name == BEST else [name] for name in named if name in (BEST, *drivers)]
         return list(dict.fromkeys(name for names in found for name in names))
-    names = list(CPU_BACKENDS) if named is None else named
+    names = _usual_cpu_backends(model, file.formats) if named is None else named
     if device is None:
-        can_be = named is not None or not file.formats
-        can_be = can_be or any(_takes_any(name, file.formats) for name in names)
-        return names if can_be else backends_on("gpu", file, drivers)
+        can_be = named is not None or any(engines_on(model, one, file.formats) for one in names)
+        return names if can_be else backends_on("gpu", file, drivers, model)
     names = [name for name in names if name == BEST or "cpu" in _devices_of(name)]
     others = [name for name in names if name != GPU_BACKEND]
     return names if is_only or not others else others
 
 
+def _usual_cpu_backends(model: ModelIdentity, formats: Sequence[str]) -> list[str]:
+    """The backends that a model is measured with on the CPU where none is named."""
+    if model.kind == "ladder":
+        return list(CPU_BACKENDS)
+    able = [one.backend for one in usual_engines(model) if "cpu" in _devices_of(one.backend)]
+    return [name for name in able if engines_on(model, name, formats)][:1]
+
+
 def can_measure(device: Device, file: CampaignFile, drivers: Sequence[str]) -> bool:
     """Return whether a campaign's backends and formats leave anything to measure on a device."""
-    names = backends_on(device, file, drivers, is_only=False)
-    return any(name == BEST or not file.formats or _takes_any(name, file.formats) for name in names)
+    try:
+        models = [identify(name) for name in file.models if name != AUTO] or [identify(ANY_MODEL)]
+        return any(
+            name == BEST or engines_on(model, name, file.formats)
+            for model in models
+            for name in backends_on(device, file, drivers, model, is_only=False)
+        )
+    except ModelError as problem:
+        raise BadCampaign(f"{problem}") from problem
 
 
 def nothing_on(device: str, file: CampaignFile, drivers: Sequence[str]) -> str:
@@ -353,50 +443,43 @@ def _devices_of(backend: str) -> tuple[str, ...]:
 
 
 def _cells_of_backend(
-    model: str, backend: str, file: CampaignFile, device: Device | None, shown_device: str | None
+    model: ModelIdentity,
+    backend: str,
+    file: CampaignFile,
+    device: Device | None,
+    shown_device: str | None,
 ) -> Iterator[Cell]:
     """A cell for each format; the best engine is one cell for all: they limit its choice."""
     about: dict[str, Any] = {"slots": file.server.slots, "device": device}
     about["shown_device"] = shown_device
     try:
-        # A file, a folder or a hub id.
-        is_elsewhere = any(mark in model for mark in ("/", ".gguf")) and not is_rung(model)
-        name = model if is_elsewhere else rung(model).spec.name
         if backend == BEST:
-            yield _cell(name, "", BEST, is_best=True, **about)
+            if any(engines_on(model, one.backend, file.formats) for one in usual_engines(model)):
+                yield _cell(model, "", BEST, is_best=True, **about)
             return
-        formats: list[str | None] = [*file.formats] or [None]
-        for asked in formats:
-            if asked is None or _takes(backend, asked):
-                kind, weight_format = weights_of(backend, asked)
-                shown = weight_format or DEFAULT_FORMATS.get(kind, "")
-                yield _cell(name, weight_format, backend, shown, **about)
+        for engine in engines_on(model, backend, file.formats):
+            yield _cell(model, engine.weight_format, backend, **about)
     except BackendUnavailable as problem:
         raise BadCampaign(f"{problem}; {OTHER_ENGINES}") from problem
-    except CrossoverError as problem:
-        raise BadCampaign(f"{problem}") from problem
-
-
-def _takes_any(backend: str, formats: Sequence[str]) -> bool:
-    return any(_takes(backend, one) for one in formats)
-
-
-def _takes(backend: str, weight_format: str) -> bool:
-    """Whether a backend has a format; of code from elsewhere, trying tells."""
-    known = BACKENDS[backend].formats if backend in BACKENDS else ()
-    return not known or weight_format.lower() in [one.lower() for one in known]
 
 
 def _cell(
-    model: str,
+    model: ModelIdentity,
     weight_format: str,
     backend: str,
-    shown: str = "",
     shown_device: str | None = None,
     **more: Any,
 ) -> Cell:
-    key = "-".join(filter(None, (model, shown or weight_format, backend, shown_device)))
-    return Cell(key=plain(key), model=model, weight_format=weight_format, backend=backend, **more)
+    is_told = model.name.lower().endswith(weight_format.lower())  # x-Q4_K_M.gguf
+    shown = None if is_told else weight_format
+    return Cell(
+        key=plain("-".join(filter(None, (model.name, shown, backend, shown_device)))),
+        model=model.name,
+        weight_format=weight_format,
+        backend=backend,
+        identity=None if model.kind == "ladder" else model,
+        **more,
+    )
 
 
 def cell_of_target(target: Target) -> Cell:
@@ -420,7 +503,8 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         yield str(problem)
     if target is not None:
         bare = CampaignFile(name="")
-        for name in ("models", "engines", "formats", "devices", "backends", "server"):
+        own = ("models", "engines", "formats", "devices", "backends", "server", "api", "ignore_eos")
+        for name in own:
             if getattr(file, name) != getattr(bare, name):
                 yield f"target is an endpoint that is there already: it goes without {name}"
         try:
@@ -442,11 +526,11 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         yield "models 'auto' are rungs that a measurement chooses: no other models, and no engines"
     if BEST in (file.backends or ()) and server.options:
         yield f"{BEST!r} chooses among the engines of a device: it goes without server.options"
-    backends = (*CPU_BACKENDS, *DEFAULTS["gpu"]) if file.backends is None else file.backends
     for one in file.formats:
-        if backends and not any(_takes(backend, one) for backend in backends):
-            known = {name for name in backends for name in BACKENDS[name].formats}
-            yield f"formats: {one!r} is of no backend here; there are {', '.join(sorted(known))}"
+        try:
+            known_format(one)
+        except UnsupportedModel as problem:
+            yield f"formats: {problem}"
     lengths = file.workload
     arrivals = file.arrivals.path if isinstance(file.arrivals, Trace) else None
     named = {"arrivals.path": arrivals, "workload.file": lengths.file}

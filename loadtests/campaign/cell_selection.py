@@ -35,10 +35,11 @@ from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.request_lengths import draw
 from models import formatting
+from models.identify_model import identify
 from models.machine_limits import cgroup_cores
-from models.model_ladder import is_rung, rung
+from models.model_ladder import rung
 from models.model_spec import ModelSpec
-from models.resolve_model import is_gguf, resolve
+from models.resolve_model import resolve
 from models.weight_formats import weight_bytes
 from models.weights_manifest import cache_dir
 from serving.backends.backend_table import (
@@ -47,7 +48,9 @@ from serving.backends.backend_table import (
     format_of,
     missing_backends,
     spec_of,
+    weights_of,
 )
+from serving.backends.model_engines import Engine, engines_on, usual_engines
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from serving.performance.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
@@ -85,10 +88,10 @@ DISK_SHARE = 0.9  # of what is free on the disk, that the weights of a model may
 def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
     """With the arithmetic; None when the cell can run here, or when only trying tells."""
     known = BACKENDS.get(cell.backend)
-    if cell.url or not is_rung(cell.model) or known is None or not known.has_weights:
+    if cell.spec is None or known is None or not known.has_weights:
         return None
-    asked = _placement(campaign, rung(cell.model).spec, placement_policy_of(cell, campaign))
-    named = {"backend": cell.backend, "weight_format": cell.weight_format}
+    asked = _placement(campaign, cell, cell.spec, placement_policy_of(cell, campaign))
+    named = {"backend": cell.backend, "weight_format": cell.weight_format or None}
     try:
         plan(msgspec.structs.replace(asked, **named), facts)
     except (ServingError, ValueError, KeyError) as problem:
@@ -96,11 +99,12 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
     return None
 
 
-def _placement(campaign: Campaign, spec: ModelSpec, policy: Policy) -> PlacementRequest:
+def _placement(campaign: Campaign, cell: Cell, spec: ModelSpec, policy: Policy) -> PlacementRequest:
     return PlacementRequest(
         model=spec,
         policy=policy,
         settings=campaign.server.scheduler,
+        weight_bytes=None if cell.identity is None else cell.identity.weight_bytes,
         check_memory=campaign.server.check_memory,
     )
 
@@ -186,22 +190,33 @@ def question_of(cell: Cell, campaign: Campaign) -> Question:
     """What the cell's engines are timed with."""
     server, layout = campaign.server, layout_of(cell, campaign)
     assert layout is not None
-    if is_rung(cell.model):
-        spec = rung(cell.model).spec
-    else:
-        kind = "gguf" if is_gguf(cell.model) else "hf"
-        spec = resolve(cell.model, kind=kind, cache=server.cache).spec
+    spec = cell.spec
+    engines: tuple[Engine, ...] = ()
+    if cell.identity is not None:
+        if spec is None:  # of the hub: it is fetched now
+            kind, _ = weights_of(usual_engines(cell.identity)[0].backend)
+            spec = resolve(cell.source, kind=kind, cache=server.cache).spec
+        engines = _engines_to_compare(cell, campaign)
+    assert spec is not None
     asks = draw(campaign.workload, 1000, 1)
     return Question(
-        source=cell.model,
-        request=_placement(campaign, spec, Policy.cpu_only),
+        source=cell.source,
+        request=_placement(campaign, cell, spec, Policy.cpu_only),
         prompt_tokens=sum(ask.prompt_tokens for ask in asks) / len(asks),
         output_tokens=sum(ask.output_tokens for ask in asks) / len(asks),
         threads=server.threads or layout.engine_threads,
         cores=layout.engine,
         formats=tuple(campaign.formats),
+        engines=engines,
         cache=server.cache,
     )
+
+
+def _engines_to_compare(cell: Cell, campaign: Campaign) -> tuple[Engine, ...]:
+    """The CPU's engines that can run a model that the ladder does not have."""
+    model = identify(cell.source)
+    names = [one.backend for one in usual_engines(model) if "cpu" in BACKENDS[one.backend].devices]
+    return tuple(one for name in names for one in engines_on(model, name, campaign.formats))
 
 
 # The budget.
@@ -213,17 +228,18 @@ def to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
     On the CPU they are the smallest, which take the least time; on the GPU the largest, since it is
     there for what the CPU does not serve.
 
-    A model that the ladder does not know goes last.
+    A model whose shape is not known goes last.
     """
-
-    def parameters(model: str) -> float:
-        return rung(model).spec.parameters if is_rung(model) else float("inf")
-
+    sizes = {
+        cell.model: float("inf") if cell.spec is None else cell.spec.parameters for cell in cells
+    }
     count, keys = campaign.search.confirm, set[str]()
     for device in dict.fromkeys(cell.device for cell in cells):
         own = [cell for cell in cells if cell.device == device]
         models = sorted(
-            dict.fromkeys(cell.model for cell in own), key=parameters, reverse=device == "gpu"
+            dict.fromkeys(cell.model for cell in own),
+            key=lambda model: sizes[model],
+            reverse=device == "gpu",
         )
         keys |= {cell.key for cell in own if cell.model in models[:count]}
     return keys
@@ -362,7 +378,7 @@ def _models_of(
 
 def fitting_on_gpu(campaign: Campaign, drivers: Sequence[str], facts: HardwareFacts) -> list[str]:
     """Return the rungs that fit in the memory of the GPU, and whose weights fit on the disk."""
-    backend = backends_on("gpu", campaign, drivers)[0]
+    backend = backends_on("gpu", campaign, drivers, identify(MEASURED))[0]
     taken = [one for one in campaign.formats if one in spec_of(backend).formats]
     weight_format = format_of(backend, taken[0] if taken else None)
     server = msgspec.structs.replace(campaign.server, check_memory=True)

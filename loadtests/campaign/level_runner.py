@@ -32,7 +32,7 @@ from loadtests.host.prometheus_scrape import EngineClock
 from loadtests.host.resource_sampler import Sampler
 from loadtests.load_generator.level_messages import Ended, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator
-from loadtests.load_generator.openai_endpoint import TargetFacts, probe
+from loadtests.load_generator.openai_endpoint import TargetFacts, probe, route_words
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
@@ -99,7 +99,7 @@ class ServerBench:
             )
             target = msgspec.to_builtins(facts)
             state.event(msgspec.structs.replace(ready, unix_seconds=time.time(), target=target))
-            for note in facts.notes:
+            for note in filter(None, (route_words(facts), *facts.notes)):
                 progress.say(f"  note: {note}")
             yield self
 

@@ -7,6 +7,7 @@ server.target, server.ready(cell.key), server.trouble()
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,7 +30,7 @@ from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.journal_events import CellReady, EngineInfo
 from models.errors import ModelError
-from models.model_ladder import is_rung
+from models.identify_model import ModelIdentity, identify
 from models.resolve_model import resolve
 from serving.hardware.cpu_topology import cores_text
 from serving.performance.scheduler_settings import DEFAULT_SETTINGS
@@ -61,6 +62,7 @@ class Server:
         self._ready_file = logs / f"{cell.key}.ready.json"
         self._child: Child | None = None
         self._words: list[str] = []
+        self._identity: ModelIdentity | None = None  # of a model that the ladder does not have
 
     def wait_ready(self, say: Say) -> None:
         """Starts it, where it is ours to start, and waits until it is loaded.
@@ -80,13 +82,18 @@ class Server:
 
             self._start(self._words, cores, look, say)
             url = msgspec.json.decode(self._ready_file.read_bytes())["url"]
-            self.target = Target(url=url)
         else:
-            self._start_engine(self._engine, self.layout, say)
+            url = self._start_engine(self._engine, self.layout, say)
+        self._identity = identity_now(self._cell)
+        self.target = Target(
+            url=url,
+            api=api_of(self._campaign, self._identity),
+            ignore_eos=self._campaign.ignore_eos,
+        )
 
-    def _start_engine(self, engine: Engine, layout: Layout, say: Say) -> None:
-        """Makes or finds its weights, starts it and waits until `ready` answers 200."""
-        model, server = self._cell.model, self._campaign.server
+    def _start_engine(self, engine: Engine, layout: Layout, say: Say) -> str:
+        """Makes or finds its weights, starts it, waits until `ready` answers 200; its URL."""
+        model, server = self._cell.source, self._campaign.server
         try:
             if engine.weights != "none":
                 weights = {"kind": engine.weights, "weight_format": self._cell.weight_format}
@@ -118,7 +125,7 @@ class Server:
 
         with connect(url) as pool:
             self._start(["env", *ours, *self._words], layout.engine, look, say)
-        self.target = Target(url=url)
+        return url
 
     def _start(
         self, command: list[str], cores: tuple[int, ...], look: Callable[[], str], say: Say
@@ -163,11 +170,13 @@ class Server:
                 command=shlex.join(self._words),
             )
         has_weights = self._engine is None or self._engine.weights != "none"
+        own = self._identity
         return CellReady(
             cell=cell,
             info=info,
             load_seconds=load_seconds,
-            synthetic=has_weights and is_rung(self._cell.model),
+            synthetic=has_weights and (own.is_random if own is not None else True),
+            spec=None if own is None else own.spec,
             url=self.target.url,
             layout=msgspec.to_builtins(self.layout),
         )
@@ -185,6 +194,25 @@ class Server:
     def stop(self) -> None:
         if self._child is not None:
             self._child.stop(STOP_SECONDS + 10.0)
+
+
+def identity_now(cell: Cell) -> ModelIdentity | None:
+    """What the model is, once its server has fetched it; None: it is of the ladder."""
+    known = cell.identity
+    if known is None or known.spec is not None:
+        return known
+    with contextlib.suppress(ModelError):
+        found = identify(known.source)
+        spec = found.spec and msgspec.structs.replace(found.spec, name=known.name)
+        return msgspec.structs.replace(found, name=known.name, spec=spec)
+    return known
+
+
+def api_of(campaign: Campaign, model: ModelIdentity | None) -> Literal["completions", "chat"]:
+    """The route that is measured on a server started here."""
+    if campaign.api != "auto":
+        return campaign.api
+    return "chat" if model is not None and model.has_chat_template else "completions"
 
 
 def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
@@ -229,5 +257,6 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "api_cores": cores_text(layout.api),
         "threads": campaign.server.threads or layout.engine_threads,
         "ready_file": ready_file.absolute(),
+        "served_name": None if cell.identity is None else cell.model,
     }
-    return [sys.executable, "-m", "crossover", "serve", *arguments(given), "--", cell.model]
+    return [sys.executable, "-m", "crossover", "serve", *arguments(given), "--", cell.source]

@@ -39,7 +39,10 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
             is_argument=True,
         ),
     ] = ("smollm2-135m", "smollm2-360m")
-    backend: Annotated[str, option("", "The engine; best: the CPU's fastest.")] = "llama_cpp"
+    backend: Annotated[
+        str | None,
+        option("", "The engine; best: the CPU's fastest. Default: the model's usual one."),
+    ] = None
     slots: Annotated[Count, option("", "Sequences that run at the same time.")] = 8
     out: Annotated[str, option("", "The file to write.", metavar="FILE")] = "machine.json"
 
@@ -78,7 +81,7 @@ def plan_of(options: CalibrateOptions) -> Plan:
     models = list(dict.fromkeys(options.models))
     keys = (
         f"budget_seconds = {CELL_SECONDS * len(models)}",
-        f"backends = {json.dumps([options.backend])}",
+        "" if options.backend is None else f"backends = {json.dumps([options.backend])}",
         f"server.slots = {options.slots}",
     )
     return parse_campaign("\n".join((*keys, CAMPAIGN.read_text())), models=models)
@@ -90,8 +93,6 @@ def machine_of(run: RunRecords) -> MachineFile:
     from loadtests.records.journal_events import CellReady, of_kind
     from loadtests.simulation.machine_file import MachineFile, ModelSteps, hardware_of
     from models.machine_limits import total_bytes
-    from models.resolve_model import resolve
-    from serving.backends.backend_table import weights_of
     from serving.hardware.machine_facts import HardwareFacts
 
     campaign, cells = campaign_of(run.manifest)
@@ -101,15 +102,18 @@ def machine_of(run: RunRecords) -> MachineFile:
         if made is None or made.law is None or made.policy is None:
             why = getattr(state.ended, "reason", "") or (made and made.reason)
             raise LoadError(f"{cell.key} has no step law: {why or 'it was not calibrated'}")
-        kind, file_format = weights_of(cell.backend, cell.weight_format)
+        ready = of_kind(run.events, CellReady, cell.key)[-1]
+        spec = cell.spec or ready.spec
+        if spec is None:
+            raise LoadError(f"the shape of {cell.model} is not known: {cell.known.missing}")
         library = LIBRARIES.get(cell.backend)
         models.append(
             ModelSteps(
                 backend=cell.backend,
                 version=importlib.metadata.version(library) if library else "",
-                model=resolve(cell.model, kind=kind, weight_format=file_format).spec,
+                model=spec,
                 weight_format=cell.weight_format,
-                threads=of_kind(run.events, CellReady, cell.key)[-1].info.threads,
+                threads=ready.info.threads,
                 policy=made.policy,
                 law=made.law,
                 spent_seconds=made.spent_seconds,

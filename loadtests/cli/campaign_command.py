@@ -6,9 +6,14 @@ Options in, lines and an exit status out. A verb imports what it needs when it i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from loadtests.errors import BadCampaign
+
+if TYPE_CHECKING:
+    from loadtests.campaign.campaign_file import Plan
 
 TEMPLATE = Path(__file__).parents[1] / "campaign.toml"
 Trust = Annotated[
@@ -39,12 +44,17 @@ def init_campaign() -> None:
     typer.echo(TEMPLATE.read_text(), nl=False)
 
 
-DEFAULT = "The campaign file (TOML). Default: that of `make demo`, four models in 8 min."
+WHAT = (
+    "A campaign file (TOML), or models: sizes of the ladder, GGUF files, folders, hub ids. "
+    "Default: four models of the ladder around this machine's limit, in 8 minutes."
+)
 
 
 @campaign.command("run")
 def run_campaign(
-    file: Annotated[Path | None, typer.Argument(help=DEFAULT)] = None,
+    what: Annotated[
+        list[str] | None, typer.Argument(help=WHAT, metavar="[FILE | MODEL...]")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
     trust: Trust = False,
 ) -> None:
@@ -52,18 +62,40 @@ def run_campaign(
 
     For each cell: start the server, measure single streams and two bursts, estimate the limit from
     the step times, and confirm a rate below it.
+    Models in place of a file are measured with the demo's settings (loadtests/demo.toml).
     A run that was killed goes on by `crossover campaign resume FOLDER`; nothing is measured twice.
+
+    \b
+    crossover campaign run campaign.toml
+    crossover campaign run ./Llama-3.2-1B-Instruct-Q4_K_M.gguf 1b
     """
-    from loadtests.campaign.campaign_file import DEMO, check_trust, read_campaign
+    from loadtests.campaign.campaign_file import check_trust
     from loadtests.campaign.campaign_runner import run
     from loadtests.campaign.progress import Progress
 
-    plan = read_campaign(file or DEMO)
+    plan = _plan_of(what or [])
     if not trust:
         check_trust(plan)
     with Progress() as progress:
         folder = run(plan, out, progress)
     _answer(folder)
+
+
+def _plan_of(what: list[str]) -> Plan:
+    """The campaign of a file, or of models. Raises BadCampaign."""
+    from loadtests.campaign.campaign_file import DEMO, campaign_of_models, read_campaign
+
+    files = [one for one in what if one.lower().endswith(".toml")]
+    if not what:
+        return read_campaign(DEMO)
+    if not files:
+        return campaign_of_models(what)
+    if len(what) > 1:
+        raise BadCampaign(
+            f"give one campaign file or models, not {' and '.join(what)}; a campaign of several "
+            "models lists them under `models`"
+        )
+    return read_campaign(Path(files[0]))
 
 
 CONFIRM = "Confirm also what was only estimated, however long that takes."

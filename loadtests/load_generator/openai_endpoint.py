@@ -26,6 +26,7 @@ from loadtests.load_generator.http_connection import Pool, clock, connect
 from loadtests.load_generator.sse_timestamps import stream
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.exact_prompts import WORDS
+from models.identify_model import name_of
 from serving.option_help import Positive, option
 
 PROBE_TOKENS = (8, 64)  # of an answer; the second where the endpoint refuses the first
@@ -54,6 +55,12 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     api: Annotated[Literal["completions", "chat"], option("", "the route that is measured")] = (
         "completions"
     )
+    ignore_eos: Annotated[
+        bool,
+        option(
+            "", "answers have the workload's lengths; without, they end where the model ends them"
+        ),
+    ] = True
     api_key_env: Annotated[
         str | None,
         option(
@@ -89,6 +96,19 @@ class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     word_tokens: float = 1.0  # of a word of our prompts
     fixed_tokens: float = 0.0  # of every prompt: BOS, chat template
     notes: list[str] = []
+    api: Literal["completions", "chat"] = "completions"  # the route
+
+
+def route_words(facts: TargetFacts) -> str:
+    """By which route requests go and how answers end, where that is not the usual way; ""."""
+    parts = []
+    if facts.api == "chat":
+        parts.append("requests go through the model's chat template (/v1/chat/completions)")
+    if not facts.ignore_eos and not any("ignore_eos" in note for note in facts.notes):
+        parts.append("answers end where the model ends them, at most at the workload's lengths")
+    elif parts:
+        parts.append("answers have the workload's lengths (ignore_eos)")
+    return "; ".join(parts)
 
 
 def pool_for(target: Target) -> Pool:
@@ -134,7 +154,8 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
     if pool is None:
         with pool_for(target) as pool:
             return probe(target, pool)
-    first = _Way(TargetFacts(target.model or _first_model(target, pool), True, True, True))
+    facts = TargetFacts(_model_of(target, pool), True, True, target.ignore_eos, api=target.api)
+    first = _Way(facts)
     way, by_words, tried = first, first, [first]
     while True:
         records: list[RequestRecord] = []
@@ -143,7 +164,7 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
                 records.append(_asked(target, pool, way, words))
         record = records[-1]
         if _is_answered(record):
-            return _seen(way, *records)
+            return _seen(way, *records, may_end=not target.ignore_eos)
         named = [one for one in _ways_by_words(way, record.error_message) if one not in tried]
         others = [one for one in _other_ways(by_words) if one not in tried]
         following = [*named, *others]
@@ -152,6 +173,20 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
         way = following[0]
         by_words = way if named else by_words
         tried.append(way)
+
+
+def _model_of(target: Target, pool: Pool) -> str:
+    """The model's name there. A model that is named by its file, its folder or an alias is called as
+    `crossover serve` calls it, where the endpoint lists that name and not the other."""
+    if target.model is None:
+        return _first_model(target, pool)
+    short = name_of(target.model)
+    if short != target.model:
+        with contextlib.suppress(TargetUnusable):
+            listed = _models(target, pool)
+            if short in listed and target.model not in listed:
+                return short
+    return target.model
 
 
 def _is_answered(record: RequestRecord) -> bool:
@@ -228,7 +263,7 @@ def _asked(target: Target, pool: Pool, way: _Way, words: int) -> RequestRecord:
     return stream(pool, wire, asked, origin=clock(), timeout_seconds=target.timeout_seconds)
 
 
-def _seen(way: _Way, short: RequestRecord, long: RequestRecord) -> TargetFacts:
+def _seen(way: _Way, short: RequestRecord, long: RequestRecord, *, may_end: bool) -> TargetFacts:
     """The facts corrected by what really came back, with a note for each thing that is missing."""
     facts, tokens = way.facts, way.tokens
     has_counts = long.output_tokens is not None
@@ -248,7 +283,7 @@ def _seen(way: _Way, short: RequestRecord, long: RequestRecord) -> TargetFacts:
         notes.append(f"max_tokens is refused: {facts.length_key} says how long answers may be")
     if not facts.is_greedy:
         notes.append("temperature 0 is refused: answers are sampled as the endpoint likes")
-    if not ignore_eos:
+    if not ignore_eos and not may_end:
         notes.append("ignore_eos is not honoured: answers may be shorter than asked")
     few, many = short.prompt_tokens or 0, long.prompt_tokens or 0
     if 0 < few < many:

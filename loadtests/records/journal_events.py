@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from loadtests.simulation.step_law_fit import StepLaw
+from models.model_spec import ModelSpec
 from serving.performance.scheduler_settings import RequestedSettings, SchedulerSettings
 
 FORMAT_VERSION = 5  # goes up when what is written means something else
@@ -153,6 +154,7 @@ class CellReady(Event, frozen=True, kw_only=True):
     info: EngineInfo = EngineInfo()
     load_seconds: float | None = None
     synthetic: bool = False  # random weights
+    spec: ModelSpec | None = None  # of a model that the ladder does not have; None: not known
     url: str | None = None
     layout: dict[str, Any] | None = None  # loadtests.host.cpu_pinning.Layout
     target: dict[str, Any] | None = None  # loadtests.load_generator.openai_endpoint.TargetFacts

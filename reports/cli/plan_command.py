@@ -19,6 +19,7 @@ from rich.table import Table
 from loadtests.analysis.slo import SLO_PRESETS
 from loadtests.toml_files import read_toml
 from models import formatting
+from models.model_ladder import is_rung
 from reports.devices.device_catalog import devices, user_file
 from reports.errors import ReportError
 from reports.plan.plan_costs import make_plan
@@ -37,7 +38,9 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover plan`."""
 
     file: Annotated[Path | None, option("", "The plan file, TOML.", is_argument=True)] = None
-    model: Annotated[str | None, option("", "A model of `crossover models list`, e.g. 8b.")] = None
+    model: Annotated[
+        str | None, option("", "A size of the ladder (8b), a GGUF file, a folder or a hub id.")
+    ] = None
     rate: Annotated[
         float | None, option("", "Requests/s of the busiest hour, in place of the file's.")
     ] = None
@@ -102,7 +105,10 @@ def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
         raise ReportError(
             "give a plan file, or --model and --rate; `crossover plan --example` prints a file"
         )
-    given = {"model": options.model, "slo": options.slo, "devices": options.device or None}
+    model = options.model
+    if model is not None and Path(model).exists() and not is_rung(model):
+        model = str(Path(model).absolute())
+    given = {"model": model, "slo": options.slo, "devices": options.device or None}
     tables |= {name: value for name, value in given.items() if value is not None}
     if options.rate is not None:
         kept = {k: v for k, v in tables.get("forecast", {}).items() if k not in RATES}

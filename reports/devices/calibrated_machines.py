@@ -27,7 +27,7 @@ from loadtests.errors import LoadError
 from loadtests.simulation.machine_file import MachineFile, ModelSteps, read_machine_file
 from loadtests.simulation.step_law_fit import StepLaw
 from models.model_spec import ModelSpec
-from models.weight_formats import GGUF_FORMATS, weight_bytes
+from models.weight_formats import gguf_names, weight_bytes
 from reports.devices.device_capacity import Machine
 from reports.errors import ReportError
 
@@ -71,8 +71,8 @@ def _law(
 def _nearest(file: MachineFile, spec: ModelSpec, weight_format: str) -> list[ModelSteps]:
     """The measured format with the nearest size. Raises ReportError."""
     known = list(dict.fromkeys(one.weight_format for one in file.models))
-    comparable = [one for one in known if one in GGUF_FORMATS]
-    if weight_format not in GGUF_FORMATS or not comparable:
+    comparable = [one for one in known if one in gguf_names()]
+    if weight_format not in gguf_names() or not comparable:
         raise ReportError(
             f"machine {file.name!r} was calibrated with {', '.join(known)}, "
             f"which says nothing of {weight_format}"

@@ -21,26 +21,27 @@ from msgspec import Meta
 
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import SloSpec, slo_of
-from loadtests.errors import LoadError
 from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, lengths_of
 from loadtests.toml_files import Table, converted, key
 from loadtests.workload.arrivals import Constant, Gamma, Poisson
 from loadtests.workload.request_lengths import Workload
 from loadtests.workload.request_lengths import in_words as lengths_in_words
-from models.errors import CrossoverError
-from models.model_ladder import rung
+from models.errors import CrossoverError, UnsupportedModel
+from models.identify_model import ModelIdentity, identify
+from models.model_ladder import is_rung
 from models.model_spec import ModelSpec
-from models.weight_formats import known_formats
+from models.weight_formats import known_format
 from reports.devices.device_capacity import Traffic
 from reports.errors import ReportError
 from reports.plan.load_forecast import DAYS, Forecast, day_loads
+from serving.backends.model_engines import usual_engines
 
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 FORMAT = "Q4_0"
 
 EXAMPLE = """\
 # crossover plan plan.toml --run runs/ID     (docs/plan.md has every key)
-model = "135m"               # one of `crossover models list`
+model = "135m"               # of `crossover models list`; or a GGUF file, a folder, a hub id
 slo = "chat"                 # chat, interactive, reading, or [slo] with limits of your own
 [forecast]
 peak_rate = 2.0              # requests/s in the busiest hour
@@ -105,10 +106,10 @@ class PlanFile(Table, frozen=True, kw_only=True):
     """The file as it is written."""
 
     name: Annotated[str, key("what to call the plan")] = ""
-    model: Annotated[str, key("a model of `crossover models list`")]
+    model: Annotated[str, key("of the ladder, a GGUF file, a folder, a hub id, or a run's model")]
     format: Annotated[
         str | None,
-        key("weight format on CPUs that no run measured; none: that of a run, else Q4_0"),
+        key("weight format on CPUs that no run measured; none: a run's, a file's own, else Q4_0"),
     ] = None
     gpu_format: Annotated[str, key("weight format on GPUs")] = "bf16"
     forecast: Annotated[ForecastKeys, key("how many requests come, and when")]
@@ -142,15 +143,17 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     traffic: Traffic
     lengths: str  # in words
     folder: Path  # that paths in the file are relative to
-
-    @property
-    def weight_format(self) -> str:
-        """On CPUs."""
-        return self.keys.format or FORMAT
+    weight_format: str  # on CPUs
 
 
-def question(raw: Mapping[str, Any], folder: Path = Path()) -> Question:
-    """The plan in the tables of a file. Raises BadPlan: all faults, each with key and value."""
+def question(
+    raw: Mapping[str, Any], folder: Path = Path(), measured: ModelSpec | None = None
+) -> Question:
+    """The plan in the tables of a file. `measured`: the shape of a model that a run of the file
+    measured, so that its weights need not be here.
+
+    Raises BadPlan: all faults, each with key and value.
+    """
     keys = converted(raw, PlanFile, BadPlan)
     if faults := list(_faults(keys)):
         raise BadPlan("; ".join(faults))
@@ -161,19 +164,44 @@ def question(raw: Mapping[str, Any], folder: Path = Path()) -> Question:
         if (value := getattr(workload, name)) is not None
     }
     try:
+        spec, usual_format = measured, FORMAT
+        if spec is None:
+            model = identify_in(keys.model, folder)
+            spec, usual_format = model.spec, _usual_format(model)
+        if spec is None:
+            raise BadPlan(
+                f"model = {keys.model!r}: its shape is not known, so nothing can be predicted of "
+                f"it: {model.missing}"
+            )
         lengths = lengths_of(msgspec.structs.replace(workload, **paths), QUICK_REQUESTS, seed=1)
         return Question(
             keys=keys,
-            spec=rung(keys.model).spec,
+            spec=spec,
             forecast=_forecast(keys.forecast),
             slo=slo_of(keys.slo or "chat"),
             traffic=Traffic(lengths, keys.forecast.arrivals),
             lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():.0f} tokens "
             f"in, {lengths.output.mean():.0f} out",
             folder=folder,
+            weight_format=keys.format or usual_format,
         )
-    except (CrossoverError, LoadError) as problem:
+    except BadPlan:
+        raise
+    except CrossoverError as problem:
         raise BadPlan(str(problem)) from problem
+
+
+def identify_in(name: str, folder: Path) -> ModelIdentity:
+    """What a model's name stands for; a path is relative to the folder. Raises ModelError."""
+    is_there = not is_rung(name) and (folder / name).exists()
+    return identify(str(folder / name) if is_there else name, fetch=True)
+
+
+def _usual_format(model: ModelIdentity) -> str:
+    """The format in which a CPU runs the model."""
+    if model.kind == "ladder":
+        return FORMAT
+    return usual_engines(model)[0].weight_format or FORMAT
 
 
 def _faults(keys: PlanFile) -> Iterator[str]:
@@ -189,8 +217,10 @@ def _faults(keys: PlanFile) -> Iterator[str]:
     if isinstance(asked.day, list) and not any(asked.day):
         yield f"forecast.day needs a rate above 0, got {asked.day}"
     for name, value in (("format", keys.format or FORMAT), ("gpu_format", keys.gpu_format)):
-        if value not in known_formats():
-            yield f"{name} must be one of {', '.join(known_formats())}, got {value!r}"
+        try:
+            known_format(value)
+        except UnsupportedModel as problem:
+            yield f"{name}: {problem}"
     for number, machine in enumerate(keys.machines):
         kinds = [one for one in ("run", "file", "device") if getattr(machine, one) is not None]
         if len(kinds) != 1:

@@ -18,7 +18,7 @@ import msgspec
 from loadtests.campaign.campaign_file import SloSpec
 from loadtests.records.journal_events import Capacity
 from loadtests.simulation.simulated_capacity import sd_of
-from models.model_ladder import is_rung, rung
+from models.identify_model import name_of
 from reports.cheapest_gpu import best_cells
 from reports.devices.calibrated_machines import calibrated_machine
 from reports.devices.device_capacity import (
@@ -40,7 +40,7 @@ from reports.report_data import CPU, SIDES, CellData, ReportData, read_report
 
 def asked_of(raw: dict[str, object], folder: Path) -> Question:
     """The question of a plan's tables; a run that it names gives the workload and SLO left out."""
-    tables = dict(raw)
+    tables, measured = dict(raw), None
     machines = tables.get("machines")
     for machine in machines if isinstance(machines, list) else []:
         if isinstance(machine, dict) and isinstance(machine.get("run"), str):
@@ -48,6 +48,7 @@ def asked_of(raw: dict[str, object], folder: Path) -> Question:
             cells = _cells_of(data, str(tables.get("model", "")))
             if not cells:
                 continue
+            measured = measured or next(iter(cells.values())).spec
             tables.setdefault("workload", msgspec.to_builtins(data.workload))
             if CPU in cells:
                 tables.setdefault("format", cells[CPU].weight_format or None)
@@ -55,7 +56,7 @@ def asked_of(raw: dict[str, object], folder: Path) -> Question:
             slo = {name: value for name, value in asks.items() if name in SloSpec.__struct_fields__}
             tables.setdefault("slo", slo)
             break
-    return question(tables, folder)
+    return question(tables, folder, measured)
 
 
 @lru_cache(maxsize=8)  # asked for its workload, then for its capacity
@@ -132,18 +133,20 @@ def _predicted(asked: Question, machine: Machine, weight_format: str) -> Candida
 
 
 def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
-    """Side -> the best configuration of a model in a run."""
-    wanted = rung(model).spec.name if is_rung(model) else model
-    for sides in best_cells(data).values():
-        if any(cell.spec is not None and cell.spec.name == wanted for cell in sides.values()):
-            return sides
-    return {}
+    """Side -> the best configuration of a model in a run, by the name that it has there or
+    by what it was run from."""
+    names = {model, name_of(model)}
+    sources = {model, str(Path(model).expanduser().absolute())}
+    found = list(best_cells(data).values())
+    named = [sides for sides in found if any(cell.model in names for cell in sides.values())]
+    same = [sides for sides in found if any(cell.source in sources for cell in sides.values())]
+    return next(iter([*named, *same]), {})
 
 
 def _of_run(asked: Question, data: ReportData, keys: MachineKeys) -> list[Candidate]:
     """What a measured machine offers: its CPU, its GPU, or where both were measured each by itself,
     and the CPU with the GPU above it."""
-    cells = _cells_of(data, asked.spec.name)
+    cells = _cells_of(data, asked.keys.model) or _cells_of(data, asked.spec.name)
     cells = {side: cell for side, cell in cells.items() if cell.capacity is not None}
     if not cells:
         known = list(dict.fromkeys(one.model for one in data.cells if one.capacity))

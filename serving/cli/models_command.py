@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,14 +21,13 @@ import typer
 
 from models import formatting
 from models.errors import ModelError
-from models.gguf_reader import read_header
-from models.hf_config import read_spec
-from models.model_ladder import LADDER, rung
-from models.model_spec import ModelSpec
+from models.identify_model import ModelIdentity, identify
+from models.model_ladder import LADDER
 from models.resolve_model import resolve
-from models.weight_formats import FORMATS, known_formats, weight_bytes
+from models.weight_formats import FORMATS, known_format, weight_bytes
 from models.weights_manifest import cache_dir
 from serving.backends.backend_table import missing_backends, weights_of
+from serving.backends.model_engines import Engine, engines_on, refusal, usual_engines
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from serving.logs import Narrator
@@ -41,6 +41,7 @@ from serving.placement.placement_policy import (
     explain,
     plan,
 )
+from serving.registry.engine_config import usual_backend
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
@@ -101,7 +102,7 @@ def make(
 @app.command("plan")
 def plan_models(
     names: Annotated[
-        list[str], typer.Argument(help="Sizes (135m, 1b), GGUF files, folders with a config.json.")
+        list[str], typer.Argument(help="Sizes (135m, 1b), GGUF files, folders, hub ids.")
     ],
     formats: Annotated[list[str] | None, typer.Option("--format", help="Repeatable.")] = None,
     slots: Annotated[
@@ -117,8 +118,7 @@ def plan_models(
     ] = None,
 ) -> None:
     """What a model takes in memory, per format and device, and what `crossover serve` would do."""
-    if unknown := set(formats or ()) - set(known := known_formats()):
-        raise ModelError(f"unknown format {min(unknown)!r}; known: {', '.join(known)}")
+    wanted = [known_format(one) for one in formats or ()]
     facts = machine_of(
         parse_bytes(memory, "--memory") if memory else None,
         parse_bytes(vram, "--vram") if vram else None,
@@ -126,17 +126,26 @@ def plan_models(
     # What is installed here says nothing of another machine.
     obstacles = Obstacles() if memory or vram else Obstacles(missing_backends())
     for name in names:
-        spec, file_bytes = _shape(name)
-        given: list[str | None] = [] if file_bytes else [*(formats or ())]
+        model = identify(name, fetch=True)
+        if model.spec is None:
+            raise ModelError(f"the memory of {model.name} is not known: {model.missing}")
+        typer.echo(f"{model.name}: {model.spec.parameters:,} parameters")
         request = PlacementRequest(
-            model=spec,
+            model=model.spec,
             settings=RequestedSettings(slots=slots, context_tokens=context),
-            weight_bytes=file_bytes,
-            weight_format=given[0] if len(given) == 1 else None,
+            weight_bytes=model.weight_bytes,
         )
-        typer.echo(f"{spec.name}: {spec.parameters:,} parameters")
-        for each in given or ([None] if file_bytes else PLANNED_FORMATS):
-            tried = msgspec.structs.replace(request, weight_format=each, check_memory=False)
+        engines = _engines(model, wanted)
+        if len(wanted) == 1:
+            request = msgspec.structs.replace(request, weight_format=engines[0].weight_format)
+        if model.kind != "ladder":
+            backend = usual_backend(model, bool(facts.gpus))
+            usual = next((one for one in engines if one.backend == backend), engines[0])
+            named = {"backend": usual.backend, "weight_format": usual.weight_format or None}
+            request = msgspec.structs.replace(request, **named)
+        for engine in engines:
+            each = {"backend": engine.backend or None, "weight_format": engine.weight_format}
+            tried = msgspec.structs.replace(request, check_memory=False, **each)
             with contextlib.suppress(NoPlacement):  # the decision says why
                 for attempt in plan(tried, facts, obstacles).attempts:
                     typer.echo(f"  {_told(attempt)}")
@@ -153,6 +162,18 @@ def plan_models(
         for line in rest:
             if " + KV " not in line:
                 typer.echo(f"  {line}")
+
+
+def _engines(model: ModelIdentity, formats: Sequence[str]) -> list[Engine]:
+    """What is planned: of a model of the ladder the usual formats on whichever backend has them, of
+    another one all that can run it."""
+    if model.kind == "ladder":
+        return [Engine("", each) for each in formats or PLANNED_FORMATS]
+    names = [engine.backend for engine in usual_engines(model)]
+    found = [one for name in names for one in engines_on(model, name, formats)]
+    if not found:
+        raise ModelError(refusal(model, None, formats))
+    return found
 
 
 def _told(one: Attempt) -> str:
@@ -177,11 +198,3 @@ def machine_of(ram_bytes: int | None, vram_bytes: int | None) -> HardwareFacts:
         gpu = GpuFacts(name, "nvidia", vram_bytes, vram_bytes)
         facts = msgspec.structs.replace(facts, gpus=(gpu,), gpu_cause=None, gpu_note=None)
     return facts
-
-
-def _shape(name: str) -> tuple[ModelSpec, int | None]:
-    """The shape of a rung, a GGUF file or a folder, and the file's bytes where it is one file."""
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return read_header(path).spec(path.stem), path.stat().st_size
-    return (read_spec(path, path.name), None) if path.is_dir() else (rung(name).spec, None)

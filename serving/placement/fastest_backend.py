@@ -103,6 +103,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     cores: tuple[int, ...]
     formats: tuple[str, ...] = ()  # none: USUAL
+    # (backend, format) pairs, of a model that is there already; none: those of `formats`
+    engines: tuple[tuple[str, str], ...] = ()
     cache: str | None = None
     may_measure: bool = True  # False: what the table does not hold is not known
 
@@ -128,7 +130,7 @@ def fastest_backend(
     Raises NoPlacement where no engine can run the model here.
     """
     pairs = [pair for one in question.formats for pair in backends_with("cpu", one)]
-    looked = pairs if question.formats else USUAL
+    looked = question.engines or (pairs if question.formats else USUAL)
     found = [_looked_at(question, facts, *pair) for pair in looked]
     if sum(not one.why_not for one in found) > 1:
         found = [_measured(question, one, facts, say, progress) for one in found]

@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from models.errors import ModelError
+from models.identify_model import ModelIdentity, identify
 from models.machine_limits import cgroup_cores
 from models.model_ladder import is_rung, rung
-from models.resolve_model import ResolvedModel, is_gguf, resolve
+from models.resolve_model import ResolvedModel, resolve
 from models.tokenizer import try_tokenizer
 from models.weights_manifest import Progress, read_manifest
 from serving.backends.backend_interface import EngineConfig, HeldMemory
@@ -280,7 +281,11 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     if is_rung(model.source):
         spec = rung(model.source).spec
     else:
-        backend = backend or _usual_backend(model, machine)
+        if backend is None and model.source in BACKENDS and not spec_of(model.source).has_weights:
+            backend = model.source
+        if backend is None:
+            is_gpu = model.policy is not Policy.cpu_only and bool(machine.facts().gpus)
+            backend = usual_backend(identify(model.source), is_gpu)
         files = machine.files_of(model.source, backend, weight_format)
         spec, weight_format, path = files.spec, files.weight_format or None, Path(files.path)
         if path.suffix == ".onnx":
@@ -302,19 +307,12 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     )
 
 
-def _usual_backend(model: ModelOptions, machine: Machine) -> str:
-    """The backend that reads a model's files: of those on the hub what a GPU, or this CPU, does
-    best."""
-    source, path = model.source, Path(model.source)
-    if source in BACKENDS and not BACKENDS[source].has_weights:
-        return source
-    kind = "gguf"
-    if not is_gguf(source):
-        is_gpu = model.policy is not Policy.cpu_only and machine.facts().gpus
-        kind = "hf" if is_gpu or any(path.glob("*.safetensors")) else "onnx"
-        if (path / "model.onnx").is_file():
-            kind = "onnx"
-    return backend_for(kind)
+def usual_backend(model: ModelIdentity, has_gpu: bool) -> str:
+    """The backend of a model that the ladder does not have, where none is named: of a folder of
+    safetensors what a GPU, or a CPU, does best."""
+    if model.kind == "safetensors":
+        return backend_for("hf" if has_gpu else "onnx")
+    return backend_for(model.kind)
 
 
 def best_for(

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from models.resolve_model import is_gguf, resolve
+from models.identify_model import identify
+from models.resolve_model import resolve
 from models.tokenizer import load_tokenizer
 from serving.backends.backend_table import weights_of
 from tests.bench.engine_child import EngineChild, config_of, engine
@@ -43,7 +44,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(machine_line(machine("llama-cpp-python", "onnxruntime", "torch", "transformers")))
     name = arguments.model
-    path = folder = Path(resolve(name, kind="gguf" if is_gguf(name) else "hf").path)
+    path = folder = Path(resolve(name, kind="gguf" if identify(name).kind == "gguf" else "hf").path)
     with tempfile.TemporaryDirectory() as scratch:
         if path.is_file():
             folder = folder_of(path, Path(scratch, name))

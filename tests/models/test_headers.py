@@ -12,8 +12,9 @@ import pytest
 
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.gguf_reader import GgufHeader, part_names, read_header
+from models.identify_model import identify
 from models.random_weights import write_gguf, write_hf_folder
-from models.resolve_model import is_gguf, resolve
+from models.resolve_model import resolve
 from models.safetensors_reader import check_tensors, read_tensors
 from models.tokenizer import load_tokenizer
 from tests.gguf_families import write_family
@@ -132,7 +133,7 @@ def test_a_split_model_is_read_by_the_name_of_any_part(tmp_path: Path) -> None:
 
 def test_the_first_bytes_decide_what_a_gguf_file_is(tmp_path: Path) -> None:
     blob = write_family("llama", tmp_path).rename(tmp_path / "sha256-0a1b2c")
-    assert is_gguf(str(blob)) and resolve(str(blob), kind="gguf").spec.layers == 4
+    assert identify(str(blob)).kind == "gguf" and resolve(str(blob), kind="gguf").spec.layers == 4
     assert load_tokenizer(blob).vocabulary > 1000
     text = tmp_path / "x.gguf"
     text.write_text("no such thing")

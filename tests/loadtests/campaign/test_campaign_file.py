@@ -122,10 +122,18 @@ def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: st
         (f'{ONE}slo = "quick"', "slo.preset must be one of chat, .* got 'quick'"),
         (f"{ONE}[slo]\ntarget = 1.5", "slo.target must be below 1, got 1.5"),
         (f'{ONE}arrivals = {{ kind = "gama" }}', "arrivals.kind.*'gama'"),
-        ('name = "x"\nmodels = ["99b"]', "'99b' is no rung of the ladder; there are smollm2-135m"),
-        ('name = "x"\nmodels = ["135m", "smollm2-135m"]', "135m-Q4_0-llama_cpp is there twice"),
+        ('name = "x"\nmodels = ["99b"]', "'99b' is not a model .* Give a GGUF file"),
+        ('name = "x"\nmodels = ["135m", "smollm2-135m"]', "name the same model twice"),
         (f'{ONE}backends = ["vllm"]', r"unknown backend .*; other engines are \[\[engines\]\]"),
-        (f'{ONE}formats = ["int8"]', "formats: 'int8' is of no backend here; there are .* Q4_0"),
+        (
+            f'{ONE}formats = ["Q9"]',
+            "formats: 'Q9' is not a weight format .*; give one such as",
+        ),
+        (
+            f'{ONE}backends = ["llama_cpp"]\nformats = ["int8"]',
+            "smollm2-135m is a model of the ladder, which backends = llama_cpp and formats = int8 "
+            r"cannot run; llama_cpp \(Q4_0, .*, onnx \(int4, .* can",
+        ),
         (
             f"{ONE}server.context_tokens = 128\nworkload = {{ prompt_tokens = 99, output_tokens "
             "= 99 }",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -78,8 +79,8 @@ def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
         *("--option flash=true", "--option n_batch=64"),
     ):
         assert part in text, part
-    strange = parse_campaign('name = "x"\nmodels = ["--otlp-endpoint=http://x/y"]')
-    command = serve_command(*(strange.cells[0], strange.campaign), divide_cores((0, 1)), tmp_path)
+    strange = msgspec.structs.replace(plan.cells[0], model="--otlp-endpoint=http://x/y")
+    command = serve_command(strange, plan.campaign, divide_cores((0, 1)), tmp_path)
     assert command[-2:] == ["--", "--otlp-endpoint=http://x/y"], "a model is no option"
 
 

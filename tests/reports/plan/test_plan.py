@@ -136,7 +136,7 @@ def test_the_example_is_short_and_can_be_read() -> None:
         ({"forecast": {"peak_rate": 1, "peek": 2}}, "known here: peak_rate"),
         ({"model": "9x"}, "9x"),
         ({"spares": -1}, "spares must be at least 0, got -1"),
-        ({"format": "Q9"}, "got 'Q9'"),
+        ({"format": "Q9"}, "format: 'Q9' is not a weight format"),
         ({"slo": "fast"}, "got 'fast'"),
         ({"machines": [{"owned": 2}]}, "machines[0]: give one of run, file, device; got none"),
         ({"prices": {"NVIDIA L4": -1}}, "prices.NVIDIA L4 must be above 0, got -1"),

@@ -59,14 +59,14 @@ def test_a_plan_says_the_sum_and_the_decision_in_words(models: Ask) -> None:
     [
         ("make", "Missing argument"),
         ("plan", "Missing argument"),
-        ("make 9b", "'9b' is no rung"),
+        ("make 9b", "'9b' is not a model that is known here. Did you mean"),
         ("make 1b --format Q9", "'gguf' has no weight format 'Q9'"),
         ("make 1b --backend tpu", "unknown backend 'tpu'"),
         ("plan 8b --memory lots", "--memory 'lots' is no size"),
         ("plan 8b --vram 24", "--vram '24' is no size; write it like 24GiB"),
-        ("plan 8b --format Q9", "unknown format 'Q9'"),
+        ("plan 8b --format Q9", "'Q9' is not a weight format that is known here; give"),
         ("plan 8b --kv-dtype int2", "No such option"),
-        ("plan 9b", "'9b' is no rung"),
+        ("plan 9b", "'9b' is not a model that is known here. Did you mean"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(models: Ask, words: str, complaint: str) -> None:

@@ -80,4 +80,4 @@ def test_a_model_of_the_hub_goes_to_onnx_in_8_bits_and_to_torch_where_there_is_a
     for facts, expected in ((hardware_facts(), ("onnx", "int8")), (gpu, ("torch", "fp32"))):
         monkeypatch.setattr(machine, "facts", lambda facts=facts: facts)
         found = find_model(model, machine)
-        assert (found.backend, found.weight_format, found.model.name) == (*expected, "name")
+        assert (found.backend, found.weight_format, found.model.name) == (*expected, "org/name")

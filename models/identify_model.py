@@ -1,0 +1,283 @@
+"""What a model's name stands for, without loading, making or fetching its weights.
+
+    identify("135m").kind                       # "ladder": random weights in a published shape
+    identify("./Llama-3.2-1B-Q4_K_M.gguf")      # its name, shape, format and size, by its header
+    identify("./Qwen3-0.6B")                    # a folder of safetensors, or of an ONNX graph
+    identify("org/name"), identify("org/name:file.gguf")    # of the Hugging Face hub
+    identify("smollm2-135m-instruct")           # published weights that a Python package brought
+
+Every command that takes a model asks here, so that all of them take the same names and call a model
+the same: `crossover serve`, `load`, `campaign`, `calibrate`, `models`, `plan` and `report`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from models.errors import ModelError, UnknownModel, UnsupportedModel
+from models.export_with_optimum import foreign_spec
+from models.gguf_reader import is_gguf_file, model_name, read_header
+from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
+from models.model_ladder import LADDER, PACKAGED, is_rung, packaged_file, rung
+from models.model_spec import ModelSpec
+from models.safetensors_reader import check_tensors
+from models.weight_formats import FORMATS
+from models.weights_manifest import read_manifest
+
+Kind = Literal["ladder", "gguf", "safetensors", "onnx"]
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+\.gguf))?")
+TAKEN = (
+    "a GGUF file, a folder of safetensors or of an ONNX graph, or an id of the Hugging Face hub "
+    "(org/name, or org/name:file.gguf)"
+)
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A model as all commands know it. A campaign keeps it in its run's manifest."""
+
+    name: str  # short: of the ladder, the file's stem, the folder's name, or the hub id
+    kind: Kind  # a model of the hub that is not here yet: what it will be
+    source: str = ""  # what `crossover serve` takes: an absolute path, a hub id, a name
+    spec: ModelSpec | None = None  # None: not known before the model is fetched, or ever
+    weight_format: str = ""  # its own; "": not known, or made in whichever is asked for
+    weight_bytes: int | None = None  # of a GGUF file, all its parts; None: by the format
+    has_chat_template: bool = False
+    is_random: bool = False  # made here of random numbers: timings are real, text is noise
+    missing: str = ""  # why there is no spec
+
+    @property
+    def formats(self) -> dict[str, tuple[str, ...]]:
+        """Formats in which it can be had, by kind of weights (gguf, hf, onnx), the usual one first;
+        (): not known before it is fetched."""
+        own = (self.weight_format,) if self.weight_format else ()
+        match self.kind:
+            case "ladder":
+                return {kind: formats for kind, formats in FORMATS.items() if formats}
+            case "gguf":
+                return {"gguf": own}
+            case "onnx":
+                return {"onnx": own}
+        if self.spec is not None and self.spec.family not in FAMILIES:
+            return {"onnx": ("int8", "fp32")}  # what optimum exports
+        return {
+            "onnx": ("int8", *(one for one in FORMATS["onnx"] if one != "int8")),
+            "hf": tuple(dict.fromkeys((*own, *FORMATS["hf"]))),
+        }
+
+
+def identify(name: str, *, fetch: bool = False) -> ModelIdentity:
+    """What the name stands for. `fetch`: asks the hub for the texts (config.json, tokenizer) of a
+    model that is not here.
+
+    Raises UnknownModel, UnsupportedModel, BrokenWeights.
+    """
+    if is_rung(name):
+        spec = rung(name).spec
+        return ModelIdentity(
+            name=spec.name, kind="ladder", source=spec.name, spec=spec, is_random=True
+        )
+    found = find_local(name)
+    if found is None:
+        return _of_hub(name, fetch)
+    path, called = found
+    source = name if called == PACKAGED else str(path)
+    if is_gguf(path):
+        return _of_gguf(path, called, source)
+    if not path.is_dir():
+        raise UnsupportedModel(f"{str(path)!r} is neither a GGUF file nor a folder")
+    return _of_folder(path, called, source)
+
+
+def find_local(name: str) -> tuple[Path, str] | None:
+    """A file or folder of this machine, or of the package, and what the model is called; None: the
+    name is neither."""
+    local = Path(name).expanduser().absolute()
+    if name and local.exists():
+        return local, _short_name(local)
+    packaged = packaged_file(name)
+    return None if packaged is None else (packaged, PACKAGED)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file's: by its first bytes, else by its name."""
+    return is_gguf_file(path) or (path.suffix == ".gguf" and not path.is_dir())
+
+
+def name_of(name: str) -> str:
+    """What the model is called, where it may be on another machine: nothing is looked up."""
+    match = HUB_ID.fullmatch(name)
+    if is_rung(name):
+        return rung(name).spec.name
+    if match is not None and not Path(name).exists():
+        return model_name(Path(match[2])) if match[2] else match[1]
+    is_path = name.endswith(".gguf") or "/" in name
+    return _short_name(Path(name).absolute()) if is_path else name
+
+
+def unique_names(identities: Iterable[ModelIdentity]) -> list[ModelIdentity]:
+    """The models, each once; different ones that are called the same are numbered."""
+    taken: dict[str, str] = {}  # name -> source
+    out: dict[str, ModelIdentity] = {}  # by source
+    for one in identities:
+        name, number = one.name, 1
+        while taken.get(name.lower(), one.source) != one.source:
+            number += 1
+            name = f"{one.name}-{number}"
+        taken[name.lower()] = one.source
+        out.setdefault(one.source, _renamed(one, name))
+    return list(out.values())
+
+
+def unknown_model(name: str, why: str = "") -> UnknownModel:
+    """The error for a name that stands for nothing: near names, and what is taken."""
+    path = Path(name).expanduser()
+    if name.endswith(".gguf") or name.startswith((".", "/", "~")):
+        known = _models_beside(path)
+        asked, why = str(path), why or f"There is no file or folder {name!r}"
+    else:
+        known = [each for one in LADDER for each in (one.spec.name, *one.aliases)] + [PACKAGED]
+        asked, why = name.lower(), why or f"{name!r} is not a model that is known here"
+    near = difflib.get_close_matches(asked, known, 3, 0.5)
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    return UnknownModel(f"{why}.{meant} Give {TAKEN}, or a name of `crossover models list`.")
+
+
+def not_fetched(name: str, problem: Exception) -> UnknownModel:
+    """The error for a hub id that cannot be fetched."""
+    reason = str(problem).split("\n")[0].rstrip(".")
+    why = f"{name!r} is not a file or folder here, and cannot be fetched from the hub: {reason}"
+    return unknown_model(name, why)
+
+
+def _models_beside(path: Path) -> list[str]:
+    """The GGUF files and model folders of the folder in which a path would be."""
+    with suppress(OSError):
+        return [
+            str(path.parent / one.name)
+            for one in path.parent.iterdir()
+            if one.suffix == ".gguf" or (one / "config.json").is_file()
+        ]
+    return []
+
+
+def _short_name(path: Path) -> str:
+    """The file's stem or the folder's name; said to be one where the ladder has that name."""
+    is_file = is_gguf(path)
+    name = model_name(path) if is_file else path.name or str(path)
+    if not is_rung(name):
+        return name
+    return f"{name}-file" if is_file else f"{name}-folder"
+
+
+def _renamed(one: ModelIdentity, name: str) -> ModelIdentity:
+    spec = None if one.spec is None else msgspec.structs.replace(one.spec, name=name)
+    return msgspec.structs.replace(one, name=name, spec=spec)
+
+
+def _of_gguf(path: Path, name: str, source: str) -> ModelIdentity:
+    header, manifest = read_header(path), read_manifest(path)
+    return ModelIdentity(
+        name=name,
+        kind="gguf",
+        source=source,
+        spec=header.spec(name),
+        weight_format=header.weight_format,
+        weight_bytes=header.file_bytes,
+        has_chat_template=bool(header.metadata.get("tokenizer.chat_template")),
+        is_random=manifest is not None and manifest.seed is not None,
+    )
+
+
+def _of_folder(path: Path, name: str, source: str) -> ModelIdentity:
+    spec, manifest = shape_of(read_config(path), name), read_manifest(path)
+    is_graph = (path / "model.onnx").is_file()
+    if is_graph:  # a foreign graph does not say what its format is
+        stored = manifest.weight_format if manifest is not None else ""
+    else:
+        stored = check_tensors(path, spec) if spec.family in FAMILIES else ""
+    return ModelIdentity(
+        name=name,
+        kind="onnx" if is_graph else "safetensors",
+        source=source,
+        spec=spec,
+        weight_format=stored,
+        has_chat_template=_has_template(path),
+        is_random=manifest is not None and manifest.seed is not None,
+    )
+
+
+def shape_of(config: dict[str, Any], name: str) -> ModelSpec:
+    """The shape that a config.json says, of the families computed here or exported by optimum.
+
+    Raises UnsupportedModel.
+    """
+    is_foreign = config.get("model_type") not in FAMILIES
+    return (foreign_spec if is_foreign else spec_of)(config, name)
+
+
+def _has_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        text = (folder / "tokenizer_config.json").read_bytes()
+        return bool(msgspec.json.decode(text, type=dict[str, Any]).get("chat_template"))
+    return False
+
+
+def _of_hub(name: str, fetch: bool) -> ModelIdentity:
+    """A model of the hub, as far as the hub library's cache knows it, or the hub says."""
+    if name.lower() == PACKAGED:  # where the package is not installed
+        repository, file, called = rung("135m").repository, None, PACKAGED
+    else:
+        match = HUB_ID.fullmatch(name)
+        if match is None or ".." in name:
+            raise unknown_model(name)
+        repository, file, called = match[1], match[2], name_of(name)
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    def cached(wanted: str) -> Path | None:
+        found = try_to_load_from_cache(repository, wanted)
+        return Path(found) if isinstance(found, str) else None
+
+    if file is not None:
+        here = cached(file)
+        if here is not None:
+            return _of_gguf(here, called, name)
+        missing = (
+            f"the header of {name} is not here yet; `crossover models make {name}` fetches the file"
+        )
+        return ModelIdentity(name=called, kind="gguf", source=name, missing=missing)
+    config = cached("config.json")
+    missing = f"the config.json of {name} is not here yet"
+    if config is None and fetch:
+        try:
+            # hf_hub_download retries for half a minute where there is no network.
+            folder = snapshot_download(repository, allow_patterns=TEXTS, etag_timeout=20)  # nosec B615
+            config = Path(folder, "config.json")
+        except (HfHubHTTPError, HFValidationError, OSError) as problem:
+            raise not_fetched(name, problem) from problem
+    if config is None:
+        return ModelIdentity(name=called, kind="safetensors", source=name, missing=missing)
+    return ModelIdentity(
+        name=called,
+        kind="onnx" if (config.parent / "model.onnx").is_file() else "safetensors",
+        source=name,
+        spec=shape_of(read_config(config.parent), called),
+        weight_format=_stored(config.parent, called),
+        has_chat_template=_has_template(config.parent),
+    )
+
+
+def _stored(folder: Path, name: str) -> str:
+    """The format of a snapshot's safetensors; "" while they are not all here."""
+    with suppress(ModelError):
+        return check_tensors(folder, spec_of(read_config(folder), name))
+    return ""
