@@ -176,7 +176,7 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
 
 
 def _model_of(target: Target, pool: Pool) -> str:
-    """The model's name there. A model that is named by its file, its folder or an alias is called as
+    """The name of the model there. One that is named by its file, folder or alias is called as
     `crossover serve` calls it, where the endpoint lists that name and not the other."""
     if target.model is None:
         return _first_model(target, pool)
