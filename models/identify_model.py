@@ -260,8 +260,8 @@ def _of_hub(name: str, fetch: bool) -> ModelIdentity:
     if config is None and fetch:
         try:
             # hf_hub_download retries for half a minute where there is no network.
-            here = snapshot_download(repository, allow_patterns=TEXTS, etag_timeout=20)  # nosec
-            config = Path(here, "config.json")
+            snapshot = snapshot_download(repository, allow_patterns=TEXTS, etag_timeout=20)  # nosec
+            config = Path(snapshot, "config.json")
         except (HfHubHTTPError, HFValidationError, OSError) as problem:
             raise not_fetched(name, problem) from problem
     if config is None:
