@@ -30,7 +30,7 @@ from reports.sections.crossover_map import WIDTH, crossover_map
 MARGIN, ROW = 30, 30
 INSIDE = WIDTH + 240  # pixels between the margins
 # Relative widths of the columns, by name.
-SHARES = {"model": 12, "alone": 20, "held": 16, "limit": 18, "engine": 10, "over": 25, "price": 20}
+SHARES = {"model": 12, "alone": 19, "held": 18, "limit": 19, "engine": 10, "over": 25, "price": 20}
 GRADE_COLOURS = {
     CPU_SIDE: {"confirmed": CPU, "estimated": "#5b7f9c"},
     GPU_SIDE: {"confirmed": "#a8521b", "estimated": "#b27a52"},
@@ -66,7 +66,7 @@ def drawing(data: ReportData, answers: Sequence[Answer]) -> str:
     y += 34
     columns = columns_of(data)
     heads = dict(side_heads(data))
-    lefts, size = _lefts(columns), 10.5 if heads else 12
+    lefts, size = _lefts(columns), 10 if heads else 12
     if heads:
         for side, head in heads.items():
             first = next(x for x, one in zip(lefts, columns, strict=True) if one.side == side)

@@ -1,7 +1,7 @@
 """The folder of a run, written as things happen: what is on disk is a run, perhaps a short one.
 
     runs/<id>/manifest.json    RunManifest, written once, atomically
-    runs/<id>/requests.jsonl   one RequestRecord a line
+    runs/<id>/requests.jsonl   one RequestRecord a line; a kept run may have it as requests.jsonl.xz
     runs/<id>/samples.jsonl    one ResourceSample a line
     runs/<id>/events.jsonl     one Event a line: the journal
     runs/<id>/logs/            output of servers and load generators; never read back
@@ -17,6 +17,7 @@ are not counted. Nobody else may read the folder: prompts and addresses are in i
 
 from __future__ import annotations
 
+import lzma
 import os
 import re
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ REQUESTS = "requests.jsonl"
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 LOCK = ".lock"
+COMPRESSED = ".xz"  # behind the name of a file of records, in a run that is kept
 
 # What a terminal would obey, in JSON: as it is, or escaped.
 _CONTROL = re.compile(
@@ -100,9 +102,13 @@ class RunRecords:
         """One record of `kind` a line; a missing file is empty. Raises BadRunFolder."""
         decode = msgspec.json.Decoder(kind).decode
         broken = self._broken[name] = list[int]()
+        path = self.folder / name
+        packed = path.with_name(f"{name}{COMPRESSED}")
         try:
-            check_plain(self.folder / name)
-            with open(self.folder / name, "rb") as file:
+            check_plain(path)
+            check_plain(packed)
+            is_packed = not path.exists() and packed.exists()
+            with lzma.open(packed) if is_packed else open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
                     try:
                         record = decode(_as_today(cleaned(line)))
@@ -113,7 +119,9 @@ class RunRecords:
         except FileNotFoundError:
             return
         except OSError as problem:
-            raise BadRunFolder(f"{self.folder / name} cannot be read: {problem.strerror}") from None
+            raise BadRunFolder(f"{path} cannot be read: {problem.strerror}") from None
+        except (lzma.LZMAError, EOFError) as problem:
+            raise BadRunFolder(f"{packed} cannot be decompressed: {problem}.") from None
 
 
 read_records = RunRecords

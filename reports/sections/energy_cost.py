@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from models import formatting
 from reports.headline import Answer, machine_words
-from reports.report_data import GPU, CellData, LevelData, ReportData
+from reports.report_data import GPU, SIDE_NAMES, CellData, LevelData, ReportData
 from reports.sections.section import Grade, Section, Table, table
 
 
@@ -141,6 +141,8 @@ def energy(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     said = f"A token of {cell.model} takes {_joules(here)} on the {cell.device_words}."
     if here is None:
         said = "This machine does not tell its watts."
+    elif unmetered := [side for side in data.sides if _is_unmetered(rows, side)]:
+        said += f" On the {SIDE_NAMES[unmetered[0]]} it was not measured: it has no meter here."
     there = _of_takeover(answer, cell)
     if answer.takeover_gpu is not None and there is not None:
         said += (
@@ -160,7 +162,16 @@ def energy(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     )
 
 
-def _energy_table(rows: Sequence[tuple[Answer, CellData, float | None, float | None]]) -> Table:
+Row = tuple[Answer, CellData, float | None, float | None]
+
+
+def _is_unmetered(rows: Sequence[Row], side: str) -> bool:
+    """Levels ran on a device, and none of them has watts."""
+    own = [row for row in rows if row[1].side == side and row[1].loaded]
+    return bool(own) and all(row[2] is None for row in own)
+
+
+def _energy_table(rows: Sequence[Row]) -> Table:
     return table(
         ("model", "device", "a token, measured", "on the takeover GPU, predicted"),
         (

@@ -1,0 +1,409 @@
+"""A run of a machine with a GPU: docs/results/h200, an H200 beside 16 cores of a Xeon.
+
+The golden values are those that were read by hand from the run when it was measured. Every
+sentence, table and chart is asserted for its device.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+import crossover
+from loadtests.comparison.compare_runs import compare, read
+from loadtests.errors import NotComparable
+from loadtests.records.journal_events import Capacity
+from reports import first_screen_png, headline, html_page, markdown, report_files, slo_sliders
+from reports.answer_tables import answer_row, columns_of, levels_table, side_heads
+from reports.check_conditions import checked
+from reports.errors import ReportError
+from reports.export_run import export_run
+from reports.headline import Answer
+from reports.own_gpu import predicted_here
+from reports.plan.plan_costs import Plan, make_plan
+from reports.plan.plan_machines import asked_of, candidates_of
+from reports.plan.plan_text import as_text, choice_sentence
+from reports.report_data import ReportData, read_report
+from reports.sections.crossover_map import crossover_map
+from reports.sections.section import Section
+from tests.reports.runs import shown
+
+RUN = Path(__file__).parents[2] / "docs" / "results" / "h200"
+HEADLINE = (
+    "The CPU (16 cores of an Intel Xeon) serves up to llama-3.2-1b at an estimated 1.6 requests/s; "
+    "above that, and for llama-3.1-8b, this machine's NVIDIA H200 takes over (llama-3.1-8b: 23/s "
+    "confirmed, about 31/s estimated)."
+)
+
+
+@cache
+def h200() -> tuple[ReportData, list[Answer], dict[str, Section]]:
+    data = read_report(RUN)
+    answers = headline.answers_of(data)
+    return data, answers, {one.slug: one for one in html_page.sections_of(data, answers)}
+
+
+def test_the_sentence_says_where_the_cpu_stops_and_that_this_machines_gpu_takes_over() -> None:
+    data, answers, _ = h200()
+    assert headline.headline(answers, data) == HEADLINE
+    assert len(HEADLINE.split()) <= 40
+
+
+def test_a_row_has_the_cpu_and_the_gpu_beside_each_other_each_with_its_own_figures() -> None:
+    data, answers, _ = h200()
+    assert [column.key for column in columns_of(data)] == [
+        "model",
+        *(
+            f"{side}-{name}"
+            for side in ("cpu", "gpu")
+            for name in ("alone", "held", "limit", "engine")
+        ),
+    ]
+    assert dict(side_heads(data)) == {
+        "cpu": "CPU: 16 cores of an Intel Xeon, price not known",
+        "gpu": "GPU: NVIDIA H200, list price $7.91/h",
+    }
+    texts = [[cell.text for cell in answer_row(one, data)] for one in answers]
+    assert texts == [
+        [
+            *(
+                "llama-3.2-1b",
+                "56 ms, 22 ms: met",
+                "none confirmed",
+                "1.6/s (1.3–1.9)",
+                "onnx int8",
+            ),
+            *("11 ms, 1.4 ms: met", "47/s", "66/s (59–73)", "torch bf16"),
+        ],
+        [
+            *(
+                "llama-3.1-8b",
+                "192 ms, 121 ms: missed",
+                "misses the SLO unloaded",
+                "–",
+                "onnx int8",
+            ),
+            *("19 ms, 5.2 ms: met", "23/s", "31/s (27–34)", "torch bf16"),
+        ],
+    ]
+    grades = [[cell.grade for cell in answer_row(one, data)] for one in answers]
+    both = ["confirmed", "estimated"]
+    assert grades[0] == [None, None, None, "estimated", None, None, *both, None]
+    assert grades[1] == [None, None, None, None, None, None, *both, None]
+
+
+def test_the_golden_values() -> None:
+    _, answers, _ = h200()
+    one_b, eight_b = answers
+    assert one_b.gpu and one_b.cpu and eight_b.gpu and eight_b.cpu
+    for cell, ttft, tpot in (
+        (one_b.gpu, 0.0111, 0.00137),
+        (one_b.cpu, 0.0564, 0.0217),
+        (eight_b.gpu, 0.0188, 0.00517),
+        (eight_b.cpu, 0.192, 0.121),
+    ):
+        assert cell.alone is not None
+        assert cell.alone.ttft_seconds == pytest.approx(ttft, rel=0.01)
+        assert cell.alone.tpot_seconds == pytest.approx(tpot, rel=0.01)
+    assert (one_b.gpu.held, eight_b.gpu.held) == (47.7, 23.0)
+    assert one_b.cpu.held is None and one_b.cpu.limit == pytest.approx(1.6, rel=0.01)
+    assert eight_b.cpu.capacity is not None and eight_b.cpu.capacity.state == "not_even_alone"
+    assert one_b.gpu.limit == pytest.approx(65.6, rel=0.01)
+    assert eight_b.gpu.limit == pytest.approx(30.6, rel=0.01)
+
+
+def test_memory_of_a_configuration_is_that_of_its_device() -> None:
+    _, answers, sections = h200()
+    for cell, predicted, measured in (
+        (answers[0].gpu, 5.60e9, 5.67e9),
+        (answers[1].gpu, 25.85e9, 25.87e9),
+        (answers[1].cpu, 26.3e9, 8.84e9),  # a CPU's KV cache is not touched before it is used
+    ):
+        assert cell is not None
+        assert cell.memory.predicted_bytes == pytest.approx(predicted, rel=0.002)
+        assert cell.memory.measured_bytes == pytest.approx(measured, rel=0.002)
+    memory = sections["memory"]
+    said = "llama-3.1-8b bf16 takes 24.09 GiB of GPU memory, where 24.08 GiB was predicted"
+    assert memory.sentence.startswith(f"{said}: a card of 32 GB holds it.")
+    assert "takes 8.23 GiB on the CPU" in memory.sentence
+    assert [row[1] for row in memory.table.rows] == ["CPU", "GPU", "CPU", "GPU"]
+    assert [row[-1] for row in memory.table.rows if row[1] == "GPU"] == ["+1.3 %", "+0.1 %"]
+    assert [chart.slug for chart in memory.charts] == ["memory-cpu", "memory-gpu"]
+    assert "24 GB" in json.dumps(memory.charts[1].spec) and "on the GPU" in memory.charts[1].label
+
+
+def test_energy_is_of_the_device_that_served_and_not_of_a_gpu_that_idles_beside_a_cpu() -> None:
+    data, answers, sections = h200()
+    rows = {row[:2]: row[2] for row in sections["energy"].table.rows}
+    assert rows == {
+        ("llama-3.2-1b", "CPU"): "not measured",
+        ("llama-3.2-1b", "GPU"): "0.035 J",
+        ("llama-3.1-8b", "CPU"): "not measured",
+        ("llama-3.1-8b", "GPU"): "0.12 J",
+    }
+    assert (
+        "llama-3.1-8b takes 0.12 J on the GPU. On the CPU it was not" in sections["energy"].sentence
+    )
+    told = report_files.numbers(data, answers)["answers"][1]["joules_per_token"]
+    assert told["cpu"] is None and told["gpu"] == pytest.approx(0.12, rel=0.1)
+
+
+def test_dollars_a_million_tokens_are_of_each_device_with_a_price() -> None:
+    cost = h200()[2]["cost"]
+    assert "NVIDIA H200 a million output tokens of llama-3.1-8b cost $0.49" in cost.sentence
+    by_device = {row[:2]: row[3:] for row in cost.table.rows}
+    assert by_device["llama-3.1-8b", "GPU"] == ("23/s", "confirmed", "$7.91/h", "$0.49")
+    assert by_device["llama-3.2-1b", "CPU"] == ("1.6/s", "estimated", "not known", "–")
+    assert "list price of 2026-07-20" in cost.note and "CPU alone is not known" in cost.note
+
+
+def test_what_was_predicted_of_this_gpu_stands_beside_what_was_measured() -> None:
+    data, answers, sections = h200()
+    for answer, low, rate, high in (
+        (answers[0], 46.6, 68.1, 100.5),
+        (answers[1], 22.0, 32.4, 47.6),
+    ):
+        found = predicted_here(answer.gpu, data)
+        assert found is not None and found.device == "NVIDIA H200 SXM" and found.kind == "predicted"
+        assert (found.low, found.rate, found.high) == pytest.approx((low, rate, high), rel=0.01)
+        assert predicted_here(answer.cpu, data) is None
+    section = sections["prediction"]
+    assert section.grades == ("predicted", "estimated")
+    assert [(row[0], row[1], row[-1]) for row in section.table.rows] == [
+        ("llama-3.2-1b", "GPU", "+4 %"),
+        ("llama-3.1-8b", "GPU", "+6 %"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "slug",
+    ["memory", "prefill-decode", "batch-size", "cost", "energy", "load-times", "host-overhead"],
+)
+def test_every_row_of_a_topic_says_its_device_and_both_are_there(slug: str) -> None:
+    section = h200()[2][slug]
+    place = section.table.columns.index("device")
+    assert {row[place] for row in section.table.rows} == {"CPU", "GPU"}
+    said = section.sentence.replace("NVIDIA H200", "on the GPU")
+    assert not re.search(r"llama-3", said) or re.search(r"on the (CPU|GPU)|GPU memory", said)
+
+
+def test_the_map_draws_a_measured_gpu_otherwise_than_a_predicted_one() -> None:
+    data, answers, _ = h200()
+    drawn = crossover_map(answers, data)
+    assert drawn is not None
+
+    def bars(svg: str, side: str) -> dict[tuple[str, str], tuple[float, str]]:
+        found = re.findall(
+            rf'<rect data-model="(\d)" data-side="{side}" data-bar="(\w+)" x="[\d.]+" y="[\d.]+" '
+            r'width="([\d.]+)" height="\d+" fill="([^"]+)"',
+            svg,
+        )
+        return {(model, name): (float(width), fill) for model, name, width, fill in found}
+
+    cpu, gpu = bars(drawn.svg, "cpu"), bars(drawn.svg, "gpu")
+    assert cpu["0", "held"][0] == 0 < cpu["0", "limit"][0], "the CPU's rate is estimated alone"
+    assert cpu["1", "held"][0] == cpu["1", "limit"][0] == 0
+    assert gpu["0", "held"][0] > gpu["0", "limit"][0] > 0 and gpu["1", "held"][0] > 0
+    fills = {fill for _, fill in (*cpu.values(), *gpu.values())}
+    assert len(fills) == 4 and not [name for _, name in gpu if name == "gpu"]
+    assert drawn.svg.count('data-bar="forecast"') == 2 and "this machine&#x27;s" not in drawn.svg
+    _, one_device, others = shown()
+    predicted = crossover_map(others, one_device)
+    assert predicted is not None and bars(predicted.svg, "gpu") == {}
+    (fill,) = {fill for (_, name), (_, fill) in bars(predicted.svg, "cpu").items() if name == "gpu"}
+    assert fill not in fills and "stroke-dasharray" in predicted.svg
+
+
+def test_the_page_has_curves_of_both_devices_and_names_no_figure_of_the_gpu_as_the_cpus() -> None:
+    data, answers, sections = h200()
+    text = html_page.page(data, answers, list(sections.values()))
+    plain = re.sub(r"\s+", " ", re.sub("<.*?>", " ", text)).replace("&#39;", "'")
+    assert "Latency against request rate: llama-3.2-1b on the CPU (onnx int8)" in plain
+    assert "Latency against request rate: llama-3.1-8b on the GPU (torch bf16)" in plain
+    assert "confirmed on this machine's GPU" in plain and "predicted of this GPU" in plain
+    assert "the GPU that takes over, predicted" not in plain and "Never run" not in plain
+    assert len(text.encode()) < 1_200_000
+    drawn = first_screen_png.drawing(data, answers)
+    assert "CPU: 16 cores of an Intel Xeon" in drawn and "GPU, confirmed" in drawn
+    assert "16 cores of an Intel Xeon and NVIDIA H200" in drawn
+
+
+def test_markdown_json_and_csv_say_the_device_of_every_row() -> None:
+    data, answers, sections = h200()
+    text = markdown.markdown(data, answers, list(sections.values()))
+    assert text.startswith(f"# {HEADLINE}") and len(text.encode()) <= 6_000
+    assert "CPU: 16 cores of an Intel Xeon, price not known; GPU: NVIDIA H200, list price" in text
+    assert "| CPU: Confirmed rate |" in text and "| GPU: Confirmed rate |" in text
+    told = json.loads(report_files.as_json(data, answers))
+    assert [(one["model"], one["cpu"], one["gpu"]) for one in told["answers"]] == [
+        ("llama-3.2-1b", "llama-3.2-1b-int8-onnx", "llama-3.2-1b-bf16-torch"),
+        ("llama-3.1-8b", "llama-3.1-8b-int8-onnx", "llama-3.1-8b-bf16-torch"),
+    ]
+    assert [one["device"] for one in told["cells"]] == ["cpu", "gpu", "cpu", "gpu"]
+    assert told["gpu"]["name"] == "NVIDIA H200" and told["gpu"]["count"] == 1
+    assert told["gpu"]["memory_bytes"] == 150754820096
+    rows = list(csv.DictReader(io.StringIO(report_files.as_csv(told["levels"]).decode())))
+    devices = {"onnx": "cpu", "torch": "gpu"}
+    assert rows and all(row["device"] == devices[row["backend"]] for row in rows)
+    assert {row[1] for row in levels_table(data).rows} == {"CPU", "GPU"}
+
+
+def test_sliders_move_each_device_by_its_own_steps() -> None:
+    data, answers, _ = h200()
+    lattice = slo_sliders.lattice_of(answers, data)
+    assert lattice is not None and lattice.sides == ("cpu", "gpu")
+    own = [lattice.run[name] for name in ("ttft", "tpot", "target")]
+    place = (own[0] * len(lattice.tpot) + own[1]) * len(lattice.target) + own[2]
+    limits = {(e["model"], e["side"]): e["answers"]["limit"][place] for e in lattice.entries}
+    # of 8B on the CPU no step times were fitted: it missed the SLO unloaded
+    assert limits == {
+        (0, "cpu"): pytest.approx(1.6, rel=0.01),
+        (0, "gpu"): pytest.approx(65.6, rel=0.01),
+        (1, "gpu"): pytest.approx(30.6, rel=0.01),
+    }
+    assert all(entry["gpus"] == [] for entry in lattice.entries), "the GPU is measured"
+
+
+def test_a_condition_names_the_device_where_there_are_two() -> None:
+    _, answers, _ = h200()
+    assert checked("8b:gpu:held>=23", answers).holds
+    assert not checked("1b:cpu:capacity>=2", answers).holds
+    assert "memory is 24.1" in checked("8b:gpu:memory<=32", answers).text
+    for wrong, said in (
+        ("8b:held>=1", "Name the device: llama-3.1-8b:cpu:held or llama-3.1-8b:gpu:held"),
+        ("8b:tpu:held>=1", "the run has no model '8b:tpu'"),
+    ):
+        with pytest.raises(ReportError, match=re.escape(said)):
+            checked(wrong, answers)
+    with pytest.raises(ReportError, match="was not measured on the GPU"):
+        checked("135m:gpu:held>=1", shown()[2])
+
+
+def test_a_copy_to_give_away_keeps_the_gpu_and_the_answer(tmp_path: Path) -> None:
+    export_run(RUN, tmp_path / "shared")
+    again = read_report(tmp_path / "shared")
+    assert headline.headline(headline.answers_of(again), again) == HEADLINE
+    assert again.gpu == h200()[0].gpu
+
+
+def test_compare_takes_devices_apart_and_says_where_it_was_told_not_to(tmp_path: Path) -> None:
+    run = read(RUN)
+    assert {facts[3] for facts in run.values} == {"cpu", "gpu"}
+    copy = msgspec.structs.replace(run.manifest, run_id="again")
+    both = compare([run], [msgspec.structs.replace(run, manifest=copy)])
+    assert all(row.ratio == pytest.approx(1.0) for row in both.rows), "each against its own device"
+    sides = {
+        device: {facts: values for facts, values in run.values.items() if facts[3] == device}
+        for device in ("cpu", "gpu")
+    }
+    cpu, gpu = (
+        msgspec.structs.replace(
+            run, values=sides[one], manifest=msgspec.structs.replace(run.manifest, run_id=one)
+        )
+        for one in ("cpu", "gpu")
+    )
+    with pytest.raises(NotComparable, match="differ in format"):
+        compare([cpu], [gpu])
+    allowed = ["format", "backend", "device"]
+    rows = compare([cpu], [gpu], allow=allowed).rows
+    assert rows and all("cpu and gpu" in row.cell for row in rows)
+
+
+def planned(model: str, rate: float, **keys: object) -> Plan:
+    raw: dict[str, object] = {
+        "model": model,
+        "forecast": {"peak_rate": rate},
+        "machines": [{"run": str(RUN), **keys}],
+        "devices": ["NVIDIA L4"],
+    }
+    asked = asked_of(raw, Path())
+    return make_plan(asked, candidates_of(asked))
+
+
+def test_a_plan_offers_the_cpu_the_gpu_and_both_and_asks_for_the_machines_price() -> None:
+    made = planned("1b", 1.0)
+    mine = {one.title: one for one in made.options if one.kind == "as it is"}
+    assert list(mine) == ["your GPU", "your CPU alone", "your CPU, GPU above it"]
+    assert {one.known_by for one in mine.values()} == {"confirmed", "estimated"}
+    for one in mine.values():
+        assert one.suffices == "yes" and one.dollars == pytest.approx(7.91 * 730.5)
+    text = as_text(made, 200)
+    assert "what your machine costs: $7.91/h, the list price of its NVIDIA H200, stands" in text
+    assert all(title in text for title in mine)
+
+
+def test_a_machine_that_is_paid_for_costs_its_energy_and_one_with_a_price_that_price() -> None:
+    paid = planned("8b", 20.0, is_paid=True)
+    gpu = next(one for one in paid.options if one.title == "your GPU")
+    # 569 W at 30.6/s, for 20/s all month
+    assert gpu.kwh == pytest.approx(0.569 * 20 / 30.6 * 730.5, rel=0.01)
+    assert gpu.dollars == pytest.approx(gpu.kwh * 0.15) and gpu == paid.choice
+    assert choice_sentence(paid).startswith("Your GPU (NVIDIA H200) serves llama-3.1-8b at 20 ")
+    assert "what your machine costs" not in as_text(paid)
+    rented = planned("8b", 20.0, dollars_per_hour=2.0)
+    assert next(one.dollars for one in rented.options if one.title == "your GPU") == 2.0 * 730.5
+    cpu = next(one for one in rented.options if one.title == "your CPU alone")
+    assert cpu.suffices == "no" and cpu.note == "misses the SLO unloaded"
+
+
+def test_the_cpu_takes_what_it_serves_and_the_gpu_what_is_above() -> None:
+    made = planned("1b", 48.5, is_paid=True)
+    both = next(one for one in made.options if one.title == "your CPU, GPU above it")
+    alone = next(one for one in made.options if one.title == "your GPU")
+    # 47.7/s are confirmed of the GPU, 1.4/s are surely served by the CPU
+    assert (both.suffices, alone.suffices, both.known_by) == ("yes", "perhaps", "estimated")
+
+
+def test_the_price_is_an_option_and_nonsense_is_refused() -> None:
+    def said(*words: str) -> str:
+        done = CliRunner().invoke(crossover.app, ["plan", "--model", "8b", "--rate", "20", *words])
+        return done.output + str(done.exception or "")
+
+    one = ("--run", str(RUN), "--device", "NVIDIA L4")
+    assert "$0 " not in said(*one) and "$5,778" in said(*one)
+    assert "Your GPU (NVIDIA H200) serves" in (text := said(*one, "--price", "2.5"))
+    assert "$1,826 a month, confirmed" in " ".join(text.split())
+    assert "--price -1 must be 0 or more" in said(*one, "--price", "-1")
+    assert "that --run names" in said("--price", "1")
+
+
+def changed(side: str, capacity: Capacity | None) -> list[Answer]:
+    """The answers with another capacity of every configuration on a device."""
+    found = []
+    for answer in h200()[1]:
+        cell = answer.side(side)
+        assert cell is not None
+        other = msgspec.structs.replace(cell, capacity=capacity)
+        found.append(msgspec.structs.replace(answer, **{side: other}))
+    return found
+
+
+def test_sentences_of_other_outcomes() -> None:
+    data = h200()[0]
+    misses = Capacity(state="not_even_alone", limit=0.0, low=0.0, high=0.0)
+    cpu, gpu = "The CPU (16 cores of an Intel Xeon) ", "this machine's NVIDIA H200 "
+    assert headline.headline(changed("cpu", misses), data) == (
+        f"{cpu}serves none of these models within the SLO; {gpu}serves up to llama-3.1-8b: 23/s "
+        "confirmed, about 31/s estimated."
+    )
+    assert headline.headline(changed("gpu", misses), data) == (
+        f"{cpu}serves up to llama-3.2-1b at an estimated 1.6 requests/s; {gpu}serves none of them "
+        "within the SLO."
+    )
+    quick = Capacity(state="holds", held=90.0, limit=95.0, low=90.0, high=99.0, method="law")
+    assert headline.headline(changed("cpu", quick), data) == (
+        f"{cpu}serves up to llama-3.1-8b at a confirmed 90 requests/s; {gpu}serves no more: "
+        "llama-3.1-8b: 23/s confirmed, about 31/s estimated."
+    )
+    alone = [msgspec.structs.replace(one, cpu=None, over=None) for one in h200()[1]]
+    assert headline.headline(alone, data) == (
+        "NVIDIA H200 serves up to llama-3.1-8b: 23 requests/s, confirmed."
+    )
