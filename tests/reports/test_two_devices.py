@@ -34,6 +34,7 @@ from reports.plan.plan_text import as_text, choice_sentence
 from reports.report_data import ReportData, read_report
 from reports.sections.crossover_map import crossover_map
 from reports.sections.section import Section
+from tests.bench.device_fit.own_runs import table_of
 from tests.reports.runs import shown
 
 RUN = Path(__file__).parents[2] / "docs" / "results" / "h200"
@@ -407,3 +408,14 @@ def test_sentences_of_other_outcomes() -> None:
     assert headline.headline(alone, data) == (
         "NVIDIA H200 serves up to llama-3.1-8b: 23 requests/s, confirmed."
     )
+
+
+def test_what_was_predicted_of_the_gpu_is_printed_beside_what_was_measured() -> None:
+    rows = {(row[0], row[1]): row[2:] for row in table_of(RUN)}
+    assert rows["llama-3.1-8b, NVIDIA H200, 64", "capacity"] == (
+        *("32/s (21–48)", "31/s (27–34)", "+6%"),
+    )
+    assert len(rows) == 6
+    text = (RUN.parents[2] / "tests" / "bench" / "RESULTS.md").read_text()
+    for (name, what), values in rows.items():
+        assert f"| {' | '.join((name, what, *values))} |" in text

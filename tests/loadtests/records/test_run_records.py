@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import resource
 from pathlib import Path
@@ -24,6 +25,7 @@ from loadtests.records.journal_events import (
 )
 from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_folder import (
+    COMPRESSED,
     EVENTS,
     LOCK,
     MANIFEST,
@@ -234,3 +236,18 @@ def test_what_is_read_holds_nothing_for_a_terminal(tmp_path: Path) -> None:
     ascii = json.dumps(json.loads((tmp_path / EVENTS).read_text()))  # \x9b as \\u009b
     (tmp_path / EVENTS).write_text(f"{ascii}\n")
     assert read_records(tmp_path).events == read.events
+
+
+def test_a_kept_run_may_have_its_requests_compressed(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", MANIFEST_RECORD) as folder:
+        folder.request(record("l", 0))
+    plain = tmp_path / "run" / REQUESTS
+    packed = plain.with_name(f"{REQUESTS}{COMPRESSED}")
+    packed.write_bytes(lzma.compress(plain.read_bytes() + b"{broken\n"))
+    plain.unlink()
+    run = read_records(tmp_path / "run")
+    assert list(run.requests()) == [record("l", 0)] and "line 2" in run.damage()[0]
+    for broken, said in ((packed.read_bytes()[:-20], "decompressed"), (b"no xz", "decompressed")):
+        packed.write_bytes(broken)
+        with pytest.raises(BadRunFolder, match=said):
+            list(read_records(tmp_path / "run").requests())

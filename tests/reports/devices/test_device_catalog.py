@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from reports.devices.device_catalog import device_named, devices, priced_gpus, read_devices, shipped
+from reports.devices.device_catalog import (
+    device_named,
+    device_of_driver_name,
+    devices,
+    priced_gpus,
+    read_devices,
+    shipped,
+)
 from reports.errors import ReportError
 
 OWN = """[[device]]
@@ -57,3 +64,33 @@ def test_a_name_is_found_by_its_words_and_an_ambiguous_one_lists_what_matches() 
     assert device_named("h100 sxm").name == "NVIDIA H100 SXM"
     with pytest.raises(ReportError, match="name one"):
         device_named("NVIDIA")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "found"),
+    [
+        ("NVIDIA H200", 140.4, "NVIDIA H200 SXM"),
+        ("NVIDIA H200 NVL", 140.4, "NVIDIA H200 NVL"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "NVIDIA H100 SXM"),
+        ("NVIDIA H100 PCIe", 79.1, "NVIDIA H100 PCIe"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "NVIDIA A100 40GB SXM"),
+        ("NVIDIA A100-SXM4-80GB", 79.1, "NVIDIA A100 80GB SXM"),
+        ("NVIDIA A100 80GB PCIe", 79.1, "NVIDIA A100 80GB PCIe"),
+        ("Tesla T4", 15.0, "NVIDIA T4"),
+        ("NVIDIA L40S", 45.0, "NVIDIA L40S"),
+        ("NVIDIA GeForce RTX 4090", 24.0, "NVIDIA RTX 4090"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 16.0, "NVIDIA RTX 4070 Ti Super"),
+        ("NVIDIA RTX 6000 Ada Generation", 48.0, "NVIDIA RTX 6000 Ada"),
+        # as near to nothing: another memory, another board, a part of another name
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, None),
+        ("NVIDIA A100-PCIE-40GB", 39.4, None),
+        ("NVIDIA A10", 22.5, None),
+        ("NVIDIA GH200 480GB", 95.0, None),
+        ("llvmpipe (LLVM 15.0.6, 256 bits)", None, None),
+    ],
+)
+def test_a_driver_s_name_is_a_device_of_the_catalogue_or_none(
+    name: str, gib: float | None, found: str | None
+) -> None:
+    device = device_of_driver_name(name, None if gib is None else gib * 2**30)
+    assert (None if device is None else device.name) == found

@@ -1,0 +1,68 @@
+"""What is predicted of a GPU beside what a run of ours measured on it: figures held out of the fit.
+
+    python -m tests.bench.device_fit.own_runs docs/results/h200
+
+No run of ours is among the measurements that the constants are fitted to.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from models import formatting
+from reports.devices.device_capacity import MIDDLE, Service, machine_of, simulated
+from reports.headline import answers_of
+from reports.own_gpu import predicted_here
+from reports.report_data import CellData, ReportData, read_report
+
+HEADS = ("model, GPU, slots", "what", "predicted", "measured", "off")
+
+
+def rows_of(cell: CellData, data: ReportData) -> list[tuple[str, ...]]:
+    """Capacity, and TTFT and TPOT of a single request; [] where nothing is predicted of it."""
+    predicted = predicted_here(cell, data)
+    if predicted is None or cell.limit is None or cell.alone is None or cell.capacity is None:
+        return []
+    assert data.gpu and data.gpu.device and cell.spec and cell.traffic and predicted.rate
+    machine = msgspec.structs.replace(machine_of(data.gpu.device), slots=cell.slots)
+    alone = simulated(Service(machine, cell.spec, cell.weight_format, cell.traffic), MIDDLE).alone()
+    name = f"{cell.model}, {data.gpu.name}, {cell.slots}"
+    found, like = cell.capacity, cell.like
+    rows = [
+        (
+            *(name, "capacity"),
+            formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high, like),
+            formatting.rate_with_interval(found.limit, found.low, found.high, like),
+            f"{predicted.rate / cell.limit - 1:+.0%}",
+        )
+    ]
+    for what, values, measured in (
+        ("TTFT, single request", alone.ttft, cell.alone.ttft_seconds),
+        ("TPOT, single request", alone.tpot, cell.alone.tpot_seconds),
+    ):
+        middle = float(np.nanmedian(values))
+        if measured:
+            times = formatting.seconds(middle), formatting.seconds(measured)
+            rows.append((name, what, *times, f"{middle / measured - 1:+.0%}"))
+    return rows
+
+
+def table_of(folder: Path) -> list[tuple[str, ...]]:
+    """The rows of a run."""
+    data = read_report(folder)
+    cells = [one.gpu for one in answers_of(data) if one.gpu is not None]
+    return [row for cell in cells for row in rows_of(cell, data)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path)
+    for row in (HEADS, ("---",) * len(HEADS)):
+        print(f"| {' | '.join(row)} |")
+    for run in parser.parse_args().runs:
+        for row in table_of(run):
+            print(f"| {' | '.join(row)} |")
