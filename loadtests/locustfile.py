@@ -62,7 +62,7 @@ def obey(environment: Environment, pipe: socket.socket) -> None:
         except Exception as problem:  # in a greenlet: nobody else would hear of it
             is_known = isinstance(problem, LoadError | OSError)
             logging.error("%s", printable(str(problem)), exc_info=not is_known)
-            tell(Failed(f"{problem}"))
+            tell(Failed(str(problem) or type(problem).__name__))
     environment.process_exit_code = 0  # failed requests are results
     environment.runner.quit()
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from models.errors import CrossoverError
+from models.errors import CrossoverError, printable
 from serving.option_help import bound
 
 T = TypeVar("T")
@@ -37,13 +37,16 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 def read_toml(path: Path, error: type[CrossoverError]) -> tuple[dict[str, Any], str]:
     """The tables of a file, and its text. Raises `error`."""
+    name = printable(str(path))
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # with a byte order mark or without
     except OSError as problem:
-        raise error(f"{path} cannot be read: {problem.strerror}") from problem
+        raise error(f"{name} cannot be read: {problem.strerror}") from problem
     except UnicodeDecodeError as problem:
-        raise error(f"{path} is no text: {problem.reason} at byte {problem.start}") from None
-    return parse_toml(text, error, f"{path}: "), text
+        raise error(f"{name} is no text: {problem.reason} at byte {problem.start}") from None
+    except ValueError as problem:  # a null character
+        raise error(f"{name} cannot be read: {problem}") from None
+    return parse_toml(text, error, f"{name}: "), text
 
 
 def parse_toml(text: str, error: type[CrossoverError], where: str = "") -> dict[str, Any]:

@@ -46,4 +46,5 @@ def markdown(data: ReportData, answers: Sequence[Answer], sections: Sequence[Sec
 
 
 def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(text.replace('|', '/') for text in cells)} |"
+    """A row of a table, whatever line feeds and bars a name in it holds."""
+    return f"| {' | '.join(' '.join(text.split()).replace('|', '/') for text in cells)} |"

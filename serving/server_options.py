@@ -204,7 +204,8 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
 def _entries(file: str, where: str) -> list[dict[str, Any]]:
     """The [[model]] tables of a models file. Raises ServingError."""
     try:
-        return msgspec.toml.decode(Path(file).read_bytes(), type=_ModelsFile).model
+        text = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+        return msgspec.toml.decode(text, type=_ModelsFile).model
     except OSError as problem:
         raise ServingError(f"{where}: {problem.strerror}") from problem
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:

@@ -484,7 +484,7 @@ def _cell(
 
 def cell_of_target(target: Target) -> Cell:
     """The cell of an endpoint that is there already."""
-    model = target.model or "default"
+    model = " ".join((target.model or "default").split()) or "default"  # an id may hold line feeds
     key = plain(f"{model}@{target.url.split('://')[-1]}")
     return Cell(key=key, model=model, weight_format="", backend="external", url=target.url)
 

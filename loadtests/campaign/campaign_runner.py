@@ -37,6 +37,7 @@ from loadtests.host.child_processes import signals_interrupt
 from loadtests.host.machine_lock import machine_lock
 from loadtests.records import journal_events as journal
 from loadtests.records.run_folder import RunFolder
+from loadtests.workload.request_lengths import notes_of
 from models import formatting
 from models.errors import CrossoverError
 from serving.hardware.machine_facts import HardwareFacts
@@ -76,6 +77,8 @@ def run(
         with new_run(out, plan, facts, command or sys.argv) as opened:
             opened.event(journal.RunStarted())
             progress.say(f"run {opened.folder}: {len(plan.cells)} cells")
+            for note in notes_of(plan.campaign.workload, plan.campaign.arrivals):
+                progress.say(f"note: {note}")
             states = [CellState(opened, plan.campaign, cell) for cell in plan.cells]
             _Sitting(opened, plan.campaign, states, facts, progress, world).go()
     return opened.folder

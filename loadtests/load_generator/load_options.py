@@ -11,6 +11,7 @@ from msgspec import Meta
 from loadtests.errors import LoadError
 from loadtests.load_generator.level_messages import LoadPlan
 from loadtests.load_generator.openai_endpoint import Target, check_target
+from loadtests.toml_files import converted
 from loadtests.workload.arrivals import Arrivals, Constant, Gamma, Poisson
 from loadtests.workload.request_lengths import Workload
 from serving.option_help import about, option, unbounded
@@ -84,9 +85,14 @@ def parse_workload(text: str) -> Workload:
     found = _WORKLOAD.fullmatch(text)
     known = {name: value for name, value in found.groupdict().items() if value} if found else {}
     try:
-        return msgspec.convert(known, Workload, strict=False)
-    except msgspec.ValidationError as problem:
+        lengths = {key: _number(value) for key, value in known.items() if key != "preset"}
+        return converted(known | lengths, Workload, LoadError)
+    except LoadError as problem:
         raise LoadError(
             f"--workload {text!r}: {problem}; write a preset (chat), caps behind it "
             "(chat:512:64), or 256x64"
         ) from problem
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() and len(text) < 20 else text

@@ -79,7 +79,17 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 def check_target(target: Target) -> None:
-    """Raises TargetUnusable for a URL that is none, or that holds a password."""
+    """Raises TargetUnusable for a URL that is none or holds a password, and for bytes of a command
+    line that no JSON can carry.
+    """
+    for name in Target.__struct_fields__:
+        try:
+            msgspec.json.encode(getattr(target, name))
+        except UnicodeEncodeError:
+            raise TargetUnusable(
+                f"{name} {getattr(target, name)!r} holds bytes that are no UTF-8; a URL can carry "
+                "them as %FF"
+            ) from None
     connect(target.url)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import gevent
 
+from loadtests.errors import LoadError
 from loadtests.load_generator.http_connection import Pool
 from loadtests.load_generator.level_messages import LoadPlan
 from loadtests.load_generator.openai_endpoint import TargetFacts, request_bytes
@@ -17,6 +18,8 @@ from loadtests.records.request_record import RequestRecord
 from loadtests.workload.arrivals import due_times
 from loadtests.workload.exact_prompts import PromptMaker
 from loadtests.workload.request_lengths import Ask, draw
+
+MAX_LEVEL_TOKENS = 250_000_000  # of all prompts of a level together: some 2 GB of text
 
 
 class Request(NamedTuple):
@@ -42,6 +45,12 @@ class RequestFactory:
             seconds = plan.duration_seconds + plan.follow_seconds
             due = due_times(plan.arrivals, plan.rate or 0.0, seconds, plan.seed).tolist()
             asks = draw(plan.workload, len(due), plan.seed)
+        if (tokens := sum(ask.prompt_tokens for ask in asks)) > MAX_LEVEL_TOKENS:
+            raise LoadError(
+                f"the {len(asks)} prompts of this level hold {tokens:,} tokens, and at most "
+                f"{MAX_LEVEL_TOKENS:,} are made before it starts: lower the rate, the seconds or "
+                "the lengths"
+            )
         made: list[Request] = []
         for ask, at in zip(asks, due, strict=True):
             made.append(self._request(ask, at))

@@ -24,11 +24,11 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from loadtests.toml_files import key
-from loadtests.workload.arrivals import generator
-from loadtests.workload.trace_file import load_trace
+from loadtests.workload.arrivals import Arrivals, Trace, generator
+from loadtests.workload.trace_file import MAX_TOKENS, load_trace
 
 Pairs = npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
-Tokens = Annotated[int, Meta(ge=1)]
+Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 PRESETS: tuple[str, ...] = ("chat", "code", "sharegpt", "summarise")
 DATA = resources.files("loadtests.workload").joinpath("data")
 
@@ -99,6 +99,14 @@ def draw(workload: Workload, n: int, seed: int) -> list[Ask]:
     prefix = workload.shared_prefix_tokens
     pairs = _drawn(workload, n, generator(seed, _STREAM)).tolist()
     return [Ask(i, prompt, out, min(prefix, prompt)) for i, (prompt, out) in enumerate(pairs)]
+
+
+def notes_of(workload: Workload, arrivals: Arrivals | None = None) -> list[str]:
+    """What a person should know of the files of lengths and arrivals. Raises LoadError."""
+    paths = [workload.file, workload.replay]
+    paths += [arrivals.path] if isinstance(arrivals, Trace) else []
+    notes = [load_trace(path).note(path) for path in dict.fromkeys(paths) if path is not None]
+    return [note for note in notes if note is not None]
 
 
 def in_words(workload: Workload) -> str:

@@ -3,12 +3,15 @@
     {"prompt_tokens": 320, "output_tokens": 90}
     {"prompt_tokens": 320, "output_tokens": 90, "seconds": 12.5}
 
-`seconds` is when the request came; all lines have it, or none. Requests are sorted by it.
+`seconds` is when the request came; all lines have it, or none. Requests are sorted by it. Blank
+lines and a byte order mark are skipped. Rows without prompt or answer, which recordings of real
+traffic hold, are left out and counted.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -18,8 +21,11 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from loadtests.errors import LoadError
+from models.errors import printable
 
-_Tokens = Annotated[int, Meta(ge=1)]
+MAX_TOKENS = 10_000_000  # of a prompt or an answer: the longest context that is sold
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | Annotated[float, Meta(ge=0, le=MAX_TOKENS)]
 
 
 class _Row(msgspec.Struct):
@@ -33,27 +39,58 @@ class TraceRows(NamedTuple):
 
     seconds: npt.NDArray[np.float64]  # from 0, ascending; empty: the file has no stamps
     pairs: npt.NDArray[np.int64]  # (prompt tokens, output tokens)
+    left_out: int = 0  # rows with no prompt or no answer
+
+    def note(self, path: str) -> str | None:
+        """What a person should know of the file."""
+        if not self.left_out:
+            return None
+        rows = "1 row" if self.left_out == 1 else f"{self.left_out} rows"
+        return f"{shown_path(path)}: {rows} without prompt or answer tokens left out"
 
 
 @functools.lru_cache(maxsize=8)
 def load_trace(path: str) -> TraceRows:
     """Raises LoadError for a file that is missing or empty, or has a bad line."""
+    name = shown_path(path)
     if not Path(path).is_file():
-        raise LoadError(f"trace {path}: there is no such file")
-    rows: list[_Row] = []
+        raise LoadError(f"trace {name}: there is no such file")
     try:
-        for line in Path(path).read_bytes().splitlines():
-            rows.append(msgspec.json.decode(line, type=_Row))
-    except (OSError, msgspec.MsgspecError) as problem:
-        raise LoadError(f"trace {path}, line {len(rows) + 1}: {problem}") from None
-    stamps = [row.seconds for row in rows if row.seconds is not None]
-    if not rows or len(stamps) not in (0, len(rows)):
+        text = Path(path).read_bytes().removeprefix(_BYTE_ORDER_MARK)
+    except OSError as problem:
+        raise LoadError(f"trace {name} cannot be read: {problem.strerror}") from None
+    rows: list[_Row] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_whole(msgspec.json.decode(line, type=_Row)))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as problem:
+            raise LoadError(f"trace {name}, line {number}: {problem}") from None
+    kept = [row for row in rows if row.prompt_tokens and row.output_tokens]
+    stamps = [row.seconds for row in kept if row.seconds is not None]
+    if not kept or len(stamps) not in (0, len(kept)):
         raise LoadError(
-            f"trace {path}: {len(stamps)} of {len(rows)} lines have `seconds`; it needs lines, and "
+            f"trace {name}: {len(stamps)} of {len(kept)} lines have `seconds`; it needs lines, and "
             "that all of them have it or none"
         )
-    rows.sort(key=lambda row: row.seconds or 0.0)  # stable: as they stand without stamps
+    kept.sort(key=lambda row: row.seconds or 0.0)  # stable: as they stand without stamps
     return TraceRows(
         np.sort(np.array(stamps, dtype=np.float64)) - min(stamps, default=0.0),
-        np.array([(row.prompt_tokens, row.output_tokens) for row in rows], dtype=np.int64),
+        np.array([(row.prompt_tokens, row.output_tokens) for row in kept], dtype=np.int64),
+        len(rows) - len(kept),
     )
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """A path for people and JSON, whatever bytes it has."""
+    return printable(os.fsdecode(path))
+
+
+def _whole(row: _Row) -> _Row:
+    """Counts such as 320.0, which data frames write, are whole. Raises ValueError for others."""
+    for name in ("prompt_tokens", "output_tokens"):
+        value = getattr(row, name)
+        if value != int(value):
+            raise ValueError(f"{name} must be a whole number, got {value}")
+    return row

@@ -126,7 +126,7 @@ def devices() -> tuple[Device, ...]:
     """
     path = user_file()
     try:
-        own = read_devices(path.read_text("utf-8"), str(path))
+        own = read_devices(path.read_text("utf-8-sig"), str(path))
     except FileNotFoundError:
         own = []
     except (OSError, UnicodeDecodeError) as problem:

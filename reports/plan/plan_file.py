@@ -24,7 +24,7 @@ from loadtests.campaign.campaign_file import SloSpec, slo_of
 from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, lengths_of
 from loadtests.toml_files import Table, converted, key
 from loadtests.workload.arrivals import Constant, Gamma, Poisson
-from loadtests.workload.request_lengths import Workload
+from loadtests.workload.request_lengths import Workload, notes_of
 from loadtests.workload.request_lengths import in_words as lengths_in_words
 from models.errors import CrossoverError, UnsupportedModel
 from models.identify_model import ModelIdentity, identify
@@ -181,7 +181,10 @@ def question(
             slo=slo_of(keys.slo or "chat"),
             traffic=Traffic(lengths, keys.forecast.arrivals),
             lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():.0f} tokens "
-            f"in, {lengths.output.mean():.0f} out",
+            f"in, {lengths.output.mean():.0f} out"
+            + "".join(
+                f" ({note})" for note in notes_of(msgspec.structs.replace(workload, **paths))
+            ),
             folder=folder,
             weight_format=keys.format or usual_format,
         )

@@ -372,3 +372,7 @@ def test_levels_are_told_with_what_never_came() -> None:
                 value = one.quantile("ttft", q)
                 assert value is None or value > 0 or math.isinf(value)
     assert msgspec.to_builtins(data.cells[0].alone)["requests"] >= 2
+
+
+def test_a_name_with_bars_and_line_feeds_stays_in_its_row_of_markdown() -> None:
+    assert markdown._row(["a\n\n| b", "c\td"]) == "| a / b | c d |"

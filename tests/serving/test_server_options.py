@@ -202,3 +202,9 @@ def test_what_names_no_model_is_said_to_be_so(tmp_path: Path) -> None:
         asked(tmp_path, models_file=str(tmp_path / "no-such.toml"))
     with pytest.raises(ServingError, match="no model to serve"):
         asked(tmp_path)
+
+
+def test_a_models_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_bytes(b'\xef\xbb\xbf[[model]]\r\nsource = "135m"\r\n')
+    assert [one.source for one in models_of(ServeOptions(models_file=str(file)))] == ["135m"]

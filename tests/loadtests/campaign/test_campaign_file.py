@@ -14,6 +14,7 @@ from loadtests.campaign.campaign_file import (
     DEMO,
     Campaign,
     Cell,
+    cell_of_target,
     check_trust,
     parse_campaign,
     read_campaign,
@@ -23,6 +24,7 @@ from loadtests.campaign.resume_state import new_run
 from loadtests.campaign.server_launch import filled
 from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign
+from loadtests.load_generator.openai_endpoint import Target
 from loadtests.workload.arrivals import Gamma
 from serving.hardware.machine_facts import hardware_facts
 from tests.campaign_template import STARTED, campaign_template
@@ -260,3 +262,15 @@ def test_resume_asks_again_for_a_command(tmp_path: Path) -> None:
         assert "in use by" in str(done.exception)
     done = CliRunner().invoke(campaign, ["resume", str(opened.folder)])
     assert isinstance(done.exception, BadCampaign) and "--trust" in str(done.exception)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_bytes(b'\xef\xbb\xbfname = "a"\r\nmodels = ["135m"]\r\n')
+    assert read_campaign(path).campaign.name == "a"
+
+
+def test_a_model_of_an_endpoint_has_a_name_of_one_line():
+    """The id itself, which is asked for, keeps its line feed."""
+    cell = cell_of_target(Target(url="http://h", model="a\n| b"))
+    assert cell.model == "a | b"

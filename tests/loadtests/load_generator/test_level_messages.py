@@ -6,7 +6,7 @@ import pytest
 
 from loadtests.cli.load_command import load
 from loadtests.errors import LoadError
-from loadtests.load_generator.load_options import parse_workload
+from loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
 from loadtests.workload.request_lengths import Workload
 from models.errors import CrossoverError
 
@@ -18,7 +18,7 @@ def test_workloads_as_people_write_them() -> None:
         parse_workload("chat*x")
     with pytest.raises(LoadError, match="'tea' is not one of"):
         parse_workload("tea")
-    with pytest.raises(LoadError, match="^--workload 'chat:x': .*`int.*max_prompt_tokens"):
+    with pytest.raises(LoadError, match="^--workload 'chat:x': max_prompt_tokens must be a"):
         parse_workload("chat:x")
 
 
@@ -38,3 +38,16 @@ def test_options_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(CrossoverError, match=message):
         load(**({"url": "http://127.0.0.1:9", "extra_body": None} | given))
+
+
+@pytest.mark.parametrize("text", ["1000000000x2", "2x1000000000", "9" * 30 + "x2", "0x2"])
+def test_lengths_are_bounded_and_said_in_words(text: str) -> None:
+    with pytest.raises(LoadError, match=r"_tokens must be (at (most|least)|a whole number)"):
+        parse_workload(text)
+
+
+@pytest.mark.parametrize("changes", [{"model": "\udcff"}, {"url": "http://h/\udcff"}])
+def test_bytes_that_are_no_utf_8_are_refused(changes: dict[str, str]) -> None:
+    options = LoadOptions(**({"url": "http://h", "rate": 1.0} | changes))  # type: ignore[arg-type]
+    with pytest.raises(LoadError, match="no UTF-8"):
+        plan_of(options)
