@@ -85,6 +85,17 @@ class ContextOverflow(ServingError):
         self.parameter = parameter
 
 
+class TokenOutOfRange(ServingError):
+    """A text has a token that the model has no row for. `parameter`: messages or prompt."""
+
+    def __init__(self, token: int, text: str, vocabulary: int, parameter: str) -> None:
+        super().__init__(
+            f"{parameter}: The text contains the token {text!r} (id {token}), and the model has "
+            f"rows only for the ids 0 to {vocabulary - 1}. Leave this token out."
+        )
+        self.parameter = parameter
+
+
 class Unavailable(ServingError):
     """No engine serves at the moment. `code` says why, by default the model's state."""
 

@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import uvloop
@@ -161,6 +162,8 @@ async def _announce(
             label, seconds = supervisor.label, supervisor.ready.load_seconds
             with contextlib.suppress(OSError):  # nobody reads our standard output
                 print(f"ready: {url} ({name}{label}, loaded in {seconds:.1f} s)", flush=True)
+            if beyond := model.tokens_out_of_range():
+                narrator.say(name + words_of_tokens_out_of_range(beyond))
             about = {"url": url, "pid": os.getpid(), "model": model.served_name}
             about |= {"engine_pid": pid, "backend": label}
             try:
@@ -171,6 +174,16 @@ async def _announce(
         if not told and all(model.given_up for model in models):
             return "; ".join(f"{one.served_name}: {one.supervisor.reason}" for one in models)
         await asyncio.sleep(LOOK_SECONDS)
+
+
+def words_of_tokens_out_of_range(tokens: Mapping[int, str]) -> str:
+    """The line at load about tokens that the model has no rows for."""
+    shown = [f"{text or 'a token'} ({number})" for number, text in tokens.items()]
+    rest = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    return (
+        f"The model's files name tokens beyond the rows of its weights: {', '.join(shown[:8])}"
+        f"{rest}. Requests whose text contains one of them are refused."
+    )
 
 
 def key_of(variable: str | None, option: str) -> str | None:

@@ -114,7 +114,9 @@ class Worker:
         # All that an engine keeps of a tokenizer: bytes of each token, and the end tokens.
         tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
         table, ends = tokenizer.token_bytes(), tokenizer.eos_ids
-        table += [b""] * max(0, info.vocabulary - len(table))  # models pad their vocabulary
+        # Models pad their vocabulary; some tokenizers have tokens beyond it, which no row draws.
+        table = [*table, *[b""] * (info.vocabulary - len(table))][: info.vocabulary]
+        ends = frozenset(token for token in ends if 0 <= token < info.vocabulary)
         self._grammars = Grammars(table, ends)
         shown = with_marks(table, tokenizer)  # a grammar is over text, and may not draw marks
         self.scheduler = Scheduler(self.backend, shown, ends, self.config)

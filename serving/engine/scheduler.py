@@ -63,12 +63,13 @@ class Scheduler:
     ) -> None:
         self.backend = backend
         self.settings = backend.info.settings
+        self._vocabulary = backend.info.vocabulary
         self.clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by slot
         self.preemptions = 0
         self._table = token_bytes
-        self._eos = eos_ids
+        self._eos = frozenset(token for token in eos_ids if 0 <= token < self._vocabulary)
         self._slots = SlotAllocator(backend, config.prefix_reuse)
         self._step_clock = StepClock()
         self._launch = getattr(backend, "launch", None)
@@ -94,6 +95,18 @@ class Scheduler:
         if not 1 <= len(request.prompt) < context:
             why = f"a prompt of {len(request.prompt)} tokens; 1 to {context - 1} fit"
             return Delta(submit.id, 0, "", FinishReason.REFUSED, error=why)
+        for parameter, ids in (
+            ("prompt", request.prompt),
+            ("stop_token_ids", request.stop_token_ids),
+            ("logit_bias", request.sampling.logit_bias),
+        ):
+            if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
+                why = (
+                    f"{parameter}: an id is out of range; the model has rows for the ids 0 to "
+                    f"{self._vocabulary - 1}"
+                )
+                problem = Unsupported(why, parameter)
+                return failed_delta(submit.id, problem)
         text = StreamText(self._table, request.stop, request.include_stop)
         sequence = Sequence(submit, text, self._eos, context, self.clock(), state)
         self._has_deadlines |= sequence.deadline is not None

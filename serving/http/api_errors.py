@@ -12,6 +12,7 @@ from serving.errors import (
     NoRoom,
     Overloaded,
     ServingError,
+    TokenOutOfRange,
     Unavailable,
     UnknownModel,
 )
@@ -28,6 +29,7 @@ _ANSWERS: dict[type[Exception], tuple[int, str]] = {
     LoadFailed: (500, "load_failed"),
     UnknownModel: (404, "model_not_found"),
     ContextOverflow: (400, "context_length_exceeded"),
+    TokenOutOfRange: (400, "token_out_of_range"),
 }
 
 

@@ -50,8 +50,8 @@ async def chat_completions(request: Request) -> Answer:
         text = rendered(model, body, is_free)
     else:
         text = await in_text_thread(rendered, model, body, is_free)
-    most = facts.context_tokens
-    ids = await model.tokens(text, "messages", most=most, parse_special=True)
+    limits: Any = {"most": facts.context_tokens, "vocabulary": facts.vocabulary}
+    ids = await model.tokens(text, "messages", parse_special=True, **limits)
     answer = ChatAnswer(request, body, generation, [(ids, token_limit(body, len(ids), facts))])
     parameters = {tool.function.name: tool.function.parameters or {} for tool in offered(body)}
     answer.form = form_of(template, text, calls, parameters, is_free)

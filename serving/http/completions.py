@@ -75,13 +75,14 @@ async def completions(request: Request) -> Answer:
     facts = model.facts()
     generation = validate(body, facts, body.logprobs)
     model.supervisor.requests.check_room()  # before a long prompt is tokenised
-    bos, most = body.add_special_tokens is not False, facts.context_tokens
+    bos = body.add_special_tokens is not False
+    limits: Any = {"most": facts.context_tokens, "vocabulary": facts.vocabulary}
     prompts: list[tuple[list[int], int]] = []
     for ids in prompts_of(body, facts):
         if prompts:
             await asyncio.sleep(0)  # short texts are tokenised on the loop, one a turn
         if isinstance(ids, str):
-            ids = await model.tokens(ids, "prompt", most=most, bos=bos)
+            ids = await model.tokens(ids, "prompt", bos=bos, **limits)
         prompts.append((ids, token_limit(body, len(ids), facts)))
     return Answer(request, body, generation, prompts)
 

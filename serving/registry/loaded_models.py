@@ -38,6 +38,7 @@ from serving.errors import (
     LoadFailed,
     NoRoom,
     ServingError,
+    TokenOutOfRange,
     Unavailable,
     UnknownModel,
 )
@@ -138,15 +139,34 @@ class ServedModel:
         most: int | None = None,
         bos: bool = False,
         parse_special: bool = False,
+        vocabulary: int | None = None,
     ) -> list[int]:
-        """Token ids of a text. Raises ContextOverflow where there must be more than `most`."""
+        """Token ids of a text. Raises ContextOverflow where there must be more than `most`,
+        TokenOutOfRange for an id that is no row of the model's `vocabulary`."""
         encode = partial(self.tokenizer.encode, text, parse_special=parse_special)
         fewest = len(text) // self._longest
         if most is not None and fewest > most:
             raise ContextOverflow(fewest, most, parameter)
         ids = encode() if len(text) <= INLINE_CHARACTERS else await in_text_thread(encode)
         head = self.tokenizer.bos_id
-        return [head, *ids] if bos and head is not None else ids
+        if vocabulary is None:
+            return [head, *ids] if bos and head is not None else ids
+        if (highest := max(ids, default=0)) >= vocabulary:
+            shown = self.tokenizer.token_text(highest)
+            raise TokenOutOfRange(highest, shown, vocabulary, parameter)
+        return [head, *ids] if bos and head is not None and head < vocabulary else ids
+
+    def tokens_out_of_range(self) -> dict[int, str]:
+        """Ids that the model's files name and its engine has no rows for, with their texts: those
+        of the tokenizer, and of tokens that begin or end a text. Empty while no engine serves."""
+        ready, tokenizer = self.supervisor.ready, self.tokenizer
+        if ready is None:
+            return {}
+        rows = ready.info.vocabulary
+        named = {one for one in (tokenizer.bos_id, *tokenizer.eos_ids) if one is not None}
+        ids = {*range(rows, tokenizer.vocabulary), *(one for one in named if one >= rows)}
+        texts = {one: tokenizer.token_text(one) for one in sorted(ids)}
+        return {one: text for one, text in texts.items() if text or one in named}
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of a token; none of control tokens."""
