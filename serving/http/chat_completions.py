@@ -39,11 +39,11 @@ async def chat_completions(request: Request) -> Answer:
     facts = model.facts()
     template = template_of(model, body)
     wants_calls = body.tools or body.tool_choice
-    calls, calls_schema = format_of(body, template) if wants_calls else (None, None)
+    calls, needed_calls = format_of(body, template) if wants_calls else (None, None)
     if body.top_logprobs and not body.logprobs:
         raise refused("top_logprobs", "needs logprobs: true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    generation = validate(body, facts, logprobs, calls_schema)
+    generation = validate(body, facts, logprobs, needed_calls)
     model.supervisor.requests.check_room()  # before a long prompt is tokenised
     is_free = not generation.sampling.is_constrained
     if request.body_bytes <= INLINE_CHARACTERS:
@@ -55,8 +55,6 @@ async def chat_completions(request: Request) -> Answer:
     answer = ChatAnswer(request, body, generation, [(ids, token_limit(body, len(ids), facts))])
     parameters = {tool.function.name: tool.function.parameters or {} for tool in offered(body)}
     answer.form = form_of(template, text, calls, parameters, is_free)
-    if calls_schema is not None:
-        answer.schema_key = "tools"
     return answer
 
 

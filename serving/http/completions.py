@@ -92,7 +92,6 @@ class Answer:
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     opening: tuple[Part, ...] = ()  # what precedes a choice's first content
-    schema_key = "response_format"  # that an engine's refusal of the schema is about
     form: Form | None = None  # what splitters look for in the text; None: all of it is content
 
     def __init__(
@@ -295,7 +294,6 @@ class Answer:
             return too_late(self.request.deadline_seconds)
         text = delta.error or "the request was cancelled by the server"
         if delta.finish == FinishReason.REFUSED:
-            key = self.schema_key if key == "response_format" else key
             return ApiError(400, text, "unsupported_parameter", key)
         return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
 

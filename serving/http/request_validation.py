@@ -27,19 +27,19 @@ _SEED_MASK = (1 << 63) - 1
 
 
 def validate(
-    body: Generation, facts: Facts, logprobs: int | None = None, calls_schema: bytes | None = None
+    body: Generation, facts: Facts, logprobs: int | None = None, calls: bytes | None = None
 ) -> GenerationRequest:
     """The request's sampling and stops, without prompt, length and deadline. Raises ApiError 400.
 
-    `logprobs`: alternatives. `calls_schema`: of the calls that the answer must consist of.
+    `logprobs`: alternatives. `calls`: those that the answer must consist of, as JSON of ToolCalls.
     """
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "only allowed together with stream: true")
     for key in ("stop_token_ids", "logit_bias"):
         if ids := getattr(body, key):
             check_ids(ids, facts, key)
-    schema = calls_schema if body.response_format is None else _schema_of(body, calls_schema)
-    if body.grammar is not None and schema is not None:
+    schema = _schema_of(body, calls)
+    if body.grammar is not None and (schema is not None or calls is not None):
         raise refused("grammar", "not together with response_format or calls that must come")
     temperature = 1.0 if body.temperature is None else body.temperature
     sampling = Sampling(
@@ -55,6 +55,7 @@ def validate(
         logprobs=None if logprobs is None else min(logprobs, facts.vocabulary),
         grammar=body.grammar,
         json_schema=None if schema is None else schema.decode(),
+        tool_calls=None if calls is None else calls.decode(),
     )
     return GenerationRequest(
         prompt=[],
@@ -69,12 +70,12 @@ def validate(
     )
 
 
-def _schema_of(body: Generation, calls_schema: bytes | None) -> bytes | None:
+def _schema_of(body: Generation, calls: bytes | None) -> bytes | None:
     """The JSON schema that the answer is held to. Raises ApiError 400."""
     form, key = body.response_format, "response_format"
     if form is None or form.type == "text":
-        return calls_schema
-    if calls_schema is not None:
+        return None
+    if calls is not None:
         raise refused(key, "not together with calls of tools that must come")
     if form.type == "json_schema" and form.json_schema is None:
         raise refused(f"{key}.json_schema", "needed with this type")

@@ -11,14 +11,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from models.answer_marks import dialect_of
 from models.chat_template import AsWritten
 from serving.http.answer_parts import CALL, CALLED, TRAILING_CALL, Format
 from serving.http.api_errors import refused
 from serving.http.body_types import ChatRequest, Tool, encode
-from serving.sampling.grammar import MAX_CHARACTERS
+from serving.sampling.grammar import MAX_CHARACTERS, CallableTool, ToolCalls
 
 
 def offered(body: ChatRequest) -> Sequence[Tool]:
@@ -27,8 +25,8 @@ def offered(body: ChatRequest) -> Sequence[Tool]:
 
 
 def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | None]:
-    """How the model is to write its calls, None: it makes none; and the JSON schema of calls that
-    must come. Raises ApiError 400."""
+    """How the model is to write its calls, None: it makes none; and the calls that must come, as
+    JSON of ToolCalls. Raises ApiError 400."""
     choice, tools = body.tool_choice, offered(body)
     if isinstance(choice, Tool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -50,21 +48,23 @@ def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | 
     if (size := len(encode(tools))) > MAX_CHARACTERS:
         why = f"calls that must come, of {size} bytes; {MAX_CHARACTERS} are allowed"
         raise refused("tools", why)
-    definitions: dict[str, msgspec.Raw] = {}
-    calls: list[Any] = []
-    for number, tool in enumerate(tools):
-        place = f"#/$defs/f{number}"
-        # Its references to itself hold where it now stands.
-        arguments = encode(tool.function.parameters or {"type": "object"})
-        moved = arguments.replace(b'"$ref":"#', b'"$ref":"' + place.encode())
-        definitions[f"f{number}"] = msgspec.Raw(moved)
-        call = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
-        needed = {"required": [*call], "additionalProperties": False}
-        calls.append({"type": "object", "properties": call, **needed})
-    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-    if isinstance(choice, Tool) or body.parallel_tool_calls is False:
-        schema["maxItems"] = 1
-    return "list", encode(schema | {"$defs": definitions})
+    callable_tools = [
+        CallableTool(
+            tool.function.name,
+            _parameters_of(tool),
+            bool(tool.function.strict),
+        )
+        for tool in tools
+    ]
+    at_most_one = isinstance(choice, Tool) or body.parallel_tool_calls is False
+    return "list", encode(ToolCalls(callable_tools, at_most_one))
+
+
+def _parameters_of(tool: Tool) -> dict[str, Any]:
+    parameters = tool.function.parameters
+    if parameters is None:  # it takes none
+        return {"type": "object", "properties": {}}
+    return parameters or {"type": "object"}
 
 
 def readable_calls(template: str) -> Format | None:

@@ -19,10 +19,12 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from serving.errors import ServingError, Unsupported
+from serving.sampling.json_schema import Problem, prepared
 from serving.sampling.step_inputs import Logits, Sampling
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 65_536
 MAX_RULES = 500  # of a GBNF grammar; the converter takes time by their square
 MAX_PATTERNS = 64  # of a JSON schema's patternProperties: 400 of them take minutes
+# What the compiler takes only in some forms.
+_FRAGILE = ("patternProperties", "multipleOf", "minProperties", "maxProperties")
 KEPT = 8  # matchers of texts that were compiled: a request's answers share theirs
 WHITESPACE = r"( |\n[ \t]{0,20})"  # between tokens of JSON: one space, or a line's indentation
 # Of an error of llguidance: where it is in what we made of the text, and what we made.
@@ -43,6 +47,22 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,  # 2 kB each
     "max_grammar_size": 200_000,
 }
+
+
+class CallableTool(msgspec.Struct, frozen=True):
+    """A function that may be called. `parameters`: a JSON schema. `strict`: calls are held to all
+    of it, else to what of it can be held to."""
+
+    name: str
+    parameters: dict[str, Any]
+    strict: bool = False
+
+
+class ToolCalls(msgspec.Struct, frozen=True):
+    """An answer that consists of calls, as a JSON list."""
+
+    tools: list[CallableTool]
+    at_most_one: bool = False
 
 
 class Grammars:
@@ -70,10 +90,10 @@ class Grammars:
 
     def open(self, sampling: Sampling) -> Matcher:
         """The matcher of a request with a grammar or a schema. Raises Unsupported."""
-        return self._known(sampling.grammar, sampling.json_schema).copy()
+        return self._known(sampling.grammar, sampling.json_schema, sampling.tool_calls).copy()
 
-    def _compiled(self, grammar: str | None, json_schema: str | None) -> Matcher:
-        sampling = Sampling(grammar=grammar, json_schema=json_schema)
+    def _compiled(self, grammar: str | None, schema: str | None, calls: str | None) -> Matcher:
+        sampling = Sampling(grammar=grammar, json_schema=schema, tool_calls=calls)
         if self._tokenizer is None:
             raise _refused(sampling, "the model names no token that ends a text")
         matcher = Matcher(self._tokenizer, sampling, self._ends)
@@ -151,7 +171,7 @@ class _Vocabulary(SimpleNamespace):
 
 def check_size(sampling: Sampling) -> str:
     """The grammar or schema, within the limits of size. Raises Unsupported."""
-    text = sampling.grammar if sampling.grammar is not None else sampling.json_schema or ""
+    text = sampling.grammar or sampling.json_schema or sampling.tool_calls or ""
     rules = 0 if sampling.grammar is None else text.count("::=")
     for count, most, what in (
         (len(text), MAX_CHARACTERS, "characters"),
@@ -172,21 +192,75 @@ def _translated(sampling: Sampling) -> str:
         if sampling.grammar is not None:
             lark = gbnf_to_lark(text).removeprefix("%llguidance {}")
         else:
-            schema = json.loads(text)
-            count = _patterns(schema)
+            given = json.loads(text)
+            count = _patterns(given)
             if count > MAX_PATTERNS:
                 raise ValueError(f"it has {count} patternProperties; {MAX_PATTERNS} are allowed")
-            if isinstance(schema, dict):
-                schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
-            lark = f"start: %json {json.dumps(schema)}"
+            if sampling.tool_calls is not None:
+                lark = _lark_of(_schema_of_calls(msgspec.convert(given, ToolCalls)))
+            else:
+                lark = _lark_of(prepared(given))
     except RecursionError:
         raise _refused(sampling, "it nests too deep") from None
     except json.JSONDecodeError as problem:
         raise _refused(sampling, f"it is not JSON: {problem}") from None
+    except Unsupported as problem:
+        if problem.parameter == "tools":  # it has named the tool
+            raise
+        raise _refused(sampling, str(problem)) from None
     except Exception as problem:  # the converter raises Exception
         raise _refused(sampling, str(problem)) from None
     # Without "no_forcing", text that must come would have to come in one certain tokenisation.
     return LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + lark)
+
+
+def _lark_of(schema: Any) -> str:
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return f"start: %json {json.dumps(schema)}"
+
+
+def _schema_of_calls(calls: ToolCalls) -> dict[str, Any]:
+    """The JSON schema of a list of calls. Raises Unsupported that names the tool."""
+    definitions: dict[str, Any] = {}
+    choices: list[Any] = []
+    for number, tool in enumerate(calls.tools):
+        arguments = _schema_of_arguments(tool, f"f{number}_")
+        definitions |= arguments.pop("$defs", {})
+        definitions[f"f{number}"] = arguments
+        call = {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/f{number}"}}
+        needed = {"required": [*call], "additionalProperties": False}
+        choices.append({"type": "object", "properties": call, **needed})
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": choices}, "minItems": 1}
+    if calls.at_most_one:
+        schema["maxItems"] = 1
+    return schema | {"$defs": definitions}
+
+
+def _schema_of_arguments(tool: CallableTool, prefix: str) -> dict[str, Any]:
+    """What a call's arguments are held to. Raises Unsupported that names the tool."""
+    try:
+        schema: Any = prepared(tool.parameters, best_effort=not tool.strict, prefix=prefix)
+        # Alone, so that the error of one tool's schema names this tool.
+        why = _error_of(schema)
+        if why and not tool.strict:  # patterns of names that overlap, and the like
+            looser = prepared(tool.parameters, best_effort=True, prefix=prefix, without=_FRAGILE)
+            if not _error_of(looser):
+                schema, why = looser, ""
+        if why:
+            raise Problem("", "", why)
+    except Problem as problem:
+        text = f"tool {tool.name!r}: the JSON schema cannot be used: {problem}"
+        raise Unsupported(text, "tools") from None
+    return schema if isinstance(schema, dict) else {"allOf": [schema]}
+
+
+def _error_of(schema: Any) -> str:
+    """Why the compiler does not take a schema; "" where it does."""
+    from llguidance import LLMatcher
+
+    error = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(_lark_of(schema)))
+    return _words_of(error) if error else ""
 
 
 def _patterns(schema: Any) -> int:
@@ -197,12 +271,17 @@ def _patterns(schema: Any) -> int:
     return (len(own) if isinstance(own, dict) else 0) + sum(map(_patterns, schema.values()))
 
 
-def _refused(sampling: Sampling, reason: str) -> Unsupported:
-    """`reason` may be an error of llguidance, which may repeat a text of any length."""
+def _words_of(reason: str) -> str:
+    """An error of llguidance, which may repeat a text of any length, in a sentence's length."""
     if reason.startswith("NoExtension"):
         reason = "nothing matches it"
     words = " ".join(OURS.sub("", reason[:2000].strip()).split()).removeprefix("Parser Error: ")
-    words = words[:300] or "no reason is known"
+    return words[:300] or "no reason is known"
+
+
+def _refused(sampling: Sampling, reason: str) -> Unsupported:
+    words = _words_of(reason)
     if sampling.grammar is not None:
         return Unsupported(f"the grammar cannot be used: {words}", "grammar")
-    return Unsupported(f"the JSON schema cannot be used: {words}", "response_format")
+    parameter = "response_format" if sampling.tool_calls is None else "tools"
+    return Unsupported(f"the JSON schema cannot be used: {words}", parameter)

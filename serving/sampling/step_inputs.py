@@ -33,6 +33,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None  # alternatives reported per token; None: nothing is reported
     grammar: str | None = None  # GBNF
     json_schema: str | None = None  # JSON text
+    tool_calls: str | None = (
+        None  # calls that must come: JSON of serving.sampling.grammar.ToolCalls
+    )
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -53,7 +56,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_constrained(self) -> bool:
-        return self.grammar is not None or self.json_schema is not None
+        texts = self.grammar, self.json_schema, self.tool_calls
+        return texts != (None, None, None)
 
 
 @dataclass(slots=True)
