@@ -203,7 +203,7 @@ def test_an_slo_by_name_with_changes_or_of_ones_own() -> None:
     changed = parse_campaign(f'{ONE}[slo]\npreset = "chat"\nttft_seconds = 1.0').campaign.slo
     assert changed.name == "chat (changed)"
     own = parse_campaign(f'{ONE}[slo]\nname = "mine"\ntpot_seconds = 0.05').campaign.slo
-    assert (own.name, own.ttft_seconds, own.tpot_seconds, own.target) == ("mine", None, 0.05, 0.99)
+    assert (own.name, own.ttft_seconds, own.tpot_seconds, own.target) == ("mine", None, 0.05, 0.95)
 
 
 def test_a_campaign_survives_the_manifest() -> None:

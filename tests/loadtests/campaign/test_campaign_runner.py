@@ -286,7 +286,7 @@ def test_two_campaigns_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.M
     world = Simulated()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # a machine of its own
     with machine_lock("runs/other"):
-        with pytest.raises(MachineBusy, match=r"\(runs/other\) measures on this machine now"):
+        with pytest.raises(MachineBusy, match=r"runs on this machine: runs/other \("):
             run(campaign(), tmp_path / "runs", Progress(world.said), world=world.world)
         assert not (tmp_path / "runs").exists()
     run(campaign(), tmp_path / "runs", Progress(world.said), world=world.world)
