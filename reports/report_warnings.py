@@ -93,6 +93,9 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
         if cell.capacity is not None and (text := speed_words(cell.capacity)):
             advice = "The interval holds both speeds; measure again at another hour."
             yield NamedWarning("SpeedMoved", WARNING, f"{title}: {text}.", advice)
+        if cell.capacity is not None and cell.capacity.advice:
+            advice = "Choose the SLO that you mean; the capacity is then known as well as step times."
+            yield NamedWarning("SteepSlo", NOTE, f"{title}: {cell.capacity.advice}", advice)
 
 
 def _of_run(data: ReportData) -> Iterator[NamedWarning]:

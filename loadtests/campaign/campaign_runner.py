@@ -253,6 +253,8 @@ class _Sitting:
             state.event(journal.CellFinished(cell=state.key, capacity=capacity))
             found(state.key, capacity_text.in_words(capacity))
             say(f"{place}: {capacity_text.in_words(capacity)}", style="bold")
+            if capacity.advice:
+                say(f"  {capacity.advice}")
 
     def _why_not(self, cell: Cell) -> str | None:
         return cell_selection.why_not(cell, self._campaign, self.facts)

@@ -119,5 +119,5 @@ def _show_cell(
             console.print(f"  {level_text(level, state.campaign.slo, like)}")
     if found is not None:
         console.print(capacity_text.in_words(found, like))
-        for text in filter(None, (found.reason, capacity_text.speed_words(found))):
+        for text in filter(None, (found.reason, capacity_text.speed_words(found), found.advice)):
             console.print(f"  {text}", style="dim")

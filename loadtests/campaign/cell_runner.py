@@ -28,6 +28,7 @@ from loadtests.analysis.capacity_estimate import (
 )
 from loadtests.analysis.disturbance import in_words
 from loadtests.analysis.level_columns import Level
+from loadtests.analysis.sharper_slo import advice
 from loadtests.analysis.slo import requests_to_hold
 from loadtests.campaign.level_runner import LevelAsk, OpenBench, ServerBench, level_text
 from loadtests.campaign.progress import Progress
@@ -106,7 +107,23 @@ class CellRun:
                 self.progress.say(f"  {problem}; measuring it again", style="yellow")
                 if lost == MOST_SERVERS:
                     raise LoadError(f"interrupted {lost} times; the last time: {problem}") from None
-        return capacity_of(state)
+        return self._advised(capacity_of(state))
+
+    def _advised(self, found: journal.Capacity) -> journal.Capacity:
+        """With the SLO that would be sharper, where the SLO itself makes the interval wide."""
+        made = self.state.calibrated
+        if made is None or made.law is None or made.policy is None:
+            return found
+        text = advice(
+            found,
+            made.law,
+            made.policy,
+            self.campaign.workload,
+            self.slo,
+            arrivals=self.campaign.arrivals,
+            reused_share=made.reused_share,
+        )
+        return msgspec.structs.replace(found, advice=text)
 
     # What to measure next.
 

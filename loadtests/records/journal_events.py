@@ -52,6 +52,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     speed_moved: float | None = None
     reason: str = ""
     confirm_seconds: float | None = None  # measuring that would confirm 0.8 x limit; None: done
+    advice: str = ""  # the SLO under which a wide interval would be sharp; "": none
 
     @property
     def holds(self) -> bool:

@@ -1,0 +1,78 @@
+"""Which SLO would be sharper, where the SLO itself makes an interval wide."""
+
+import math
+import re
+
+import msgspec
+import pytest
+
+from loadtests.analysis.capacity_estimate import Z_90
+from loadtests.analysis.sharper_slo import SHARP, advice
+from loadtests.analysis.slo import SLO_PRESETS, Slo
+from loadtests.records.journal_events import Capacity
+from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, capacity, sd_of
+from loadtests.simulation.step_law_fit import StepLaw
+from loadtests.workload.request_lengths import Workload
+from serving.performance.scheduler_settings import SchedulerSettings
+
+# As SmolLM2-135M on two cores: its longest prompts take 1.6 s of the 2 s alone.
+LAW = StepLaw(
+    base_seconds=0.0075,
+    row_seconds=0.0012,
+    prompt_token_seconds=0.0015,
+    context_token_seconds=3e-6,
+    pass_seconds=0.001,
+)
+SETTINGS = SchedulerSettings(slots=16)
+LONG = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
+STRICT = msgspec.structs.replace(SLO_PRESETS["chat"], target=0.99)
+
+
+def found_of(slo: Slo, **changes: object) -> Capacity:
+    """What a calibration alone says of the capacity."""
+    told = capacity(LAW, SETTINGS, LONG, slo, requests=QUICK_REQUESTS)
+    reach = math.exp(Z_90 * sd_of(0) * told.steepness)
+    found = Capacity(
+        state="no_rate_confirmed",
+        method="law",
+        limit=told.rate,
+        low=told.rate / reach,
+        high=told.rate * reach,
+        steepness=told.steepness,
+    )
+    return msgspec.structs.replace(found, **changes)
+
+
+def test_a_wide_interval_is_explained_and_the_slo_that_is_named_is_sharp() -> None:
+    found = found_of(STRICT)
+    assert found.high is not None and found.low is not None and found.high > SHARP * found.low
+    text = advice(found, LAW, SETTINGS, LONG, STRICT)
+    assert "near the edge" in text and "single requests meet it" in text
+    named = re.findall(r"slo\.(\w+) = ([\d.]+)", text)
+    assert named
+    for key, value in named:
+        other = msgspec.structs.replace(STRICT, **{key: float(value)})
+        again = found_of(other)
+        assert again.high is not None and again.low is not None
+        assert again.high <= 1.02 * SHARP * again.low, (key, value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"low": 1.0, "high": 1.5, "limit": 1.2},  # sharp already
+        {"method": "levels"},
+        {"speed_moved": 0.5},  # the machine made it wide
+        {"limit": None},
+        {"limit": 0.0, "low": 0.0, "high": 0.0},
+        {"low": None},
+    ],
+)
+def test_no_other_slo_is_named_where_it_would_not_help(changes: dict[str, object]) -> None:
+    assert advice(found_of(STRICT, **changes), LAW, SETTINGS, LONG, STRICT) == ""
+
+
+def test_an_slo_that_single_requests_miss_is_not_at_its_edge() -> None:
+    slow = LAW.slower(1.6)
+    found = found_of(STRICT)
+    assert "single requests meet it" not in advice(found, slow, SETTINGS, LONG, STRICT)
