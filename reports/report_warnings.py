@@ -94,7 +94,9 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
             advice = "The interval holds both speeds; measure again at another hour."
             yield NamedWarning("SpeedMoved", WARNING, f"{title}: {text}.", advice)
         if cell.capacity is not None and cell.capacity.advice:
-            advice = "Choose the SLO that you mean; the capacity is then known as well as step times."
+            advice = (
+                "Choose the SLO that you mean; the capacity is then known as well as step times."
+            )
             yield NamedWarning("SteepSlo", NOTE, f"{title}: {cell.capacity.advice}", advice)
 
 

@@ -29,7 +29,7 @@ from serving.performance.scheduler_settings import SchedulerSettings
 SHARP = 2.0  # an interval whose ends are further apart than this factor is wide
 MIN_SINGLE_SHARE = 0.99  # of single requests that meet the SLO: else the SLO is plainly missed
 TARGETS = (0.95, 0.9, 0.8)
-LOOSER = (1.25, 1.5, 2.0, 3.0)  # factors of a latency limit
+LOOSER = (1.25, 1.5, 2.0, 3.0, 4.0)  # factors of a latency limit
 MAX_ALTERNATIVES = 2
 
 

@@ -29,9 +29,9 @@ STRICT = msgspec.structs.replace(SLO_PRESETS["chat"], target=0.99)
 
 
 def found_of(slo: Slo, **changes: object) -> Capacity:
-    """What a calibration alone says of the capacity."""
+    """What a calibration and one level say of the capacity."""
     told = capacity(LAW, SETTINGS, LONG, slo, requests=QUICK_REQUESTS)
-    reach = math.exp(Z_90 * sd_of(0) * told.steepness)
+    reach = math.exp(Z_90 * sd_of(1) * told.steepness)
     found = Capacity(
         state="no_rate_confirmed",
         method="law",
