@@ -1,7 +1,7 @@
 """Why an interval is wide although the step times are well known, and which SLO would be sharper.
 
-    >>> advice(found, law, settings, workload, slo)
-    'The SLO is near the edge ... With slo.target = 0.95 (about 23 an hour) ...'
+    advice(found, law, settings, workload, slo)
+    # "The interval is wide because ... It would span less than a factor of 2 with slo.target = 0.9"
 
 Near the edge of what a configuration can do, the capacity falls several times faster than step
 times rise (`Capacity.steepness`), so that a small error of the step-time model is a large one of
