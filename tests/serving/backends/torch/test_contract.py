@@ -83,13 +83,5 @@ def test_a_gpu_is_asked_for_where_there_is_none(make: Make) -> None:
         make(hf_folder("tiny-llama"), device="gpu")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", TINY)
-def test_gpu_gives_the_tokens_of_transformers(make: Make, shape: str) -> None:
-    backend = make(hf_folder(shape), device="gpu", weight_format="fp32")
-    assert backend.info.details["graphs"] == "true"
-    check_contract(backend, generated(hf_folder(shape)))
-
-
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
     check_contradictions(make(hf_folder("tiny-llama")))
