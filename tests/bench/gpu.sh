@@ -6,20 +6,22 @@
 #   tests/bench/gpu.sh FOLDER [CALL...]      where the GPU is, without a network; no CALL: the next one that is not done
 #   tests/bench/gpu.sh FOLDER --device cpu   the rehearsal: every call on a CPU, with a small model and few steps
 #
-#   tests    what is marked gpu: the tokens of transformers, memory refused
+#   weights  random weights of the models below in every format that the other calls use
+#   tests    what is marked gpu: bf16, flash attention, captured and launched steps, copies: the tokens of transformers; memory refused
 #   floor    the share of the floor that memory bandwidth sets, 1B, 3B and 8B at 1, 8, 32 and 128 rows, with and without the flash kernels;
 #            memory and time of each load
 #   faults   over HTTP: kill -9, memory taken by another process: causes and times
+#   campaign 1B and 8B on both devices of the machine, about 150 s of measuring; the run folder and its report
 #
 # PYTHON: the interpreter, python3 where it is not said. CORES: of every engine, "2 3 4 5". CROSSOVER_CACHE: where weights are made, in RAM.
-# CALL_SECONDS, WHEELS_MIB: a machine with a GPU is often had for minutes only, so a call that takes longer is ended, 540, and wheels that are
+# CALL_SECONDS, WHEELS_MIB: a machine with a GPU is often had for minutes only, so a call that takes longer is ended, 235, and wheels that are
 # more to carry there are told, 64.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?name a folder for the results}
 shift
 python=${PYTHON:-python3}
-call_seconds=${CALL_SECONDS:-540}
+call_seconds=${CALL_SECONDS:-235}
 wheels_mib=${WHEELS_MIB:-64}
 mkdir -p "$out"
 out=$(realpath "$out")
@@ -47,16 +49,41 @@ fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} CROSSOVER_CACHE=${CROSSOVER_CACHE:-/dev/shm/crossover} HF_HUB_OFFLINE=1
 read -r -a cores <<<"${CORES:-2 3 4 5}"
 big=8b models=(llama-3.2-1b llama-3.2-3b llama-3.1-8b) rows=(1 8 32 128) steps=64 rounds=3
+measured='"llama-3.2-1b", "llama-3.1-8b"' devices='"cpu", "gpu"' campaign_seconds=150
 if [[ $device == cpu ]]; then
   big=135m models=(smollm2-135m) rows=(1 2) steps=4 rounds=1
+  measured='"smollm2-135m"' devices='"cpu"' campaign_seconds=60
   read -r -a cores <<<"${CORES:-0}"
 else
   "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no GPU here")'
   nvidia-smi -q > "$out/nvidia-smi.txt" || true
 fi
 
+campaign() {  # torch on the GPU, onnx on the CPU; without a GPU both on the CPU
+  cat >"$out/campaign.toml" <<END
+name = "both-devices"
+models = [$measured]
+devices = [$devices]
+backends = ["torch", "onnx"]
+budget_seconds = $campaign_seconds
+disturbance = "ignore"
+slo = { name = "chat", ttft_seconds = 1.0, tpot_seconds = 0.1, target = 0.95 }
+workload = { preset = "sharegpt", max_prompt_tokens = 512, max_output_tokens = 256 }
+search = { single_stream_requests = 10, single_stream_seconds = 6 }
+server.context_tokens = 1024
+END
+  "$python" -m crossover campaign run "$out/campaign.toml" --out "$out/runs"
+  run=$(ls -td "$out"/runs/*/ | head -n 1)
+  "$python" -m crossover campaign show "$run"
+  "$python" -m crossover report "$run" --out "$out/page"
+}
+
 call() {
   case $1 in
+  weights)
+    "$python" -m crossover models make --backend torch "${models[@]}"
+    "$python" -m crossover models make --backend onnx "${models[0]}" "$big"
+    ;;
   tests)
     "$python" -m pytest tests/serving/backends/torch -m gpu -p no:cacheprovider \
       -o filterwarnings=default
@@ -68,8 +95,9 @@ call() {
     done
     ;;
   faults) "$python" -m tests.bench.gpu_faults --device "$device" --model "$big" --json "$out/faults.json" ;;
+  campaign) campaign ;;
   *)
-    echo "no call $1; there are tests floor faults" >&2
+    echo "no call $1; there are weights tests floor faults campaign" >&2
     return 2
     ;;
   esac
@@ -79,7 +107,7 @@ if [[ ${1:-} == --only ]]; then  # this script, under the limit of one call
   call "$2"
   exit
 fi
-all=(tests floor faults)
+all=(weights tests floor faults campaign)
 wanted=("$@")
 if [[ ${#wanted[@]} == 0 ]]; then
   for one in "${all[@]}"; do
