@@ -47,7 +47,7 @@ from serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of
 from serving.backends.model_engines import engines_on, refusal, usual_engines
 from serving.errors import BackendUnavailable, ServingError
 from serving.option_help import Count, Positive, Seconds, Share
-from serving.performance.scheduler_settings import DEFAULT_SETTINGS
+from serving.performance.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
 from serving.placement.fastest_backend import BEST
 from serving.server_options import SharedOptions
 
@@ -67,6 +67,10 @@ Device = Literal["cpu", "gpu"]
 DEVICES: tuple[Device, ...] = ("cpu", "gpu")
 
 
+class GpuSettings(RequestedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Scheduler settings of a server on a GPU."""
+
+
 class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the server of each cell is started: options of `crossover serve` of the same names."""
 
@@ -76,6 +80,23 @@ class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = None  # type: ignore[assignment]
     cache: Annotated[str | None, key("folder of made and downloaded weights")] = None
     ready_seconds: Annotated[Positive, key("most that making and loading may take")] = 1800.0
+    gpu: Annotated[
+        GpuSettings | None,
+        key(
+            "slots, context_tokens, kv_tokens ... on a GPU in place of those above; none: the same"
+        ),
+    ] = None
+
+    def settings_on(self, device: str | None) -> RequestedSettings:
+        """Return the scheduler settings of a server on a device, as far as the campaign says them.
+
+        Those of `gpu` take the place of all others, so that a GPU has as many slots as its memory
+        has room for where the CPU's are named; only the context is the CPU's where they name none.
+        """
+        if device != "gpu" or self.gpu is None:
+            return self.scheduler
+        context_tokens = self.gpu.context_tokens or self.context_tokens
+        return msgspec.structs.replace(self.gpu.scheduler, context_tokens=context_tokens)
 
 
 # Options of `serve` that a campaign says elsewhere, of its cells, or not at all.
@@ -450,7 +471,7 @@ def _cells_of_backend(
     shown_device: str | None,
 ) -> Iterator[Cell]:
     """A cell for each format; the best engine is one cell for all: they limit its choice."""
-    about: dict[str, Any] = {"slots": file.server.slots, "device": device}
+    about: dict[str, Any] = {"slots": file.server.settings_on(device).slots, "device": device}
     about["shown_device"] = shown_device
     try:
         if backend == BEST:
@@ -542,11 +563,15 @@ def _faults(file: CampaignFile) -> Iterator[str]:
             yield f"{name}: {problem}"
     prompt = lengths.max_prompt_tokens or lengths.prompt_tokens or 0
     output = lengths.max_output_tokens or lengths.output_tokens or 0
-    if prompt and output and prompt + output > server.context_tokens and target is None:
-        yield (
-            f"workload: prompts of {prompt} and outputs of {output} tokens do not fit in "
-            f"server.context_tokens = {server.context_tokens}: raise it or lower the caps"
-        )
+    contexts: dict[str, int | None] = {"server.context_tokens": server.context_tokens}
+    if server.gpu is not None:
+        contexts["server.gpu.context_tokens"] = server.gpu.context_tokens
+    for name, context in contexts.items():
+        if prompt and output and context and prompt + output > context and target is None:
+            yield (
+                f"workload: prompts of {prompt} and outputs of {output} tokens do not fit in "
+                f"{name} = {context}: raise it or lower the caps"
+            )
     for position, engine in enumerate(file.engines):
         yield from (f"engines[{position}].{what}" for what in _faults_of(engine))
 

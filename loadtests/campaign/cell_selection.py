@@ -103,7 +103,7 @@ def _placement(campaign: Campaign, cell: Cell, spec: ModelSpec, policy: Policy) 
     return PlacementRequest(
         model=spec,
         policy=policy,
-        settings=campaign.server.scheduler,
+        settings=campaign.server.settings_on("gpu" if policy is Policy.gpu_only else "cpu"),
         weight_bytes=None if cell.identity is None else cell.identity.weight_bytes,
         check_memory=campaign.server.check_memory,
     )

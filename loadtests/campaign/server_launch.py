@@ -246,9 +246,10 @@ def info_of(placement: Mapping[str, Any]) -> EngineInfo:
 def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Path) -> list[str]:
     """`crossover serve` as the cell wants it."""
     server = msgspec.structs.asdict(campaign.server)
-    del server["ready_seconds"]
+    del server["ready_seconds"], server["gpu"]
     given = {
         **server,
+        **msgspec.structs.asdict(campaign.server.settings_on(cell.device)),
         "backend": cell.backend,
         "weight_format": cell.weight_format or None,
         "policy": placement_policy_of(cell, campaign),

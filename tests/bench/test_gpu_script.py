@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "gpu.sh"
-CALLS = ["pytest", "torch_floor", "torch_floor", "gpu_faults"]
+# By call: weights, tests, floor, faults, campaign (run, show, report).
+CALLS = ["crossover"] * 2 + ["pytest"] + ["torch_floor"] * 2 + ["gpu_faults"] + ["crossover"] * 3
 
 
 def called(
@@ -26,6 +27,7 @@ def called(
     python.write_text(f'#!/bin/sh\necho "$2" >> {log}\n{does}\n[ "$2" != "tests.bench.{fails}" ]\n')
     python.chmod(0o755)
     log.write_text("")
+    (folder / "out/runs/a-run").mkdir(parents=True, exist_ok=True)  # as a campaign leaves one
     environment = {**os.environ, "PYTHON": str(python), "CROSSOVER_CACHE": str(folder / "cache")}
     command = ["bash", str(SCRIPT), str(folder / "out"), "--device", "cpu", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -44,7 +46,9 @@ def test_a_call_can_be_named_and_an_unknown_one_is_refused(tmp_path: Path) -> No
     assert called(tmp_path, "faults") == (0, ["gpu_faults"])
     status, calls = called(tmp_path, "flor")
     assert status == 1 and calls == []
-    assert "there are tests floor faults" in (tmp_path / "out/flor.txt").read_text()
+    assert (
+        "there are weights tests floor faults campaign" in (tmp_path / "out/flor.txt").read_text()
+    )
 
 
 def test_a_call_is_ended_when_its_time_is_over(
