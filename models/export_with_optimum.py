@@ -21,7 +21,7 @@ from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.hf_config import read_config
 from models.machine_limits import int8_bits
 from models.model_spec import ModelSpec, whole_number
-from models.safetensors_reader import read_tensors
+from models.safetensors_reader import INDEX, read_tensors, weight_files
 from models.weights_manifest import Progress
 
 MODEL = "model.onnx"
@@ -73,7 +73,9 @@ def export_graph(source: Path, folder: Path, weight_format: str, say: Progress) 
         staged = Path(scratch, "source")
         staged.mkdir()
         # config.json of `folder`: without keys that name code
-        for file in (*folder.glob("*.*"), *source.glob("*.safetensors*"), *source.glob("*.txt")):
+        weights = [source / name for name in (*weight_files(source), INDEX)]
+        weights = [file for file in weights if file.is_file()]
+        for file in (*folder.glob("*.*"), *weights, *source.glob("*.txt")):
             (staged / file.name).symlink_to(file.resolve())
         try:  # in a child: its memory is freed, its output kept off ours
             run_aside(f"{__name__}:_export", None, staged, Path(scratch), weight_format)

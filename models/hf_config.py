@@ -7,6 +7,7 @@ transformers 5 writes `rope_parameters`, 4.x wrote `rope_theta` and `rope_scalin
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ARCHITECTURES = {one: f"{one.capitalize()}ForCausalLM" for one in FAMILIES}
 # What a folder holds beside its weights.
 TEXTS = "config.json generation_config.json tokenizer.json tokenizer_config.json".split()
-TEXTS += ["chat_template.jinja"]
+TEXTS += ["chat_template.jinja", "chat_template.json"]
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -31,7 +32,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"{Path(folder).name} holds no config.json: it is not a Hugging Face model folder"
         )
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        text = file.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some Windows tools write it
+        return msgspec.json.decode(text, type=dict[str, Any])
     except ValueError as problem:
         raise BrokenWeights(
             f"config.json of {Path(folder).name} is no object of JSON: {problem}"

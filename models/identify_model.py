@@ -29,7 +29,7 @@ from models.model_ladder import LADDER, PACKAGED, is_rung, packaged_file, rung
 from models.model_spec import ModelSpec
 from models.safetensors_reader import check_tensors
 from models.weight_formats import FORMATS
-from models.weights_manifest import read_manifest
+from models.weights_manifest import read_manifest, with_home
 
 Kind = Literal["ladder", "gguf", "safetensors", "onnx"]
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+\.gguf))?")
@@ -98,7 +98,7 @@ def identify(name: str, *, fetch: bool = False) -> ModelIdentity:
 def find_local(name: str) -> tuple[Path, str] | None:
     """A file or folder of this machine, or of the package, and what the model is called; None: the
     name is neither."""
-    local = Path(name).expanduser().absolute()
+    local = with_home(name).absolute()
     if name and local.exists():
         return local, _short_name(local)
     packaged = packaged_file(name)
@@ -137,7 +137,7 @@ def unique_names(identities: Iterable[ModelIdentity]) -> list[ModelIdentity]:
 
 def unknown_model(name: str, why: str = "") -> UnknownModel:
     """The error for a name that stands for nothing: near names, and what is taken."""
-    path = Path(name).expanduser()
+    path = with_home(name)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
         known = _models_beside(path)
         asked, why = str(path), why or f"There is no file or folder {name!r}"

@@ -41,7 +41,7 @@ from models.identify_model import (
 from models.model_ladder import PACKAGED, is_rung, rung
 from models.model_spec import ModelSpec
 from models.random_weights import GENERATOR
-from models.safetensors_reader import check_tensors
+from models.safetensors_reader import INDEX, WEIGHTS, check_tensors, weight_files
 from models.tokenizer import write_shipped
 from models.weight_formats import DEFAULT_FORMATS, spelt
 from models.weights_manifest import (
@@ -87,12 +87,13 @@ def resolve(
 
     Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where a converter died.
     """
-    root = cache_dir(cache)
     if kind == "none":
-        return _without_weights(name, root)
+        return _without_weights(name, cache_dir(cache))
     asked = spelt(kind, weight_format) if weight_format else None
     if is_rung(name):
-        return _random(rung(name).spec, kind, asked or DEFAULT_FORMATS[kind], root, progress)
+        return _random(
+            rung(name).spec, kind, asked or DEFAULT_FORMATS[kind], cache_dir(cache), progress
+        )
     found = find_local(name)
     if found is None or (found[1] == PACKAGED and kind != "gguf"):  # it has no safetensors
         found = _downloaded(name, progress)
@@ -101,7 +102,7 @@ def resolve(
         return _gguf(local, called, kind, asked)
     if not local.is_dir():
         raise UnsupportedModel(f"{str(local)!r} is neither a GGUF file nor a folder")
-    return _folder(local, called, kind, asked, root, progress)
+    return _folder(local, called, kind, asked, cache_dir(cache), progress)
 
 
 def _random(
@@ -213,11 +214,17 @@ def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
     if progress:
         progress(f"fetching {hub_id}", None)
     repository, file = match.groups()
-    wanted = part_names(file) if file else [*TEXTS, "*.safetensors"]
+    extra = ["additional_chat_templates/*.jinja", INDEX]
+    wanted = part_names(file) if file else [*TEXTS, *extra]
+
+    def fetched(names: list[str]) -> Path:
+        return Path(snapshot_download(repository, allow_patterns=names, etag_timeout=20))  # nosec
+
     try:  # hf_hub_download, for one file, retries for half a minute where there is no network
-        folder = Path(
-            snapshot_download(repository, allow_patterns=wanted, etag_timeout=20)  # nosec B615
-        )
+        folder = fetched(wanted)
+        if not file:  # other safetensors of a repository are adapters, or copies of the weights
+            has_index = (folder / INDEX).is_file()
+            folder = fetched([*wanted, *(weight_files(folder) if has_index else [WEIGHTS])])
     except (HfHubHTTPError, HFValidationError, OSError) as problem:
         raise not_fetched(hub_id, problem) from problem
     called = PACKAGED if is_packaged else name_of(name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
@@ -22,6 +24,14 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_NO_WEIGHTS = ("adapter_", "consolidated")  # a LoRA; Mistral's own copy of the same weights
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]  # tensor -> file
+
+
 class Stored(NamedTuple):
     """A tensor: its file, safetensors type, shape."""
 
@@ -30,9 +40,31 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files with the folder's weights: those that the index names, else
+    model.safetensors, else what lies there but adapters and second copies of the same weights.
+    Raises BrokenWeights."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            text = index.read_bytes().removeprefix(codecs.BOM_UTF8)
+            named = set(msgspec.json.decode(text, type=_Index).weight_map.values())
+        except (ValueError, OSError) as problem:
+            raise BrokenWeights(f"{str(index)!r} cannot be read: {problem}") from problem
+        for name in named:
+            if Path(name).name != name:
+                raise BrokenWeights(f"{str(index)!r} names {name[:200]!r}, which is no file name")
+        if named:
+            return sorted(named)
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    names = sorted(file.name for file in folder.glob("*.safetensors"))
+    return [name for name in names if not name.startswith(_NO_WEIGHTS)]
+
+
 def read_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the folder's *.safetensors. Raises UnsupportedModel, BrokenWeights."""
-    files = sorted(folder.glob("*.safetensors"))
+    """Every tensor of the folder's weights. Raises UnsupportedModel, BrokenWeights."""
+    files = [folder / name for name in weight_files(folder)]
     if not files:
         raise UnsupportedModel(
             f"{str(folder)!r} holds no *.safetensors; other kinds of weights (.bin, .pt) can run "
@@ -40,6 +72,8 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
         )
     out: dict[str, Stored] = {}
     for file in files:
+        if not file.is_file():
+            raise BrokenWeights(f"{INDEX} of {folder.name} names {file.name}, which is not there")
         try:
             with safe_open(file, "np") as opened:  # compares the header with itself and the size
                 for name in opened.keys():

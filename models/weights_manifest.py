@@ -111,9 +111,21 @@ def _remove(path: Path) -> None:
 
 
 def cache_dir(override: str | Path | None = None) -> Path:
-    """`override`, else $CROSSOVER_CACHE, else ~/.cache/crossover."""
+    """`override`, else $CROSSOVER_CACHE, else ~/.cache/crossover. Raises ModelError for a user
+    without a home."""
     own = override or os.environ.get("CROSSOVER_CACHE") or "~/.cache/crossover"
-    return Path(own).expanduser().absolute()
+    path = with_home(own)
+    if str(path).startswith("~"):
+        raise ModelError(
+            f"The cache folder {str(own)!r} is in the home directory, and this user has none. Name "
+            "another folder with --cache, or in the variable CROSSOVER_CACHE."
+        )
+    return path.absolute()
+
+
+def with_home(path: str | Path) -> Path:
+    """The path with the home directory in the place of ~; as it is where the user has none."""
+    return Path(os.path.expanduser(path))
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from models.formatting import GIB
+from models.weights_manifest import with_home
 from reports.errors import ReportError
 from serving.option_help import Positive
 
@@ -100,7 +101,7 @@ class _Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def user_file() -> Path:
     """The user's own devices; it may not be there."""
-    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    home = os.environ.get("XDG_CONFIG_HOME") or with_home("~/.config")
     return Path(home) / "crossover" / "devices.toml"
 
 

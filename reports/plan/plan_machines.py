@@ -19,6 +19,7 @@ from loadtests.campaign.campaign_file import SloSpec
 from loadtests.records.journal_events import Capacity
 from loadtests.simulation.simulated_capacity import sd_of
 from models.identify_model import name_of
+from models.weights_manifest import with_home
 from reports.cheapest_gpu import best_cells
 from reports.devices.calibrated_machines import calibrated_machine
 from reports.devices.device_capacity import (
@@ -136,7 +137,7 @@ def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
     """Side -> the best configuration of a model in a run, by the name that it has there or
     by what it was run from."""
     names = {model, name_of(model)}
-    sources = {model, str(Path(model).expanduser().absolute())}
+    sources = {model, str(with_home(model).absolute())}
     found = list(best_cells(data).values())
     named = [sides for sides in found if any(cell.model in names for cell in sides.values())]
     same = [sides for sides in found if any(cell.source in sources for cell in sides.values())]
