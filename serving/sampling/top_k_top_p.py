@@ -2,9 +2,9 @@
 
     draw_tokens([work], [row])    # -> [token]
 
-Random numbers come from Philox keyed by (seed, position): a row's token never depends on its batch
-mates, and repeats after preemption and on another day. Order of the cuts is vLLM's: min-p, top-k,
-top-p, each over what the one before left.
+Random numbers depend on (seed, position) alone (serving.sampling.random_numbers): a row's token
+never depends on its batch mates. Order of the cuts is vLLM's: min-p, top-k, top-p, each over what
+the one before left.
 
 - With top-k: the k best are sorted and one uniform number picks by inverse CDF.
 - Without: exact rejection sampling. The vocabulary lies in groups of 64. A proposal is a group,
@@ -23,38 +23,20 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from serving.sampling.random_numbers import (
+    CDF_COUNTER,
+    FRACTION,
+    keys_of,
+    proposal_bits,
+    proposal_counters,
+)
 from serving.sampling.step_inputs import NO_TOKEN, Logits, Row, Sampling
 
 Ids = npt.NDArray[np.int64]
-Doubles = npt.NDArray[np.float64]
 
 MEMBERS = 64  # tokens in a group
 ROUNDS = (64, 256, 1024, 4096)  # proposals of each round, until one is taken
-_WORD = 0xFFFF_FFFF_FFFF_FFFF
-
-
-class Uniforms:
-    """Uniform numbers in [0, 1) as a function of (seed, position, lane). Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._bits = np.random.Philox(key=0)
-        self._random = np.random.Generator(self._bits).random
-        self._state = self._bits.state
-
-    def __call__(self, seed: int, position: int, count: int, lane: int = 0) -> Doubles:
-        """The first `count` numbers; lanes are independent sequences."""
-        self._state["state"]["key"][:] = (seed & _WORD, position)
-        self._state["state"]["counter"][:] = (0, 0, 0, lane)
-        self._bits.state = self._state
-        return self._random(count)
-
-
-uniforms = Uniforms()
-
-
-def proposal_numbers(seed: int, position: int, lane: int, count: int) -> Doubles:
-    """[3, count]: each proposal's numbers for its group, its member and its acceptance."""
-    return uniforms(seed, position, 3 * count, lane).reshape(3, count)
+_COUNTERS = [proposal_counters([(lane, count)]) for lane, count in enumerate(ROUNDS)]
 
 
 @lru_cache(maxsize=2)
@@ -70,26 +52,30 @@ def draw_tokens(works: list[Logits], rows: list[Row]) -> list[int]:
     maxima = np.stack([group_maxima(work) for work in works])
     best = maxima.max(axis=1)
     left = []
+    sorting = []  # rows that draw by inverse CDF, and their candidates
     for index, (work, row) in enumerate(zip(works, rows, strict=True)):
         if np.isnan(best[index]):
             continue
         if not np.isfinite(best[index]):
             tokens[index] = int(work.argmax())
         elif 0 < row.sampling.top_k < len(work):
-            ids = top_ids(work, row.sampling.top_k, maxima[index])
-            tokens[index] = _inverse_cdf(work, ids, row)
+            sorting.append((index, top_ids(work, row.sampling.top_k, maxima[index])))
         else:
             left.append(index)
-    for lane, count in enumerate(ROUNDS):
+    for counters in _COUNTERS:
         if not left:
             break
         some = [works[index] for index in left], [rows[index] for index in left]
-        for index, token in zip(left, _propose(*some, maxima[left], lane, count), strict=True):
+        for index, token in zip(left, _propose(*some, maxima[left], counters), strict=True):
             tokens[index] = token
         left = [index for index in left if tokens[index] < 0]
-    for index in left:  # hardly any proposal is taken
-        work = works[index]
-        tokens[index] = _inverse_cdf(work, top_ids(work, len(work)), rows[index])
+    # What is left then: hardly any proposal is taken.
+    sorting += [(index, top_ids(works[index], len(works[index]))) for index in left]
+    if sorting:
+        bits, _ = proposal_bits(keys_of([rows[index] for index, _ in sorting]), CDF_COUNTER)
+        uniforms: list[float] = (bits[0, :, 0] * FRACTION).tolist()
+        for (index, ids), uniform in zip(sorting, uniforms, strict=True):
+            tokens[index] = _inverse_cdf(works[index], ids, rows[index].sampling, uniform)
     return tokens
 
 
@@ -117,28 +103,26 @@ def top_ids(work: Logits, count: int, maxima: Logits | None = None) -> Ids:
     return ids[np.argsort(-work[ids], kind="stable")[:count]]
 
 
-def _inverse_cdf(work: Logits, ids: Ids, row: Row) -> int:
-    """One of `ids`, best first, after min-p and top-p; one uniform number picks."""
-    sampling = row.sampling
+def _inverse_cdf(work: Logits, ids: Ids, sampling: Sampling, uniform: float) -> int:
+    """One of `ids`, best first, after min-p and top-p; the uniform number picks."""
     weights = np.exp((work[ids] - np.float64(work[ids[0]])) / sampling.temperature)
     weights = weights[weights >= sampling.min_p]
     sums = np.cumsum(weights)
     if sampling.top_p < 1:
         kept = np.searchsorted(sums - weights, sampling.top_p * sums[-1], side="left")
         sums = sums[: max(1, int(kept))]
-    (uniform,) = uniforms(sampling.seed, row.position, 1)
     place = np.searchsorted(sums, uniform * sums[-1], side="right")
     return int(ids[min(int(place), len(sums) - 1)])
 
 
 def _propose(
-    works: list[Logits], rows: list[Row], maxima: Logits, lane: int, count: int
+    works: list[Logits], rows: list[Row], maxima: Logits, counters: npt.NDArray[np.int64]
 ) -> list[int]:
-    """For each row without top-k the first of `count` proposals that is taken; -1: none is."""
+    """For each row without top-k the first proposal of a round that is taken; -1: none is."""
     vocabulary, groups = len(works[0]), len(works[0]) // MEMBERS
     scale = np.array([1 / row.sampling.temperature for row in rows])[:, None]
-    numbers = [proposal_numbers(r.sampling.seed, r.position, lane, count) for r in rows]
-    which, where, acceptance = np.stack(numbers, axis=1)
+    bits, member = proposal_bits(keys_of(rows), counters)
+    which, acceptance = bits * FRACTION
     best = maxima.max(axis=1, keepdims=True)
     # Far below the best at a tiny temperature: exp(-inf) = 0, as it should be.
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
@@ -147,7 +131,6 @@ def _propose(
         wanted = which * sums[:, -1:]
         places = [np.searchsorted(s, w, side="right") for s, w in zip(sums, wanted, strict=True)]
         group = np.minimum(np.stack(places), groups)
-        member = (where * MEMBERS).astype(np.int64)
         token = np.where(group < groups, member * groups + group, groups * MEMBERS + member)
         exists = token < vocabulary
         np.minimum(token, vocabulary - 1, out=token)
@@ -179,8 +162,7 @@ def _first(work: Logits, sampling: Sampling, best: float, tokens: list[int]) -> 
     allowed = sampling.top_p * float(np.dot(weights, ones))
     for token in tokens:
         if work[token] >= least:
-            at_least = np.flatnonzero(np.greater_equal(work, work[token], out=mask))
-            ahead = at_least[(work[at_least] > work[token]) | (at_least < token)]
+            ahead = np.flatnonzero(np.greater(work, work[token], out=mask))
             if float(weights[ahead].sum()) < allowed:
                 return token
             least = float(work[token])

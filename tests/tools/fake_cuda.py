@@ -4,8 +4,8 @@
 
 A captured graph is the list of aten calls of its body; a replay computes them again into the same
 storage, as a CUDA graph does. What a capture leaves alive stays in the pool, what it frees is used
-again by the next: `pool_bytes` is the most that was alive at once. The flash kernel is a plain
-computation of what torch's own one is documented to do, with its checks.
+again by the next: a graph's `peak_bytes` is the most that was alive at once. The flash kernel is a
+plain computation of what torch's own one is documented to do, with its checks.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class FakeGraph:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.replays = 0
+        self.peak_bytes = 0
         self._pool: Any = None
 
     def pool(self) -> Any:
@@ -117,11 +118,6 @@ class FakeCuda:
         self._now = FakeStream()
 
     @property
-    def pool_bytes(self) -> int:
-        """What the graphs' pool holds."""
-        return self._pool.peak
-
-    @property
     def kept_bytes(self) -> int:
         """What captures have left alive."""
         return self._pool.now
@@ -143,9 +139,11 @@ class FakeCuda:
         assert pool in (None, self)
         self.capture_streams.append(stream)
         graph._pool = self
+        self._pool.peak = self._pool.now
         with Recorded(self._pool) as recorded:
             yield
         graph.calls = recorded.calls
+        graph.peak_bytes = self._pool.peak
         self.graphs.append(graph)
 
     @contextlib.contextmanager
@@ -207,8 +205,11 @@ def flash(
     assert all(one.stride(-1) == 1 for one in (query, key, value))
     assert query.shape[2] == key.shape[2] and query.shape[2] % 8 == 0
     assert query.shape[1] % key.shape[1] == 0 and int(starts_q[-1]) == len(query)
+    assert most_q > 1 or count == len(query), (
+        "with groups of heads as queries, one token a sequence"
+    )
     shared = query.shape[1] // key.shape[1]
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    out = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
     sums = torch.zeros(query.shape[1], len(query))
     for index in range(count):
         first, last = int(starts_q[index]), int(starts_q[index + 1])
@@ -221,7 +222,8 @@ def flash(
             offset = held - (last - first)
             allowed = torch.ones(last - first, held, dtype=torch.bool).tril(offset)
             scores = scores.masked_fill(~allowed, float("-inf"))
-        out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
+        weights = scores.softmax(-1).nan_to_num(0.0)  # without keys: zeros
+        out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
     return out, sums
 
 

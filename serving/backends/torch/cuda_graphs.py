@@ -1,8 +1,11 @@
-"""CUDA graphs of the decode step with flash attention, one per batch bucket.
+"""CUDA graphs of whole steps with flash attention: decode rows alone, and with pieces of prompts.
 
-Launching the kernels of 24 layers takes Python 5 to 8 ms, the GPU's work less than 1 ms. A graph
-has fixed shapes: the batch is rounded up to a bucket, and what fills it up computes a dummy token
-in the cache's spare place. An entry may be of any KV row and its context of any length.
+Launching the kernels of a layer takes Python 0.4 ms, of which the GPU needs a tenth for a few
+tokens. A graph has fixed shapes (PassShape): steps of decode rows have one for each batch bucket,
+steps with prompts one for each bucket of tokens. What fills a step up is a dummy token, whose key
+and value go to the cache's spare place. An entry may be of any KV row, and its context of any
+length. Steps of more tokens or pieces than the largest bucket are launched kernel by kernel: from
+there on, the GPU's arithmetic takes longer than that.
 
 Graphs share a memory pool and are captured largest first, on one stream: cuBLAS keeps a workspace
 for each (pytorch issue 99196). What they read and write lies outside of the pool, once for all.
@@ -10,83 +13,122 @@ for each (pytorch issue 99196). What they read and write lies outside of the poo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.weights_manifest import Progress
-from serving.backends.torch.forward_pass import SlotModel, known
-from serving.backends.torch.varlen_attention import FlashStep
+from serving.backends.torch.forward_pass import (
+    PassShape,
+    SlotModel,
+    StepOutputs,
+    in_pass_order,
+    known,
+    packed,
+    pinned,
+    unpacked,
+)
+from serving.backends.torch.memory_overhead import decode_buckets, token_buckets
 from serving.sampling.step_inputs import Row
 
-
-def batch_buckets(rows: int) -> list[int]:
-    """1, 2, 4, 8, ... and `rows` itself."""
-    return [*(1 << power for power in range((rows - 1).bit_length())), rows]
+MAX_PIECES = 16  # of prompts in a captured step: attention's grid grows with them
 
 
-class DecodeGraphs:
-    """The decode step by bucket. With `capture=False` the same code runs eagerly, on any device.
+class Graphs:
+    """Captures functions in one pool, on one stream. With `is_capturing` False they run as they
+    are, on any device."""
 
-    `logits`: float32 [at least rows, vocabulary], where every step writes.
+    def __init__(self, is_capturing: bool) -> None:
+        self._stream: Any = None
+        if is_capturing:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def captured(self, function: Callable[[], object]) -> Callable[[], object]:
+        """What replays the function: its kernels read and write the same memory each time."""
+        if self._stream is None:
+            return function
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # lazy initialisations must not fall into a capture
+            function()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            function()
+        self._pool = self._pool or graph.pool()
+        return graph.replay
+
+
+def step_shapes(slots: int, limit: int) -> list[PassShape]:
+    """The shapes that are captured, smallest first: decode rows alone, then steps with prompts of
+    up to `limit` tokens."""
+    alone = [PassShape(rows, rows, 0, 0) for rows in decode_buckets(slots)]
+    mixed = [
+        PassShape(tokens, min(tokens, slots), min(tokens // 2, MAX_PIECES), min(tokens, slots))
+        for tokens in token_buckets(limit)
+    ]
+    return alone + mixed
+
+
+class StepGraphs:
+    """Steps by shape.
+
+    `outputs`: where every step writes, for each slot. `limit`: most tokens of a step with prompts.
     """
 
     def __init__(
-        self, model: SlotModel, rows: int, logits: Tensor, capture: bool, progress: Progress
+        self,
+        model: SlotModel,
+        outputs: StepOutputs,
+        limit: int,
+        graphs: Graphs,
+        progress: Progress,
     ) -> None:
         self._model = model
-        self._logits = logits
-        self._spare = rows  # the KV row of dummy tokens
-        self._batches = batch_buckets(rows)
-        self._inputs = torch.zeros(3 * rows + 1, dtype=torch.int64, device=model.device)
-        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
-        self._captured: dict[int, Any] = {}
-        if capture:
-            self._capture_all(progress)
+        self._outputs = outputs
+        slots = len(outputs.logits)
+        self._spare = slots * model.width  # the cache's place of dummy tokens
+        self._shapes = step_shapes(slots, limit)
+        most = max(sum(shape.sizes) for shape in self._shapes)
+        self._inputs = torch.zeros(most, dtype=torch.int64, device=model.device)
+        self._drawn = torch.zeros(slots, dtype=torch.int64, device=model.device)
+        self._replays: dict[PassShape, Callable[[], object]] = {}
+        largest_first = sorted(self._shapes, reverse=True)
+        for done, shape in enumerate(largest_first):
+            progress(f"capturing steps of {shape.tokens} tokens", done / len(largest_first))
+            self._fill([], shape)
+            self._replays[shape] = graphs.captured(partial(self._step, shape))
 
-    def run(self, rows: list[Row], drawn: Tensor | None = None) -> Tensor:
-        """Logits float32 [rows, vocabulary] of one token each; the next run overwrites them.
-        `drawn`: see forward_pass.known."""
-        batch = next(size for size in self._batches if size >= len(rows))
-        fill = [0] * (batch - len(rows))
-        numbers = [
-            *(*(int(row.tokens[0]) for row in rows), *fill),
-            *(*(row.start for row in rows), *fill),
-            *(*(row.slot for row in rows), *[self._spare] * (len(fill) + 1)),
-        ]
-        is_pinned = self._model.device.type == "cuda"
-        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=is_pinned)
-        self._inputs[: len(host)].copy_(host, non_blocking=True)
+    def run(self, rows: list[Row], drawn: Tensor | None = None) -> tuple[Tensor, list[Row]] | None:
+        """Logits float32 [n, vocabulary] of the rows that want a token, and these rows in the
+        logits' order; their best tokens are written too. The next run overwrites them. None: no
+        graph holds so many tokens or pieces. `drawn`: see forward_pass.known."""
+        step = PassShape.of(rows)
+        shape = next((one for one in self._shapes if one.holds(step)), None)
+        if shape is None:
+            return None
+        rows = in_pass_order(rows)
+        self._fill(rows, shape)
         if drawn is not None:
-            ids = self._inputs[:batch]
-            ids.copy_(known(ids, drawn))
-        graph = self._captured.get(batch)
-        if graph is None:
-            self._step(batch)
-        else:
-            graph.replay()
-        return self._logits[: len(rows)]
+            self._drawn[: len(drawn)].copy_(drawn)
+        self._replays[shape]()
+        wanting = [row for row in rows if row.wants_token]
+        return self._outputs.logits[: len(wanting)], wanting
 
-    def _step(self, batch: int) -> None:
+    def _fill(self, rows: list[Row], shape: PassShape) -> None:
+        numbers = packed(rows, shape, self._model.width, self._spare)
+        host = pinned(numbers, self._model.device)
+        self._inputs[: len(host)].copy_(host, non_blocking=True)
+
+    def _step(self, shape: PassShape) -> None:
+        numbers = self._inputs[: sum(shape.sizes)]
         width = self._model.width
-        ids, positions = self._inputs[:batch], self._inputs[batch : 2 * batch]
-        firsts = self._inputs[2 * batch : 3 * batch + 1] * width
-        at, held = firsts[:batch] + positions, (positions + 1).int()
-        step = FlashStep(at, self._starts[: batch + 1], firsts.int(), held, 1, width)
-        self._model.forward(ids, positions, step, None, self._logits)
-
-    def _capture_all(self, progress: Progress) -> None:
-        pool = None
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        for done, batch in enumerate(reversed(self._batches)):
-            progress(f"capturing the decode step for {batch} rows", done / len(self._batches))
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # lazy initialisations must not fall into a capture
-                self._step(batch)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._step(batch)
-            pool = pool or graph.pool()
-            self._captured[batch] = graph
+        ids, positions, wanted, step = unpacked(numbers, shape, shape.tokens, width)
+        if step.singles is not None and step.pieces is not None:
+            step.is_single = (step.singles.keys > 0)[:, None, None]
+        ids = known(ids, self._drawn)
+        logits = self._model.forward(ids, positions, step, wanted, self._outputs.logits)
+        self._outputs.write_best(len(logits))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,14 @@ from torch.nn import functional
 
 from models.model_spec import ModelSpec
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
-from serving.backends.torch.varlen_attention import Block, FlashStep, KvCache, PlainStep, Step
+from serving.backends.torch.varlen_attention import (
+    Block,
+    FlashStep,
+    KvCache,
+    PlainStep,
+    Sequences,
+    Step,
+)
 from serving.sampling.step_inputs import Row
 
 
@@ -87,6 +94,26 @@ class SlotModel:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_epsilon)
 
 
+class StepOutputs:
+    """What steps leave on a device for up to `rows` rows: logits, and their best tokens."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        self.logits = torch.empty(rows, vocabulary, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.good = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    def write_best(self, count: int) -> None:
+        """The first rows' best tokens, from their logits."""
+        write_best(self.logits[:count], self.tokens[:count], self.good[:count])
+
+
+def write_best(logits: Tensor, tokens: Tensor, good: Tensor) -> None:
+    """Of each row the token with the best logit, and whether its logits are numbers."""
+    best = torch.empty_like(logits[:, 0])
+    torch.max(logits, -1, out=(best, tokens))  # NaN is the maximum
+    torch.eq(best, best, out=good)
+
+
 def run_pass(
     model: SlotModel,
     rows: Sequence[Row],
@@ -95,25 +122,115 @@ def run_pass(
 ) -> tuple[Tensor, list[Row]]:
     """Logits float32 [n, vocabulary] of the rows that want a token, and these rows in the logits'
     order. `out`: where the logits go. `drawn`: see `known`."""
-    rows = sorted(rows, key=lambda row: len(row.tokens) > 1)  # single tokens first
+    rows = in_pass_order(rows)
+    wanting = [row for row in rows if row.wants_token]
+    if model.is_flash:
+        shape = PassShape.of(rows)
+        longest = max(len(row.tokens) for row in rows), max(row.position for row in rows)
+        numbers = to_device(packed(rows, shape, model.width, 0), model.device)
+        ids, positions, wanted, flash = unpacked(numbers, shape, *longest)
+        logits = model.forward(known(ids, drawn), positions, flash, wanted, out)
+        return logits[: len(wanting)], wanting
     counts = np.array([len(row.tokens) for row in rows])
     ends, held = counts.cumsum(), np.array([row.position for row in rows])
-    wanted = np.array([row.wants_token for row in rows])
+    wants = np.array([row.wants_token for row in rows])
     firsts = np.array([row.slot for row in rows]) * model.width
-    positions = np.repeat(held - ends, counts) + np.arange(ends[-1])
+    places = np.repeat(held - ends, counts) + np.arange(ends[-1])
     ids = to_device(np.concatenate([row.tokens for row in rows]).astype(np.int64), model.device)
-    at = to_device(positions + np.repeat(firsts, counts), model.device)
-    there = to_device(positions, model.device)
-    step: Step
-    if model.is_flash:
-        starts = np.append(0, ends), np.append(firsts, 0), held
-        q, k, keys = (to_device(array.astype(np.int32), model.device) for array in starts)
-        step = FlashStep(at, q, k, keys, int(counts.max()), int(held.max()))
-    else:
-        step = PlainStep(at, _blocks(model, rows, there), model.width)
-    last = None if wanted.sum() == ends[-1] else to_device(ends[wanted] - 1, model.device)
-    logits = model.forward(known(ids, drawn), there, step, last, out)
-    return logits, [row for row in rows if row.wants_token]
+    at = to_device(places + np.repeat(firsts, counts), model.device)
+    positions = to_device(places, model.device)
+    plain = PlainStep(at, _blocks(model, rows, positions), model.width)
+    last = None if wants.sum() == ends[-1] else to_device(ends[wants] - 1, model.device)
+    return model.forward(known(ids, drawn), positions, plain, last, out), wanting
+
+
+def in_pass_order(rows: Sequence[Row]) -> list[Row]:
+    """Rows as a pass lays them out: single tokens first, and of these the ones that want a token;
+    neighbours stay neighbours."""
+    return sorted(rows, key=lambda row: (len(row.tokens) > 1, not row.wants_token))
+
+
+class PassShape(NamedTuple):
+    """The sizes of a flash pass. Those of a graph are fixed: a step fills them or less."""
+
+    tokens: int
+    singles: int  # rows of one token, the first tokens of the pass; without pieces all of them
+    pieces: int  # longer rows
+    wanted: int  # logits, where there are pieces; else each token has its own
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> PassShape:
+        """What these rows take."""
+        counts = [len(row.tokens) for row in rows]
+        singles = counts.count(1)
+        pieces = len(rows) - singles
+        wanted = sum(row.wants_token for row in rows) if pieces else 0
+        return cls(sum(counts), singles, pieces, wanted)
+
+    def holds(self, step: PassShape) -> bool:
+        """Whether a step of this other shape fills it or less."""
+        fits = all(mine >= theirs for mine, theirs in zip(self, step, strict=True))
+        return fits and bool(self.pieces) == bool(step.pieces)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Lengths of the arrays that describe a step, in their order: ids, positions, places in the
+        cache, tokens whose logits are wanted, then what the two calls of attention take."""
+        singles = [self.singles + 1, self.singles + 1, self.singles] if self.singles else [0, 0, 0]
+        # One sequence more than there are pieces: what fills the pass up.
+        pieces = [self.pieces + 2, self.pieces + 2, self.pieces + 1] if self.pieces else [0, 0, 0]
+        return [self.tokens, self.tokens, self.tokens, self.wanted, *singles, *pieces]
+
+
+def packed(rows: Sequence[Row], shape: PassShape, width: int, spare: int) -> npt.NDArray[np.int64]:
+    """The step of these rows, which are in the pass's order, as one array for one copy to the
+    device. `spare`: the cache's place where tokens go that fill up the shape."""
+    counts = np.array([len(row.tokens) for row in rows], np.int64)
+    total, singles = int(counts.sum()), int((counts == 1).sum())
+    ends, keys = counts.cumsum(), np.array([row.position for row in rows], np.int64)
+    firsts = np.array([row.slot for row in rows], np.int64) * width
+    numbers = np.zeros(sum(shape.sizes), np.int64)
+    parts = np.split(numbers, np.cumsum(shape.sizes)[:-1])
+    ids, positions, at, wanted = parts[:4]
+    ids[:total] = np.concatenate([ids[:0], *(row.tokens for row in rows)])
+    positions[:total] = np.repeat(keys - ends, counts) + np.arange(total)
+    at[:total] = positions[:total] + np.repeat(firsts, counts)
+    at[total:] = spare
+    if shape.pieces:
+        last = ends[np.array([row.wants_token for row in rows], np.bool_)] - 1
+        wanted[: len(last)] = last
+    if shape.singles:
+        starts_q, starts_k, of_singles = parts[4:7]
+        starts_q[:] = np.arange(shape.singles + 1)
+        starts_k[:singles] = firsts[:singles]
+        of_singles[:singles] = keys[:singles]
+    if shape.pieces:
+        starts_q, starts_k, of_pieces = parts[7:]
+        pieces = len(rows) - singles
+        starts_q[:] = total  # sequences without tokens
+        starts_q[0] = singles
+        starts_q[1 : pieces + 1] = ends[singles:]
+        starts_q[-1] = shape.tokens
+        starts_k[:pieces] = firsts[singles:]
+        of_pieces[:pieces] = keys[singles:]
+    return numbers
+
+
+def unpacked(
+    numbers: Tensor, shape: PassShape, max_q: int, max_k: int
+) -> tuple[Tensor, Tensor, Tensor | None, FlashStep]:
+    """What `packed` made, on the device: ids, positions and the tokens whose logits are wanted
+    (None: all), and how they attend. `max_q`, `max_k`: see Sequences."""
+    sizes = shape.sizes
+    ids, positions, at, wanted, of_attention = torch.split(numbers, [*sizes[:4], sum(sizes[4:])])
+    parts = torch.split(of_attention.int(), sizes[4:])
+    singles = pieces = None
+    if shape.singles:
+        singles = Sequences(parts[0], parts[1], parts[2], 1, max_k)
+    if shape.pieces:
+        pieces = Sequences(parts[3], parts[4], parts[5], max_q, max_k)
+    step = FlashStep(at, singles, pieces)
+    return ids, positions, wanted if shape.pieces else None, step
 
 
 def _blocks(model: SlotModel, rows: list[Row], positions: Tensor) -> list[tuple[Block, Tensor]]:
@@ -139,11 +256,16 @@ def _blocks(model: SlotModel, rows: list[Row], positions: Tensor) -> list[tuple[
     return found
 
 
-def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array there, by a copy that the host does not wait for: one from pageable memory, as
+def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the host, where a copy to the device need not wait: one from pageable memory, as
     `torch.tensor(values, device=...)` makes it, waits for all that the device was asked before."""
     host = torch.from_numpy(np.ascontiguousarray(array))
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    return host.pin_memory() if device.type == "cuda" else host
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array there, by a copy that the host does not wait for."""
+    return pinned(array, device).to(device, non_blocking=True)
 
 
 def known(ids: Tensor, drawn: Tensor | None) -> Tensor:

@@ -1,92 +1,236 @@
 """Drawing tokens on the device: a step sends a few integers to the host, not megabytes of logits.
 
-The same draws as serving.sampling.top_k_top_p, from the same uniform numbers. What it does not do
-(penalties, bias, bans, grammars, log-probabilities, min-p) is left to the host: see `drawable`.
+The same draws as serving.sampling.top_k_top_p, from the same random numbers, computed here. What it
+does not do (penalties, bias, bans, grammars, log-probabilities, min-p) is left to the host: see
+`drawable`.
+
+Some hundred small kernels make a draw. They have fixed shapes, so that a CUDA graph can hold them,
+one for each kind of draw and batch bucket: a kind computes a token for every row of the bucket, and
+gives it to the rows that are of its kind. Both rounds of proposals are computed at once, since the
+device cannot be asked whether the first was enough without waiting for it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from serving.backends.torch.forward_pass import to_device
+from serving.backends.torch.cuda_graphs import Graphs
+from serving.backends.torch.forward_pass import StepOutputs, pinned, write_best
+from serving.backends.torch.memory_overhead import decode_buckets
+from serving.sampling.random_numbers import (
+    CDF_COUNTER,
+    CONSTANTS,
+    FRACTION,
+    Constants,
+    keys_of,
+    proposal_bits,
+    proposal_counters,
+)
 from serving.sampling.step_inputs import GREEDY_BELOW, Row
-from serving.sampling.top_k_top_p import MEMBERS, ROUNDS, proposal_numbers, uniforms
+from serving.sampling.top_k_top_p import MEMBERS, ROUNDS
 
-MOST_CANDIDATES = 4096  # top-k and top-p look at so many tokens
-_ROUNDS = ROUNDS[:2]  # of proposals; where none is taken, the host goes on
+MAX_TOP_K = 4096
+NUCLEUS_CANDIDATES = 1024  # top-p looks at so many tokens; sorting more takes most of its time
+SHORT_TOP_K = 64  # what most requests with top-k ask for: few candidates are sorted far faster
+_ROUNDS = list(enumerate(ROUNDS[:2]))  # of proposals; where none is taken, the host goes on
+
+
+class Kind(IntEnum):
+    """How a row's token is drawn."""
+
+    BEST = 0
+    FREE = 1  # neither top-k nor top-p
+    NUCLEUS = 2  # top-p
+    SHORT_TOP_K = 3  # with top-p or without
+    LONG_TOP_K = 4
+
+
+# Of each row, int64 [8, rows]; temperature and top-p are the bits of doubles.
+SEED_LOW, SEED_HIGH, POSITION, ZERO, TEMPERATURE, TOP_P, TOP_K, KIND = range(8)
 
 
 def drawable(row: Row) -> bool:
     """Whether this sampler does all that the row asks for."""
     sampling = row.sampling
     is_plain = not sampling.needs_logits_work and sampling.min_p <= 0 and not row.banned
-    return is_plain and sampling.logprobs is None and sampling.top_k <= MOST_CANDIDATES
+    return is_plain and sampling.logprobs is None and sampling.top_k <= MAX_TOP_K
 
 
-def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [n] and whether each is good, bool [n]; the host draws the others.
+def kind_of(row: Row, vocabulary: int) -> Kind:
+    """How its token is drawn here; rows that are not `drawable` get their best token."""
+    sampling = row.sampling
+    if not drawable(row) or sampling.temperature < GREEDY_BELOW:
+        return Kind.BEST
+    if 0 < sampling.top_k < vocabulary:
+        return Kind.SHORT_TOP_K if sampling.top_k <= SHORT_TOP_K else Kind.LONG_TOP_K
+    return Kind.NUCLEUS if sampling.top_p < 1 else Kind.FREE
 
-    `logits` float32 [n, vocabulary] on any device. A row is not good where its logits are NaN,
-    top-p needs more candidates than it looks at, or no proposal is taken. Rows that are not
-    `drawable` get their best token.
+
+class Draws(NamedTuple):
+    """What the draws of a step take, on the device."""
+
+    kinds: list[Kind]  # of each row
+    inputs: Tensor | None  # see SEED_LOW; None: all rows take their best token
+
+
+class DeviceSampler:
+    """Draws the tokens of rows on a device.
+
+    `outputs`: where the engine's steps leave logits and best tokens; with `graphs`, draws from
+    there are captured. Other logits are drawn from kernel by kernel.
     """
-    tokens = logits.argmax(-1)
-    good = ~torch.isnan(logits.amax(-1))
-    here = [at for at, row in enumerate(rows) if drawable(row)]
-    here = [at for at in here if rows[at].sampling.temperature >= GREEDY_BELOW]
-    best_k = [at for at in here if 0 < rows[at].sampling.top_k < logits.shape[1]]
-    free = [at for at in here if at not in best_k]
-    for chosen, numbers_of, drawing in (
-        (best_k, _uniform_numbers, _draw_top_k),
-        (free, _proposal_numbers, _draw_proposals),
-    ):
-        if chosen:
-            asking = [rows[at] for at in chosen]
-            wanted = [(row.sampling.temperature, row.sampling.top_p) for row in asking]
-            cuts = to_device(np.array(wanted).T[:, :, None], logits.device)
-            numbers = to_device(numbers_of(asking), logits.device)
-            at = to_device(np.array(chosen), logits.device)
-            part = logits if len(chosen) == len(logits) else logits[at]
-            has_top_p = any(top_p < 1 for _, top_p in wanted)
-            tokens[at], fine = drawing(part, numbers, cuts[0], cuts[1] if has_top_p else None)
-            good[at] &= fine
-    return tokens, good
+
+    def __init__(
+        self,
+        device: torch.device,
+        outputs: StepOutputs | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self._device = device
+        self._outputs = outputs
+        self._constants = Constants(*(torch.from_numpy(one).to(device) for one in CONSTANTS))
+        self._proposals = torch.from_numpy(proposal_counters(_ROUNDS)).to(device)
+        self._cdf = torch.from_numpy(CDF_COUNTER).to(device)
+        self._replays: dict[tuple[Kind, int], Callable[[], object]] = {}
+        self._buckets: list[int] = []
+        if outputs is None or graphs is None:
+            return
+        slots = len(outputs.logits)
+        self._inputs = torch.zeros(8 * slots, dtype=torch.int64, device=device)
+        try:
+            for size in reversed(decode_buckets(slots)):
+                for kind in (Kind.NUCLEUS, Kind.SHORT_TOP_K, Kind.FREE):
+                    buffers = outputs.logits[:size], outputs.tokens[:size], outputs.good[:size]
+                    draw = partial(self._draw_kind, kind, self._inputs_buffer(size), *buffers)
+                    self._replays[kind, size] = graphs.captured(draw)
+        except RuntimeError as problem:
+            why = (str(problem).splitlines() or [type(problem).__name__])[0]
+            print(f"torch: draws cannot be captured: {why}", file=sys.stderr, flush=True)
+            return
+        self._buckets = decode_buckets(slots)
+
+    def send(self, rows: Sequence[Row], vocabulary: int) -> Draws:
+        """Copy what the rows' draws take to the device: best before their step is launched."""
+        kinds = [kind_of(row, vocabulary) for row in rows]
+        if not any(kinds):
+            return Draws(kinds, None)
+        size = next((size for size in self._buckets if size >= len(rows)), len(rows))
+        host = pinned(_inputs_of(rows, kinds, size), self._device)
+        if not self._buckets:
+            return Draws(kinds, host.to(self._device, non_blocking=True))
+        inputs = self._inputs_buffer(size)
+        inputs.copy_(host, non_blocking=True)
+        return Draws(kinds, inputs)
+
+    def draw(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [n] and whether each is good, bool [n]; the host draws the others. The next
+        step may overwrite them.
+
+        `logits` float32 [n, vocabulary]. A row is not good where its logits are NaN, top-p needs
+        more candidates than it looks at, or no proposal is taken. Rows that are not `drawable` get
+        their best token.
+        """
+        count, inputs = len(draws.kinds), draws.inputs
+        outputs = self._outputs
+        if outputs is not None and logits.data_ptr() == outputs.logits.data_ptr():
+            size = count if inputs is None else inputs.shape[1]
+            logits = outputs.logits[:size]
+            tokens, good = outputs.tokens[:size], outputs.good[:size]
+        else:
+            tokens = torch.empty(count, dtype=torch.int64, device=self._device)
+            good = torch.empty(count, dtype=torch.bool, device=self._device)
+            write_best(logits, tokens, good)
+        for kind in sorted({*draws.kinds} - {Kind.BEST}):
+            assert inputs is not None
+            replay = self._replays.get((kind, inputs.shape[1])) if self._buckets else None
+            if replay is not None:
+                replay()
+            else:
+                self._draw_kind(kind, inputs, logits, tokens, good)
+        return tokens[:count], good[:count]
+
+    def _inputs_buffer(self, size: int) -> Tensor:
+        """What the captured draws of so many rows read."""
+        return self._inputs[: 8 * size].view(8, size)
+
+    def _draw_kind(
+        self, kind: Kind, inputs: Tensor, logits: Tensor, tokens: Tensor, good: Tensor
+    ) -> None:
+        """Write the tokens of the rows of a kind, and whether they are good, over the best ones."""
+        temperature, top_p = inputs[TEMPERATURE : TOP_P + 1].view(torch.float64)[:, :, None]
+        keys = inputs[: ZERO + 1, :, None]
+        if kind in (Kind.SHORT_TOP_K, Kind.LONG_TOP_K):
+            bits, _ = proposal_bits(keys, self._cdf, self._constants)
+            # More than are kept: of equal logits the lowest ids are, and which of them topk finds
+            # at its end is chance.
+            candidates = 2 * (SHORT_TOP_K if kind == Kind.SHORT_TOP_K else MAX_TOP_K)
+            top_k = inputs[TOP_K, :, None]
+            drawn = _draw_top_k(logits, bits[0], temperature, top_p, top_k, candidates)
+            fine = torch.ones_like(good)
+        else:
+            bits, member = proposal_bits(keys, self._proposals, self._constants)
+            cut = top_p if kind == Kind.NUCLEUS else None
+            drawn, fine = _draw_proposals(logits, bits, member, temperature, cut)
+        is_kind = inputs[KIND] == kind
+        torch.where(is_kind, drawn, tokens, out=tokens)
+        good.logical_and_(fine | ~is_kind)
 
 
-# Of each row, on the device: logits [n, vocabulary], its random numbers, temperature and top-p
-# double [n, 1] (None: no row has it) -> tokens and whether each is good.
+def _inputs_of(rows: Sequence[Row], kinds: Sequence[Kind], size: int) -> npt.NDArray[np.int64]:
+    """What the draws of the rows take, [8, size]."""
+    inputs = np.zeros((8, size), np.int64)
+    count = len(rows)
+    inputs[KIND, :count] = kinds
+    if any(kinds):
+        inputs[: ZERO + 1, :count] = keys_of(rows)[:, :, 0]
+        inputs[TOP_K, :count] = [row.sampling.top_k for row in rows]
+    cuts = inputs[TEMPERATURE : TOP_P + 1].view(np.float64)
+    cuts[:] = 1.0
+    for at, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
+        if kind != Kind.BEST:
+            cuts[:, at] = row.sampling.temperature, row.sampling.top_p
+    return inputs
+
+
+# Of each row, on the device: logits [n, vocabulary], random bits, temperature and top-p double
+# [n, 1] -> tokens.
 
 
 def _draw_top_k(
-    logits: Tensor, numbers: Tensor, temperature: Tensor, top_p: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over the candidates, best first. `numbers` [n, 2]: a uniform one, and top-k."""
-    uniform, top_k = numbers[:, :1], numbers[:, 1:]
-    scaled, ids = _candidates(logits, temperature)
-    is_best = torch.arange(ids.shape[1], device=logits.device) < top_k
-    weights = torch.where(is_best, scaled.exp(), 0.0)
+    logits: Tensor, bits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, most: int
+) -> Tensor:
+    """Inverse CDF over `most` candidates, best first and ties by lower id. `bits` [n, 1]."""
+    best, ids = logits.topk(min(logits.shape[1], most), dim=-1, sorted=False)
+    ids, order = ids.sort(-1)
+    best, order = best.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    weights = ((best.double() - best[:, :1]) / temperature).exp_()
+    is_candidate = torch.arange(ids.shape[1], device=logits.device) < top_k
+    weights = torch.where(is_candidate, weights, 0.0)
     sums = weights.cumsum(-1)
-    if top_p is not None:
-        is_kept = (sums - weights < top_p * sums[:, -1:]) | (top_p >= 1)
-        weights = torch.where(is_kept, weights, 0.0)
-        sums = weights.cumsum(-1)
-    place = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
+    is_kept = (sums - weights < top_p * sums[:, -1:]) | (top_p >= 1)
+    weights = torch.where(is_kept, weights, 0.0)
+    sums = weights.cumsum(-1)
+    place = torch.searchsorted(sums, bits * FRACTION * sums[:, -1:], right=True)
     last = ((weights > 0).sum(-1, keepdim=True) - 1).clamp_(min=0)  # none: the logits are NaN
-    return ids.gather(1, torch.minimum(place, last))[:, 0], torch.ones_like(is_best[:, 0])
+    return ids.gather(1, torch.minimum(place, last))[:, 0]
 
 
 def _draw_proposals(
-    logits: Tensor, numbers: Tensor, temperature: Tensor, top_p: Tensor | None
+    logits: Tensor, bits: Tensor, member: Tensor, temperature: Tensor, top_p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The first proposal that is accepted and kept, as serving.sampling.top_k_top_p defines them.
-
-    `numbers` [3, n, proposals]: for the group, the member and the acceptance.
-    """
+    """The first proposal that is accepted and kept, as serving.sampling.top_k_top_p defines them,
+    and whether there is one. `bits`, `member`: see proposal_bits."""
     count, vocabulary = logits.shape
     groups = vocabulary // MEMBERS
     whole = groups * MEMBERS
@@ -98,53 +242,28 @@ def _draw_proposals(
     best = maxima.amax(1, keepdim=True)
     weights = ((maxima - best) * scale.float()).exp().double()
     sums = weights.cumsum(-1)
-    which, where, acceptance = numbers
-    group = torch.searchsorted(sums, which * sums[:, -1:], right=True).clamp(max=groups)
-    member = (where * MEMBERS).long()
+    which, acceptance = (bits.double() * FRACTION).unbind()
+    group = torch.searchsorted(sums, which * sums[:, -1:], right=True).clamp_(max=groups)
     token = torch.where(group < groups, member * groups + group, whole + member)
     exists = token < vocabulary
-    token = token.clamp(max=vocabulary - 1)
+    token = token.clamp_(max=vocabulary - 1)
     logit = logits.gather(1, token)
     taken = exists & (acceptance < ((logit - maxima.gather(1, group)) * scale).exp())
     enough = torch.ones_like(taken[:, 0])
     if top_p is not None:
-        kept, enough = _least_kept(logits, temperature, top_p)
+        kept, enough = _least_kept(logits, scale, top_p)
         taken &= logit >= kept
     first = taken.to(torch.int8).argmax(-1, keepdim=True)
     return token.gather(1, first)[:, 0], taken.any(-1) & enough
 
 
-def _least_kept(logits: Tensor, temperature: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest logit [n, 1] that top-p keeps, and whether enough was looked at."""
-    scaled, ids = _candidates(logits, temperature)
-    best = logits.amax(-1, keepdim=True).double()
-    whole = logits.double().sub_(best).div_(temperature)  # one double a logit, in place
-    total = whole.exp_().sum(-1, keepdim=True)
-    weights = scaled.exp()
-    is_kept = weights.cumsum(-1) - weights < top_p * total
+def _least_kept(logits: Tensor, scale: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest logit [n, 1] that top-p keeps, and whether enough candidates were looked at."""
+    weights = torch.softmax(logits * scale.float(), -1)
+    best, ids = logits.topk(min(logits.shape[1], NUCLEUS_CANDIDATES), dim=-1)
+    candidates = weights.gather(1, ids).double()
+    is_kept = candidates.cumsum(-1) - candidates < top_p
     last = (is_kept.sum(-1, keepdim=True) - 1).clamp_(min=0)  # none: the logits are NaN
-    least = logits.gather(1, ids.gather(1, last))
     is_all = ids.shape[1] == logits.shape[1]
     enough = (last[:, 0] + 1 < ids.shape[1]) | (top_p[:, 0] >= 1) | is_all
-    return torch.where(top_p < 1, least, -math.inf), enough
-
-
-def _candidates(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """(logit - best) / temperature of the best tokens, descending, and their ids."""
-    best, ids = logits.topk(min(logits.shape[1], MOST_CANDIDATES), dim=-1)
-    return (best.double() - best[:, :1]) / temperature, ids
-
-
-def _uniform_numbers(rows: list[Row]) -> Any:
-    """[n, 2]: for the inverse CDF, and top-k."""
-    found = [[*uniforms(row.sampling.seed, row.position, 1), row.sampling.top_k] for row in rows]
-    return np.array(found)
-
-
-def _proposal_numbers(rows: list[Row]) -> Any:
-    """[3, n, proposals]: numbers for the group, the member and the acceptance."""
-    rounds = [
-        [proposal_numbers(row.sampling.seed, row.position, lane, count) for row in rows]
-        for lane, count in enumerate(_ROUNDS)
-    ]
-    return np.concatenate([np.stack(each, axis=1) for each in rounds], axis=2)
+    return torch.where(top_p < 1, best.gather(1, last), -math.inf), enough

@@ -12,30 +12,86 @@ MIB = 1 << 20
 CONTEXT_BYTES = 600 * MIB  # the CUDA context and the modules of kernels; 0.5 to 1 GB are told
 # cuBLAS keeps 32 MiB for each stream on Hopper (there are two), the allocator whole blocks.
 WORKSPACE_BYTES = 160 * MIB
-# Of each logit where tokens are drawn with top-p: a double, its mask, the candidates' sort.
-DRAW_BYTES = 12
+# Of each logit where tokens are drawn with top-p: its quotient by the temperature, and the softmax.
+DRAW_BYTES = 8
+CANDIDATE_BYTES = 64 << 10  # of each row: proposals, the candidates of top-p with their sums
+# Tokens of captured steps with prompts: what fills one up takes as long as real tokens where
+# arithmetic decides, at most 64 of them where a launched step would be as quick.
+TOKEN_BUCKETS = (
+    *(16, 32, 64, 128, 192, 256, 320, 384, 448, 512),
+    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+)
+# Operations that a GPU does while Python launches the kernels of one layer (0.26 to 0.5 ms on an
+# H200's host, at 600 TFLOP/s): a step of so many is not slower for being launched.
+LAYER_LAUNCH_OPERATIONS = 2.0e11
+# A captured kernel takes memory too: 4 to 8 KiB were found on an H200.
+KERNEL_BYTES = 6 << 10
+LAYER_KERNELS, DRAW_KERNELS = 16, 100
 
 
-def pass_bytes(spec: ModelSpec, tokens: int, logit_rows: int, element: int) -> int:
+def decode_buckets(rows: int) -> list[int]:
+    """1, 2, 4, 8, ... and `rows` itself: the rows of captured decode steps and draws."""
+    return [*(1 << power for power in range((rows - 1).bit_length())), rows]
+
+
+def token_buckets(limit: int) -> list[int]:
+    """Tokens of captured steps with prompts, of which the largest holds `limit` or is the last."""
+    smaller = [tokens for tokens in TOKEN_BUCKETS if tokens < limit]
+    return [*smaller, *TOKEN_BUCKETS[len(smaller) : len(smaller) + 1]]
+
+
+def captured_tokens(spec: ModelSpec, settings: SchedulerSettings) -> int:
+    """Most tokens of a step with prompts that is worth a graph: more take the GPU longer than
+    launching them takes Python, or no step has them."""
+    worth = LAYER_LAUNCH_OPERATIONS * spec.layers / (2 * spec.matrix_parameters)
+    return min(int(worth), settings.step_tokens, settings.slots * settings.context_tokens)
+
+
+def pass_bytes(
+    spec: ModelSpec, tokens: int, logit_rows: int, element: int, singles: int = 0
+) -> int:
     """Most bytes alive at once in a pass over `tokens` tokens, its logits' buffer left out. Those
-    of the decode step are what its captured graphs keep. `element`: bytes of an activation.
+    of the largest step are what captured graphs keep. `element`: bytes of an activation;
+    `singles`: tokens that attend in a call of their own, beside pieces of prompts.
 
-    x and the turns of its positions live throughout; over them come the heads with their products,
-    the widest layers of the feed-forward part, or the logits in the compute type.
+    x and the turns of its positions live throughout; over them come the heads with their products
+    or with what attends, the widest layers of the feed-forward part, or the logits in the compute
+    type.
     """
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     throughout = element * tokens * (spec.hidden + 2 * spec.head_dim) + 12 * tokens
-    attention = element * tokens * (queries + 2 * keys + 2 * (queries + keys))
+    heads = element * tokens * (queries + 2 * keys)
+    turned = element * tokens * 2 * (queries + keys)
+    # Beside the results, a float32 a head: the kernel gives the logarithm of the weights' sum.
+    attended = element * queries * (tokens + 2 * singles) + 4 * spec.heads * (tokens + singles)
     feed_forward = element * tokens * 3 * spec.intermediate
     head = element * logit_rows * (spec.hidden + spec.vocabulary)
-    return throughout + max(attention, feed_forward, head)
+    return throughout + max(heads + max(turned, attended), feed_forward, head)
+
+
+def graph_bytes(spec: ModelSpec, settings: SchedulerSettings, element: int) -> int:
+    """What graphs hold: their pool, which is as large as the largest captured step or draw, and
+    their kernels."""
+    slots, buckets = settings.slots, token_buckets(captured_tokens(spec, settings))
+    rows = min(buckets[-1], slots)
+    mixed = pass_bytes(spec, buckets[-1], rows, element, rows)
+    pool = max(mixed, pass_bytes(spec, slots, slots, element), draw_bytes(spec, slots))
+    sizes = len(decode_buckets(slots))
+    kernels = (sizes + len(buckets)) * LAYER_KERNELS * spec.layers + 3 * sizes * DRAW_KERNELS
+    return pool + kernels * KERNEL_BYTES
+
+
+def draw_bytes(spec: ModelSpec, slots: int) -> int:
+    """What drawing a token for each slot takes at the most."""
+    return slots * (DRAW_BYTES * spec.vocabulary + CANDIDATE_BYTES)
 
 
 def overhead_bytes(spec: ModelSpec, weight_format: str, settings: SchedulerSettings) -> int:
     """What placement adds to weights and KV cache: the largest step, which is its pass or its
     draws, the buffer of float32 logits, graphs, workspaces and CUDA itself."""
     element = 4 if weight_format == "fp32" else 2
-    slots, tokens = settings.slots, settings.step_tokens
-    largest = max(pass_bytes(spec, tokens, slots, element), DRAW_BYTES * slots * spec.vocabulary)
-    graphs = pass_bytes(spec, slots, slots, element) + 4 * slots * spec.vocabulary
+    slots = settings.slots
+    largest_pass = pass_bytes(spec, settings.step_tokens, slots, element, slots)
+    largest = max(largest_pass, draw_bytes(spec, slots))
+    graphs = graph_bytes(spec, settings, element) + 4 * slots * spec.vocabulary
     return CONTEXT_BYTES + WORKSPACE_BYTES + largest + graphs

@@ -4,10 +4,10 @@ The cache of a layer is [tokens, 2, kv_heads, head_dim], row by row and a spare 
 tokens, so that a pass writes keys and values in one copy. Attention has two forms with the same
 results:
 
-- flash: one call of torch's FlashAttention-2 for all tokens, without a mask. Where a sequence's
-  keys begin is said by cu_seqlens_k, how many there are by seqused_k
-  (flash-attention/csrc/flash_attn/src/block_info.h): nothing beyond a row's tokens is read, decode
-  rows and prompt pieces share the call, and a graph of it serves any rows at any length.
+- flash: torch's FlashAttention-2 without a mask. cu_seqlens_k says where a sequence's keys begin,
+  seqused_k how many there are (flash-attention/csrc/flash_attn/src/block_info.h): nothing beyond a
+  row's tokens is read, and a graph of a call serves any rows at any length. Rows of one token and
+  longer pieces have a call each: for the former alone the kernel splits the keys among its blocks.
 - plain: torch's scaled_dot_product_attention with a mask, a call for each block of neighbouring
   rows with equally many tokens. The query heads that share a key head are its query length: keys
   are never expanded.
@@ -31,27 +31,59 @@ Flash = Callable[..., tuple[Any, ...]]
 
 
 @dataclass(slots=True)
+class Sequences:
+    """One flash call over `n` sequences of a pass. A sequence may be without tokens, and without
+    keys: then the result of its tokens is 0."""
+
+    starts_q: Tensor  # int32 [n + 1]: first token of each sequence in the pass, and the last's end
+    starts_k: Tensor  # int32 [n + 1]: row * width of each sequence; the last one is not read
+    keys: Tensor  # int32 [n]: keys of each sequence, those of this pass included
+    max_q: int  # at least the tokens of the longest; 1: the kernel splits the keys
+    max_k: int  # at least max(keys)
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of queries [tokens, heads, head_dim], in the same shape. Tokens of no sequence
+        get no value."""
+        # Causal is aligned at the end: the last query of a piece sees all of its row's keys.
+        out: Tensor = flash_kernel()(
+            queries,
+            keys,
+            values,
+            self.starts_q,
+            self.starts_k,
+            self.max_q,
+            self.max_k,
+            0.0,  # dropout
+            True,  # causal
+            False,  # no debug mask
+            scale=1.0 / math.sqrt(queries.shape[-1]),
+            seqused_k=self.keys,
+        )[0]
+        return out
+
+
+@dataclass(slots=True)
 class FlashStep:
-    """What the call is told of a pass over `tokens` tokens of `n` sequences, laid end to end."""
+    """A pass whose first tokens are rows of one token, or may be; longer pieces follow."""
 
     at: Tensor  # int64 [tokens]: row * width + position, where a token's key and value go
-    starts_q: Tensor  # int32 [n + 1]: first token of each sequence in the pass, and their number
-    starts_k: Tensor  # int32 [n + 1]: row * width of each sequence; the last one is not read
-    held: Tensor  # int32 [n]: keys of each sequence, those of this pass included
-    most_q: int  # tokens of the longest piece; 1: the kernel splits the keys among its blocks
-    most_k: int  # at least max(held)
+    singles: Sequences | None  # one for each of the first tokens; None: the pass has pieces only
+    pieces: Sequences | None  # None: every token is a row of its own
+    is_single: Tensor | None = None  # bool [singles, 1, 1]; False: a piece's; None: all are singles
 
     def attend(self, queries: Tensor, cache: Tensor) -> Tensor:
         """See Step."""
         keys, values = cache.unbind(1)
-        # Causal is aligned at the end: the last query of a piece sees all of its row's keys.
-        out: Tensor = flash_kernel()(
-            *(queries, keys, values),
-            *(self.starts_q, self.starts_k, self.most_q, self.most_k),
-            *(0.0, True, False),  # dropout, causal, no debug mask
-            scale=1.0 / math.sqrt(queries.shape[-1]),
-            seqused_k=self.held,
-        )[0]
+        if self.singles is None or self.pieces is None:
+            sequences = self.singles or self.pieces
+            assert sequences is not None
+            return sequences.attend(queries, keys, values).flatten(1)
+        out = self.pieces.attend(queries, keys, values)
+        first = out[: len(self.singles.keys)]
+        singles = self.singles.attend(queries[: len(first)], keys, values)
+        if self.is_single is not None:
+            singles = torch.where(self.is_single, singles, first)
+        first.copy_(singles)
         return out.flatten(1)
 
 

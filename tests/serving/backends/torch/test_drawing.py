@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from serving.backends.torch.gpu_sampler import draw, drawable
+from serving.backends.torch.gpu_sampler import DeviceSampler, drawable
 from serving.sampling.batch_sampler import sample
 from serving.sampling.step_inputs import Sampling
 from tests.serving.backends.backend_steps import Make, prompt_of, row
 from tests.serving.backends.hf_folders import hf_folder
 
+CPU = DeviceSampler(torch.device("cpu"))
 KINDS = (
     Sampling(),
     Sampling(temperature=1.0),
@@ -27,14 +28,19 @@ KINDS = (
 
 @pytest.mark.parametrize("sampling", KINDS, ids=str)
 @pytest.mark.parametrize("vocabulary", [300, 6000])
-def test_the_device_draws_what_the_host_draws(sampling: Sampling, vocabulary: int) -> None:
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_the_device_draws_what_the_host_draws(
+    sampling: Sampling, vocabulary: int, has_ties: bool
+) -> None:
     logits = np.random.default_rng(1).normal(0, 3, (64, vocabulary)).astype(np.float32)
+    if has_ties:  # as a model in bf16 gives them
+        logits = torch.from_numpy(logits).bfloat16().float().numpy()
     logits[7] = float("nan")  # harms no other row
     rows = [
         row(0, [1], at, sampling=msgspec.structs.replace(sampling, seed=at * 31))
         for at in range(64)
     ]
-    tokens, good = draw(torch.from_numpy(logits), rows)
+    tokens, good = CPU.draw(torch.from_numpy(logits), CPU.send(rows, vocabulary))
     assert not good[7] and 0 <= tokens[7] < vocabulary, "the next step may have begun with it"
     assert good.float().mean() > 0.9, "proposals of a peaked row may all be refused"
     fine = [at for at in range(64) if good[at]]
@@ -46,7 +52,7 @@ def test_the_device_says_when_it_cannot_draw() -> None:
     flat = torch.zeros(2, 9000)  # half of the mass is more than the candidates that are looked at
     flat[1, 0] = float("nan")
     rows = [row(0, [1], 3, sampling=Sampling(temperature=1.0, top_p=0.9, seed=1)), row(1, [1], 3)]
-    _, good = draw(flat, rows)
+    _, good = CPU.draw(flat, CPU.send(rows, 9000))
     assert good.tolist() == [False, False]
     assert not drawable(row(0, [1], 0, sampling=Sampling(logprobs=1)))
     assert not drawable(row(0, [1], 0, sampling=Sampling(presence_penalty=0.5)))

@@ -7,18 +7,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from models.model_ladder import rung
 from serving.backends.torch import memory_overhead as need
 from serving.backends.torch.backend import TorchBackend, memory_errors
-from serving.backends.torch.cuda_graphs import batch_buckets
+from serving.backends.torch.cuda_graphs import step_shapes
+from serving.backends.torch.gpu_sampler import DeviceSampler, Kind
 from serving.errors import EngineFailed, OutOfMemory
 from tests.serving.backends.backend_contract import check_contract, check_scheduled, check_seeded
-from tests.serving.backends.backend_steps import Make, generate, prompt_of
+from tests.serving.backends.backend_steps import Make, generate, prompt_of, row
 from tests.serving.backends.hf_folders import generated, hf_folder
 from tests.shapes import TINY, TINY_LLAMA
-from tests.tools.fake_cuda import FakeCuda, install_flash
+from tests.tools.fake_cuda import Alive, FakeCuda, install_flash
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def test_a_long_context_needs_no_other_graph(make: Make, cuda: FakeCuda) -> None
     backend = on_gpu(make, "tiny-llama3", slots=2, context_tokens=700)
     prompt = prompt_of(backend, 640, 4)
     assert generate(backend, prompt, 3) == generated(hf_folder("tiny-llama3"))(prompt, 3)
-    assert len(cuda.graphs) == len(batch_buckets(2))
+    assert backend.info.details["graphs"] == "true"
 
 
 def test_seeded_requests_do_not_depend_on_their_batch_mates(make: Make, cuda: FakeCuda) -> None:
@@ -71,13 +74,75 @@ def test_graphs_share_a_stream_and_keep_no_logits(make: Make, cuda: FakeCuda) ->
     backend = on_gpu(make, "tiny-llama", slots=16)
     assert len(cuda.streams) == 1 and set(cuda.capture_streams) == set(cuda.streams)
     assert cuda.kept_bytes == 0, "what a capture leaves alive, the next cannot use"
-    assert backend._logits is not None and backend._logits.shape == (16, TINY_LLAMA.vocabulary)
+    assert backend._outputs is not None
+    assert backend._outputs.logits.shape == (16, TINY_LLAMA.vocabulary)
 
 
 @pytest.mark.parametrize("slots", [4, 24])
-def test_the_memory_of_graphs_is_predicted(make: Make, cuda: FakeCuda, slots: int) -> None:
-    on_gpu(make, "tiny-llama", slots=slots)
-    assert need.pass_bytes(TINY_LLAMA, slots, slots, 4) == pytest.approx(cuda.pool_bytes, rel=0.05)
+def test_the_memory_of_captured_steps_is_predicted(make: Make, cuda: FakeCuda, slots: int) -> None:
+    backend = on_gpu(make, "tiny-llama", slots=slots)
+    limit = need.captured_tokens(TINY_LLAMA, backend.info.settings)
+    shapes = step_shapes(slots, limit)
+    steps = [graph.peak_bytes for graph in cuda.graphs[: len(shapes)]]
+    largest, rows = shapes[-1].tokens, min(shapes[-1].tokens, slots)
+    predicted = need.pass_bytes(TINY_LLAMA, largest, rows, 4, rows)
+    assert predicted == pytest.approx(max(steps), rel=0.05)
+
+
+def test_the_memory_of_draws_is_predicted() -> None:
+    spec, slots = rung("1b").spec, 64
+    logits = torch.empty(slots, spec.vocabulary, device="meta")
+    inputs = torch.empty(8, slots, dtype=torch.int64, device="meta")
+    tokens, good = inputs[0].clone(), torch.empty(slots, dtype=torch.bool, device="meta")
+    sampler = DeviceSampler(torch.device("meta"))
+    peaks = []
+    for kind in (Kind.FREE, Kind.NUCLEUS, Kind.SHORT_TOP_K):
+        with torch.inference_mode(), Alive() as alive:
+            sampler._draw_kind(kind, inputs, logits, tokens, good)
+        peaks.append(alive.peak)
+    assert need.draw_bytes(spec, slots) == pytest.approx(max(peaks), rel=0.05)
+
+
+def test_steps_with_prompts_are_captured_and_right(make: Make, cuda: FakeCuda) -> None:
+    """Random steps of decode rows and pieces, some of which want no token: the tokens of kernels
+    that are launched one by one, from a graph for all but the largest."""
+    captured = on_gpu(make, "tiny-llama3", slots=9, context_tokens=128)
+    launched = on_gpu(make, "tiny-llama3", slots=9, context_tokens=128)
+    launched._graphs = None
+    random = np.random.default_rng(5)
+    held = [0] * 9
+    before = sum(graph.replays for graph in cuda.graphs)
+    for _ in range(40):
+        rows = []
+        for slot in random.permutation(9)[: random.integers(1, 10)]:
+            is_piece = held[slot] == 0 or random.random() < 0.3
+            count = int(random.integers(2, 40)) if is_piece else 1
+            if held[slot] + count > 128:
+                held[slot] = 0
+            wants = bool(random.random() < 0.8)
+            piece = random.integers(3, 200, count).tolist()
+            rows.append(row(int(slot), piece, held[slot], wants_token=wants))
+            held[slot] += count
+        rows.sort(key=lambda one: one.slot)
+        tokens = [one.token for one in captured.step(rows)]
+        assert tokens == [one.token for one in launched.step(rows)]
+    assert sum(graph.replays for graph in cuda.graphs) - before >= 40
+
+
+def test_a_step_beyond_the_largest_graph_is_launched_kernel_by_kernel(
+    make: Make, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(need, "TOKEN_BUCKETS", (16, 32))
+    backend = on_gpu(make, "tiny-llama", slots=3)
+    replays = {True: 0, False: 0}
+    expected = generated(hf_folder("tiny-llama"))
+    for count in (30, 33):
+        before = sum(graph.replays for graph in cuda.graphs)
+        prompt = prompt_of(backend, count, count)
+        drawn = backend.step([row(0, prompt, 0)])
+        assert drawn[0].token == expected(prompt, 1)[0]
+        replays[count > 32] = sum(graph.replays for graph in cuda.graphs) - before
+    assert replays == {False: 1, True: 0}
 
 
 def test_a_capture_that_fails_costs_the_graphs_not_the_gpu(
@@ -86,7 +151,7 @@ def test_a_capture_that_fails_costs_the_graphs_not_the_gpu(
     cuda.refuses_capture = "CUDA error: operation failed due to a previous error during capture"
     backend = on_gpu(make, "tiny-llama")
     assert "cannot be captured: CUDA error" in backend.info.details["graphs"]
-    assert "torch: the decode step cannot be captured" in capfd.readouterr().err
+    assert "torch: steps cannot be captured" in capfd.readouterr().err
     prompt = prompt_of(backend, 20, 1)
     assert generate(backend, prompt, 4) == generated(hf_folder("tiny-llama"))(prompt, 4)
 
