@@ -4,14 +4,25 @@ and that the server takes back what it gives out.
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from models.chat_template import CHATML
 from serving.http.answer_parts import Form, Splitter
-from tests.serving.fakes import FakeSupervisor, ask, chat
+from serving.http.api_errors import ApiError
+from serving.http.body_types import CHAT as BODY
+from serving.http.body_types import decode
+from serving.http.chat_completions import rendered
+from serving.registry.loaded_models import ServedModel
+from tests.models.test_chat_forms import NINE
+from tests.models.test_chat_forms import PARTS as PARTS_ONLY
+from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, chat
 from tests.serving.http.test_chat import HI, NOW, QWEN, asked, prompt_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -207,3 +218,54 @@ def test_what_the_server_gives_out_it_takes_back() -> None:
         client.chat.completions.create(model="m", messages=turns, tools=[NOW])
         prompt = prompt_of(supervisor)
     assert prompt.count("<think>2+2</think>Sure. ") == 3 and prompt.count("|tool now:noon") == 4
+
+
+# --- any history
+
+VALUES = st.sampled_from([None, "", "x", 3, 2.0, True, [], {}, ["x"], "null", '{"a": ', "{}"])
+PARTS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "refusal", "thinking", "image_url", "x", 3])},
+    optional={"text": VALUES, "refusal": VALUES, "thinking": VALUES, "cache_control": VALUES},
+)
+CALLS = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"name": VALUES, "arguments": VALUES})},
+    optional={"id": VALUES, "type": st.sampled_from(["function", "x"]), "index": VALUES},
+)
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "x"])},
+    optional={
+        "content": VALUES | st.lists(PARTS, max_size=3),
+        "tool_calls": VALUES | st.lists(CALLS, max_size=2),
+        "tool_call_id": VALUES,
+        "name": VALUES,
+        "refusal": VALUES,
+        "reasoning_content": VALUES,
+        "reasoning": VALUES,
+        "images": VALUES,
+        "colour": VALUES,
+    },
+)
+
+
+@functools.cache
+def model_of(template: str) -> ServedModel:
+    return app_on(FakeSupervisor(), tokenizer=ByteTokenizer(template=template)).router.first
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[*HealthCheck])
+@given(
+    st.lists(MESSAGES, min_size=1, max_size=4),
+    st.sampled_from([QWEN, CHATML, NINE, PARTS_ONLY]),
+    st.booleans(),
+)
+def test_any_history_is_rendered_or_refused(
+    messages: list[Any], template: str, continues: bool
+) -> None:
+    model = model_of(template)
+    body: dict[str, Any] = {"messages": messages, "tools": [NOW], "tool_choice": "none"}
+    if continues:
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    try:
+        assert isinstance(rendered(model, decode(BODY, json.dumps(body).encode()), True), str)
+    except ApiError as problem:
+        assert problem.status == 400 and 10 < len(problem.body.error.message) < 1000
