@@ -170,7 +170,7 @@ def _alone(cell: CellData, slo: Slo) -> Cell:
         detail += "; too few to tell whether they meet the SLO"
         if (simulated := _simulated_alone(cell)) is not None:
             good = float(simulated.good(slo.ttft_seconds, slo.tpot_seconds).mean())
-            verdict = "met" if good >= slo.target else "missed"
+            verdict = "met" if good >= slo.target else f"{formatting.share(good, 2)} attainment"
             detail += f"; simulated SLO attainment {formatting.share(good, 2)}"
     return Cell(text=f"{text}: {verdict}", detail=detail)
 

@@ -172,10 +172,14 @@ def _is_unmetered(rows: Sequence[Row], side: str) -> bool:
 
 
 def _energy_table(rows: Sequence[Row]) -> Table:
+    columns = ["model", "device", "a token, measured"]
+    if is_predicted := any(there is not None for *_, there in rows):
+        columns.append("on the takeover GPU, predicted")
     return table(
-        ("model", "device", "a token, measured", "on the takeover GPU, predicted"),
+        columns,
         (
-            (cell.model, cell.device_words, _joules(here), _joules(there, "–"))
+            (cell.model, cell.device_words, _joules(here))
+            + ((_joules(there, "–"),) if is_predicted else ())
             for _, cell, here, there in rows
         ),
         words=("device",),

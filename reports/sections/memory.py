@@ -14,6 +14,7 @@ from reports.sections.section import Chart, Section, table
 
 PARTS = {"weights": "#0072b2", "KV cache": "#56b4e9", "overhead": "#c3ccd5"}
 CARDS_GIB = (8, 12, 16, 24, 32, 48, 80, 96, 141)  # GPUs that one can buy
+NAME_SHARE = 0.11  # of the chart's width, that the name of a card takes
 TITLES = {GPU: "GPU memory"}
 
 
@@ -26,7 +27,8 @@ def memory(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
     charts: list[Chart] = []
     for side in sides:
         own = [cell for cell in cells if cell.side == side]
-        charts += _charts(own, "" if len(sides) == 1 else TITLES.get(side, "Memory of the host"))
+        title = "" if len(sides) == 1 else TITLES.get(side, "Memory of the host")
+        charts += _charts(own, title, with_cards=side == sides[-1])
     return Section(
         slug="memory",
         title="Memory",
@@ -52,8 +54,8 @@ def memory(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
         ),
         charts=tuple(charts),
         note="Predicted by placement before loading. Measured: on the CPU the engine's peak "
-        "resident memory, on a GPU the most of its memory in use. Gray lines: memory of GPUs that "
-        "one can buy.",
+        "resident memory, in which a KV cache counts once it was used, on a GPU the most of its "
+        "memory in use. Gray lines: memory of GPUs that one can buy.",
     )
 
 
@@ -91,7 +93,19 @@ def _difference(cell: CellData) -> str:
     return f"{measured / predicted - 1:+.1%}".replace("%", " %").replace("-", "\N{MINUS SIGN}")
 
 
-def _charts(cells: Sequence[CellData], title: str) -> tuple[Chart, ...]:
+def _cards(most: float) -> list[Row]:
+    """Lines for cards up to a size in GiB, named where a name has room."""
+    rows: list[Row] = []
+    named = 0.0
+    for size in CARDS_GIB:
+        if size <= most:
+            has_room = size - named >= NAME_SHARE * most
+            rows.append({"gib": size, "text": f"{size} GB" if has_room else ""})
+            named = size if has_room else named
+    return rows
+
+
+def _charts(cells: Sequence[CellData], title: str, *, with_cards: bool) -> tuple[Chart, ...]:
     import altair as alt
 
     rows = [(_name(cell), cell.memory) for cell in cells]
@@ -120,11 +134,12 @@ def _charts(cells: Sequence[CellData], title: str) -> tuple[Chart, ...]:
     layers = [data(bars).mark_bar().encode(x=x, y=y, color=palette("part:N", PARTS), order=order)]
     if marks:
         layers.append(data(marks).mark_tick(color=INK, thickness=3).encode(x=x, y=y))
-    if cards := [{"gib": size, "text": f"{size} GB"} for size in CARDS_GIB if size <= most]:
+    cards = _cards(most)
+    if cards and with_cards:
         lines = data(cards)
         layers.append(lines.mark_rule(color=MUTED, strokeDash=[2, 3]).encode(x=x))
         if side == GPU:
-            mark = {"align": "right", "baseline": "top", "dx": -3, "fontSize": 10}
+            mark = {"align": "right", "baseline": "top", "dx": -3, "fontSize": 12}
             named = lines.mark_text(color=MUTED, **mark)
             layers.append(named.encode(x=x, y=alt.value(0), text="text:N"))
     spec = layered(layers, 34 * len(rows) + (24 if side == GPU else 10), title)

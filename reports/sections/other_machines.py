@@ -14,6 +14,7 @@ from reports.devices.device_capacity import (
     machine_of,
 )
 from reports.devices.device_catalog import Device, device_named
+from reports.devices.device_step_times import VLLM_SLOTS
 from reports.headline import Answer
 from reports.report_data import ReportData
 from reports.sections.section import Section, Table, table
@@ -40,7 +41,8 @@ def other_machines(data: ReportData, answers: Sequence[Answer]) -> Section | Non
         grades=("predicted",),
         table=_table(found, like),
         note="Simulated with this run's requests by step times from datasheets and published "
-        "measurements. The cheapest GPUs that the model fits.",
+        f"measurements, each with a server of {VLLM_SLOTS} slots. The cheapest GPUs that the model "
+        "fits.",
     )
 
 
@@ -72,9 +74,10 @@ def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         sentence=f"{found[-1].name} that share each step would serve {gain} of {one.title}.",
         grades=("predicted",),
         table=_table(found, one.cells[-1].like),
-        note="Each step is divided among them (tensor parallelism), and they exchange what they "
-        "found twice a layer over their link. Copies of the model on each (replicas) hold as many "
-        "times the rate instead, and answer no quicker.",
+        note=f"Predicted, with a server of {machine.slots} slots. Each step is divided among them "
+        "(tensor parallelism), and they exchange what they found twice a layer over their link. "
+        "Copies of the model on each (replicas) hold as many times the rate instead, and answer no "
+        "quicker.",
     )
 
 

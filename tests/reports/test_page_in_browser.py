@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from reports.headline import answers_of
 from reports.html_page import page, sections_of
+from reports.report_data import read_report
 from tests.reports.runs import shown
 from tests.tools.browser import BROWSER, DARK, LIGHT, asked
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+
+TWO_DEVICES = Path(__file__).parents[2] / "docs" / "results" / "h200"
 
 # `look()`: what a person sees now. `move(name, step)`: a slider, as a hand moves it.
 EYES = """<script>
@@ -67,8 +71,11 @@ addEventListener("load", () => {
 """
 
 
-def seen(script: str, folder: Path, *options: str, width: int = 1400) -> Any:
+def seen(script: str, folder: Path, *options: str, width: int = 1400, has_gpu: bool = False) -> Any:
     _, data, answers = shown()
+    if has_gpu:
+        data = read_report(TWO_DEVICES)
+        answers = tuple(answers_of(data))
     text = page(data, answers, sections_of(data, answers))
     return asked(text, EYES % script, folder, *options, width=width)
 
@@ -118,3 +125,26 @@ def test_nothing_is_wider_than_the_window(
     assert told["page"] <= told["window"] <= width
     assert told["map"] <= told["window"] and told["text"] > 6.5
     assert (told["paper"] != "rgb(255, 255, 255)") is dark
+
+
+def test_sliders_of_a_page_of_two_devices_move_each_by_itself(tmp_path: Path) -> None:
+    told = seen(SLIDE, tmp_path, has_gpu=True)
+    before, strict, loose = (told[key] for key in ("before", "strict", "loose"))
+    assert told["errors"] == [] and told["after"] == before
+    sentence = "Under this SLO the CPU serves %s; this machine's GPU serves up to llama-3.1-8b ("
+    assert strict["headline"].startswith(sentence % "none of these models")
+    assert loose["headline"].startswith(sentence.split("%s")[0] + "up to llama-3.2-1b (about ")
+    # a level of 30 s confirms nothing under a limit of 30 s on the first token
+    assert "GPU serves up to llama-3.1-8b (about 39/s, estimated)" in loose["headline"]
+    columns = [*zip(before["table"], loose["table"], strict=True)]
+    # of 8B on the CPU nothing is known under another SLO: its cells stay as they are
+    assert [now for was, now in columns[9:13]] == [was for was, now in columns[9:13]]
+    assert columns[3][0] != columns[3][1] and columns[7][0] != columns[7][1]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_page_of_two_devices_is_no_wider_than_the_window(width: int, tmp_path: Path) -> None:
+    told = seen(LAY_OUT, tmp_path, width=width, has_gpu=True)
+    assert told["errors"] == [] and told["wide"] == []
+    assert told["page"] <= told["window"] <= width
+    assert told["map"] <= told["window"] and told["text"] > 6.5
