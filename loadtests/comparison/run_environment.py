@@ -28,7 +28,15 @@ MACHINE: dict[str, str] = {
     "memory_total_bytes": "memory",
     "gpus": "GPUs",
 }
-CAMPAIGN: tuple[str, ...] = ("workload", "arrivals", "slo", "engines", "seed")
+CAMPAIGN: tuple[str, ...] = (
+    "workload",
+    "arrivals",
+    "slo",
+    "engines",
+    "seed",
+    "api",
+    "ignore_eos",
+)
 SERVER = "server"  # the campaign's table; of no meaning where all cells are endpoints
 # Matched cell by cell, not run by run.
 CELL: tuple[str, ...] = ("model", "format", "backend", "device", "url")

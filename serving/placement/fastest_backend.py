@@ -147,6 +147,8 @@ def fastest_backend(
         f"{significant(question.output_tokens)} tokens, {count(question.settings.slots)} at once: "
         f"{told}"
     )
+    if len(found) == 1:
+        reason = f"{best.name} is the only engine of the CPU that runs it"
     return EngineChoice(best.backend, best.weight_format, reason, tuple(found))
 
 

@@ -134,6 +134,62 @@ def test_four_bits_know_it(cache: Path, safetensors: Path) -> None:
         assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content
 
 
+OWN = """
+name = "own"
+models = ["{file}", "{folder}"]
+devices = ["cpu"]
+disturbance = "ignore"
+slo = "batch"
+workload = {{ prompt_tokens = 60, output_tokens = 6 }}
+[server]
+slots = 4
+context_tokens = 512
+cache = "{cache}"
+[search]
+rates = [1.0]
+level_seconds = 5
+single_stream_requests = 3
+"""
+
+
+def crossover(*words: str | Path) -> str:
+    command = [sys.executable, "-m", "crossover", *map(str, words)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_ones_own_file_and_folder_are_measured_reported_and_planned(
+    cache: Path, safetensors: Path, tmp_path: Path
+) -> None:
+    """As README's second example: no key says an engine, a format or a route."""
+    packaged, campaign = packaged_file(MODEL), tmp_path / "own.toml"
+    assert packaged is not None
+    file, runs = tmp_path / "Mine-Q4_1.gguf", tmp_path / "runs"
+    file.symlink_to(packaged)
+    campaign.write_text(OWN.format(file=file, folder=safetensors, cache=cache / "cache"))
+    said = crossover("campaign", "run", campaign, "--out", runs)
+    assert "Mine-Q4_1-llama_cpp" in said and f"{MODEL}-int8-onnx" in said
+    assert "requests go through the model's chat template" in said
+    (folder,) = runs.iterdir()
+    answers = json.loads(crossover("report", folder, "--json"))["cells"]
+    assert {one["model"]: one["parameters"] for one in answers} == {
+        "Mine-Q4_1": 134_515_008,
+        MODEL: 134_515_008,
+    }
+    for one in answers:
+        assert one["state"] == "measured" and one["alone"]["ttft_seconds"] > 0
+    file.unlink()  # the run knows its shape
+    planned = json.loads(
+        crossover("plan", "--model", "Mine-Q4_1", "--rate", "0.1", "--run", folder, "--json")
+    )
+    assert planned["model"] == "Mine-Q4_1" and planned["weight_format"] == "Q4_1"
+    crossover("report", folder, "--share", tmp_path / "shared")
+    shared = b"".join(one.read_bytes() for one in (tmp_path / "shared").iterdir())
+    assert str(tmp_path).encode() not in shared and b"Mine" not in shared
+    assert '"parameters": 134515008' in crossover("report", tmp_path / "shared", "--json")
+
+
 @pytest.fixture(scope="module")
 def text(safetensors: Path) -> tuple[Any, Any]:
     """Ids [4, 40] of four pieces of text, and transformers' log-probabilities of them."""
