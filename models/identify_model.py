@@ -87,7 +87,7 @@ def identify(name: str, *, fetch: bool = False) -> ModelIdentity:
     if found is None:
         return _of_hub(name, fetch)
     path, called = found
-    source = name if called == PACKAGED else str(path)
+    source = name if path == packaged_file(name) else str(path)
     if is_gguf(path):
         return _of_gguf(path, called, source)
     if not path.is_dir():

@@ -38,7 +38,7 @@ from models.identify_model import (
     shape_of,
     unknown_model,
 )
-from models.model_ladder import PACKAGED, is_rung, rung
+from models.model_ladder import PACKAGED, is_rung, packaged_file, rung
 from models.model_spec import ModelSpec
 from models.random_weights import GENERATOR
 from models.safetensors_reader import INDEX, WEIGHTS, check_tensors, weight_files
@@ -95,7 +95,7 @@ def resolve(
             rung(name).spec, kind, asked or DEFAULT_FORMATS[kind], cache_dir(cache), progress
         )
     found = find_local(name)
-    if found is None or (found[1] == PACKAGED and kind != "gguf"):  # it has no safetensors
+    if found is None or (kind != "gguf" and found[0] == packaged_file(name)):  # no safetensors
         found = _downloaded(name, progress)
     local, called = found
     if is_gguf(local):
