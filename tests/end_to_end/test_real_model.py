@@ -139,7 +139,7 @@ name = "own"
 models = ["{file}", "{folder}"]
 devices = ["cpu"]
 disturbance = "ignore"
-slo = "batch"
+slo = "chat"
 workload = {{ prompt_tokens = 60, output_tokens = 6 }}
 [server]
 slots = 4
