@@ -149,6 +149,7 @@ cache = "{cache}"
 rates = [1.0]
 level_seconds = 5
 single_stream_requests = 3
+single_stream_seconds = 5
 """
 
 
@@ -159,6 +160,8 @@ def crossover(*words: str | Path) -> str:
     return ran.stdout if ran.stdout.startswith("{") else ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_ones_own_file_and_folder_are_measured_reported_and_planned(
     cache: Path, safetensors: Path, tmp_path: Path
 ) -> None:
