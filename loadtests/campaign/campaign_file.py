@@ -553,6 +553,14 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         except UnsupportedModel as problem:
             yield f"formats: {problem}"
     lengths = file.workload
+    try:
+        if lengths.has_sessions:
+            yield (
+                "workload: conversations are not simulated yet, and a campaign estimates a "
+                "capacity; `crossover load --workload conversation` measures them at a rate"
+            )
+    except LoadError:
+        pass  # said of the file below
     arrivals = file.arrivals.path if isinstance(file.arrivals, Trace) else None
     named = {"arrivals.path": arrivals, "workload.file": lengths.file}
     for name, path in (named | {"workload.replay": lengths.replay}).items():

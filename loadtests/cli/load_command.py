@@ -17,7 +17,7 @@ from loadtests.campaign.progress import Progress, console_of
 from loadtests.errors import Incomplete, LoadError
 from loadtests.host.child_processes import signals_interrupt
 from loadtests.load_generator.level_messages import Ended
-from loadtests.load_generator.load_options import LoadOptions, plan_of
+from loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import probe
 from loadtests.records.journal_events import LevelFinished, LevelStarted
@@ -61,6 +61,8 @@ def _load(options: CommandOptions) -> None:
         raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
     if options.concurrency is not None and options.arrivals != "poisson":
         raise LoadError("--arrivals go with --rate: a closed loop sends as answers end")
+    if options.concurrency is not None and parse_workload(options.workload).has_sessions:
+        raise LoadError("conversations begin at a --rate of their own: no --concurrency")
     if options.slo not in SLO_PRESETS:
         raise LoadError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
     try:

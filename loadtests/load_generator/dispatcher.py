@@ -2,6 +2,9 @@
 
 Open loop: one greenlet sends each request at its due time, whether or not earlier ones have ended.
 Closed loop: one greenlet a user sends one request after the other.
+Conversations: sessions begin at their times whatever comes back (open loop). A turn is due the
+think time after the end of the answer before it. Where an answer fails the session ends, and the
+turns that never came are failures.
 Load goes on after the window where the plan says so, that the last requests of the window do not
 finish in a server that empties: these requests do not count, and are ended once those that do have.
 """
@@ -11,7 +14,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import gevent
@@ -19,12 +22,15 @@ import gevent.event
 import msgspec
 
 from loadtests.host.precise_timer import Alarm
+from loadtests.load_generator.completion_chunk import ReasoningWatch
+from loadtests.load_generator.conversation import Conversation
 from loadtests.load_generator.http_connection import clock
 from loadtests.load_generator.level_messages import Ended, LoadPlan
 from loadtests.load_generator.openai_endpoint import pool_for, probe
 from loadtests.load_generator.request_factory import Request, RequestFactory
 from loadtests.load_generator.sse_timestamps import GaveUp, stream
 from loadtests.records.request_record import RequestRecord
+from loadtests.workload.conversations import Session
 
 END_SECONDS = 10.0  # that requests may take to end once they are given up
 YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
@@ -41,11 +47,17 @@ class Dispatcher:
         self._tell = tell
         self._pool = pool_for(plan.target)
         facts = plan.facts or probe(plan.target, self._pool)
-        factory = RequestFactory(plan, facts, self._pool)
-        self._scheduled = factory.scheduled() if plan.concurrency is None else []
+        self._factory = factory = RequestFactory(plan, facts, self._pool)
+        self._sessions: list[tuple[float, Conversation, Session]] = []
+        self._scheduled: list[Request] = []
+        if plan.has_sessions:
+            self._sessions = factory.conversations()
+        elif plan.concurrency is None:
+            self._scheduled = factory.scheduled()
         self._in_turn = factory.endless()  # of a closed loop
         if plan.concurrency is not None and plan.requests is not None:
             self._in_turn = iter(list(islice(self._in_turn, plan.requests)))
+        self._indices = count()  # of the turns of conversations
         self._account = Ended()
         self._origin = 0.0  # t0 of the level, on `clock`
         self._over = gevent.event.Event()  # nothing more is sent
@@ -64,6 +76,7 @@ class Dispatcher:
         plan, end = self.plan, origin + self.plan.duration_seconds
         cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
         users = [gevent.spawn(self._use) for _ in range(plan.concurrency or 0)]
+        users += [gevent.spawn(self._converse, *one) for one in self._sessions]
         try:
             counted = [one for one in self._scheduled if self._counts(one.record)]
             self._dispatch(counted)
@@ -125,7 +138,44 @@ class Dispatcher:
                 return
             self._send(wire, asked)
 
-    def _send(self, wire: bytes, asked: RequestRecord) -> None:
+    def _converse(self, begin_seconds: float, talk: Conversation, session: Session) -> None:
+        """One session, from its first turn to its last, or to an answer that failed."""
+        due = begin_seconds
+        for number, turn in enumerate(session.turns):
+            counts = due < self.plan.duration_seconds
+            self._expect(counts)  # it is waited for, though its user still thinks
+            try:
+                gevent.sleep(max(0.0, self._origin + due - clock()))
+                if self._over.is_set() and not counts:
+                    return
+                messages, asked = talk.begin(number, due, next(self._indices))
+                watch = ReasoningWatch(keeps_text=True)
+                wire = self._factory.turn_bytes(messages, turn.output_tokens)
+                record = self._send(wire, asked, watch)
+            finally:
+                self._expect(-counts)
+            ended = record.ended_seconds or due
+            if record.error is not None:
+                for missing in talk.missing(number + 1, ended, self._indices):
+                    self._account.due += 1
+                    self._account.recorded += 1
+                    self._tell(missing)
+                return
+            talk.end(record, "".join(watch.texts or ()))
+            if number + 1 < len(session.turns):
+                due = ended + session.turns[number + 1].think_seconds
+
+    def _expect(self, requests: int) -> None:
+        """So many counted requests more, or fewer, are on their way or about to be."""
+        self._counted += requests
+        if self._counted:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _send(
+        self, wire: bytes, asked: RequestRecord, watch: ReasoningWatch | None = None
+    ) -> RequestRecord:
         """One request from now to its end. `asked`: its record, with its due time."""
         me, counts = gevent.getcurrent(), self._counts(asked)
         self._running.add(me)
@@ -134,13 +184,14 @@ class Dispatcher:
             self._counted += 1
             self._idle.clear()
         seconds = self.plan.target.timeout_seconds
-        record = stream(self._pool, wire, asked, self._origin, seconds)
+        record = stream(self._pool, wire, asked, self._origin, seconds, watch)
         self._running.discard(me)
         self._counted -= counts
         self._account.recorded += 1
         self._tell(record)
         if not self._counted:
             self._idle.set()
+        return record
 
     def _end_following(self) -> None:
         """Nothing more is sent once every counted request has ended."""

@@ -26,7 +26,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     target: Target
     workload: Workload = DEFAULT_WORKLOAD
     arrivals: Arrivals = Poisson()
-    rate: float | None = None  # requests/s, sent when due whatever comes back
+    rate: float | None = None  # requests/s or sessions/s, begun whatever comes back
     concurrency: int | None = None  # users that each send one request after the other
     requests: int | None = None  # of a closed loop: it ends after so many; None: by time alone
     asks: tuple[Ask, ...] | None = None  # these requests, with their lengths, in place of drawn
@@ -46,9 +46,17 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.warmup_seconds + self.window_seconds
 
     @property
+    def has_sessions(self) -> bool:
+        """Whether `rate` is of conversations that begin. Raises LoadError."""
+        is_open = self.asks is None and self.concurrency is None
+        return is_open and self.workload.has_sessions
+
+    @property
     def load_in_words(self) -> str:
         if self.asks is not None:
             return f"{len(self.asks)} requests at once"
+        if self.has_sessions:
+            return f"{self.rate:.3g} conversations/s"
         return formatting.of_requests(formatting.load(self.rate, self.concurrency, 3))
 
 

@@ -36,7 +36,8 @@ class LoadOptions(Target, frozen=True, kw_only=True):
         option(
             "",
             "Lengths: chat, code, sharegpt, summarise; chat:512:64: prompts of at most 512 and "
-            "answers of at most 64 tokens; 256x64: all the same.",
+            "answers of at most 64 tokens; 256x64: all the same. conversation, agent: sessions of "
+            "several turns, whose --rate is of sessions; FILE.jsonl: rows of your own.",
         ),
     ] = "chat:1024:256"
     arrivals: Annotated[
@@ -82,6 +83,8 @@ def parse_workload(text: str) -> Workload:
 
     Raises LoadError for anything else.
     """
+    if text.endswith(".jsonl"):
+        return Workload(file=text)
     found = _WORKLOAD.fullmatch(text)
     known = {name: value for name, value in found.groupdict().items() if value} if found else {}
     try:

@@ -131,10 +131,17 @@ def pool_for(target: Target) -> Pool:
     return connect(target.url, api_key=key)
 
 
+Message = dict[str, str]  # role and content
+
+
 def request_bytes(
-    pool: Pool, target: Target, facts: TargetFacts, prompt: str, output_tokens: int
+    pool: Pool,
+    target: Target,
+    facts: TargetFacts,
+    prompt: str | list[Message],
+    output_tokens: int,
 ) -> bytes:
-    """A request for `output_tokens` greedy tokens."""
+    """A request for `output_tokens` greedy tokens. A list of messages is sent as a chat."""
     body: dict[str, Any] = {
         "model": facts.model,
         "stream": True,
@@ -142,17 +149,21 @@ def request_bytes(
     }
     if facts.is_greedy:
         body["temperature"] = 0
-    if target.api == "completions":
-        body["prompt"] = prompt
+    is_chat = target.api == "chat" or not isinstance(prompt, str)
+    if is_chat:
+        alone = [{"role": "user", "content": prompt}]
+        body["messages"] = alone if isinstance(prompt, str) else prompt
     else:
-        body["messages"] = [{"role": "user", "content": prompt}]
+        body["prompt"] = prompt
     if facts.usage:
         body["stream_options"] = {"include_usage": True}
         if facts.continuous_usage:
             body["stream_options"]["continuous_usage_stats"] = True
     if facts.ignore_eos:
         body["ignore_eos"] = True
-    return http.post_bytes(pool, _route(target.api), body | target.extra_body)
+    return http.post_bytes(
+        pool, _route("chat" if is_chat else "completions"), body | target.extra_body
+    )
 
 
 def _route(api: str) -> str:

@@ -11,11 +11,13 @@ from typing import NamedTuple
 import gevent
 
 from loadtests.errors import LoadError
+from loadtests.load_generator.conversation import Conversation
 from loadtests.load_generator.http_connection import Pool
 from loadtests.load_generator.level_messages import LoadPlan
-from loadtests.load_generator.openai_endpoint import TargetFacts, request_bytes
+from loadtests.load_generator.openai_endpoint import Message, TargetFacts, request_bytes
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.arrivals import due_times
+from loadtests.workload.conversations import Session, draw_sessions
 from loadtests.workload.exact_prompts import PromptMaker
 from loadtests.workload.request_lengths import Ask, draw
 
@@ -57,6 +59,25 @@ class RequestFactory:
             if len(made) % 512 == 0:
                 gevent.sleep(0.001)  # a heartbeat may pass, or Locust's master misses its worker
         return made
+
+    def conversations(self) -> list[tuple[float, Conversation, Session]]:
+        """All sessions of an open level, by the moment at which they begin."""
+        plan = self._plan
+        if plan.target.api != "chat":
+            raise LoadError(
+                "conversations are chats, and the target's api is 'completions': give --api chat"
+            )
+        seconds = plan.duration_seconds + plan.follow_seconds
+        due = due_times(plan.arrivals, plan.rate or 0.0, seconds, plan.seed).tolist()
+        sessions = draw_sessions(plan.workload, len(due), plan.seed)
+        return [
+            (at, Conversation(plan, self._maker, session), session)
+            for at, session in zip(due, sessions, strict=True)
+        ]
+
+    def turn_bytes(self, messages: list[Message], output_tokens: int) -> bytes:
+        """The request of a turn, made when its history is known."""
+        return request_bytes(self._pool, self._plan.target, self._facts, messages, output_tokens)
 
     def endless(self) -> Iterator[Request]:
         """Those of a closed level, due at 0 until they are sent."""

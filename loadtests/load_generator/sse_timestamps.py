@@ -294,13 +294,19 @@ class Answer(msgspec.Struct):
 
 
 def stream(
-    pool: Pool, wire: bytes, asked: RequestRecord, origin: float, timeout_seconds: float
+    pool: Pool,
+    wire: bytes,
+    asked: RequestRecord,
+    origin: float,
+    timeout_seconds: float,
+    watch: ReasoningWatch | None = None,
 ) -> RequestRecord:
     """Send `wire` and read its stream to the end. What server or network do is `record.error`.
 
     `asked`: what is known of the request before. All times count from `origin`, on `clock`.
+    `watch`: keeps the answer's text, where that is wanted.
     """
-    seen = Answer()
+    seen = Answer() if watch is None else Answer(watch=watch)
     sent = clock()
     try:
         with gevent.Timeout(timeout_seconds):

@@ -19,6 +19,8 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     cell: str  # Cell.key
     level: str  # LevelStarted.level: unique per attempt
     index: int  # 0.. within the level
+    session: int | None = None  # the conversation that the request is a turn of
+    turn: int | None = None  # 0.. within the session
     due_seconds: float
     sent_seconds: float | None = None  # when the first byte was about to leave; None: never sent
     first_content_seconds: float | None = None
@@ -30,7 +32,8 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     asked_prompt_tokens: int | None = None
     asked_output_tokens: int | None = None
     prompt_tokens: int | None = None  # as the server's usage counted
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # of the prompt, not computed again, as the server says
+    history_tokens: int | None = None  # of a turn's prompt: what the server saw in the turn before
     output_tokens: int | None = None
     status: int | None = None  # HTTP status; None: no answer
     error: str | None = None  # refused, http_500, timeout, connection, cut_off, stream_error ...

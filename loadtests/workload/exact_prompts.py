@@ -42,6 +42,13 @@ class PromptMaker:
         words[0] = WORDS[0]
         return " ".join(words), round(self._fixed + self._word * count)
 
+    def words(self, name: str, tokens: int) -> str:
+        """Words of a stream of its own, for a message of a conversation: so many tokens, without
+        what the chat template adds to it.
+        """
+        words = _drawn(name, max(1, round(tokens / self._word)))
+        return " ".join([WORDS[0], *words[1:]])
+
 
 def _drawn(name: str, words: int) -> list[str]:
     """The first `words` words of a stream: SHAKE-128 of its name, 2 bytes a word.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from importlib import resources
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,21 +25,89 @@ from msgspec import Meta
 
 from loadtests.toml_files import key
 from loadtests.workload.arrivals import Arrivals, Trace, generator
-from loadtests.workload.trace_file import MAX_TOKENS, load_trace
+from loadtests.workload.trace_file import MAX_TOKENS, load_sessions, load_trace
 
 Pairs = npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
 Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+Turns = Annotated[int, Meta(ge=1, le=1000)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 PRESETS: tuple[str, ...] = ("chat", "code", "sharegpt", "summarise")
 DATA = resources.files("loadtests.workload").joinpath("data")
 
 _STREAM = 0x0B  # keeps the draws of lengths apart from those of arrivals under the same seed
 
 
+class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A distribution of lengths, turns or seconds, cut to its ends."""
+
+    mean: Annotated[float, Meta(gt=0, le=MAX_TOKENS)]
+    sd: Annotated[float, Meta(ge=0, le=MAX_TOKENS)] = 0.0  # 0: all the same
+    min: Annotated[float, Meta(ge=0)] = 0.0
+    max: Annotated[float, Meta(gt=0, le=MAX_TOKENS)] = MAX_TOKENS
+    kind: Literal["log_normal", "normal", "exponential"] = "log_normal"
+
+    def draw(self, rng: np.random.Generator) -> float:
+        value = self.mean
+        if self.kind == "exponential":
+            value = rng.exponential(self.mean)
+        elif self.kind == "normal":
+            value = rng.normal(self.mean, self.sd)
+        elif self.sd:
+            variance = math.log1p((self.sd / self.mean) ** 2)
+            value = rng.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance))
+        return float(min(max(value, self.min), self.max))
+
+
+class SessionPreset(NamedTuple):
+    """Conversations of a public catalogue: lengths of first prompts and answers, and turns."""
+
+    prompt: Spread
+    output: Spread
+    turns: Spread
+    think_seconds: Spread
+    turn_tokens: Spread
+    prefix_tokens: int
+
+
+# github.com/kubernetes-sigs/inference-perf, workload-catalog at 7de5ef2: interactive-chat,
+# reasoning and deep-research. What a turn's prompt adds is drawn beside what the first has.
+SESSION_PRESETS = {
+    "conversation": SessionPreset(
+        prompt=Spread(mean=4000, sd=2500, min=500, max=15_000),
+        output=Spread(mean=300, sd=150, min=10, max=1000, kind="normal"),
+        turns=Spread(mean=4, sd=2.5, min=1, max=15),
+        think_seconds=Spread(mean=45, sd=40, min=5, max=300),
+        turn_tokens=Spread(mean=50, sd=40, min=10, max=1000),
+        prefix_tokens=1000,
+    ),
+    "reasoning": SessionPreset(
+        prompt=Spread(mean=1000, sd=800, min=100, max=5000),
+        output=Spread(mean=8000, min=500, max=32_000, kind="exponential"),
+        turns=Spread(mean=1),
+        think_seconds=Spread(mean=1, max=1),
+        turn_tokens=Spread(mean=1),
+        prefix_tokens=250,
+    ),
+    "agent": SessionPreset(
+        prompt=Spread(mean=45_000, min=2000, max=150_000, kind="exponential"),
+        output=Spread(mean=300, sd=850, min=50, max=4000),
+        turns=Spread(mean=15, sd=8.5, min=2, max=50, kind="normal"),
+        think_seconds=Spread(mean=25, sd=12, min=5, max=60, kind="normal"),
+        turn_tokens=Spread(mean=3000, sd=2500, min=500, max=15_000),
+        prefix_tokens=2000,
+    ),
+}
+
+
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One kind of traffic. Exactly one source of lengths is given (see above)."""
 
     preset: Annotated[
-        str | None, key("lengths of a shipped trace: chat, code, sharegpt, summarise")
+        str | None,
+        key(
+            "chat, code, sharegpt, summarise: lengths of a shipped trace; conversation, reasoning, "
+            "agent: of a public catalogue"
+        ),
     ] = None
     prompt_tokens: Annotated[
         Tokens | None, key("every prompt has this length; with output_tokens")
@@ -61,14 +129,61 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         int,
         Meta(ge=0, description="tokens that begin each prompt, the same in all: a system prompt"),
     ] = 0
+    turns: Annotated[
+        Spread | Turns | None, key("turns of a conversation: a number, or mean, sd, min, max, kind")
+    ] = None
+    think_seconds: Annotated[
+        Spread | Seconds | None, key("from an answer's end to the next turn; none: 45 on average")
+    ] = None
+    turn_tokens: Annotated[
+        Spread | Tokens | None, key("what a later turn's prompt adds; none: 50 on average")
+    ] = None
+    context_tokens: Annotated[
+        Tokens | None, key("a conversation's oldest turns are left out beyond it; none: never")
+    ] = None
 
     def __post_init__(self) -> None:
         if (self.prompt_tokens is None) != (self.output_tokens is None):
             raise ValueError("prompt_tokens and output_tokens belong together: give both")
         if [self.preset, self.file, self.replay, self.prompt_tokens].count(None) != 3:
             raise ValueError("give one of preset, file, replay, prompt_tokens with output_tokens")
-        if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"preset {self.preset!r} is not one of {', '.join(PRESETS)}")
+        if self.preset is not None and self.preset not in (*PRESETS, *SESSION_PRESETS):
+            known = ", ".join((*PRESETS, *SESSION_PRESETS))
+            raise ValueError(f"preset {self.preset!r} is not one of {known}")
+
+    @property
+    def session_preset(self) -> SessionPreset | None:
+        return SESSION_PRESETS.get(self.preset or "")
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether its requests are turns of conversations. Raises LoadError: no file."""
+        preset = self.session_preset
+        if self.turns is not None or (preset is not None and preset.turns.mean > 1):
+            return True
+        return self.file is not None and bool(load_sessions(self.file))
+
+    @property
+    def session_spreads(self) -> tuple[Spread, Spread, Spread]:
+        """Turns, seconds of thinking, and tokens that a later turn adds."""
+        preset = self.session_preset or SESSION_PRESETS["conversation"]
+        pairs = [
+            (self.turns, preset.turns),
+            (self.think_seconds, preset.think_seconds),
+            (self.turn_tokens, preset.turn_tokens),
+        ]
+        found = [default if own is None else as_spread(own) for own, default in pairs]
+        return found[0], found[1], found[2]
+
+    @property
+    def output_spread(self) -> Spread | None:
+        return None if self.session_preset is None else self.session_preset.output
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Of the system prompt."""
+        preset = self.session_preset
+        return self.shared_prefix_tokens or (0 if preset is None else preset.prefix_tokens)
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -91,12 +206,17 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     prefix_tokens: int = 0  # of the prompt, at its start: the same in all
 
 
+def as_spread(value: Spread | float) -> Spread:
+    """A number is a distribution of one value. 0 seconds are as good as none."""
+    return value if isinstance(value, Spread) else Spread(mean=max(value, 1e-9))
+
+
 def draw(workload: Workload, n: int, seed: int) -> list[Ask]:
     """The n asks of a level. A longer level starts like a shorter one.
 
     Raises LoadError where lengths cannot be had.
     """
-    prefix = workload.shared_prefix_tokens
+    prefix = workload.prefix_tokens
     pairs = _drawn(workload, n, generator(seed, _STREAM)).tolist()
     return [Ask(i, prompt, out, min(prefix, prompt)) for i, (prompt, out) in enumerate(pairs)]
 
@@ -120,14 +240,20 @@ def in_words(workload: Workload) -> str:
     words = [first if workload.scale == 1 else f"{first} x {workload.scale:g}"]
     for name, cap in zip(("prompts", "answers"), workload.limits, strict=True):
         words += [f"{name} of at most {cap} tokens"] if cap < math.inf else []
-    if workload.shared_prefix_tokens:
-        words.append(f"{workload.shared_prefix_tokens} tokens of shared prefix")
+    if workload.prefix_tokens:
+        words.append(f"{workload.prefix_tokens} tokens of shared prefix")
     return ", ".join(words)
 
 
 def _drawn(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
     """n pairs, scaled and cut to the caps."""
     rows = np.array([[workload.prompt_tokens or 1, workload.output_tokens or 1]])
+    if (preset := workload.session_preset) is not None:
+        count = max(n, 1)
+        rows = np.array([(preset.prompt.draw(rng), preset.output.draw(rng)) for _ in range(count)])
+        scaled = np.maximum(1, np.rint(rows[:n] * workload.scale))
+        drawn: Pairs = np.minimum(scaled, workload.limits).astype(np.int64)
+        return drawn
     if workload.preset is not None:
         rows = load_trace(str(DATA.joinpath(f"{workload.preset}.jsonl"))).pairs
     elif file := workload.file or workload.replay:

@@ -3,6 +3,12 @@
     {"prompt_tokens": 320, "output_tokens": 90}
     {"prompt_tokens": 320, "output_tokens": 90, "seconds": 12.5}
 
+    {"session": "a", "prompt_tokens": 320, "output_tokens": 90}
+    {"session": "a", "prompt_tokens": 40, "output_tokens": 120, "think_seconds": 30}
+
+Lines of one `session` are the turns of a conversation, in their order: `prompt_tokens` are what the
+user adds, and `think_seconds` pass between the answer before and the turn.
+
 `seconds` is when the request came; all lines have it, or none. Requests are sorted by it. Blank
 lines and a byte order mark are skipped. Rows without prompt or answer, which recordings of real
 traffic hold, are left out and counted.
@@ -28,10 +34,14 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | Annotated[float, Meta(ge=0, le=MAX_TOKENS)]
 
 
-class _Row(msgspec.Struct):
+class Row(msgspec.Struct):
+    """A line."""
+
     prompt_tokens: _Tokens
     output_tokens: _Tokens
     seconds: float | None = None
+    session: str | int | None = None
+    think_seconds: Annotated[float, Meta(ge=0, le=1e6)] | None = None
 
 
 class TraceRows(NamedTuple):
@@ -52,21 +62,7 @@ class TraceRows(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def load_trace(path: str) -> TraceRows:
     """Raises LoadError for a file that is missing or empty, or has a bad line."""
-    name = shown_path(path)
-    if not Path(path).is_file():
-        raise LoadError(f"trace {name}: there is no such file")
-    try:
-        text = Path(path).read_bytes().removeprefix(_BYTE_ORDER_MARK)
-    except OSError as problem:
-        raise LoadError(f"trace {name} cannot be read: {problem.strerror}") from None
-    rows: list[_Row] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(_whole(msgspec.json.decode(line, type=_Row)))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as problem:
-            raise LoadError(f"trace {name}, line {number}: {problem}") from None
+    name, rows = shown_path(path), _rows_of(path)
     kept = [row for row in rows if row.prompt_tokens and row.output_tokens]
     stamps = [row.seconds for row in kept if row.seconds is not None]
     if not kept or len(stamps) not in (0, len(kept)):
@@ -82,12 +78,50 @@ def load_trace(path: str) -> TraceRows:
     )
 
 
+@functools.lru_cache(maxsize=8)
+def load_sessions(path: str) -> list[list[Row]]:
+    """The turns of each session, in the order in which they begin; none: the file has no sessions.
+
+    Raises LoadError, also where only some lines have a session.
+    """
+    sessions: dict[str | int | None, list[Row]] = {}
+    for row in _rows_of(path):
+        if row.prompt_tokens and row.output_tokens:
+            sessions.setdefault(row.session, []).append(row)
+    if None in sessions and len(sessions) > 1:
+        raise LoadError(
+            f"trace {shown_path(path)}: {len(sessions[None])} lines have no `session`; all lines "
+            "have one, or none"
+        )
+    return [turns for name, turns in sessions.items() if name is not None]
+
+
+def _rows_of(path: str) -> list[Row]:
+    """All rows of a file. Raises LoadError."""
+    name = shown_path(path)
+    if not Path(path).is_file():
+        raise LoadError(f"trace {name}: there is no such file")
+    try:
+        text = Path(path).read_bytes().removeprefix(_BYTE_ORDER_MARK)
+    except OSError as problem:
+        raise LoadError(f"trace {name} cannot be read: {problem.strerror}") from None
+    rows: list[Row] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_whole(msgspec.json.decode(line, type=Row)))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as problem:
+            raise LoadError(f"trace {name}, line {number}: {problem}") from None
+    return rows
+
+
 def shown_path(path: str | os.PathLike[str]) -> str:
     """A path for people and JSON, whatever bytes it has."""
     return printable(os.fsdecode(path))
 
 
-def _whole(row: _Row) -> _Row:
+def _whole(row: Row) -> Row:
     """Counts such as 320.0, which data frames write, are whole. Raises ValueError for others."""
     for name in ("prompt_tokens", "output_tokens"):
         value = getattr(row, name)

@@ -274,3 +274,11 @@ def test_a_model_of_an_endpoint_has_a_name_of_one_line():
     """The id itself, which is asked for, keeps its line feed."""
     cell = cell_of_target(Target(url="http://h", model="a\n| b"))
     assert cell.model == "a | b"
+
+
+@pytest.mark.parametrize("workload", ['preset = "agent"', 'preset = "chat"\nturns = 3'])
+def test_conversations_are_refused_until_they_are_simulated(workload):
+    text = f'name = "a"\nmodels = ["135m"]\n[workload]\n{workload}\n'
+    with pytest.raises(BadCampaign, match="not simulated yet.*crossover load --workload"):
+        parse_campaign(text)
+    assert parse_campaign(text.replace(workload, 'preset = "reasoning"')).cells

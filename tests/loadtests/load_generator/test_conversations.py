@@ -1,0 +1,178 @@
+"""Conversations against an endpoint that keeps what it was asked: real histories, real times."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtests.analysis.level_columns import Level
+from loadtests.errors import LoadError
+from loadtests.load_generator.dispatcher import Dispatcher
+from loadtests.load_generator.http_connection import clock
+from loadtests.load_generator.level_messages import LoadPlan
+from loadtests.load_generator.openai_endpoint import Target, TargetFacts
+from loadtests.records.journal_events import LevelStarted
+from loadtests.records.request_record import RequestRecord
+from loadtests.workload.arrivals import Constant
+from loadtests.workload.conversations import draw_sessions, mean_turns
+from loadtests.workload.request_lengths import Spread, Workload
+from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
+
+ANSWER_SECONDS = 0.05
+THINK_SECONDS = 0.1
+TALK = Workload(
+    prompt_tokens=20,
+    output_tokens=4,
+    turns=3,
+    think_seconds=THINK_SECONDS,
+    turn_tokens=5,
+    shared_prefix_tokens=8,
+)
+
+
+class Listener:
+    """Answers each request by its own number; `fail`: says which fail."""
+
+    def __init__(self, fail: Callable[[int], bool] = lambda number: False) -> None:
+        self.fail, self.chats = fail, list[list[dict[str, str]]]()
+        self._lock = threading.Lock()
+
+    def __call__(self, asked: Asked) -> bytes:
+        with self._lock:
+            self.chats.append(asked.body["messages"])
+            number = len(self.chats)
+        time.sleep(ANSWER_SECONDS)
+        if self.fail(number):
+            return answered({"error": {"message": "full"}}, 503)
+        thought = {"choices": [{"delta": {"reasoning_content": "hm"}}]}
+        text = {"choices": [{"delta": {"content": f"answer {number}"}, "finish_reason": "stop"}]}
+        counts = {"prompt_tokens": 30, "completion_tokens": 4}
+        counts |= {"prompt_tokens_details": {"cached_tokens": 7}}
+        events = [thought, text, {"choices": [], "usage": counts}]
+        return sse(*(b"data: " + json.dumps(one).encode() for one in events), b"data: [DONE]")
+
+
+def talked(listener: Listener, workload: Workload = TALK, **more: Any) -> list[RequestRecord]:
+    """The records of a level in which conversations begin twice a second for a second."""
+    records: list[RequestRecord] = []
+    with scripted(listener) as url:
+        settings: dict[str, Any] = {"rate": 2.0, "window_seconds": 1.0, "arrivals": Constant()}
+        plan = LoadPlan(
+            target=Target(url=url, api="chat"),
+            workload=workload,
+            facts=TargetFacts("m", True, True, True),
+            **(settings | more),
+        )
+        account = Dispatcher(plan, records.append).run(clock())
+    assert account.due == account.recorded == len(records)
+    assert sorted(record.index for record in records) == list(range(len(records)))
+    return records
+
+
+def test_a_turn_sends_what_was_said_and_is_due_when_its_user_has_thought() -> None:
+    listener = Listener()
+    records = talked(listener)
+    turns = [(record.session, record.turn) for record in records]
+    assert sorted(turns) == [(session, turn) for session in (0, 1) for turn in (0, 1, 2)]
+    assert all(record.error is None for record in records)
+    for session in (0, 1):
+        first, second, third = (record for record in records if record.session == session)
+        assert first.due_seconds == pytest.approx(session / 2)
+        for before, after in ((first, second), (second, third)):
+            assert before.ended_seconds is not None and after.sent_seconds is not None
+            assert after.due_seconds == pytest.approx(before.ended_seconds + THINK_SECONDS)
+            assert after.sent_seconds >= after.due_seconds
+            assert (after.history_tokens, after.cached_tokens) == (34, 7)
+        assert (first.history_tokens, first.asked_prompt_tokens) == (0, 20)
+        assert (second.asked_prompt_tokens, third.asked_prompt_tokens) == (29, 38)
+    longest = max(listener.chats, key=len)
+    assert [one["role"] for one in longest] == ["system", *["user", "assistant"] * 2, "user"]
+    before = next(chat for chat in listener.chats if len(chat) == 4 and chat == longest[:4])
+    number = listener.chats.index(before[:2]) + 1
+    assert before[2]["content"] == f"answer {number}", "the answer itself, without its reasoning"
+    assert len({chat[1]["content"] for chat in listener.chats}) == 2, "no two sessions are alike"
+    assert len({chat[0]["content"] for chat in listener.chats}) == 1, "but for the system prompt"
+
+
+def test_a_session_whose_answer_failed_ends_and_its_missing_turns_are_failures() -> None:
+    records = talked(Listener(fail=lambda number: number == 1))
+    first = sorted((r for r in records if r.session == 0), key=lambda record: record.turn or 0)
+    assert [record.error for record in first] == ["http_503", "session_ended", "session_ended"]
+    assert first[1].due_seconds >= (first[0].ended_seconds or 9) + THINK_SECONDS - 1e-6
+    assert first[1].sent_seconds is None
+    assert [record.error for record in records if record.session == 1] == [None] * 3
+    started = LevelStarted(cell="load", level="load", rate_per_second=2.0, window_seconds=9.0)
+    level = Level.of(records, started)
+    assert level.failures == {"http_503": 1, "session_ended": 2}
+
+
+def test_a_history_is_cut_at_the_context_as_a_client_would() -> None:
+    workload = Workload(
+        prompt_tokens=20, output_tokens=4, turns=4, think_seconds=0, turn_tokens=5,
+        context_tokens=40,
+    )  # fmt: skip
+    listener = Listener()
+    records = talked(listener, workload, rate=1.0)
+    assert [record.asked_prompt_tokens for record in records] == [20, 29, 14, 23]
+    assert [len(chat) for chat in listener.chats] == [1, 3, 3, 5]
+    assert [record.history_tokens for record in records] == [0, 34, 0, 34]
+    assert all((r.asked_prompt_tokens or 0) + 4 <= 40 for r in records)
+
+
+def test_turns_due_after_the_window_are_not_begun() -> None:
+    slow = Workload(prompt_tokens=9, output_tokens=4, turns=3, think_seconds=5, turn_tokens=5)
+    assert [record.turn for record in talked(Listener(), slow)] == [0, 0]
+
+
+def test_conversations_need_the_chat_route() -> None:
+    plan = LoadPlan(
+        target=Target(url="http://h"), workload=TALK, rate=1.0,
+        facts=TargetFacts("m", True, True, True),
+    )  # fmt: skip
+    with pytest.raises(LoadError, match="give --api chat"):
+        Dispatcher(plan, lambda record: None)
+
+
+@pytest.mark.parametrize(
+    ("preset", "turns", "think_seconds", "prompt_tokens"),
+    [("conversation", 4, 45, 50), ("agent", 15, 25, 3000)],
+)
+def test_presets_have_the_numbers_of_their_catalogue(
+    preset: str, turns: float, think_seconds: float, prompt_tokens: float
+) -> None:
+    sessions = draw_sessions(Workload(preset=preset), 2000, 1)
+    assert draw_sessions(Workload(preset=preset), 20, 1) == sessions[:20]
+    later = [turn for session in sessions for turn in session.turns[1:]]
+    means = [sum(t.think_seconds for t in later), sum(t.prompt_tokens for t in later)]
+    assert mean_turns(sessions) == pytest.approx(turns, rel=0.1)
+    assert [one / len(later) for one in means] == pytest.approx(
+        [think_seconds, prompt_tokens], rel=0.1
+    )
+    caps = Workload(preset=preset, max_prompt_tokens=100, max_output_tokens=9)
+    capped = [turn for session in draw_sessions(caps, 50, 1) for turn in session.turns]
+    assert max(t.prompt_tokens for t in capped) <= 100
+    assert max(t.output_tokens for t in capped) <= 9
+
+
+def test_sessions_of_a_file_keep_their_turns(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.jsonl"
+    rows = [("a", 9, None), ("b", 7, None), ("a", 3, 1.5), ("b", 2, None)]
+    lines = [
+        {"session": name, "prompt_tokens": tokens, "output_tokens": 5, "think_seconds": think}
+        for name, tokens, think in rows
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    workload = Workload(file=str(path), think_seconds=Spread(mean=2))
+    assert workload.has_sessions and not Workload(preset="chat").has_sessions
+    sessions = draw_sessions(workload, 4, 1)
+    turns = [[(t.prompt_tokens, t.think_seconds) for t in one.turns[1:]] for one in sessions]
+    assert sorted(turns[:2]) == sorted(turns[2:]) == [[(2, 2.0)], [(3, 1.5)]]
+    path.write_text(path.read_text() + '\n{"prompt_tokens": 1, "output_tokens": 1}\n')
+    with pytest.raises(LoadError, match="1 lines have no `session`"):
+        draw_sessions(Workload(file=f"{tmp_path}/./sessions.jsonl"), 1, 1)
