@@ -59,10 +59,10 @@ class Listener:
 
 
 def talked(listener: Listener, workload: Workload = TALK, **more: Any) -> list[RequestRecord]:
-    """The records of a level in which conversations begin twice a second for a second."""
+    """The records of a level in which two conversations begin, 1.25 s apart."""
     records: list[RequestRecord] = []
     with scripted(listener) as url:
-        settings: dict[str, Any] = {"rate": 2.0, "window_seconds": 1.0, "arrivals": Constant()}
+        settings: dict[str, Any] = {"rate": 0.8, "window_seconds": 2.5, "arrivals": Constant()}
         plan = LoadPlan(
             target=Target(url=url, api="chat"),
             workload=workload,
@@ -83,7 +83,7 @@ def test_a_turn_sends_what_was_said_and_is_due_when_its_user_has_thought() -> No
     assert all(record.error is None for record in records)
     for session in (0, 1):
         first, second, third = (record for record in records if record.session == session)
-        assert first.due_seconds == pytest.approx(session / 2)
+        assert first.due_seconds == pytest.approx(session * 1.25)
         for before, after in ((first, second), (second, third)):
             assert before.ended_seconds is not None and after.sent_seconds is not None
             assert after.due_seconds == pytest.approx(before.ended_seconds + THINK_SECONDS)
@@ -118,7 +118,7 @@ def test_a_history_is_cut_at_the_context_as_a_client_would() -> None:
         context_tokens=40,
     )  # fmt: skip
     listener = Listener()
-    records = talked(listener, workload, rate=1.0)
+    records = talked(listener, workload, rate=0.4)
     assert [record.asked_prompt_tokens for record in records] == [20, 29, 14, 23]
     assert [len(chat) for chat in listener.chats] == [1, 3, 3, 5]
     assert [record.history_tokens for record in records] == [0, 34, 0, 34]

@@ -144,6 +144,7 @@ def test_the_example_is_short_and_can_be_read() -> None:
         ({"forecast": {"peak_rate": 1, "day": "monday"}}, "monday"),
         ({"forecast": {"peak_rate": float("inf")}}, "forecast.peak_rate must be at most"),
         ({"workload": {"file": "nowhere.jsonl"}}, "nowhere.jsonl"),
+        ({"workload": {"preset": "conversation"}}, "conversations are not simulated yet"),
     ],
 )
 def test_a_wrong_file_is_one_sentence_with_key_and_value(
