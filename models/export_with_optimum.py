@@ -18,7 +18,7 @@ from typing import Any
 
 from models.child_process import run_aside
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
-from models.hf_config import read_config
+from models.hf_config import check_dense, read_config
 from models.machine_limits import int8_bits
 from models.model_spec import ModelSpec, whole_number
 from models.safetensors_reader import INDEX, read_tensors, weight_files
@@ -32,6 +32,8 @@ def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
 
     Raises UnsupportedModel naming what config.json lacks.
     """
+
+    check_dense(config, name)
 
     def size(*names: str) -> int:
         """By transformers' name, or what older architectures call it."""

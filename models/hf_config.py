@@ -24,6 +24,12 @@ TEXTS = "config.json generation_config.json tokenizer.json tokenizer_config.json
 TEXTS += ["chat_template.jinja", "chat_template.json"]
 
 
+# Keys of config.json that only mixtures of experts, or only recurrent layers, have.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_RECURRENT = ("mamba_", "ssm_", "linear_num_", "conv_L_cache")
+_GGUF = "its GGUF file, which llama_cpp serves (of the hub: org/name:file.gguf)"
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json as it stands. Raises UnknownModel (none), BrokenWeights (no object)."""
     file = Path(folder) / "config.json"
@@ -59,11 +65,35 @@ def v4_config(config: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def check_dense(config: dict[str, Any], name: str) -> None:
+    """Refuse what neither onnx nor torch serves. Raises UnsupportedModel with what does."""
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else config
+    kinds = inner.get("layer_types") or ()
+    what = ""
+    if any(isinstance(inner.get(key), int) and inner[key] > 1 for key in _EXPERT_COUNTS):
+        what = "a mixture of experts"
+    elif "linear_attention" in kinds or any(key.startswith(_RECURRENT) for key in inner):
+        what = "a model with recurrent layers"
+    elif inner is not config:
+        what = "a multimodal model"
+    if what:
+        family = config.get("model_type")
+        raise UnsupportedModel(
+            f"{name} is {what} (model_type {family!r}), and onnx and torch serve dense models of "
+            f"text. Take {_GGUF}"
+        )
+
+
 def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     """A ModelSpec of a config.json of either major version. Raises UnsupportedModel."""
     family = config.get("model_type")
+    check_dense(config, name)
     if family not in FAMILIES:
-        raise UnsupportedModel(f"{name} has model_type {family!r}; known: {', '.join(FAMILIES)}")
+        raise UnsupportedModel(
+            f"{name} has model_type {family!r}; torch computes {', '.join(FAMILIES)}. Take onnx, "
+            f"which exports other dense models, or {_GGUF}"
+        )
     # transformers' defaults of a missing key, where they differ by family.
     usual = {"mistral": {"sliding_window": 4096}, "qwen3": {"head_dim": 128}}
     config = {**usual.get(family, {}), **config}

@@ -25,7 +25,7 @@ from models.errors import ModelError, UnknownModel, UnsupportedModel
 from models.export_with_optimum import foreign_spec
 from models.gguf_reader import is_gguf_file, model_name, read_header
 from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
-from models.model_ladder import LADDER, PACKAGED, is_rung, packaged_file, rung
+from models.model_ladder import LADDER, PACKAGED, SIZED, is_rung, packaged_file, rung, sized
 from models.model_spec import ModelSpec
 from models.safetensors_reader import check_tensors
 from models.weight_formats import FORMATS
@@ -60,6 +60,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         match self.kind:
             case "ladder":
                 return {kind: formats for kind, formats in FORMATS.items() if formats}
+            case "gguf" if self.spec is not None and not own:  # a shape without a file
+                return {"gguf": tuple(reversed(FORMATS["gguf"]))}
             case "gguf":
                 return {"gguf": own}
             case "onnx":
@@ -84,6 +86,9 @@ def identify(name: str, *, fetch: bool = False) -> ModelIdentity:
             name=spec.name, kind="ladder", source=spec.name, spec=spec, is_random=True
         )
     found = find_local(name)
+    if found is None and (shape := sized(name)) is not None:
+        spec = shape.spec
+        return ModelIdentity(name=spec.name, kind="gguf", source=spec.name, spec=spec)
     if found is None:
         return _of_hub(name, fetch)
     path, called = found
@@ -142,7 +147,9 @@ def unknown_model(name: str, why: str = "") -> UnknownModel:
         known = _models_beside(path)
         asked, why = str(path), why or f"There is no file or folder {name!r}"
     else:
-        known = [each for one in LADDER for each in (one.spec.name, *one.aliases)] + [PACKAGED]
+        known = [each for one in (*LADDER, *SIZED) for each in (one.spec.name, *one.aliases)] + [
+            PACKAGED
+        ]
         asked, why = name.lower(), why or f"{name!r} is not a model that is known here"
     near = difflib.get_close_matches(asked, known, 3, 0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from models.errors import UnknownModel
-from models.model_spec import ModelSpec, RopeScaling
+from models.model_spec import CachedLayers, Experts, ModelSpec, RopeScaling
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -46,6 +46,62 @@ LADDER: tuple[Rung, ...] = tuple(map(_rung, csv.DictReader(_TABLE.splitlines()))
 
 PACKAGED = "smollm2-135m-instruct"
 _BY_NAME = {name: one for one in LADDER for name in (one.spec.name, *one.aliases)}
+
+
+# Shapes that people run and that no weights are made of here: mixtures of experts. They are sized
+# (`crossover models plan`), and served from a GGUF file. Totals are those of the model cards.
+SIZED: tuple[Rung, ...] = (
+    Rung(
+        ModelSpec(
+            name="qwen3-30b-a3b",
+            family="qwen3moe",
+            layers=48,
+            hidden=2048,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            intermediate=768,
+            vocabulary=151936,
+            context=40960,
+            tied=False,
+            rope_theta=1_000_000.0,
+            counted_parameters=30_532_122_624,
+            idle_parameters=151936 * 2048,
+            experts=Experts(128, 8, 48 * 128 * 3 * 2048 * 768),
+        ),
+        ("30b-a3b",),
+        30_532_122_624,
+        "Qwen/Qwen3-30B-A3B",
+    ),
+    Rung(
+        ModelSpec(
+            name="gpt-oss-20b",
+            family="gpt-oss",
+            layers=24,
+            hidden=2880,
+            heads=64,
+            kv_heads=8,
+            head_dim=64,
+            intermediate=2880,
+            vocabulary=201088,
+            context=131072,
+            tied=False,
+            rope_theta=150_000.0,
+            counted_parameters=20_914_757_184,
+            idle_parameters=201088 * 2880,
+            experts=Experts(32, 4, 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)),
+            cached_layers=(CachedLayers(12, 512, 512, 128), CachedLayers(12, 512, 512)),
+        ),
+        ("20b",),
+        20_914_757_184,
+        "openai/gpt-oss-20b",
+    ),
+)
+
+
+def sized(name: str) -> Rung | None:
+    """The model of a name that is only sized."""
+    return next((one for one in SIZED if name.lower() in (one.spec.name, *one.aliases)), None)
 
 
 def is_rung(name: str) -> bool:

@@ -38,7 +38,7 @@ from models.identify_model import (
     shape_of,
     unknown_model,
 )
-from models.model_ladder import PACKAGED, is_rung, packaged_file, rung
+from models.model_ladder import PACKAGED, is_rung, packaged_file, rung, sized
 from models.model_spec import ModelSpec
 from models.random_weights import GENERATOR
 from models.safetensors_reader import INDEX, WEIGHTS, check_tensors, weight_files
@@ -90,6 +90,11 @@ def resolve(
     if kind == "none":
         return _without_weights(name, cache_dir(cache))
     asked = spelt(kind, weight_format) if weight_format else None
+    if sized(name) is not None:
+        raise UnsupportedModel(
+            f"{name} is listed for sizing (crossover models plan). To serve it, name its GGUF "
+            "file, or one of the hub as org/name:file.gguf"
+        )
     if is_rung(name):
         return _random(
             rung(name).spec, kind, asked or DEFAULT_FORMATS[kind], cache_dir(cache), progress

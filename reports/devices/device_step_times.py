@@ -120,12 +120,14 @@ def predicted_law(
     peak16 = device.tflops.fp16 * 1e12 * devices
     peak = peak16 * {"16": 1, "fp4": 4}.get(kind, 2)
     bandwidth = by.bandwidth_share * device.bandwidth_gb_per_second * 1e9 * devices
-    table = 0 if spec.tied else spec.vocabulary * spec.hidden  # a step reads few of its rows
-    read = file_bytes * (1 - table / spec.parameters)
-    products = 2 * (spec.parameters - table)  # of a token, without attention
+    products = 2 * spec.active_parameters  # of a token, without attention
+
+    def read(tokens: Array) -> Array:
+        """Bytes of weights that a pass of so many tokens reads."""
+        return np.array([spec.step_weight_bytes(float(one), file_bytes) for one in tokens])
 
     def decode(rows: Array, context: Array) -> Array:
-        memory = (read + by.kv * spec.kv_bytes_per_token("fp16") * rows * context) / bandwidth
+        memory = (read(rows) + by.kv * spec.kv_bytes_per_token("fp16") * rows * context) / bandwidth
         own = np.hypot(memory, products * rows / (by.peak_share[kind] * peak))
         seconds: Array = own + spec.layers * by.layer_seconds + by.row_seconds * rows
         return seconds + _all_reduces(device, spec, devices, rows)
@@ -134,7 +136,9 @@ def predicted_law(
         reach = by.prompt_peak_share[kind]
         attention = by.attention * 2 * spec.layers * spec.heads * spec.head_dim * tokens**2
         work = products * tokens / (reach * peak) + attention / (reach * peak16)
-        seconds: Array = np.hypot(work, read / bandwidth) + spec.layers * by.prompt_layer_seconds
+        seconds: Array = (
+            np.hypot(work, read(tokens) / bandwidth) + spec.layers * by.prompt_layer_seconds
+        )
         return seconds + _all_reduces(device, spec, devices, tokens)
 
     counts = [float(count) for count in ROWS if count < slots] + [float(slots)]

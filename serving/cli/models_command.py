@@ -22,11 +22,12 @@ import typer
 from models import formatting
 from models.errors import ModelError
 from models.identify_model import ModelIdentity, identify
-from models.model_ladder import LADDER
+from models.model_ladder import LADDER, SIZED
 from models.resolve_model import resolve
 from models.weight_formats import FORMATS, known_format, weight_bytes
 from models.weights_manifest import cache_dir
 from serving.backends.backend_table import missing_backends, weights_of
+from serving.backends.llama_cpp.dry_load import held_memory
 from serving.backends.model_engines import Engine, engines_on, refusal, usual_engines
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
@@ -66,7 +67,7 @@ def list_models(cache: Cache = None) -> None:
     layout = "{:16}{:>16}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
     heads = ("rung", "parameters", *LISTED_FORMATS, "KV / 1k", "context", "real weights", "cached")
     typer.echo(layout.format(*heads))
-    for one in LADDER:
+    for one in (*LADDER, *SIZED):
         spec, made = one.spec, root.glob(f"synthetic/{one.spec.name}/[!.]*")
         weights = [size(weight_bytes(spec, each)) for each in LISTED_FORMATS]
         told = (spec.name, f"{spec.parameters:,}", *weights, size(1000 * spec.kv_bytes_per_token()))
@@ -130,11 +131,17 @@ def plan_models(
         if model.spec is None:
             raise ModelError(f"the memory of {model.name} is not known: {model.missing}")
         typer.echo(f"{model.name}: {model.spec.parameters:,} parameters")
+        if model.spec.experts_text:
+            typer.echo(f"  {model.spec.experts_text}")
         request = PlacementRequest(
             model=model.spec,
             settings=RequestedSettings(slots=slots, context_tokens=context),
             weight_bytes=model.weight_bytes,
         )
+        if model.weight_bytes is not None and "llama_cpp" not in missing_backends():
+            file = resolve(name, kind="gguf").path
+            held = held_memory(file, model.spec, request.settings)
+            request = msgspec.structs.replace(request, held=held)
         engines = _engines(model, wanted)
         if len(wanted) == 1:
             request = msgspec.structs.replace(request, weight_format=engines[0].weight_format)

@@ -219,7 +219,7 @@ def _measured(
         return msgspec.structs.replace(one, why_not=f"cannot be measured: {problem}")
     if times is None:
         return one
-    factor = spec.matrix_parameters / asked.request.model.matrix_parameters  # of the arithmetic
+    factor = spec.active_parameters / asked.request.model.active_parameters  # of the arithmetic
     times = EngineTimes(
         slots=times.slots,
         prompt_tokens_per_second=times.prompt_tokens_per_second / factor,

@@ -293,7 +293,9 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
         elif files.file_bytes is not None:
             size_bytes = files.file_bytes
             if backend == "llama_cpp" and backend not in missing_backends():
-                held = held_memory(files.path, spec, model)
+                held = held_memory(
+                    files.path, spec, model.scheduler, model.options, model.prefix_reuse
+                )
     return PlacementRequest(
         model=spec,
         backend=backend,

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -26,8 +28,7 @@ from serving.backends.llama_cpp.cache_layout import state_bytes
 from serving.backends.llama_cpp.library import LOG
 from serving.backends.llama_cpp.loading import LlamaOptions, Loader
 from serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
-from serving.performance.scheduler_settings import AUTO, DEFAULT_SETTINGS
-from serving.server_options import ModelOptions
+from serving.performance.scheduler_settings import AUTO, DEFAULT_SETTINGS, RequestedSettings
 
 MAX_SECONDS = 120.0
 MIN_CONTEXT = 2048  # the shortest that is asked about where nobody says a context
@@ -71,28 +72,30 @@ def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[HeldMemory,
     return tuple(found)
 
 
-def held_memory(path: str, spec: ModelSpec, options: ModelOptions) -> tuple[HeldMemory, ...]:
+def held_memory(
+    path: str,
+    spec: ModelSpec,
+    asked: RequestedSettings,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    prefix_reuse: bool = True,
+) -> tuple[HeldMemory, ...]:
     """`dry_load` of a file, at the context that is asked for; where none is, at powers of two up to
-    the model's own. Raises what `dry_load` raises."""
+    the model's own. `options`: of the backend. Raises what `dry_load` raises."""
     most = spec.context
-    contexts = [min(options.context_tokens or MIN_CONTEXT, most)]
-    if options.context_tokens is None and options.kv_tokens is None:
+    contexts = [min(asked.context_tokens or MIN_CONTEXT, most)]
+    if asked.context_tokens is None and asked.kv_tokens is None:
         while contexts[-1] < most:
             contexts.append(min(2 * contexts[-1], most))
-    if options.kv_tokens is not None:
-        contexts = [min(contexts[0], options.kv_tokens)]
-    settings = options.filled(DEFAULT_SETTINGS["cpu"])
+    if asked.kv_tokens is not None:
+        contexts = [min(contexts[0], asked.kv_tokens)]
+    settings = asked.filled(DEFAULT_SETTINGS["cpu"])
     config = EngineConfig(
         backend="llama_cpp",
         model_path=path,
         model_name=spec.name,
         settings=msgspec.structs.replace(settings, context_tokens=contexts[0]),
-        prefix_reuse=options.prefix_reuse,
-        options={
-            key: value
-            for key, value in options.options.items()
-            if key in LlamaOptions.__struct_fields__
-        },
+        prefix_reuse=prefix_reuse,
+        options={key: options[key] for key in LlamaOptions.__struct_fields__ if key in options},
     )
     held = dry_load(config, contexts)
     return tuple(_with_checkpoints(one, spec, config) for one in held)

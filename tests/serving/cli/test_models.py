@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from models.model_ladder import LADDER
+from models.model_ladder import LADDER, SIZED
 from serving.errors import ServingError
 from serving.option_help import parse_bytes
+from tests.gguf_families import Sizes, write_family
 
 Ran = subprocess.CompletedProcess[str]
 Ask = Callable[..., Ran]
@@ -34,8 +35,9 @@ def test_make_then_list(models: Ask) -> None:
     assert "smollm2-135m: 134,515,008 parameters, Q4_0" in made.stdout
     assert "writing smollm2-135m-Q4_0.gguf" in made.stderr
     rows = {row.split()[0]: row for row in models("list").stdout.splitlines()[2:]}
-    assert list(rows) == [one.spec.name for one in LADDER]
-    assert all(f"{one.spec.parameters:,}" in rows[one.spec.name] for one in LADDER)
+    listed = [*LADDER, *SIZED]
+    assert list(rows) == [one.spec.name for one in listed]
+    assert all(f"{one.spec.parameters:,}" in rows[one.spec.name] for one in listed)
     cached = [name for name, row in rows.items() if row.endswith(" smollm2-135m-Q4_0.gguf")]
     assert cached == ["smollm2-135m"]
 
@@ -52,6 +54,25 @@ def test_a_plan_says_the_sum_and_the_decision_in_words(models: Ask) -> None:
     assert "llama-3.1-8b in Q4_0 needs" in small and "15 slots instead of 16 would fit" in small
     refused = models("plan", "70b", "--memory", "8GiB", "--format", "Q4_0").stdout
     assert "crossover serve would refuse: llama-3.3-70b can run nowhere" in refused
+
+
+def test_a_plan_of_a_file_is_of_its_own_format_and_says_what_experts_mean(
+    models: Ask, tmp_path: Path
+) -> None:
+    file = write_family("qwen35moe", tmp_path, Sizes(type="Q5_1", expert_type="Q4_1"))
+    shown = models("plan", str(file), "--memory", "9GiB", "--slots", "4").stdout
+    assert re.search(r"CPU llama_cpp Q4_1 +weights .* \+ KV 2 MiB \+ state .* \+ buffers", shown)
+    assert "each token goes through 2 of 8 experts" in shown
+    assert "16 requests together use 99% of the experts in each step" in shown
+    sized = models("plan", "gpt-oss-20b", "--memory", "64GiB", "--context", "32768", "--slots", "4")
+    # llama.cpp says 4,261 MiB of buffers for the real shape, and half of the KV with windows only.
+    assert re.search(r"Q4_K_M .*KV 3.0\d GiB .*buffers 4.1\d GiB .*: fits", sized.stdout)
+    assert "torch" not in sized.stdout
+    refused = models("make", "qwen3-30b-a3b")
+    assert refused.returncode == 2 and "is listed for sizing" in refused.stderr
+    file.write_bytes(file.read_bytes().replace(b"ssm_out", b"ssm_oud"))
+    broken = models("plan", str(file))
+    assert broken.returncode == 2 and "'blk.0.ssm_out.weight' not found" in broken.stderr
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from serving.backends.llama_cpp.cache_layout import keeps_windows_only, kv_bytes
 from serving.backends.llama_cpp.dry_load import held_memory
 from serving.engine.ipc_messages import Delta, GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.performance.scheduler_settings import RequestedSettings, SchedulerSettings
 from serving.sampling.step_inputs import Sampling
-from serving.server_options import ModelOptions
 from tests.gguf_families import FAMILIES, VOCABULARY, Sizes, write_family
 from tests.serving.backends.backend_steps import Make, generate, near_tie
 
@@ -128,8 +127,8 @@ def test_the_layers_of_the_header_are_what_llama_cpp_holds(
     buffer of a step without a file, in ModelSpec's terms."""
     file = write_family(name, tmp_path, sizes_of(name))
     spec = read_header(file).spec(name)
-    options = ModelOptions(source="", slots=2, context_tokens=context, prefix_reuse=False)
-    (held,) = held_memory(str(file), spec, options)
+    asked = RequestedSettings(slots=2, context_tokens=context)
+    (held,) = held_memory(str(file), spec, asked, prefix_reuse=False)
     log_rounding = 0.02 * 2**20  # llama.cpp says MiB with two decimals
     counted = kv_bytes(spec, 2 * context, 2, "fp16")
     assert held.kv_bytes == pytest.approx(counted, rel=0.001, abs=log_rounding)
