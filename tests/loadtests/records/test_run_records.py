@@ -19,6 +19,7 @@ from loadtests.errors import BadRunFolder
 from loadtests.records.journal_events import (
     FORMAT_VERSION,
     AnyEvent,
+    Calibrated,
     Event,
     LevelAbandoned,
     of_kind,
@@ -55,6 +56,24 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert len(run.samples) == 2 and run.samples[0] == sample
     assert run.events == [event] and run.manifest == MANIFEST_RECORD
     assert run.started_levels == {"l": event} and not run.finished_levels and not run.damage()
+
+
+def test_a_calibration_without_the_tokens_of_a_step_is_read_as_it_was_simulated(
+    tmp_path: Path,
+) -> None:
+    """Format 5 kept the share of reused prefixes in `policy`; without step_tokens, steps had 2,048
+    tokens whatever the default is today."""
+    policy = {"slots": 8, "prefill_tokens": 256, "kv_tokens": None, "step_seconds_target": 0.3}
+    event = {"kind": "calibrated", "unix_seconds": 1.0, "cell": "c", "spent_seconds": 2.0}
+    lines = [event | {"policy": policy | {"reused_share": 0.4}}]
+    lines.append(event | {"policy": policy | {"step_tokens": 512}, "reused_share": 0.2})
+    with RunFolder.create(tmp_path, MANIFEST_RECORD):
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        (tmp_path / EVENTS).write_text(text)
+    old, new = of_kind(read_records(tmp_path).events, Calibrated)
+    assert old.policy is not None and new.policy is not None
+    assert (old.policy.step_tokens, old.reused_share) == (2048, 0.4)
+    assert (new.policy.step_tokens, new.reused_share) == (512, 0.2)
 
 
 @pytest.mark.parametrize("line", [b"{broken", b"", b"\0" * 40, b"\xff{}", b"[" * 100_000])
