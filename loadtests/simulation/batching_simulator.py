@@ -3,11 +3,12 @@
     played = simulate(law, SchedulerSettings(slots=8), due, prompt_tokens, output_tokens)
     played.good(ttft_seconds=2.0, tpot_seconds=0.2).mean()
 
-The settings are the scheduler's (serving/engine/scheduler.py): each step decodes one token of every
-sequence past its prompt, then takes prompt tokens, oldest first, up to a budget. Requests are
-admitted in order of arrival to a free slot while the KV pool has room for their prompts beside all
-that is promised to others. Where answers outgrow the pool, the youngest waits again, and all its
-tokens are computed anew. Time outside of steps is left out.
+The settings are the scheduler's (serving/engine/scheduler.py), and so is the rule of a step
+(serving/performance/plan_step.py): it decodes one token of every sequence past its prompt, then
+takes prompt tokens, oldest first, up to a budget. Requests are admitted in order of arrival to a
+free slot while the KV pool has room for their prompts beside all that is promised to others. Where
+answers outgrow the pool, the youngest waits again, and all its tokens are computed anew. Time
+outside of steps is left out.
 
 Events are played, not tokens: steps that only decode are summed in closed form up to the next
 arrival or ending.
@@ -24,12 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.simulation.step_law_fit import StepLaw
-from serving.engine.prefill_budget import (
-    MIN_PREFILL_TOKENS,
-    PREFILL_MULTIPLE,
-    PREFILL_SHARE,
-    PREFILL_WORTH,
-)
+from serving.performance.plan_step import plan_step
 from serving.performance.scheduler_settings import SchedulerSettings
 
 Array = npt.NDArray[np.float64]
@@ -87,7 +83,14 @@ class _Engine:
         output_tokens: Numbers,
         cached_tokens: Numbers | None,
     ) -> None:
-        self.law = law
+        # StepLaw's numbers: a step is too short a work to look them up.
+        self.law_seconds = (
+            law.base_seconds,
+            law.row_seconds,
+            law.prompt_token_seconds,
+            law.context_token_seconds,
+            law.pass_seconds,
+        )
         self.settings = settings
         count = len(due)
         prompts = np.maximum(np.asarray(prompt_tokens), 1).astype(np.int64)
@@ -116,8 +119,8 @@ class _Engine:
 
     def play(self) -> None:
         """All requests to their end."""
-        law, due, ends, slots = self.law, self.due, self.ends, self.settings.slots
-        base, row, token = law.base_seconds, law.row_seconds, law.context_token_seconds
+        due, ends, slots = self.due, self.ends, self.settings.slots
+        base, row, _, token, _ = self.law_seconds
         count, pool = len(due), self.pool
         while True:
             rows = len(ends)
@@ -192,7 +195,9 @@ class _Engine:
 
     def prefill_step(self) -> None:
         """One step: a token of each decoding request, then prompt tokens within the budget."""
-        pieces, taken = self._pieces(self._budget())
+        left = [self.left[request] for request in self.filling]
+        planned = plan_step(left, len(self.ends), self.settings, self)
+        pieces, taken = list(zip(self.filling, planned, strict=False)), sum(planned)
         while self.held + len(self.ends) + taken > self.pool:
             youngest = self.preempt_youngest()
             if youngest is None:
@@ -201,7 +206,14 @@ class _Engine:
             taken = sum(piece for _, piece in pieces)
         rows = len(self.ends)
         passes = len(pieces) + (rows > 0)
-        self.now += self.law.seconds(rows, taken, self.context, passes)
+        base, row, prompt, context, piece_seconds = self.law_seconds
+        self.now += (
+            base
+            + row * rows
+            + prompt * taken
+            + context * self.context
+            + piece_seconds * (passes - 1.0)
+        )
         self.step += rows > 0
         self.context += rows
         self.promised += rows
@@ -214,48 +226,21 @@ class _Engine:
                 self.context += self.prompts[request]
                 heapq.heappush(self.ends, (self.step + self.outputs[request] - 1, request))
 
-    def _budget(self) -> int:
-        """Prompt tokens of the next step: as Scheduler._schedule and PrefillBudget.
+    # What steps cost, for plan_step.
 
-        What that learns of passes is taken for learnt: `left` seconds are what its tokens take, be
-        they whole prompts or, where these are longer, a piece of one.
-        """
-        rows, law, settings = len(self.ends), self.law, self.settings
-        room = settings.step_tokens - rows
-        if rows == 0:
-            return room
-        most = min(room, settings.prefill_tokens)
-        if settings.step_seconds_target is None or law.prompt_token_seconds <= 0:
-            return max(1, most)
-        decode_seconds = law.seconds(rows, 0, self.context)
-        full_seconds = law.seconds(settings.slots, 0, self.context)
-        left = max(
-            settings.step_seconds_target - decode_seconds,
-            PREFILL_SHARE * decode_seconds,
-            PREFILL_WORTH * (decode_seconds / rows - full_seconds / settings.slots),
-        )
-        piece = (left - law.pass_seconds) / law.prompt_token_seconds
-        tokens = int(min(left / self.token_seconds, piece))
-        return max(1, min(most, max(MIN_PREFILL_TOKENS, tokens)))
+    def row_costs(self, rows: int) -> tuple[float, float]:
+        base, row, _, context, _ = self.law_seconds
+        slots, held = self.settings.slots, context * self.context
+        return base + row * rows + held, (base + row * slots + held) / slots
 
-    def _pieces(self, budget: int) -> tuple[list[tuple[int, int]], int]:
-        """(request, prompt tokens) of the next step, from the oldest prompts on; their tokens."""
-        pieces: list[tuple[int, int]] = []
-        taken = 0
-        for request in self.filling:
-            left, room = self.left[request], budget - taken
-            piece = left if left <= room else min(room, max(1, left - 2))
-            if piece < min(left, PREFILL_MULTIPLE) and taken:
-                break
-            if PREFILL_MULTIPLE < piece < left:
-                piece -= piece % PREFILL_MULTIPLE
-            if piece <= 0:
-                break
-            pieces.append((request, piece))
-            taken += piece
-            if taken >= budget:
-                break
-        return pieces, taken
+    def prompt_tokens_in(self, seconds: float) -> int | None:
+        """Be they whole prompts, each with its pass, or, where these are longer, a piece of one:
+        what the scheduler learns of passes is taken for learnt."""
+        _, _, prompt_seconds, _, pass_seconds = self.law_seconds
+        if prompt_seconds <= 0:
+            return None
+        piece = (seconds - pass_seconds) / prompt_seconds
+        return int(min(seconds / self.token_seconds, piece))
 
     def preempt_youngest(self) -> int | None:
         """The youngest of several that run goes back to the queue; None: one alone stays."""

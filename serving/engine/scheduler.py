@@ -6,9 +6,9 @@
         deltas = scheduler.step()
 
 A free slot goes to the oldest sequence that waits. A step holds decode rows first, one token each,
-then prompt tokens, oldest first, up to a budget (serving.engine.prefill_budget; the backend's whole
-step where nobody decodes). When the KV pool is full, idle prefixes go first, then the youngest
-sequence returns to the queue with what it has generated.
+then prompt tokens, oldest first, as many as `serving.performance.plan_step` says. When the KV pool
+is full, idle prefixes go first, then the youngest sequence returns to the queue with what it has
+generated.
 
 Where the backend can launch a step (serving.backends.backend_interface), the next one is launched
 before the tokens of the one under way are read: the device has work while the host makes text. Its
@@ -27,10 +27,11 @@ from typing import NamedTuple
 from serving.backends.backend_interface import Backend, EngineConfig, Launched
 from serving.engine.detokenize_and_stop import StreamText
 from serving.engine.ipc_messages import Delta, FinishReason, StepStats, Submit
-from serving.engine.prefill_budget import PREFILL_MULTIPLE, StepClock, prefill_tokens
 from serving.engine.sequence import Sequence
 from serving.engine.slot_allocator import SlotAllocator
+from serving.engine.step_clock import StepClock
 from serving.errors import EngineFailed, KvFull, ServingError, Unsupported
+from serving.performance.plan_step import plan_step
 from serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
 
 PATIENCE = 16  # tokens until a sequence's steps are launched again, where one was no good
@@ -151,22 +152,10 @@ class Scheduler:
         going_on = [s for s in self.running.values() if not s.draws_last]
         filling = [s for s in going_on if s.pending > 1]
         rows = [s.row(1) for s in going_on if s.pending <= 1]
-        budget = self.settings.step_tokens - len(rows)
-        if rows and filling:
-            budget = min(budget, prefill_tokens(self._step_clock, len(rows), self.settings))
-        left = budget
-        for sequence in sorted(filling, key=lambda s: s.id):
-            count = sequence.until_checkpoint
-            if count > left:  # no last piece of one token: ONNX's int8 rounds that otherwise
-                count = min(left, max(1, count - 2))
-            if count < min(sequence.until_checkpoint, PREFILL_MULTIPLE) and left < budget:
-                break  # too little is left for a piece of another prompt
-            if PREFILL_MULTIPLE < count < sequence.until_checkpoint:
-                count -= count % PREFILL_MULTIPLE
-            if count <= 0:
-                break
-            rows.append(sequence.row(count))
-            left -= count
+        filling.sort(key=lambda s: s.id)
+        pending = [s.until_checkpoint for s in filling]
+        pieces = plan_step(pending, len(rows), self.settings, self._step_clock) if pending else []
+        rows += [s.row(count) for s, count in zip(filling, pieces, strict=False)]
         rows.sort(key=lambda row: row.slot)
         return rows, {sequence.slot for sequence in filling}
 

@@ -1,19 +1,14 @@
-"""What steps cost, learnt from steps (StepClock), and how many prompt tokens may share a step with
-decoding rows (prefill_tokens).
+"""What steps cost, learnt from steps.
 
-    clock = StepClock()
-    clock.learn(rows=4, prompt_tokens=256, seconds=0.31)
-    clock.prompt_seconds, clock.rows_seconds(8)
+clock = StepClock()
+clock.learn(rows=4, prompt_tokens=256, seconds=0.31)
+clock.prompt_seconds, clock.rows_seconds(8)
 """
 
 from __future__ import annotations
 
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.performance.plan_step import PREFILL_MULTIPLE
 
-PREFILL_MULTIPLE = 16  # prompts are cut at multiples: matrix kernels take so many tokens at a time
-MIN_PREFILL_TOKENS = PREFILL_MULTIPLE + 1  # of every step: no piece leaves one token of 17
-PREFILL_SHARE = 3.75  # prefill may always take this many times the decode time of the step
-PREFILL_WORTH = 120.0  # and this many times what a row costs more among few rows than among many
 LEARNING_RATE = 0.3
 ROW_WEIGHT = 16.0  # share of an error put down to a row's cost, in times of a prompt token's
 
@@ -53,10 +48,14 @@ class StepClock:
         nearest = min(self._rows_seconds, key=lambda count: abs(count - rows))
         return self._rows_seconds[nearest] * rows / nearest
 
-    @property
-    def cheapest_row_seconds(self) -> float:
-        """Of one row, among as many as make it cheapest; 0.0: none has been seen."""
-        return min((s / rows for rows, s in self._rows_seconds.items()), default=0.0)
+    def row_costs(self, rows: int) -> tuple[float, float]:
+        """See StepCosts in serving.performance.plan_step."""
+        cheapest = min((s / count for count, s in self._rows_seconds.items()), default=0.0)
+        return self.rows_seconds(rows) or 0.0, cheapest
+
+    def prompt_tokens_in(self, seconds: float) -> int | None:
+        """Prompt tokens that take so long; None: no prompt has been seen."""
+        return None if self.prompt_seconds is None else int(seconds / self.prompt_seconds)
 
     def _learn_mixed(self, rows: int, prompt_tokens: int, seconds: float) -> None:
         """Prompts and rows in one pass: a normalised least-mean-squares step tells them apart
@@ -69,23 +68,3 @@ class StepClock:
         error /= prompt_tokens**2 + weight * rows
         self.prompt_seconds = max(prompt + error * prompt_tokens, 0.1 * prompt)
         self._rows_seconds[rows] = rows * max(row + error * weight, 0.1 * row)
-
-
-def prefill_tokens(clock: StepClock, rows: int, settings: SchedulerSettings) -> int:
-    """Prompt tokens of a step with so many decoding rows: what fits in the target time.
-
-    Two bounds keep prompts going. Where decoding takes most of the target, prefill still gets
-    PREFILL_SHARE times its time. Where few rows decode, each costs more than it would beside more
-    rows: that loss stays small against the time given to prompts.
-    """
-    most, target_seconds = settings.prefill_tokens, settings.step_seconds_target
-    if clock.prompt_seconds is None or target_seconds is None:
-        return most
-    decode_seconds = clock.rows_seconds(rows) or 0.0
-    lost_seconds = decode_seconds / rows - clock.cheapest_row_seconds
-    left = max(
-        target_seconds - decode_seconds,
-        PREFILL_SHARE * decode_seconds,
-        PREFILL_WORTH * lost_seconds,
-    )
-    return min(most, max(MIN_PREFILL_TOKENS, int(left / clock.prompt_seconds)))
