@@ -23,7 +23,7 @@ from models.model_spec import ModelSpec
 
 # The number goes up when the same source would give other files: what an earlier version left in
 # the cache is made again.
-_CONVERTER = "convert_to_onnx 3"
+_CONVERTER = "convert_to_onnx 4"
 
 Progress = Callable[[str, float | None], None]  # what is under way, its fraction 0..1 or None
 

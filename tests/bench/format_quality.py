@@ -70,7 +70,7 @@ def main() -> None:
             with EngineChild(config, arguments.cores) as child:
                 answer = child.ask("quality", ids=ids, reference=str(reference))
             print(
-                f"{backend + ' ' + weight_format:24}{max(answer['kl_nats'], 0):>10.2g}"
+                f"{backend + ' ' + weight_format:24}{max(answer['kl_nats'], 0):>10.3g}"
                 f"{answer['agreement']:>20.1%}{weight_bytes(Path(config.model_path)) / 1e6:>13.0f}",
                 flush=True,
             )
