@@ -36,6 +36,7 @@ _FIELDS = {  # column -> field of a record
     "due": "due_seconds",
     "sent": "sent_seconds",
     "first": "first_content_seconds",
+    "first_answer": "first_answer_seconds",
     "last": "last_content_seconds",
     "ended": "ended_seconds",
     **{name: name for name in (*_TOKENS, "asked_prompt_tokens", "asked_output_tokens")},
@@ -68,6 +69,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     due: Floats
     sent: Floats
     first: Floats
+    first_answer: Floats  # content that is no reasoning
     last: Floats
     ended: Floats
     chunks: Floats
@@ -147,6 +149,16 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return np.where(self.failed, np.inf, self.first - self.due)
 
     @cached_property
+    def ttfa(self) -> Floats:
+        """To the first token of the answer itself; inf: failed, cut off, or nothing but reasoning.
+
+        Records without this stamp, which are older, have it in none of them: nan.
+        """
+        times = self.first_answer - self.due
+        is_known = bool(np.isfinite(self.first_answer).any())
+        return np.where(self.failed | (np.isnan(times) & is_known), np.inf, times)
+
+    @cached_property
     def e2e(self) -> Floats:
         """inf: failed or cut off."""
         return np.where(self.failed, np.inf, self.last - self.due)
@@ -186,12 +198,16 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return gaps
 
     def good(self, slo: Slo) -> npt.NDArray[np.bool_]:
-        """[requests]: ok, TTFT and TPOT within the limits. One chunk cannot break TPOT."""
+        """[requests]: ok, and within each limit. One chunk cannot break TPOT."""
         good = ~self.failed
         if slo.ttft_seconds is not None:
             good &= self.ttft <= slo.ttft_seconds
         if slo.tpot_seconds is not None:
             good &= np.isnan(self.tpot) | (self.tpot <= slo.tpot_seconds)
+        if slo.ttfa_seconds is not None:
+            good &= self.ttfa <= slo.ttfa_seconds
+        if slo.e2e_seconds is not None:
+            good &= self.e2e <= slo.e2e_seconds
         return good
 
     def judge(self, slo: Slo) -> Judged:

@@ -3,7 +3,9 @@
     >>> requests_to_hold(SLO_PRESETS["chat"])      # 2 s, 0.1 s, 95 %
     52
 
-A request is good when it had no error, TTFT <= ttft_seconds and TPOT <= tpot_seconds. A level
+A request is good when it had no error and kept every limit that there is: time to first token
+(TTFT), time per output token (TPOT, over reasoning and answer alike), time to the first token of
+the answer itself (TTFA), and the time of the whole answer (E2E). A level
 holds when the share of good requests among all that were due is at least `target`, at the stated
 confidence; it fails when the share is below `target` at that confidence; else it is unresolved.
 """
@@ -36,12 +38,44 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: Share = DEFAULT_TARGET
     confidence: Annotated[float, Meta(gt=0.5, lt=1)] = 0.95
     source: str = ""
+    # Of the first token of the answer itself, behind all reasoning; and of the whole answer.
+    ttfa_seconds: Positive | None = None
+    e2e_seconds: Positive | None = None
 
     def tighter(self, factor: float) -> Slo:
         """With limits that are lower by a factor."""
-        ttft = self.ttft_seconds and self.ttft_seconds / factor
-        tpot = self.tpot_seconds and self.tpot_seconds / factor
-        return msgspec.structs.replace(self, ttft_seconds=ttft, tpot_seconds=tpot)
+        values = {name: getattr(self, name) for name in LIMITS.values()}
+        tighter = {name: value and value / factor for name, value in values.items()}
+        return msgspec.structs.replace(self, **tighter)
+
+
+LIMITS = {name: f"{name}_seconds" for name in ("ttft", "tpot", "ttfa", "e2e")}
+
+
+def parse_slo(text: str) -> Slo:
+    """The SLO of a preset ("chat") or of limits in seconds, all of which a good request keeps:
+    "ttft=2,tpot=0.1,ttfa=10,e2e=60,target=0.95". Raises ValueError in a sentence.
+    """
+    if text in SLO_PRESETS:
+        return SLO_PRESETS[text]
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        name, sign, value = part.strip().partition("=")
+        key = LIMITS.get(name, name)
+        if not sign or key not in (*LIMITS.values(), "target"):
+            raise ValueError(
+                f"{text!r} is neither a preset ({', '.join(SLO_PRESETS)}) nor limits in seconds, "
+                f"such as ttft=2,tpot=0.1; there are {', '.join(LIMITS)} and target"
+            )
+        try:
+            given[key] = float(value)
+        except ValueError:
+            raise ValueError(f"{text!r}: {name} must be a number, got {value!r}") from None
+    limits = {"ttft_seconds": None, "tpot_seconds": None, **given}
+    try:
+        return msgspec.convert({"name": "own", **limits}, Slo)
+    except msgspec.ValidationError as problem:
+        raise ValueError(f"{text!r}: {problem}") from None
 
 
 SLO_PRESETS: dict[str, Slo] = {

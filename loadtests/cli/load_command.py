@@ -12,7 +12,7 @@ from rich.table import Table
 from loadtests.analysis.level_columns import Level, LevelRows
 from loadtests.analysis.level_warnings import level_warnings
 from loadtests.analysis.percentiles import PERCENTILES, distribution
-from loadtests.analysis.slo import SLO_PRESETS, Slo
+from loadtests.analysis.slo import Slo, parse_slo
 from loadtests.campaign.progress import Progress, console_of
 from loadtests.errors import Incomplete, LoadError
 from loadtests.host.child_processes import signals_interrupt
@@ -42,7 +42,9 @@ class CommandOptions(LoadOptions, frozen=True, kw_only=True):
         option(
             "",
             "A preset: chat (TTFT 2 s, TPOT 0.1 s), interactive (0.5 s, 0.03 s), reading (5 s, 0.2 "
-            "s), batch (no limits) ... Limits of your own: [slo] of a campaign.",
+            "s), batch (no limits). Or limits of your own, in seconds, all of which must be kept: "
+            "ttft=2,tpot=0.1,ttfa=10,e2e=60,target=0.95 (ttfa: to the first token behind all "
+            "reasoning; e2e: of the whole answer).",
         ),
     ] = "chat"
 
@@ -63,14 +65,16 @@ def _load(options: CommandOptions) -> None:
         raise LoadError("--arrivals go with --rate: a closed loop sends as answers end")
     if options.concurrency is not None and parse_workload(options.workload).has_sessions:
         raise LoadError("conversations begin at a --rate of their own: no --concurrency")
-    if options.slo not in SLO_PRESETS:
-        raise LoadError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
+    try:
+        slo = parse_slo(options.slo)
+    except ValueError as problem:
+        raise LoadError(f"--slo {problem}") from None
     try:
         with signals_interrupt():
             level = measured(options)
     except KeyboardInterrupt:
         raise Incomplete("stopped") from None
-    show_level(level, SLO_PRESETS[options.slo])
+    show_level(level, slo)
 
 
 load = command_of(CommandOptions, _load)
@@ -118,6 +122,7 @@ def show_level(level: Level, slo: Slo) -> None:
     table = Table("", "mean", *(name for name, _ in PERCENTILES), box=None, pad_edge=False)
     for title, values in (
         ("TTFT", level.ttft[counted]),
+        ("TTFA", level.ttfa[counted]),
         ("TPOT", level.tpot[counted]),
         ("ITL", level.itl),
         ("E2E", level.e2e[counted]),

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from loadtests.analysis.good_share import counted_as_one, wilson
+from loadtests.analysis.level_columns import Level
 from loadtests.analysis.percentiles import distribution
-from loadtests.analysis.slo import SLO_PRESETS, Slo, requests_to_hold
+from loadtests.analysis.slo import SLO_PRESETS, Slo, parse_slo, requests_to_hold
+from loadtests.records.journal_events import LevelStarted
+from loadtests.records.request_record import RequestRecord
 
 CHAT = SLO_PRESETS["chat"]
 
@@ -79,3 +82,34 @@ def test_percentiles_are_order_statistics() -> None:
 def test_failures_are_infinitely_late_and_never_dropped() -> None:
     found = distribution(np.array([1.0] * 94 + [np.inf] * 6 + [np.nan] * 50))
     assert (found.mean, found.p90, found.p95) == (1.0, 1.0, np.inf)
+
+
+def test_limits_of_ones_own_are_joined_by_and():
+    slo = parse_slo("ttft=2, tpot=0.1,ttfa=10,e2e=60,target=0.9")
+    assert (slo.ttft_seconds, slo.tpot_seconds, slo.target) == (2.0, 0.1, 0.9)
+    assert (slo.ttfa_seconds, slo.e2e_seconds) == (10.0, 60.0)
+    assert parse_slo("chat") is SLO_PRESETS["chat"] and slo.tighter(2).ttfa_seconds == 5.0
+    started = LevelStarted(cell="c", level="l", rate_per_second=1.0, window_seconds=9.0)
+    times = [(1, 2, 5), (1, 4, 5), (1, 2, 8), (3, 3, 5), (1, None, 5)]  # first, answer, last
+    records = [
+        RequestRecord(
+            cell="c", level="l", index=index, due_seconds=0.0, first_content_seconds=first,
+            first_answer_seconds=answer, last_content_seconds=last, ended_seconds=last,
+            content_seconds=[first, last], status=200,
+        )
+        for index, (first, answer, last) in enumerate(times)
+    ]  # fmt: skip
+    level = Level.of(records, started)
+    for text, good in {
+        "ttft=2": [1, 1, 1, 0, 1],
+        "ttfa=3": [1, 0, 1, 1, 0],
+        "e2e=6": [1, 1, 0, 1, 1],
+        "ttft=2,ttfa=3,e2e=6": [1, 0, 0, 0, 0],
+    }.items():
+        assert level.good(parse_slo(text)).astype(int).tolist() == good, text
+
+
+@pytest.mark.parametrize("text", ["fast", "ttft=", "ttft=x", "ttft=-1", "speed=2", "target=2"])
+def test_an_slo_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match=f"{text!r}"):
+        parse_slo(text)
