@@ -13,7 +13,12 @@ WINDOW_GAIN = 4
 
 def keeps_windows_only(window: int, context_tokens: int) -> bool:
     """Whether layers with this window keep no more of a slot's context than it."""
-    return window > 0 and context_tokens > WINDOW_GAIN * (window + PASS_TOKENS)
+    return window > 0 and context_tokens > longest_whole_context(window)
+
+
+def longest_whole_context(window: int | None) -> int:
+    """The longest context of which layers with this window keep all; 0: they have none."""
+    return WINDOW_GAIN * (window + PASS_TOKENS) if window else 0
 
 
 def kept_window_tokens(window: int, context_tokens: int) -> int:

@@ -24,7 +24,7 @@ from models.child_process import run_python
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.model_spec import ModelSpec
 from serving.backends.backend_interface import EngineConfig, HeldMemory
-from serving.backends.llama_cpp.cache_layout import state_bytes
+from serving.backends.llama_cpp.cache_layout import longest_whole_context, state_bytes
 from serving.backends.llama_cpp.library import LOG
 from serving.backends.llama_cpp.loading import LlamaOptions, Loader
 from serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
@@ -86,6 +86,10 @@ def held_memory(
     if asked.context_tokens is None and asked.kv_tokens is None:
         while contexts[-1] < most:
             contexts.append(min(2 * contexts[-1], most))
+        # Where windows are kept alone the cache shrinks: both sides of it, so that what lies
+        # between two contexts lies on a line.
+        edge = longest_whole_context(spec.window_tokens)
+        contexts = sorted({*contexts, *(one for one in (edge, edge + 1) if 0 < one <= most)})
     if asked.kv_tokens is not None:
         contexts = [min(contexts[0], asked.kv_tokens)]
     settings = asked.filled(DEFAULT_SETTINGS["cpu"])

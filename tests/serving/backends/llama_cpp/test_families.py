@@ -19,6 +19,7 @@ from serving.backends.llama_cpp.dry_load import held_memory
 from serving.engine.ipc_messages import Delta, GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.performance.scheduler_settings import RequestedSettings, SchedulerSettings
+from serving.placement.placement_policy import held_at
 from serving.sampling.step_inputs import Sampling
 from tests.gguf_families import FAMILIES, VOCABULARY, Sizes, write_family
 from tests.serving.backends.backend_steps import Make, generate, near_tie
@@ -138,3 +139,15 @@ def test_the_layers_of_the_header_are_what_llama_cpp_holds(
     if name != "mamba2":  # the formula without a file knows attention only
         buffer = BACKENDS["llama_cpp"].buffer_bytes(spec, context, 2)
         assert buffer == pytest.approx(held.buffer_bytes, rel=0.15, abs=2**21)
+
+
+def test_where_nobody_says_a_context_both_sides_of_the_windows_edge_are_asked_about(
+    tmp_path: Path,
+) -> None:
+    file = write_family("gpt-oss", tmp_path, sizes_of("gpt-oss"))
+    spec = read_header(file).spec("gpt-oss")
+    held = held_memory(str(file), spec, RequestedSettings(slots=2), prefix_reuse=False)
+    assert [one.context_tokens for one in held] == [2048, 2304, 2305, 4096]
+    for context in (2100, 2304, 2305, 3000):
+        counted = kv_bytes(spec, 2 * -(-context // 256) * 256, 2, "fp16")
+        assert held_at(held, context).kv_bytes == pytest.approx(counted, rel=0.05)
