@@ -24,13 +24,21 @@ from loadtests.campaign.campaign_file import Campaign, Cell, Plan, plain
 from loadtests.errors import BadRunFolder
 from loadtests.records import journal_events as journal
 from loadtests.records.run_folder import RunFolder, RunManifest
+from serving.backends.backend_table import library_versions
 from serving.hardware.machine_facts import HardwareFacts
 
 PRODUCT = "llm-crossover"
 PACKAGES = (
-    *(PRODUCT, "locust", "gevent", "numpy", "llama-cpp-python", "onnxruntime", "torch"),
-    *("transformers", "tokenizers", "uvicorn", "starlette", "msgspec"),
-)
+    PRODUCT,
+    "locust",
+    "gevent",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "uvicorn",
+    "starlette",
+    "msgspec",
+)  # beside the backends' own
 
 
 class CellRecord:
@@ -152,7 +160,7 @@ def new_run(out: Path, plan: Plan, facts: HardwareFacts, command: Sequence[str])
     while (out / name).exists():
         number += 1
         name = f"{first}-{number}"
-    versions = {}
+    versions = library_versions()
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)

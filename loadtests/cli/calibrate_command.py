@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 CAMPAIGN = Path(__file__).parents[1] / "calibrate.toml"
 CELL_SECONDS = 120.0  # of measuring, at most, for each model
 CONTEXT_TOKENS = 256.0  # of each stream whose speed is told
-LIBRARIES = {"llama_cpp": "llama-cpp-python", "onnx": "onnxruntime", "torch": "torch"}
 
 
 class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +92,7 @@ def machine_of(run: RunRecords) -> MachineFile:
     from loadtests.records.journal_events import CellReady, of_kind
     from loadtests.simulation.machine_file import MachineFile, ModelSteps, hardware_of
     from models.machine_limits import total_bytes
+    from serving.backends.backend_table import spec_of
     from serving.hardware.machine_facts import HardwareFacts
 
     campaign, cells = campaign_of(run.manifest)
@@ -106,7 +106,7 @@ def machine_of(run: RunRecords) -> MachineFile:
         spec = cell.spec or ready.spec
         if spec is None:
             raise LoadError(f"the shape of {cell.model} is not known: {cell.known.missing}")
-        library = LIBRARIES.get(cell.backend)
+        library = spec_of(cell.backend).distribution
         models.append(
             ModelSteps(
                 backend=cell.backend,

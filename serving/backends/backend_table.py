@@ -82,6 +82,9 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
     options: tuple[str, ...] | None = None  # names of its options; None: any
     package: str | None = None  # Python package that must be installed
+    distribution: str | None = None  # that has the package; its version stands in every record
+    # Timed where the CPU's best engine is chosen and nobody names a format, in its default format.
+    is_cpu_candidate: bool = False
     extra: str = ""  # pip extra that installs it
     probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
     huge_pages: bool = False  # large allocations are quicker on huge pages
@@ -113,8 +116,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reinstall(self) -> str:
         """The command that compiles the same version anew, for this CPU or a GPU."""
-        names = importlib.metadata.packages_distributions().get(self.package or "", ["?"])
-        wanted = f"{names[0].replace('_', '-')}=={importlib.metadata.version(names[0])}"
+        name = self.distribution or "?"
+        wanted = f"{name}=={importlib.metadata.version(name)}"
         return f"pip install --force-reinstall --no-cache-dir --no-deps {wanted}"
 
 
@@ -191,6 +194,8 @@ BACKENDS: dict[str, BackendSpec] = {
         state_bytes=llama_state_bytes,
         options=("flash_attention", "mlock", "gpu_layers"),
         package="llama_cpp",
+        distribution="llama-cpp-python",
+        is_cpu_candidate=True,
         extra="llama-cpp",
         probe="serving.backends.llama_cpp.library:probe",
         huge_pages=True,
@@ -206,6 +211,8 @@ BACKENDS: dict[str, BackendSpec] = {
         shares_kv=False,
         options=("spinning",),
         package="onnxruntime",
+        distribution="onnxruntime",
+        is_cpu_candidate=True,
         extra="onnx",
         probe="serving.backends.onnx.onnx_folder:probe",
         huge_pages=True,
@@ -222,6 +229,7 @@ BACKENDS: dict[str, BackendSpec] = {
         shares_kv=False,
         options=(),
         package="torch",
+        distribution="torch",
         extra="torch",
         probe="serving.backends.torch.torch_capabilities:probe",
         gpu_build="install torch built for CUDA or ROCm, see pytorch.org",
@@ -312,6 +320,16 @@ def missing_backends() -> dict[str, str]:
         for name, spec in BACKENDS.items()
         if spec.package is not None and find_spec(spec.package) is None
     }
+
+
+def library_versions() -> dict[str, str]:
+    """The version of each installed distribution that a backend computes with."""
+    versions = {}
+    for spec in BACKENDS.values():
+        if spec.distribution is not None:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[spec.distribution] = importlib.metadata.version(spec.distribution)
+    return versions
 
 
 def probe_backend(name: str) -> BackendProbe:

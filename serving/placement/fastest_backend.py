@@ -13,8 +13,6 @@ win.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
 import sys
 import time
@@ -34,7 +32,14 @@ from models.model_spec import ModelSpec
 from models.resolve_model import resolve
 from models.weights_manifest import Progress, cache_dir, write_atomically
 from serving.backends.backend_interface import Backend, EngineConfig
-from serving.backends.backend_table import backend_class, missing_backends, weights_of
+from serving.backends.backend_table import (
+    BACKENDS,
+    backend_class,
+    format_of,
+    library_versions,
+    missing_backends,
+    weights_of,
+)
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts
 from serving.performance.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
@@ -47,7 +52,10 @@ from serving.placement.placement_policy import (
 from serving.sampling.step_inputs import Row
 
 BEST = "best"  # in place of a backend's name in a campaign
-USUAL = (("llama_cpp", "Q4_0"), ("onnx", "int8"))  # looked at where no format is asked for
+# Looked at where no format is asked for.
+USUAL = tuple(
+    (name, format_of(name, None)) for name, row in BACKENDS.items() if row.is_cpu_candidate
+)
 # A bigger model, whose weights would first have to be made, is judged by this rung's times, scaled.
 PROXY, MOST_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
 PART_SECONDS = 0.5  # of each kind of step
@@ -55,7 +63,6 @@ MOST_STEPS = 64  # of one kind
 SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long one where there is time for it
 TIMEOUT_SECONDS = 300.0
 MOST_TAKEN = 0.1  # of the CPU time that an engine wanted: more, and it is measured again
-PACKAGES = ("llama-cpp-python", "onnxruntime", "torch")
 
 Say = Callable[[str], None]
 
@@ -260,10 +267,7 @@ def keep(cache: str | Path | None, facts: HardwareFacts, key: str, times: Engine
 
 def _machine(facts: HardwareFacts) -> str:
     """What all times depend on."""
-    versions = []
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{package} {importlib.metadata.version(package)}")
+    versions = [f"{name} {version}" for name, version in library_versions().items()]
     cores = f"{facts.physical_cores} cores, {facts.logical_cores} threads"
     return "; ".join([facts.cpu_model, " ".join(facts.isa), cores, *versions])
 
