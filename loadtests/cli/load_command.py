@@ -74,7 +74,7 @@ def _load(options: CommandOptions) -> None:
             level = measured(options)
     except KeyboardInterrupt:
         raise Incomplete("stopped") from None
-    show_level(level, slo)
+    show_level(level, slo, has_sessions=parse_workload(options.workload).has_sessions)
 
 
 load = command_of(CommandOptions, _load)
@@ -108,10 +108,12 @@ def measured(options: CommandOptions) -> Level:
     return rows.level(started, finished)
 
 
-def show_level(level: Level, slo: Slo) -> None:
+def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
     """Print what one level showed."""
     console, judged, counted = console_of(120), level.judge(slo), level.counted
     asked = "" if level.rate is None else f"{formatting.requests(level.rate, 3)} asked, "
+    if has_sessions:
+        asked = f"{level.rate:.3g} conversations/s begun, "
     console.print(
         f"{judged.due} requests in {formatting.duration(level.window_seconds)} "
         f"({asked}{formatting.requests(level.offered_rate, 3)} came out)"
