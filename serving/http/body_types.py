@@ -10,6 +10,7 @@ the answer. Null says nothing. A whole number may be written with a fraction of 
 
 from __future__ import annotations
 
+import codecs
 import gc
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -108,7 +109,9 @@ class Generation(Wire, kw_only=True, frozen=True):
     audio: NotOffered = None
     function_call: NotOffered = None
     functions: NotOffered = None
+    moderation: NotOffered = None
     prediction: NotOffered = None
+    prompt_cache_options: NotOffered = None
     prompt_cache_retention: NotOffered = None
     reasoning_effort: NotOffered = None
     suffix: NotOffered = None
@@ -127,44 +130,77 @@ class CompletionRequest(Generation, kw_only=True, frozen=True):
 
 
 class TextPart(Past, kw_only=True, frozen=True, tag="text", tag_field="type"):
-    text: str
+    text: str | None
+
+
+class InputTextPart(TextPart, kw_only=True, frozen=True, tag="input_text"):
+    """The same as OpenAI's Responses write it."""
+
+
+class OutputTextPart(TextPart, kw_only=True, frozen=True, tag="output_text"):
+    """The same in an answer of OpenAI's Responses."""
 
 
 class RefusalPart(Past, kw_only=True, frozen=True, tag="refusal", tag_field="type"):
-    refusal: str
+    refusal: str | None
+
+
+class RedactedThinkingPart(Past, kw_only=True, frozen=True, tag="redacted_thinking"):
+    """Reasoning of Anthropic's that nobody else can read. Ignored."""
+
+
+class ReferencePart(Past, kw_only=True, frozen=True, tag="reference", tag_field="type"):
+    """Where an answer of Mistral's has its words from. Ignored."""
 
 
 class ThinkingPart(Past, kw_only=True, frozen=True, tag="thinking", tag_field="type"):
     """A part of an earlier answer's reasoning, as Anthropic and Mistral write it."""
 
-    thinking: str | list[TextPart]
+    thinking: str | list[TextPart | ReferencePart] | None
 
 
-class CalledFunction(Past, kw_only=True, frozen=True):
-    """`arguments`: a JSON object as text; in a history whatever a model wrote."""
+class ReasoningPart(Past, kw_only=True, frozen=True, tag="reasoning", tag_field="type"):
+    """The same as LangChain and others write it."""
+
+    text: str | None = None
+    reasoning: str | None = None
+
+
+ContentPart = (
+    TextPart
+    | InputTextPart
+    | OutputTextPart
+    | RefusalPart
+    | ThinkingPart
+    | ReasoningPart
+    | RedactedThinkingPart
+    | ReferencePart
+)
+
+
+class PastFunction(Past, kw_only=True, frozen=True):
+    """`arguments`: whatever a model wrote, as text; some servers give out the object itself."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | list[Any] | None = None
 
 
-class ToolCall(Past, kw_only=True, frozen=True):
-    """A call in an assistant's turn. `index`: in a chunk, which of the answer's calls this is."""
+class PastCall(Past, kw_only=True, frozen=True):
+    """A call in an assistant's turn."""
 
-    index: int | None | UnsetType = UNSET
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    function: PastFunction
 
 
 class Message(Past, kw_only=True, frozen=True):
     """One turn. The last keys would change the answer, and are refused with a value."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | RefusalPart | ThinkingPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    reasoning_content: Any = None  # a text; other servers' forms of it are ignored
+    reasoning: Any = None
+    tool_calls: list[PastCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     audio: Any = None
@@ -201,7 +237,7 @@ class Function(Past, kw_only=True, frozen=True):
 
 
 class Tool(Past, kw_only=True, frozen=True):
-    type: Literal["function"]
+    type: Literal["function"] | None = "function"
     function: Function
 
 
@@ -245,11 +281,12 @@ DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 encode = msgspec.json.Encoder().encode
 
 # Parts of a request that are somebody else's JSON: their numbers stay as they are.
-_OPAQUE = frozenset({"schema", "parameters", "chat_template_kwargs"})
+_OPAQUE = frozenset({"schema", "parameters", "arguments", "chat_template_kwargs"})
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """The body as its type. Raises ApiError 400 that names the key."""
+    body = body.removeprefix(codecs.BOM_UTF8)
     gc.disable()  # else it walks through all there is for every 700 values; JSON has no cycles
     try:
         try:
@@ -286,6 +323,22 @@ def _with_whole_numbers(value: Any) -> Any:
 
 Finish = Literal["stop", "length", "tool_calls"]
 Choice = TypeVar("Choice")
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """`arguments`: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in an answer. `index`: in a chunk, which of the answer's calls this is."""
+
+    index: int | UnsetType = UNSET
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class Usage(msgspec.Struct, frozen=True):

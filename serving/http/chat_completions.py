@@ -19,9 +19,13 @@ from serving.http.body_types import (
     ChatChoice,
     ChatDelta,
     ChatRequest,
+    ContentPart,
     Message,
+    ReasoningPart,
     RefusalPart,
     TextPart,
+    ThinkingPart,
+    encode,
 )
 from serving.http.completions import LOWEST_LOGPROB, ROLE, Answer, Choice
 from serving.http.http_request import Request
@@ -115,32 +119,49 @@ def _turn_of(message: Message, index: int) -> dict[str, Any]:
             text = "This server does not offer this. Messages have texts and calls of tools."
             raise refused(f"messages[{index}].{key}", text)
     content: Any = message.content
-    thoughts = [text for text in (message.reasoning_content, message.reasoning) if text is not None]
-    if content is None and message.role != "assistant":
+    # One text in two spellings; a server may give out both.
+    spelled = [one for one in (message.reasoning_content, message.reasoning) if _is_text(one)]
+    thoughts: list[str] = spelled[:1]
+    if content is None and message.role not in ("assistant", "tool"):
         raise refused(f"messages[{index}].content", "This is null. A text is needed.")
     if isinstance(content, list):
         parts = []
         for part in content:
             if isinstance(part, TextPart):
-                parts.append({"type": "text", "text": part.text})
+                parts.append({"type": "text", "text": part.text or ""})
             elif isinstance(part, RefusalPart):
-                parts.append({"type": "text", "text": part.refusal})
-            elif isinstance(part.thinking, str):
-                thoughts.append(part.thinking)
-            else:
-                thoughts += [one.text for one in part.thinking]
+                parts.append({"type": "text", "text": part.refusal or ""})
+            elif not spelled:
+                thoughts += _thoughts_of(part)
         content = parts
     if message.refusal and not content:
         content = message.refusal
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, Any] = {"role": role, "content": content or ""}
     if thoughts:
-        turn["reasoning_content"] = thoughts[0]
+        turn["reasoning_content"] = "\n".join(thoughts)
     if message.tool_calls:
         turn["tool_calls"] = _calls_of(message)
     if message.tool_call_id is not None:
         turn["tool_call_id"] = message.tool_call_id
     return turn
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _thoughts_of(part: ContentPart) -> list[str]:
+    """The texts of a part with reasoning in it."""
+    if isinstance(part, ReasoningPart):
+        found: list[Any] = [part.reasoning or part.text]
+    elif not isinstance(part, ThinkingPart):
+        found = []
+    elif isinstance(part.thinking, list):
+        found = [one.text for one in part.thinking if isinstance(one, TextPart)]
+    else:
+        found = [part.thinking]
+    return [one for one in found if _is_text(one)]
 
 
 def _mark_end(body: ChatRequest, turns: list[dict[str, Any]]) -> None:
@@ -164,10 +185,13 @@ def _calls_of(message: Message) -> list[dict[str, Any]]:
     calls = []
     for made in message.tool_calls or ():
         written = made.function.arguments
-        try:
-            arguments: Any = msgspec.json.decode(written or "{}", type=dict)
-        except (msgspec.DecodeError, RecursionError):
-            arguments = AsWritten(written)
+        arguments: Any = written
+        if not isinstance(written, dict):
+            text = written if isinstance(written, str) else encode(written or {}).decode()
+            try:
+                arguments = msgspec.json.decode(text or "{}", type=dict)
+            except (msgspec.DecodeError, RecursionError):
+                arguments = AsWritten(text)
         function = {"name": made.function.name, "arguments": arguments}
         calls.append({"id": made.id, "type": "function", "function": function})
     return calls

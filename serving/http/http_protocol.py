@@ -5,7 +5,8 @@ Two things are added:
     ignored, as RFC 9110, 7.8 allows. httptools stops at the end of such a head, so that the body
     would be lost, or read as a request of its own where it comes late. A second parser, which is
     told how the body is framed, reads it and all that follows on the connection.
-  - An answer to HTTP/1.0 has no chunks: it ends with the connection (RFC 9112, 6.1 and 6.3).
+  - An answer to HTTP/1.0 has no chunks: it ends with the connection (RFC 9112, 6.1 and 6.3), and
+    no interim answer comes before it (RFC 9110, 10.1.1).
 """
 
 from __future__ import annotations
@@ -75,18 +76,19 @@ class HttpProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         if self.scope["http_version"] < "1.1":
-            _send_without_chunks(self.cycle)
+            _answer_as_http_1_0(self.cycle)
 
     def on_message_complete(self) -> None:
         if not (self.parser.should_upgrade() and self._framing()):  # else the body is still to come
             super().on_message_complete()
 
 
-def _send_without_chunks(cycle: RequestResponseCycle) -> None:
-    """Let the end of the connection end this answer."""
+def _answer_as_http_1_0(cycle: RequestResponseCycle) -> None:
+    """Let the end of the connection end this answer, and send no "100 Continue" before it."""
     send = cycle.send
     cycle.chunked_encoding = False
     cycle.keep_alive = False
+    cycle.waiting_for_100_continue = False
 
     async def send_unchunked(message: Any) -> None:
         if message["type"] == "http.response.body":  # nothing says how long the whole will be

@@ -12,6 +12,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
 from models.chat_template import CHATML
 from serving.http.answer_parts import Form, Splitter
@@ -40,10 +41,10 @@ def called(arguments: Any, **more: Any) -> dict[str, Any]:
     return of(None, tool_calls=[call])
 
 
-NULLS = (
-    *("functions", "function_call", "reasoning_effort", "audio", "prediction", "verbosity"),
-    *("web_search_options", "suffix", "prompt_cache_retention", "stop", "tools", "tool_choice"),
-    *("response_format", "logit_bias", "metadata", "modalities", "stream_options", "user"),
+# All that OpenAI's client may send, and vLLM's keys.
+NULLS = sorted(
+    (CompletionCreateParamsBase.__annotations__.keys() - {"messages"})
+    | {"suffix", "top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos", "grammar"}
 )
 # What is sent in a chat -> what the prompt of QWEN has in it
 TAKEN: dict[str, tuple[dict[str, Any], str]] = {
@@ -69,12 +70,58 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
         of([{"type": "thinking", "thinking": [{"type": "text", "text": "b"}]}]),
         "|assistant:<think>b</think>|user",
     ),
+    "thinking in several parts": (
+        of([{"type": "thinking", "thinking": [{"type": "text", "text": one} for one in "bc"]}]),
+        "|assistant:<think>b\nc</think>|user",
+    ),
+    "thinking in two spellings": (
+        of("a", reasoning_content="", reasoning="b"),
+        "|assistant:<think>b</think>a|user",
+    ),
+    "thinking beside the same in parts": (
+        of([{"type": "thinking", "thinking": "b"}], reasoning="b"),
+        "|assistant:<think>b</think>|user",
+    ),
+    "thinking in another form": (of("a", reasoning={"effort": 1}), "|assistant:a|user"),
+    "a reasoning part": (
+        of([{"type": "reasoning", "text": "b"}, {"type": "text", "text": "a"}]),
+        "|assistant:<think>b</think>a|user",
+    ),
+    "a redacted part": (
+        of([{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}]),
+        "|assistant:a|user",
+    ),
+    "a reference": (
+        of([{"type": "text", "text": "a"}, {"type": "reference", "reference_ids": [1]}]),
+        "|assistant:a|user",
+    ),
+    "a part of null": (of([{"type": "text", "text": None}]), "|assistant:|user"),
+    "parts of Responses": (
+        {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "q"}]}]},
+        "|user:q|",
+    ),
+    "an answer of Responses": (of([{"type": "output_text", "text": "a"}]), "|assistant:a|user"),
+    "a result of null": (
+        {"messages": [*called("{}")["messages"][:2], {"role": "tool", "tool_call_id": "c"}]},
+        "|tool now:|",
+    ),
+    "a tool without its type": (
+        {"tools": [{"function": NOW["function"]}], "tool_choice": "none"},
+        "|user:hi|",
+    ),
     "a refusal": (of(None, refusal="I cannot."), "|assistant:I cannot.|user"),
     "a refusal beside nothing": (of("", refusal="I cannot."), "|assistant:I cannot.|user"),
     "a refusal's part": (of([{"type": "refusal", "refusal": "No."}]), "|assistant:No.|user"),
     "an empty refusal": (of("Yes", refusal=None), "|assistant:Yes|user"),
     "arguments null": (called("null"), '"arguments": null}</tool_call>'),
     "arguments a list": (called("[]"), '"arguments": []}</tool_call>'),
+    "arguments of null": (called(None), '"arguments": {}}</tool_call>'),
+    "arguments as an object": (called({"a": 1.0}), '"arguments": {"a": 1.0}}</tool_call>'),
+    "arguments as an object beside whole numbers": (
+        called({"a": 1.0}) | {"n": 1.0},
+        '"arguments": {"a": 1.0}}</tool_call>',
+    ),
+    "a call without its type": (called("{}", type=None, index="0"), '"arguments": {}}</tool_call>'),
     "arguments cut off": (called('{"a": '), '"arguments": {"a": }</tool_call>'),
     "arguments with a mark": (called('"as-written-"'), '"arguments": "as-written-"}</tool_call>'),
     "arguments empty": (called(""), '"arguments": {}}</tool_call>'),

@@ -173,6 +173,9 @@ def test_an_answer_to_http_1_0_ends_with_the_connection(port: int, more: str) ->
         top, _, body = read_all(client).partition(b"\r\n\r\n")
     assert b"\r\nconnection: close" in top and b"transfer-encoding" not in top
     assert json.loads(body)["choices"][0]["text"]
+    expecting = head(OLD, more, "Expect: 100-continue\r\n") + BODY
+    with connected(port, expecting) as client:
+        assert read_all(client).startswith(b"HTTP/1.1 200 ")
     with connected(port, b"HEAD /health HTTP/1.0\r\n\r\n") as client:
         top, _, body = read_all(client).partition(b"\r\n\r\n")
     assert top.startswith(b"HTTP/1.1 200 ") and body == b""
