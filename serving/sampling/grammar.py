@@ -245,8 +245,9 @@ def _schema_of_arguments(tool: CallableTool, prefix: str) -> dict[str, Any]:
         why = _error_of(schema)
         if why and not tool.strict:  # patterns of names that overlap, and the like
             looser = prepared(tool.parameters, best_effort=True, prefix=prefix, without=_FRAGILE)
-            if not _error_of(looser):
-                schema, why = looser, ""
+            schema, why = looser, _error_of(looser)
+        if why and not tool.strict:  # too deep, contradictory: an object is all that is held to
+            schema, why = {"type": "object"}, ""
         if why:
             raise Problem("", "", why)
     except Problem as problem:

@@ -9,7 +9,8 @@
 - Objects that list their properties are closed where `additionalProperties` is missing: a small
   model would not stop to invent more of them. The parts of an `allOf` are closed together.
 - `oneOf` is read as `anyOf`. A format that the compiler does not know is an annotation.
-- What always holds is left out. What the compiler cannot hold to is refused by its path, or left
+- What always holds is left out, as null is, and `not: {}` is the schema that nothing fits. Bounds
+  beyond MAX_BOUND become that. What the compiler cannot hold to is refused by its path, or left
   out too where that is allowed (`best_effort`, of tools without `strict`).
 """
 
@@ -24,6 +25,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from serving.errors import Unsupported
 
 MAX_STEPS = 50_000  # through the parts of joint objects; an object beyond them is left open
+MAX_BOUND = 10**17  # of a number; the compiler fails on larger ones
 Json = Any  # a schema: an object, true or false
 
 _ONE = ("additionalProperties", "items", "additionalItems")  # keywords with one schema
@@ -34,6 +36,9 @@ _VALUES = (
     *("pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     *("multipleOf", "minProperties", "maxProperties"),
 )
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_LEAST, _MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_TEXTS = ("pattern", "format")
 # Assertions of JSON Schema that the compiler does not have.
 _ABSENT = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
@@ -171,12 +176,13 @@ class _Document:
         if not isinstance(schema, dict):
             raise Problem(path, "", "a schema must be an object, true or false")
         base = self._base_of(schema, base)
-        if self._without:
-            schema = {key: value for key, value in schema.items() if key not in self._without}
+        schema = self._said(schema)
+        if "not" in schema and _is_anything(schema["not"]):
+            return False
         here = Place(schema, base, path)
         self._check(here)
         made: dict[str, Any] = {key: schema[key] for key in _VALUES if key in schema}
-        self._settle_bounds(made)
+        self._settle_numbers(made, path)
         self._settle_texts(made, path)
         # Parts that hold together with what stands beside them: an object is closed over all.
         parts = [key for key in ("allOf", "anyOf", "oneOf", "$ref") if key in schema]
@@ -230,6 +236,18 @@ class _Document:
         self._settle_absent(here)
         return made
 
+    def _said(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """The keywords that say something."""
+        said = {
+            key: value
+            for key, value in schema.items()
+            if key not in self._without and (value is not None or key in ("const", "default"))
+        }
+        if isinstance(parts := said.get("allOf"), list) and len(parts) > 1:
+            telling = [one for one in parts if not (isinstance(one, dict) and _is_anything(one))]
+            said["allOf"] = telling or parts[:1]
+        return said
+
     @staticmethod
     def _close(made: dict[str, Any]) -> None:
         """Let an object have no other properties than it lists, where it can do without."""
@@ -266,16 +284,36 @@ class _Document:
             raise Problem(place.path, key, "it must be a list of schemas")
         return found
 
-    @staticmethod
-    def _settle_bounds(made: dict[str, Any]) -> None:
-        """Exclusive bounds as draft 4 writes them: true beside the bound."""
+    def _settle_numbers(self, made: dict[str, Any], path: str) -> None:
+        """Counts as whole numbers, bounds that the compiler can hold to, and exclusive ones as
+        draft 4 writes them: true beside the bound. Raises Problem."""
+        for key in _COUNTS:
+            if key in made:
+                count = made[key]
+                if isinstance(count, float) and count.is_integer():
+                    made[key] = count = int(count)
+                if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                    raise Problem(path, key, "a whole number is needed")
         for exclusive, plain in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
             if isinstance(made.get(exclusive), bool):
                 if made.pop(exclusive) and plain in made:
                     made[exclusive] = made.pop(plain)
+        for key in (*_LEAST, *_MOST, "multipleOf"):
+            bound = made.get(key, 0)
+            if isinstance(bound, bool) or not isinstance(bound, int | float):
+                raise Problem(path, key, "a number is needed")
+            outward = -1 if key in _LEAST else 1
+            if key != "multipleOf" and abs(bound) > MAX_BOUND:
+                made[key] = outward * MAX_BOUND  # what keeps this keeps the other
+                if bound * outward < 0:
+                    self._cannot(path, key, "a bound of this size")
+                    del made[key]
 
     def _settle_texts(self, made: dict[str, Any], path: str) -> None:
         """Formats and patterns that the compiler knows."""
+        for key in _TEXTS:
+            if key in made and not isinstance(made[key], str):
+                raise Problem(path, key, "a text is needed")
         if "format" in made and not _is_known("format", made["format"]):
             del made["format"]
         if "pattern" in made and not _is_known("pattern", made["pattern"]):
@@ -383,7 +421,7 @@ def _always_holds(key: str, schema: dict[str, Any]) -> bool:
     if key == "if":
         return all(_is_anything(schema.get(one, True)) for one in ("then", "else"))
     if key == "not":
-        return value is False or value == {"not": {}}
+        return value is False or (isinstance(value, dict) and _is_anything(value.get("not")))
     return bool(value == {})  # of dependentRequired and its like
 
 
@@ -408,5 +446,5 @@ def _is_known_text(keyword: str, value: str) -> bool:
 
 
 def _is_known(keyword: str, value: Any) -> bool:
-    """Whether the compiler takes this pattern or format; what is no text is refused by it."""
-    return not isinstance(value, str) or _is_known_text(keyword, value)
+    """Whether the compiler takes this pattern or format."""
+    return _is_known_text(keyword, value)

@@ -201,6 +201,48 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 5},
         *(["4"], ["3", "6"]),
     ),
+    "whole counts": (
+        {"type": "array", "minItems": 1.0, "maxItems": 2.0},
+        *(["[1]"], ["[]", "[1,2,3]"]),
+    ),
+    # nothing, as zod writes it
+    "not anything": (
+        {"type": "object", "properties": {"a": {"anyOf": [{"not": {}}, {"type": "string"}]}}},
+        *(["{}", '{"a":"x"}'], ['{"a":1}']),
+    ),
+    "no others": (
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": {"not": {}}},
+        *(['{"a":1}'], ['{"b":1}']),
+    ),
+    "a property that cannot be": (
+        {"type": "object", "properties": {"a": {"not": {}}, "b": {}}},
+        *(['{"b":1}', "{}"], ['{"a":1}']),
+    ),
+    # bounds of a type
+    "a long": (
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        *(["-5", "123456789012"], ["1.5"]),
+    ),
+    "a double": (
+        {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+        *(["-1.5", "123456789012"], ['"x"']),
+    ),
+    # null, as Go's servers write what is empty
+    "nulls": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "array", "items": None, "format": None, "enum": None}},
+            "required": None,
+            "additionalProperties": None,
+        },
+        *(['{"a":[1]}', "{}"], ['{"a":1}', '{"b":1}']),
+    ),
+    "no properties but null": ({"type": "object", "properties": None}, ["{}"], ["[]"]),
+    "null as a value": ({"enum": [None, 1], "default": None}, ["null", "1"], ["2"]),
+    "a part that only describes": (
+        {"type": "object", "properties": {"n": {"allOf": [{"$ref": "#"}, {"description": "x"}]}}},
+        *(['{"n":{"n":{}}}'], ['{"n":1}', '{"n":{"m":1}}']),
+    ),
     "an unused part that cannot be": (
         {"type": "integer", "$defs": {"p": {"not": {"type": "null"}, "$ref": "nowhere"}}},
         *(["1"], []),
@@ -266,6 +308,30 @@ def test_what_cannot_be_held_to_is_left_out_or_named(name: str) -> None:
         assert "properties/a/items" in str(problem) or "min/maxProperties" in str(problem)
 
 
+DEEP: Any = {"type": "integer"}
+for _ in range(200):
+    DEEP = {"anyOf": [DEEP, {"type": "null"}]}
+CLOSED = {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        inside({"type": "integer", "minimum": 10**20}),
+        {"allOf": [{"type": "object", "required": ["a"]}, {"properties": {"a": {"enum": []}}}]},
+        inside(DEEP),
+        {"allOf": [PERSON | CLOSED, AGED | CLOSED]},
+    ],
+)
+def test_one_schema_beyond_the_compiler_does_not_refuse_all_tools(schema: Any) -> None:
+    matcher = opened_tool(schema, False, "f", CallableTool("g", PERSON))
+    assert takes_call(matcher, "{}") and not takes_call(matcher, "1")
+    assert takes(matcher, '[{"name":"g","arguments":{"n":"x"}}]')
+    assert not takes(matcher, '[{"name":"g","arguments":{}}]')
+    with pytest.raises(Unsupported, match="'lookup'"):
+        opened_tool(schema, True, "lookup")
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -282,6 +348,8 @@ def test_what_cannot_be_held_to_is_left_out_or_named(name: str) -> None:
         {"$ref": "https://e.org/elsewhere"},
         {"type": "string", "minLength": "x"},
         {"type": "string", "pattern": 3},
+        {"type": "string", "maxLength": -1},
+        {"type": "integer", "minimum": "x"},
         {"items": 3},
     ],
 )
