@@ -16,8 +16,13 @@ from typing import Any
 import msgspec
 
 MAX_WORDS = 500  # characters of a server's words that are kept
-_MESSAGE_KEYS = ("error", "message", "detail", "details", "msg", "error_message", "reason")
-_PLACE_KEYS = frozenset(("type", "index", "id", "role", "name_index"))
+_ERROR_KEYS = ("error", "errors", "error_message", "error_msg")
+_WORD_KEYS = ("message", "detail", "details", "msg", "status_msg", "title")
+_MESSAGE_KEYS = (*_ERROR_KEYS, *_WORD_KEYS, "reason")
+_CODE_KEYS = ("code", "status_code", "status")
+# What describes a part of a message without being any of it. OpenRouter sends parts of reasoning
+# that hold only a format or a signature.
+_PLACE_KEYS = frozenset(("type", "index", "id", "role", "name_index", "format", "signature"))
 _OPEN_TAG, _CLOSE_TAG = "<think>", "</think>"
 MAX_BLANKS = 16  # characters before <think>
 _THINKING_TYPES = ("thinking", "reasoning", "redacted_thinking", "reasoning_text")
@@ -35,6 +40,9 @@ class Delta(msgspec.Struct, gc=False):
     refusal: Any = None
     function_call: Any = None
     audio: Any = None
+    images: Any = None  # OpenRouter
+    thinking_blocks: Any = None  # LiteLLM
+    reasoning_text: Any = None  # GitHub Copilot
 
     @property
     def shows(self) -> bool:
@@ -43,15 +51,20 @@ class Delta(msgspec.Struct, gc=False):
 
     @property
     def acts(self) -> bool:
-        """Whether it answers by other things than text: a call, a refusal, sound."""
-        return any(map(shows, (self.tool_calls, self.refusal, self.function_call, self.audio)))
+        """Whether it answers by other things than text: a call, a refusal, sound, a picture."""
+        others = (self.tool_calls, self.refusal, self.function_call, self.audio, self.images)
+        parts = self.content if isinstance(self.content, list) else ()
+        return any(map(shows, others)) or any(map(_is_picture, parts))
 
 
 class Choice(msgspec.Struct, gc=False):
-    """One of the answers of a chunk. `text` is of /v1/completions, `delta` of chats."""
+    """One of the answers of a chunk. `text` is of /v1/completions, `delta` of chats, `message` of
+    servers that stream it in place of `delta`.
+    """
 
     text: Any = None
     delta: Delta | None = None
+    message: Delta | None = None
     finish_reason: Any = None
     error: Any = None  # where OpenRouter puts what a provider said
 
@@ -88,6 +101,7 @@ class Chunk(msgspec.Struct, gc=False):
     choices: tuple[Choice, ...] | None = None
     usage: Usage | None = None
     error: Any = None
+    x_groq: Any = None  # counts, or why Groq stopped a stream early
 
 
 decode_chunk = msgspec.json.Decoder(Chunk).decode
@@ -107,8 +121,10 @@ class ReasoningWatch:
         """Whether a chunk holds some of the answer itself. All chunks with content are given."""
         found = False
         for choice in chunk.choices or ():
-            delta = choice.delta
-            text = text_of(choice.text) if delta is None else text_of(delta.content)
+            delta = choice.delta or choice.message
+            text = text_of(choice.text)
+            if delta is not None:
+                text = text_of(delta.content) or text
             if delta is not None:
                 found = found or delta.acts
                 self._has_reasoned = self._has_reasoned or (not text and not delta.acts)
@@ -141,14 +157,18 @@ class ReasoningWatch:
 def read_chunk(data: bytes) -> Chunk | None:
     """The chunk in an event's data; None: it carries nothing. Raises ValueError: no JSON."""
     event = read_json(data)
+    if isinstance(event, list):  # as Gemini's API writes errors
+        event = next((one for one in event if isinstance(one, dict) and is_error(one)), None)
     if not isinstance(event, dict):
         return None
     listed = event.get("choices")
     choices = [_choice(one) for one in _list(listed) if isinstance(one, dict)]
     error = event.get("error")
+    if isinstance(error, int | float) and error:  # `true` or a code, beside the words
+        error = event
     if not error and not choices and is_error(event):
         error = event
-    return Chunk(tuple(choices), _usage_of(event.get("usage")), error)
+    return Chunk(tuple(choices), _usage_of(event.get("usage")), error, event.get("x_groq"))
 
 
 def read_json(data: bytes) -> Any:
@@ -186,7 +206,10 @@ def text_of(value: Any) -> str:
 
 def usage_of_event(data: bytes) -> Usage | None:
     """Token counts of an event in any spelling and place; None: there are none."""
-    event = read_json(data)
+    try:
+        event = read_json(data)
+    except ValueError:  # in a field that nobody needed so far
+        return None
     if not isinstance(event, dict):
         return None
     choices = [one for one in _list(event.get("choices")) if isinstance(one, dict)]
@@ -222,11 +245,33 @@ def _usage_of_timings(timings: Any) -> Usage | None:
 
 def is_error(event: dict[str, Any]) -> bool:
     """Whether an object without choices is an error that does not say so by an `error` key."""
-    if event.get("error") or event.get("object") == "error" or event.get("type") == "error":
+    kinds = (event.get("object"), event.get("type"))
+    if any(map(event.get, _ERROR_KEYS)) or any(
+        isinstance(kind, str) and kind.lower().endswith("error") for kind in kinds
+    ):
         return True
-    code = event.get("code", event.get("status_code", event.get("status")))
-    has_words = any(event.get(key) for key in ("message", "detail", "details"))
-    return has_words and (isinstance(code, int) and code >= 400)
+    if event.get("detail") or event.get("success") is False:  # FastAPI; Cloudflare
+        return True
+    inner = event.get("base_resp")  # MiniMax
+    if isinstance(inner, dict) and is_error(inner):
+        return True
+    has_words = any(map(event.get, _WORD_KEYS))
+    return has_words and any(_is_error_code(event.get(key), key) for key in _CODE_KEYS)
+
+
+def _is_error_code(code: Any, key: str) -> bool:
+    """Whether a code, as a number or a word, stands for a failure."""
+    if isinstance(code, str) and code.strip().isdecimal():
+        code = int(code.strip()[:9])
+    if isinstance(code, int) and not isinstance(code, bool):
+        return code >= 400 or (key == "code" and 0 < code < 100)  # HTTP's; gRPC's
+    words = code.lower() if isinstance(code, str) else ""
+    return words.startswith(("error", "fail")) or words.endswith(("error", "exceeded", "failed"))
+
+
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can carry it: JSON may hold half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def words_of(error: Any) -> str:
@@ -239,12 +284,25 @@ def printable_words(text: str) -> str:
     return text.strip()[:MAX_WORDS].encode("utf-8", "replace").decode()
 
 
-def words_of_body(body: bytes) -> str:
-    """The same of a body, which may be JSON, text or a page."""
+def words_of_event(data: bytes) -> str:
+    """The same of an event that has an error."""
     try:
-        return words_of(read_json(body))
+        chunk = read_chunk(data)
     except ValueError:
-        return printable_words(body.decode(errors="replace"))
+        chunk = None
+    if chunk is None or not chunk.error:
+        return printable_words(data.decode(errors="replace"))
+    return words_of(chunk.error)
+
+
+def words_of_body(body: bytes) -> str:
+    """The same of a body, which may be JSON, an event, text or a page."""
+    for text in (body, *(line[5:] for line in body.splitlines() if line.startswith(b"data:"))):
+        try:
+            return words_of(read_json(text))
+        except ValueError:
+            continue
+    return printable_words(body.decode(errors="replace"))
 
 
 def _words_of(error: Any) -> str:
@@ -252,25 +310,35 @@ def _words_of(error: Any) -> str:
         return error
     if isinstance(error, dict):
         for key in _MESSAGE_KEYS:
-            if error.get(key):
+            if error.get(key) and not isinstance(error[key], int | float):
                 return _words_of(error[key])
+        if isinstance(error.get("base_resp"), dict):
+            return _words_of(error["base_resp"])
     if isinstance(error, list) and error:
         return "; ".join(map(_words_of, error))
     return json.dumps(error)
 
 
 def _choice(given: dict[str, Any]) -> Choice:
-    delta = given.get("delta")
     return Choice(
         given.get("text"),
-        _delta(delta) if isinstance(delta, dict) else None,
+        _delta(given.get("delta")),
+        _delta(given.get("message")),
         given.get("finish_reason"),
         given.get("error"),
     )
 
 
-def _delta(given: dict[str, Any]) -> Delta:
+def _delta(given: Any) -> Delta | None:
+    if not isinstance(given, dict):
+        return None
     return Delta(*(given.get(name) for name in Delta.__struct_fields__))
+
+
+def _is_picture(part: Any) -> bool:
+    """Whether a part of a message is neither text nor thinking, and shows something."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind is not None and kind not in ("text", *_THINKING_TYPES) and shows(part)
 
 
 def _list(value: Any) -> list[Any]:

@@ -230,13 +230,19 @@ class Pool:
         Raises TargetUnusable for a URL that is none or holds a password, which a run would keep,
         and for a key that a header cannot carry.
         """
+        url = url.strip()
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
             host = ascii_host(parts.hostname or "")
         except ValueError as problem:  # UnicodeError is one
             raise TargetUnusable(f"{url!r} has no good host or port: {problem}") from problem
-        if parts.scheme not in ("http", "https") or not host or parts.query:
+        if parts.query:
+            raise TargetUnusable(
+                f"{url!r} holds a query (?{parts.query}), which requests would not carry: leave it "
+                "out"
+            )
+        if parts.scheme not in ("http", "https") or not host:
             raise TargetUnusable(
                 f"{url!r} is no URL of an endpoint; it should look like http://127.0.0.1:8000"
             )

@@ -17,11 +17,18 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import gevent
 import msgspec
 
 from loadtests.errors import EndpointRefuses, TargetUnusable
 from loadtests.load_generator import http_connection as http
-from loadtests.load_generator.completion_chunk import words_of_body
+from loadtests.load_generator.completion_chunk import (
+    is_error,
+    is_text,
+    read_json,
+    words_of,
+    words_of_body,
+)
 from loadtests.load_generator.http_connection import Pool, clock, connect
 from loadtests.load_generator.sse_timestamps import stream
 from loadtests.records.request_record import RequestRecord
@@ -31,10 +38,12 @@ from serving.option_help import Positive, option
 
 PROBE_TOKENS = (8, 64)  # of an answer; the second where the endpoint refuses the first
 PROBE_WORDS = (4, 64)  # of two prompts, whose counts say what a word costs, and the rest
-MAX_PROBES = 12  # requests that may be refused before the endpoint is said to refuse
+MAX_PROBES = 16  # requests that may be refused before the endpoint is said to refuse
 MODELS = "/v1/models"
 KEY_ADVICE = "; name the variable of its key with api_key_env"
 REFUSALS = (400, 404, 415, 422, 501)  # that may be about a field
+BUSY = (429, 503)  # an endpoint that is loading its model, or that has others to serve
+BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits before it is asked again
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -188,8 +197,10 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
             return _seen(way, *records, may_end=not target.ignore_eos)
         named = [one for one in _ways_by_words(way, record.error_message) if one not in tried]
         others = [one for one in _other_ways(by_words) if one not in tried]
-        following = [*named, *others]
-        if record.status not in REFUSALS or not following or len(tried) == MAX_PROBES:
+        # A server may also refuse a field by a 500, or by an error in its stream. Only a field that
+        # its words name is left out then.
+        following = [*named, *(others if record.status in REFUSALS else ())]
+        if record.status in (None, 401, 403, *BUSY) or not following or len(tried) == MAX_PROBES:
             raise _refusal(target, pool, way.facts.model, record)
         way = following[0]
         by_words = way if named else by_words
@@ -252,10 +263,13 @@ def _other_ways(way: _Way) -> Iterator[_Way]:
     sampled: dict[str, Any] = {"is_greedy": False}
     bare: dict[str, Any] = {"continuous_usage": False, "usage": False, "ignore_eos": False}
     yield from (way.but(**no_counts), way.but(**no_counts, ignore_eos=False))
+    yield way.but(**no_counts, usage=False)
     for base in ({}, bare):
         yield from (
             way.but(**base, **more) for more in ({}, other_key, sampled, other_key | sampled)
         )
+    for more in ({}, other_key | sampled):
+        yield _Way(way.but(**bare, **more).facts, PROBE_TOKENS[1])
 
 
 def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> TargetUnusable:
@@ -267,21 +281,38 @@ def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> T
     advice = KEY_ADVICE if record.status in (401, 403) else ""
     if record.status in (404, 405) and pool.base != "/v1":
         advice += "; the path of a URL is the base of its routes: give another, or none for /v1"
-    if is_refused and target.model is not None:
+    if is_refused:
         with contextlib.suppress(TargetUnusable):
             listed = _models(target, pool)
             if listed and model not in listed:
                 advice += f"; it lists no model {model!r}, but {', '.join(listed)}"
+            elif target.model is None and listed[1:]:
+                advice += f"; it also lists {', '.join(listed[1:])}: say which one with `model`"
     return (EndpointRefuses if is_refused else TargetUnusable)(
         f"{pool.host}{route} did not stream an answer from {model!r}: {record.error}: "
-        f"{record.error_message}{advice}"
+        f"{record.error_message or 'no words'}{advice}"
     )
 
 
 def _asked(target: Target, pool: Pool, way: _Way, words: int) -> RequestRecord:
     wire = request_bytes(pool, target, way.facts, " ".join(WORDS[:words]), way.tokens)
     asked = RequestRecord(cell="", level="", index=0, due_seconds=0.0)
-    return stream(pool, wire, asked, origin=clock(), timeout_seconds=target.timeout_seconds)
+    waits = _waits(target)
+    while True:
+        record = stream(pool, wire, asked, clock(), timeout_seconds=target.timeout_seconds)
+        if record.status not in BUSY or not next(waits, False):
+            return record
+
+
+def _waits(target: Target) -> Iterator[bool]:
+    """Wait before an endpoint that is busy is asked again, at most for its `ready_seconds`."""
+    left = target.ready_seconds
+    for seconds in BUSY_SECONDS:
+        left -= seconds
+        if left < 0:
+            return
+        gevent.sleep(seconds)
+        yield True
 
 
 def _seen(way: _Way, short: RequestRecord, long: RequestRecord, *, may_end: bool) -> TargetFacts:
@@ -336,24 +367,36 @@ def _first_model(target: Target, pool: Pool) -> str:
 def _models(target: Target, pool: Pool) -> list[str]:
     """Names of models; none: the endpoint does not list them. Raises TargetUnusable."""
     where = f"{pool.host}{pool.path_of(MODELS)}"
-    status, _, body = http.fetch(pool, http.get_bytes(pool, MODELS), target.ready_seconds)
+    waits = _waits(target)
+    while True:
+        wire = http.get_bytes(pool, MODELS)
+        status, headers, body = http.fetch(pool, wire, target.ready_seconds)
+        if status not in BUSY or target.model is not None or not next(waits, False):
+            break
     if status == 404:
         return []
     if not 200 <= status < 300:
         advice = KEY_ADVICE if status in (401, 403) else "; say which model with `model`"
-        raise TargetUnusable(f"{where} answered {status}: {words_of_body(body)}{advice}")
+        moved = [value.decode("latin-1") for name, value in headers if name.lower() == b"location"]
+        words = words_of_body(body) or "".join(f"redirected to {place}" for place in moved[:1])
+        raise TargetUnusable(f"{where} answered {status}: {words or 'no words'}{advice}")
     try:
-        return names_of_models(msgspec.json.decode(body))
-    except (msgspec.MsgspecError, ValueError) as problem:
+        listed = read_json(body)
+        names = names_of_models(listed)
+    except ValueError as problem:
         raise TargetUnusable(
             f"{where} is not what OpenAI's API returns; say which model with `model`"
         ) from problem
+    if not names and isinstance(listed, dict) and is_error(listed):
+        raise TargetUnusable(f"{where} answered with an error: {words_of(listed)}")
+    return names
 
 
 def names_of_models(listed: Any) -> list[str]:
     """Of a list as OpenAI's API has it, of a bare one, and of Ollama's. Raises ValueError."""
     if isinstance(listed, dict):
         listed = listed.get("data") or listed.get("models") or []
+        listed = [listed] if isinstance(listed, dict) else listed
     if not isinstance(listed, list):
         raise ValueError("no list of models")
     names = [
@@ -362,4 +405,4 @@ def names_of_models(listed: Any) -> list[str]:
         else one
         for one in listed
     ]
-    return [name for name in names if isinstance(name, str) and name]
+    return [name for name in names if isinstance(name, str) and name and is_text(name)]

@@ -33,15 +33,24 @@ from loadtests.load_generator.completion_chunk import (
     usage_of_event,
     words_of,
     words_of_body,
+    words_of_event,
 )
 from loadtests.load_generator.http_connection import Pool, clock
 from loadtests.records.request_record import RequestRecord
 
 MAX_STRAY_BYTES = 8192  # of a refusal, or of what belongs to no event: its words are in them
-UNREADABLE = (msgspec.MsgspecError, RecursionError)
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 END_REASONS = frozenset(("stop", "length", "tool_calls", "content_filter", "function_call"))
 # As vLLM and SGLang, OpenRouter and DeepSeek say that an answer was given up.
-FAILURE_REASONS = frozenset(("abort", "error", "cancelled", "insufficient_system_resource"))
+FAILURE_REASONS = frozenset(
+    ("abort", "canceled", "cancelled", "failed", "timeout", "insufficient_system_resource")
+)
+
+
+def is_failure(reason: str | None) -> bool:
+    """Whether a finish reason says that an answer was given up."""
+    name = (reason or "").lower()
+    return name in FAILURE_REASONS or name.endswith("error")
 
 
 class GaveUp(BaseException):
@@ -62,6 +71,8 @@ class Answer(msgspec.Struct):
     error_message: str | None = None
     backend: str | None = None
     request_id: str | None = None
+    location: str | None = None  # where a redirection points to
+    encoding: str | None = None  # of a body that is compressed, though that was not asked for
     received: float = 0.0  # when the last piece left the kernel
     is_stream: bool = False  # status 2xx
     is_plain: bool = False  # no event is under way: the next piece may be a whole one
@@ -82,6 +93,10 @@ class Answer(msgspec.Struct):
                     self.backend = value.decode("latin-1")
                 case b"x-request-id":
                     self.request_id = value.decode("latin-1")
+                case b"location":
+                    self.location = value.decode("latin-1")
+                case b"content-encoding" if value.strip().lower() not in (b"", b"identity"):
+                    self.is_plain, self.encoding = False, value.decode("latin-1")
 
     def body(self, data: bytes, received: float) -> bool:
         """True once there is content: until then somebody waits for its first."""
@@ -100,7 +115,7 @@ class Answer(msgspec.Struct):
                 self._read_lines(b"data:" + data, received)
             else:
                 self._read_chunk(chunk, data, received)
-        elif self.is_stream:
+        elif self.is_stream and self.encoding is None:
             self._read_lines(data, received)
         else:
             self.pending += data[: MAX_STRAY_BYTES - len(self.pending)]
@@ -109,15 +124,21 @@ class Answer(msgspec.Struct):
 
     def ended(self) -> None:
         """The answer is whole: what is left of it, and whether it may end so."""
+        if self.encoding is not None:
+            why = f"the body is compressed ({self.encoding}), although the request asked for none"
+            self.fail("stream_error" if self.is_stream else f"http_{self.status}", why)
+            return
         if not self.is_stream:
             self.error = "refused" if self.status == 429 else f"http_{self.status}"
             self.error_message = words_of_body(bytes(self.pending)) or None
+            if self.error_message is None and self.location is not None:
+                self.error_message = printable_words(f"redirected to {self.location}")
             return
         if self.pending:  # an event without the blank line after it counts where it is whole
             self._read_event(bytes(self.pending), self.received, is_last=True)
-        has_ended = self.is_done or self.finish_reason in END_REASONS
+        has_ended = self.is_done or (self.finish_reason or "").lower() in END_REASONS
         stray = self._read_stray()
-        if self.finish_reason in FAILURE_REASONS:
+        if is_failure(self.finish_reason):
             self.fail("cut_off", f"the server ended it: finish_reason {self.finish_reason}")
         elif not has_ended:
             why = "the stream ended without [DONE] and without a finish reason"
@@ -174,7 +195,7 @@ class Answer(msgspec.Struct):
             elif field not in (b"", b"id", b"retry"):
                 self.stray += (line + b"\n")[: MAX_STRAY_BYTES - len(self.stray)]
         data = b"\n".join(parts).strip()
-        if name == b"error":
+        if name.lower().endswith(b"error"):
             self.fail("stream_error", words_of_body(data) or "an error event without words")
         elif data.startswith(b"[DONE]"):
             self.is_done = True
@@ -199,9 +220,12 @@ class Answer(msgspec.Struct):
     def _read_chunk(self, chunk: Chunk, data: bytes, received: float) -> None:
         """`data`: of the event, for what the struct does not hold."""
         choices, usage, count = chunk.choices, chunk.usage, None
-        if chunk.error:
-            self.fail("stream_error", words_of(chunk.error))
-            return
+        if chunk.error or chunk.x_groq:
+            if chunk.error:
+                self.fail("stream_error", words_of_event(data))
+                return
+            if isinstance(chunk.x_groq, dict) and chunk.x_groq.get("error"):
+                self.fail("stream_error", words_of(chunk.x_groq["error"]))
         if usage is not None:
             count = usage.completion_tokens
             if count is None or usage.prompt_tokens is None:
@@ -215,16 +239,16 @@ class Answer(msgspec.Struct):
             if choice.finish_reason is not None:
                 self._finish(choice)
                 usage = usage or self._usage_over_earlier(data)
-            delta = choice.delta
+            delta = choice.delta or choice.message
             if delta is None:
                 piece = choice.text
             else:
-                piece = delta.content or delta.reasoning_content or delta.reasoning
+                piece = delta.content or delta.reasoning_content or delta.reasoning or choice.text
             if piece.__class__ is str and piece:
                 is_content = True
             elif shows(piece) or (delta is not None and delta.shows):
                 is_content = True
-            elif choice.error:
+            if choice.error:
                 self.fail("stream_error", words_of(choice.error))
         if is_content or (count is not None and self._has_grown(count)):
             if self.is_watched:  # so is the first content
@@ -253,12 +277,13 @@ class Answer(msgspec.Struct):
     def _finish(self, choice: Choice) -> None:
         """A finish reason: null and "" are none, and take none away that came before."""
         reason = choice.finish_reason
-        if isinstance(reason, dict):
-            reason = reason.get("type")
-        if isinstance(reason, str) and reason and self.finish_reason not in FAILURE_REASONS:
+        words = ""
+        if isinstance(reason, dict):  # as SGLang once wrote it
+            words, reason = words_of(reason.get("message") or ""), reason.get("type")
+        if isinstance(reason, str) and reason and not is_failure(self.finish_reason):
             self.finish_reason = printable_words(reason)
-        if choice.error:
-            self.fail("stream_error", words_of(choice.error))
+        if words and is_failure(self.finish_reason):
+            self.fail("cut_off", f"the server ended it: {words}")
 
     def _usage_over_earlier(self, data: bytes) -> Usage | None:
         """Counts in other spellings and places, and earlier ones where an event has not all."""
@@ -267,7 +292,11 @@ class Answer(msgspec.Struct):
 
     def _read_without_choices(self, data: bytes, received: float) -> None:
         """Counts at the end of a stream, an error, or nothing at all."""
-        chunk = read_chunk(data)
+        try:
+            chunk = read_chunk(data)
+        except ValueError as problem:  # in a field that nobody needed so far
+            self.fail("stream_error", f"an event that is no JSON: {problem}")
+            return
         if chunk is not None and chunk.error:
             self.fail("stream_error", words_of(chunk.error))
         usage = self._usage_over_earlier(data)
@@ -286,6 +315,8 @@ class Answer(msgspec.Struct):
                 said = read_json(text)
             except ValueError:
                 continue
+            if isinstance(said, list):
+                said = next((one for one in said if isinstance(one, dict)), None)
             if isinstance(said, dict) and is_error(said):
                 self.fail("stream_error", words_of(said))
             elif isinstance(said, dict) and said.get("choices"):

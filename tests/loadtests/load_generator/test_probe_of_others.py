@@ -114,6 +114,10 @@ def test_errors_name_the_route_that_was_asked() -> None:
         (["m"], None, "m"),
         ({"models": [{"name": "m:latest", "model": "m:latest"}]}, None, "m:latest"),
         ({"data": [{"id": "a\nb"}]}, None, "a\nb"),
+        ({"data": {"id": "m"}}, None, "m"),
+        (answered(b"\xef\xbb\xbf" + json.dumps(LISTED).encode()), None, "m"),
+        (answered(b'{"data":[{"id":"m","created":NaN}]}'), None, "m"),
+        (answered(b'{"data":[{"id":"\\ud800"},{"id":"m","owned_by":"\\ud800"}]}'), None, "m"),
     ],
     ids=str,
 )
@@ -129,6 +133,14 @@ def test_a_model_that_is_named_is_asked_for(models: Any, model: str | None, serv
         (answered(b"<html>", kind="text/html"), "say which model with `model`"),
         ({"data": None}, "lists no models"),
         ({"data": [{"name": 3}, None]}, "lists no models"),
+        ({"error": {"message": "the account is closed"}}, "an error: the account is closed"),
+        ({"detail": "the account is closed"}, "an error: the account is closed"),
+        (answered(b"[" * 5000), "say which model with `model`"),
+        (
+            b"HTTP/1.1 307 X\r\nLocation: https://h/v1\r\nContent-Length: 0\r\n\r\n",
+            "307: redirected to https://h/v1; say which",
+        ),
+        ({"data": [{"id": "embeddings"}, {"id": "m"}]}, "also lists m: say which one"),
     ],
     ids=str,
 )
@@ -203,6 +215,12 @@ REFUSING = [
     Refusing("ignore_eos", without("ignore_eos"), {"max_tokens": 100, "temperature": 0}),
     Refusing("counts", without("continuous_usage_stats", words="no"), ALL),
     Refusing("options", without("stream_options"), ALL),
+    Refusing("options without words", without("stream_options", words="no"), ALL),
+    Refusing(
+        "short answers without words",
+        lambda body: "no" if body.get("max_tokens", 0) < 16 else None,
+        {"max_tokens": 100, "temperature": 0},
+    ),
     Refusing(
         "short answers",
         lambda body: "max_tokens must be at least 16" if body.get("max_tokens", 0) < 16 else None,
@@ -215,12 +233,56 @@ REFUSING = [
 def test_the_load_is_sent_as_the_endpoint_takes_it(case: Refusing) -> None:
     endpoint = Endpoint(refuse=case.refuse)
     notes = measured(endpoint, model="m")
-    assert len(endpoint.bodies) <= 12
+    assert len(endpoint.bodies) <= 16
     names = {"max_tokens", "max_completion_tokens", "temperature", "ignore_eos"}
     assert {key: endpoint.bodies[-1][key] for key in names & endpoint.bodies[-1].keys()} == (
         case.sent
     )
     assert any(case.note in note for note in notes) or not case.note
+
+
+class Faulty(Endpoint):
+    """One that gives an answer in place of others: the first `times` that are asked with a field.
+
+    `key`: of that field.
+    """
+
+    def __init__(self, answer: bytes, times: int, key: str = "model") -> None:
+        super().__init__()
+        self.answer, self.times, self.key = answer, times, key
+
+    def __call__(self, asked: Asked) -> bytes:
+        if asked.body is not None and self.key in asked.body and self.times > 0:
+            self.times -= 1
+            return self.answer
+        return super().__call__(asked)
+
+
+NO_FIELD = {"error": {"message": "ignore_eos is not supported", "code": 400}}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        answered(NO_FIELD),
+        answered(NO_FIELD, 500),
+        sse(b"data: " + json.dumps(NO_FIELD).encode(), DONE),
+        answered(b"data: " + json.dumps(NO_FIELD).encode() + b"\n\n", 422),
+    ],
+    ids=["body", "500", "event", "event of a refusal"],
+)
+def test_a_field_may_be_refused_in_any_form_that_names_it(answer: bytes) -> None:
+    notes = measured(Faulty(answer, times=99, key="ignore_eos"), model="m")
+    assert any("ignore_eos is not honoured" in note for note in notes)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_endpoint_that_is_busy_is_asked_again(status: int) -> None:
+    busy = answered({"error": {"message": "the model is being loaded"}}, status)
+    measured(Faulty(busy, times=1), model="m")
+    with scripted(Faulty(busy, times=99)) as url:
+        with pytest.raises(TargetUnusable, match="the model is being loaded"):
+            probe(Target(url=url, api="chat", model="m", ready_seconds=0.1))
 
 
 def test_what_an_endpoint_refuses_in_any_form_is_refused_with_its_words() -> None:
@@ -262,6 +324,7 @@ def test_no_text_within_a_few_tokens_is_a_note(events: tuple[bytes, ...]) -> Non
         ("http://h/a%2Fb?", "http://h:80", b"GET /a%2Fb/models HTTP/1.1"),
         ("http://h/\udcff/v1", "http://h:80", b"GET /%FF/v1/models HTTP/1.1"),
         ("http://[::1]:8000", "http://[::1]:8000", b"GET /v1/models HTTP/1.1\r\nHost: [::1]:8000"),
+        (" http://h/v1 \n", "http://h:80", b"GET /v1/models HTTP/1.1"),
         ("http://h/a\r\nX: 1", "http://h:80", b"GET /aX:%201/models HTTP/1.1\r\nHost: h:80\r\n"),
     ],
 )

@@ -6,6 +6,7 @@ which that client does not notice. Each row is read by the real client too.
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any, NamedTuple
 
@@ -106,6 +107,31 @@ GOOD = [
     Good("no space after the colon", [A.replace(b": {", b":{", 1)], 1),
     Good("a field of nobody's", [b"x-field: 1\n" + A, b"nothing"], 1),
     Good("a ping", [chunk(type="ping"), chunk(message="you are second in the queue")]),
+    Good("messages in place of deltas", [chunk(choices=[{"message": {"content": "a"}}])], 1),
+    Good("a text beside an empty delta", [chunk(choices=[{"text": "a", "delta": {}}])], 1),
+    Good("reasoning by LiteLLM", [delta(thinking_blocks=[{"thinking": "a"}])], 1),
+    Good("reasoning by Copilot", [delta(reasoning_text="a")], 1),
+    Good("a picture", [delta(images=[{"image_url": {"url": "data:x"}}])], 1),
+    Good(
+        "parts of reasoning that hold none",
+        [
+            delta(reasoning_details=[{"text": "", "format": "unknown"}]),
+            delta(reasoning_details=[{"format": "anthropic-claude-v1", "signature": "c2ln"}]),
+        ],
+    ),
+    Good(
+        "words and codes that are no failures",
+        [
+            chunk(code=0, message="success"),
+            chunk(code="ok", message="fine"),
+            chunk(status=200, message="ok"),
+            chunk(status="queued", message="you are second in the queue"),
+            chunk(success=True, message="it works"),
+            chunk(base_resp={"status_code": 0, "status_msg": "success"}),
+            chunk(detail=None, errors=[]),
+            chunk(x_groq={"id": "x"}, choices=[]),
+        ],
+    ),
     Good("filters", [chunk(choices=[], prompt_filter_results=[{"prompt_index": 0}])]),
 ]
 
@@ -307,6 +333,83 @@ FAILED = [
     Failed("refused", answered({"error": {"message": FIRE}}, 503), "http_503", FIRE),
     Failed("too many", answered({"detail": FIRE}, 429), "refused", FIRE),
     Failed("nothing", sse(STOP, DONE), "empty", "no content", True),
+    *(
+        Failed(
+            f"done after {event}", sse(A, chunk(**event), DONE), "stream_error", FIRE, is_openais
+        )
+        for event, is_openais in [
+            ({"detail": FIRE}, True),
+            ({"detail": [{"loc": ["body"], "msg": FIRE}]}, True),
+            ({"message": FIRE, "code": "500"}, True),
+            ({"message": FIRE, "code": "internal_error"}, True),
+            ({"message": FIRE, "code": 13}, True),
+            ({"message": FIRE, "type": "server_error"}, True),
+            ({"message": FIRE, "status": "error"}, True),
+            ({"msg": FIRE, "code": 500}, True),
+            ({"error_message": FIRE}, True),
+            ({"error_code": 500, "error_msg": FIRE}, True),
+            ({"errors": [{"message": FIRE}], "success": False}, True),
+            ({"base_resp": {"status_code": 1008, "status_msg": FIRE}, "choices": None}, True),
+            ({"title": FIRE, "status": 503}, True),
+            ({"x_groq": {"id": "x", "error": FIRE}, "choices": [{"delta": {}}]}, True),
+            ({"choices": [{"delta": {"content": "a"}, "error": {"message": FIRE}}]}, True),
+            ({"error": True, "message": FIRE}, False),
+            ({"error": 500, "message": FIRE}, False),
+        ]
+    ),
+    *(
+        Failed(f"reason {reason}", sse(A, finish(reason), DONE), "cut_off", words, True)
+        for reason, words in [
+            ("ERROR", "reason ERROR"),
+            ("failed", "reason failed"),
+            ("canceled", "reason canceled"),
+            ("timeout", "reason timeout"),
+            ("network_error", "reason network_error"),
+            ({"type": "abort", "message": FIRE}, FIRE),
+        ]
+    ),
+    Failed("Error", sse(A, b"event: Error\ndata: " + FIRE.encode()), "stream_error", FIRE),
+    Failed(
+        "a list of errors",
+        sse(A, b'data: [{"error":{"code":429,"message":"' + FIRE.encode() + b'"}}]', DONE),
+        "stream_error",
+        FIRE,
+        True,
+    ),
+    Failed("a detail", answered({"detail": FIRE}), "stream_error", FIRE, True),
+    Failed("a list", answered([{"error": {"message": FIRE}}]), "stream_error", FIRE, True),
+    Failed(
+        "bytes that are no UTF-8",
+        sse(A, b'data: {"error":{"message":"\xff' + FIRE.encode() + b'"}}', DONE),
+        "stream_error",
+        FIRE,
+    ),
+    Failed(
+        "a text that is no UTF-8",
+        sse(A, b'data: {"choices":[{"delta":{"content":"\xe2\x82"}}]}', STOP, DONE),
+        "stream_error",
+        "no JSON",
+    ),
+    Failed(
+        "an event that was refused",
+        answered(b'data: {"error":{"message":"' + FIRE.encode() + b'"}}\n\n', 503),
+        "http_503",
+        FIRE,
+    ),
+    Failed(
+        "compressed",
+        HEAD_11.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n")
+        + gzip.compress(BODY + DONE + b"\n\n"),
+        "stream_error",
+        "compressed (gzip)",
+        True,
+    ),
+    Failed(
+        "moved",
+        b"HTTP/1.1 307 X\r\nLocation: http://127.0.0.1:9/v2\r\nContent-Length: 0\r\n\r\n",
+        "http_307",
+        "redirected to http://127.0.0.1:9/v2",
+    ),
 ]
 
 
@@ -318,12 +421,20 @@ def test_what_fails_fails_with_the_servers_words(case: Failed) -> None:
 
 
 @pytest.mark.parametrize(
-    "reason", ["stop", "length", "tool_calls", "content_filter", "function_call"]
+    "reason", ["stop", "length", "tool_calls", "content_filter", "function_call", "STOP"]
 )
 def test_five_finish_reasons_end_an_answer(reason: str) -> None:
     later = chunk(choices=[{"index": 0, "delta": {}, "finish_reason": None}])
     record = record_of(sse(A, finish(reason), later))
     assert (record.error, record.finish_reason) == (None, reason)
+
+
+def test_a_field_that_nobody_reads_fails_nothing() -> None:
+    """One that the fast reader skips, and that Python's does not take."""
+    stop = b'data: {"id":%s,"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}'
+    for field in (b'"\xff"', b"9" * 5000):
+        record = record_of(sse(A, stop % field, DONE))
+        assert (record.error, record.finish_reason) == (None, "stop")
 
 
 def test_what_follows_the_end_is_not_read() -> None:
@@ -340,6 +451,8 @@ def test_a_connection_that_stays_open_after_the_end_costs_nothing() -> None:
 
 EVENTS = st.sampled_from(
     [event for case in GOOD for event in case.events]
+    + [b'data: {"choices":[{"delta":{"content":"\xff"}}]}', b'data: {"id":"\xff","choices":[]}']
+    + [b'data: {"id":"\xff","choices":[{"delta":{},"finish_reason":"stop"}]}']
     + [A, STOP, DONE, b"data: {", b"\xff\xfe", b"event: error", b"data: [[[", b"error: x", b"\r"]
     + [b"data: " + b"[" * 5000, b'data: {"choices":[{"delta":{"content":{"a":[1,{}]}}}]}']
 )
