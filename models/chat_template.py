@@ -4,13 +4,14 @@ A template is a program that came with a download. It runs in Jinja's immutable 
 transformers does, and each round of a loop looks at the clock (`CPU_SECONDS`): an honest one may
 take the square of a request's length. The memory of a dishonest one is not bounded.
 
-Templates differ in what they take: content as a text or as a list of parts, turns of a tool, ids of
-calls. What a template shows is found out by a trial with a marker, so that no text of a request is
-dropped in silence.
+Templates differ in what they take: content as a text or as a list of parts, turns of a tool, calls
+and their ids, tools. What a template shows is found out by a trial with a marker, so that no text
+of a request is dropped in silence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 import jinja2.filters
@@ -40,8 +41,10 @@ CHATML = (
 _until = threading.local()  # the rendering thread's time at which its template is stopped
 
 
-ContentForm = Literal["text", "parts", "dropped", "refused"]
+# part: one part alone is shown.
+ContentForm = Literal["text", "parts", "part", "dropped", "refused"]
 _MARKER = "Q7crossover9Z"  # letters and digits alone, which no template changes
+_SECOND_MARKER = "Q8crossover7Y"
 _CALL = {
     "id": "a1b2c3d4e",  # nine letters and digits, which some templates ask for
     "type": "function",
@@ -59,6 +62,8 @@ _CONTEXTS: dict[str, list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]] = 
         ([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_ANSWER, _USER]),
     ],
 }
+_RESULT = {"role": "tool", "content": "x", "name": "f", "tool_call_id": _CALL["id"]}
+_TOOL = {"name": _MARKER, "description": "x", "parameters": {"type": "object", "properties": {}}}
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
@@ -68,6 +73,14 @@ class AsWritten(str):
 
     def items(self) -> tuple[()]:
         return ()
+
+
+class CallsForm(NamedTuple):
+    """How a template takes the calls of an assistant's turn: their arguments as JSON in a text, or
+    as an object; with a content of null alone, or with any."""
+
+    arguments_are_text: bool
+    content_is_null: bool
 
 
 class RendersChat:
@@ -101,6 +114,14 @@ class RendersChat:
     def _forms(self) -> dict[tuple[str, str], ContentForm]:
         return {}
 
+    @functools.cached_property
+    def _calls_forms(self) -> dict[str, CallsForm | None]:
+        return {}
+
+    @functools.cached_property
+    def _tools_shown(self) -> dict[str, bool]:
+        return {}
+
     def _program(self, source: str) -> jinja2.Template:
         if source not in self._compiled:
             try:
@@ -118,6 +139,8 @@ class RendersChat:
         for source in filter(None, [self.chat_template, *self.other_templates.values()]):
             for role in _CONTEXTS:
                 self.content_form(role, source)
+            self.calls_form(source)
+            self.shows_tools(source)
 
     def content_form(self, role: str, source: str) -> ContentForm:
         """The form of content that the template shows in turns of this role, by a trial with a
@@ -132,23 +155,65 @@ class RendersChat:
         for before, after in _CONTEXTS.get(role, [([], [])]):
             for tried in ("text", "parts"):
                 wants_parts = tried == "parts"
-                turn: dict[str, Any] = {"role": role, "content": _in_form(_MARKER, wants_parts)}
+                turn: dict[str, Any] = {"role": role, "content": _MARKER}
+                if wants_parts:
+                    turn["content"] = [_part(_MARKER), _part(_SECOND_MARKER)]
                 if role == "tool":
                     turn |= {"name": "f", "tool_call_id": _CALL["id"]}
                 others = [
-                    [{**one, "content": _in_form(one["content"], wants_parts)} for one in turns]
+                    [{**one, "content": _in_form(one["content"], tried)} for one in turns]
                     for turns in (before, after)
                 ]
-                try:
-                    shown = self._rendered(source, [*others[0], turn, *others[1]], True, {})
-                except BadChat:
+                shown = self._tried([*others[0], turn, *others[1]], source)
+                if shown is None:
                     if time.thread_time() > _until.seconds:
                         return form  # it will not be quicker
-                    continue
-                if _MARKER in shown:
-                    return "parts" if wants_parts else "text"
-                form = "dropped"
+                elif _MARKER not in shown:
+                    form = "dropped"
+                elif not wants_parts:
+                    return "text"
+                else:
+                    return "parts" if _SECOND_MARKER in shown else "part"
         return form
+
+    def _tried(
+        self, turns: list[dict[str, Any]], source: str, tools: list[dict[str, Any]] | None = None
+    ) -> str | None:
+        """What the template makes of the turns; None: it refuses them."""
+        try:
+            return self._rendered(source, turns, True, {"tools": tools})
+        except BadChat:
+            return None
+
+    def calls_form(self, source: str) -> CallsForm | None:
+        """How the template shows earlier calls, by a trial with a marker; None: it does not."""
+        if source not in self._calls_forms:
+            self._calls_forms[source] = self._tried_calls(source)
+        return self._calls_forms[source]
+
+    def _tried_calls(self, source: str) -> CallsForm | None:
+        user = {**_USER, "content": _in_form("x", self.content_form("user", source))}
+        for is_text in (False, True):
+            arguments: Any = {"a": _MARKER}
+            function = {"name": "f", "arguments": json.dumps(arguments) if is_text else arguments}
+            for content in ("", None):
+                made = [{**_CALL, "function": function}]
+                turn = {"role": "assistant", "content": content, "tool_calls": made}
+                for after in ([], [_RESULT]):
+                    if _MARKER in (self._tried([user, turn, *after], source) or ""):
+                        return CallsForm(is_text, content is None)
+                    if time.thread_time() > _until.seconds:
+                        return None
+        return None
+
+    def shows_tools(self, source: str) -> bool:
+        """Whether the template tells the model of tools, by a trial with a marker."""
+        if source not in self._tools_shown:
+            user = {**_USER, "content": _in_form("x", self.content_form("user", source))}
+            tools = [{"type": "function", "function": _TOOL}]
+            shown = self._tried([user], source, tools)
+            self._tools_shown[source] = _MARKER in (shown or "")
+        return self._tools_shown[source]
 
     def render_chat(
         self,
@@ -166,14 +231,14 @@ class RendersChat:
         turns = self._in_forms(messages, source)
         try:
             return self._rendered(source, turns, add_generation_prompt, variables)
-        except BadChat:  # some templates take only ids of nine letters and digits
-            shortened = _with_short_ids(turns)
-            if shortened is None:
-                raise
-            try:
-                return self._rendered(source, shortened, add_generation_prompt, variables)
-            except BadChat:
-                pass
+        except BadChat:
+            for change in (_with_short_ids, _with_single_calls, _with_empty_parts):
+                changed = change(turns)
+                if changed is None:
+                    continue
+                turns = changed
+                with contextlib.suppress(BadChat):
+                    return self._rendered(source, turns, add_generation_prompt, variables)
             raise
 
     def check_shown(self, messages: Sequence[Mapping[str, Any]], has_tools: bool) -> None:
@@ -193,6 +258,7 @@ class RendersChat:
         """The messages with their content as the template shows it. A tool's result that it does
         not take becomes a turn of the user."""
         turns: list[dict[str, Any]] = []
+        is_result = False  # of a tool, as a turn of the user
         for place, message in enumerate(messages):
             if "content" not in message:
                 turns.append(dict(message))
@@ -200,14 +266,17 @@ class RendersChat:
             role, content = message.get("role", ""), message["content"]
             turn: dict[str, Any] = dict(message)
             form = self.content_form(role, source)
-            if role == "tool" and form in ("dropped", "refused"):
+            if role == "user" and place and is_result:  # roles may have to alternate
+                content = f"{_joined(turns.pop()['content'])}\n{_joined(content)}"
+            is_result = role == "tool" and form in ("dropped", "refused")
+            if is_result:
                 result = f"<tool_response>\n{_joined(content)}\n</tool_response>"
                 form = self.content_form("user", source)
                 turn = {"role": "user", "content": result}
-                if place and messages[place - 1].get("role") == "tool" and turns:
+                if place and messages[place - 1].get("role") == "tool":
                     result = f"{_joined(turns.pop()['content'])}\n{result}"
                 content = result
-            turn["content"] = _in_form(content, form == "parts")
+            turn["content"] = _in_form(content, form)
             turns.append(turn)
         return turns
 
@@ -244,18 +313,65 @@ def _joined(content: Any) -> str:
     return content or ""
 
 
-def _in_form(content: Any, wants_parts: bool) -> Any:
+def _in_form(content: Any, form: ContentForm) -> Any:
     """The content as a list of parts, or as a text."""
-    if not wants_parts:
+    if form not in ("parts", "part"):
         return _joined(content) if isinstance(content, list) else content
-    if isinstance(content, list):
+    if isinstance(content, list) and (form == "parts" or len(content) < 2):
         return content
-    return [{"type": "text", "text": content}] if content else []
+    return [_part(_joined(content))] if content else []
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _with_empty_parts(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """The turns with an empty part where they have no parts, for templates that look at the first
+    one; None where all have some."""
+    if all(turn.get("content") != [] for turn in turns):
+        return None
+    return [{**turn, "content": turn.get("content") or [_part("")]} for turn in turns]
+
+
+def _with_single_calls(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """The turns with each call and its results by themselves, for templates (Llama 3.1's) that take
+    no calls beside each other; None where there are none."""
+    if all(len(turn.get("tool_calls") or ()) < 2 for turn in turns):
+        return None
+    made: list[dict[str, Any]] = []
+    rest = [dict(turn) for turn in turns]
+    while rest:
+        turn = rest.pop(0)
+        calls = turn.get("tool_calls") or ()
+        if len(calls) < 2:
+            made.append(turn)
+            continue
+        results: list[dict[str, Any]] = []
+        while rest and rest[0].get("role") == "tool":
+            results.append(rest.pop(0))
+        for place, call in enumerate(calls):
+            content = turn.get("content") if place == 0 else _emptied(turn.get("content"))
+            made.append({**turn, "content": content, "tool_calls": [call]})
+            is_last = place == len(calls) - 1
+            own = [one for one in results if one.get("tool_call_id") == call.get("id")]
+            if call.get("id") is None:  # in their order
+                own = results[:1]
+            own = results if is_last else own
+            made += own
+            results = [one for one in results if not any(one is other for other in own)]
+    return made
+
+
+def _emptied(content: Any) -> Any:
+    """No content, in the same form."""
+    return None if content is None else type(content)()
 
 
 def _with_short_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """The turns with ids of nine digits for their calls, each with its own; None where they have
-    such ids already, or no calls. A result without an id is that of the oldest call without one."""
+    """The turns with ids of nine letters and digits for their calls, as some templates want them;
+    None where they have such ids already, or no calls. A result without an id is that of the oldest
+    call without one."""
     ids = [call.get("id") for turn in turns for call in turn.get("tool_calls") or ()]
     ids += [turn.get("tool_call_id") for turn in turns if turn.get("role") == "tool"]
     if all(isinstance(one, str) and _SHORT_ID.fullmatch(one) for one in ids):

@@ -95,7 +95,8 @@ def rendered(model: ServedModel, body: ChatRequest, is_free: bool) -> str:
         _mark_end(body, turns)
     variables["tools"] = None
     if body.tools or called:
-        turns, variables["tools"] = told_of_tools(turns, offered(body), template)
+        tokenizer = model.tokenizer
+        turns, variables["tools"] = told_of_tools(turns, offered(body), tokenizer, template)
     head = body.add_generation_prompt is not False
     try:  # a template is a program, and not ours
         prompt = model.tokenizer.render_chat(turns, head, variables=variables)

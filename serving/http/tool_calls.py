@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from models.answer_marks import dialect_of
-from models.chat_template import AsWritten
+from models.chat_template import AsWritten, RendersChat
 from serving.http.answer_parts import CALL, CALLED, TRAILING_CALL, Format
 from serving.http.api_errors import refused
 from serving.http.body_types import ChatRequest, Tool, encode
@@ -78,10 +78,17 @@ def readable_calls(template: str) -> Format | None:
 
 
 def told_of_tools(
-    turns: list[dict[str, Any]], tools: Sequence[Tool], template: str
+    turns: list[dict[str, Any]], tools: Sequence[Tool], tokenizer: RendersChat, template: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """(turns, tools) for the chat template; what it has no place for becomes text."""
-    for turn in turns if "tool_calls" not in template else ():
+    """(turns, tools) for the chat template; what it does not show becomes text."""
+    form = tokenizer.calls_form(template)
+    for turn in turns:
+        if form is not None and not (form.content_is_null and turn["content"]):
+            if form.content_is_null and "tool_calls" in turn:
+                turn["content"] = None
+            for one in turn.get("tool_calls", ()) if form.arguments_are_text else ():
+                one["function"]["arguments"] = _as_text(one["function"]["arguments"])
+            continue
         calls = [_written(one["function"]) for one in turn.pop("tool_calls", ())]
         said = "\n".join(f"{CALL}\n{one}\n{CALLED}" for one in calls)
         if said and isinstance(turn["content"], list):
@@ -96,25 +103,31 @@ def told_of_tools(
         }
         for tool in tools
     ]
-    if shown and "tools" not in template:
+    if shown and not tokenizer.shows_tools(template):
         lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in shown)
         text = (
             f"You can call these functions:\n{lines}\n"
             'Answer with a JSON list of calls: [{"name": ..., "arguments": {...}}]'
         )
-        if turns[0]["role"] == "system":
+        role = "system"
+        if tokenizer.content_form("system", template) in ("dropped", "refused"):
+            role = "user"
+        if turns[0]["role"] == role:
             first = turns[0]["content"]
             if isinstance(first, list):
                 first = "\n".join(part["text"] for part in first)
-            turns, text = turns[1:], f"{first}\n\n{text}"
-        turns = [{"role": "system", "content": text}, *turns]
+            text = f"{first}\n\n{text}" if role == "system" else f"{text}\n\n{first}"
+            turns = turns[1:]
+        turns = [{"role": role, "content": text}, *turns]
     return turns, [{"type": "function", "function": function} for function in shown] or None
+
+
+def _as_text(arguments: Any) -> str:
+    is_written = isinstance(arguments, AsWritten)
+    return str(arguments) if is_written else json.dumps(arguments, ensure_ascii=False)
 
 
 def _written(function: dict[str, Any]) -> str:
     """An earlier call as JSON."""
-    arguments = function["arguments"]
-    if isinstance(arguments, AsWritten):
-        name = json.dumps(function["name"], ensure_ascii=False)
-        return f'{{"name": {name}, "arguments": {arguments}}}'
-    return json.dumps(function, ensure_ascii=False)
+    name = json.dumps(function["name"], ensure_ascii=False)
+    return f'{{"name": {name}, "arguments": {_as_text(function["arguments"])}}}'

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import pytest
 
-from models.chat_template import CHATML, AsWritten
+from models.chat_template import CHATML, AsWritten, CallsForm
 from models.errors import BadChat
 from models.random_weights import write_gguf
 from models.tokenizer import load_tokenizer, shipped
@@ -39,6 +39,7 @@ ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}|{{ m.content }}{% endfor %}"
 )
+FIRST_PART = "{% for m in messages %}|{{ m.role }}:{{ m.content[0]['text'] }}{% endfor %}"
 WORDS = "Grüße an 200 Wörter"
 LIST = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
@@ -75,6 +76,22 @@ def turns(*pairs: Any) -> list[dict[str, Any]]:
             "|u|c|<tool_response>\nt\n</tool_response>",
         ),
         (CHATML, turns(("user", LIST)), "<|im_start|>user\na\nb<|im_end|>\n"),
+        (FIRST_PART, turns(("system", LIST), ("user", "u")), "|system:a\nb|user:u"),
+        (FIRST_PART, turns(("user", ""), ("assistant", "a")), "|user:|assistant:a"),
+        (
+            ALTERNATING,
+            turns(("user", "u"), ("assistant", "c"), ("tool", "t"), ("user", LIST)),
+            "|u|c|<tool_response>\nt\n</tool_response>\na\nb",
+        ),
+        (
+            PARTS.replace(
+                "{% for m",
+                "{% for m in messages if m.role == 'tool' %}"
+                "{{ raise_exception('no') }}{% endfor %}{% for m",
+            ),
+            turns(("user", "u"), ("assistant", "c"), ("tool", "t"), ("user", "v")),
+            "|user:u;|assistant:c;|user:<tool_response>\nt\n</tool_response>\nv;",
+        ),
     ],
 )
 def test_a_text_is_shown_in_the_form_that_the_template_reads(
@@ -129,6 +146,13 @@ def calls(*ids: str | None, results: Any = None) -> list[dict[str, Any]]:
     ]
 
 
+# As Llama 3.1's.
+SINGLE = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('single calls only') }}{% endif %}"
+    "{{ m.content }}[{{ m.tool_calls[0].function.name }}]"
+    "{% elif m.role == 'tool' %}({{ m.content }}){% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 LONG = "call_0123456789abcdef01234567", "call_0123456789abcdef01234568"
 
 
@@ -149,6 +173,11 @@ LONG = "call_0123456789abcdef01234567", "call_0123456789abcdef01234568"
             calls("éé--é----", "x"),
             "u[f0 000000001][f1 000000002](r0 000000001)(r1 000000002)",
         ),
+        (SINGLE, calls(*LONG), "u[f0](r0)[f1](r1)"),
+        (SINGLE, calls(*LONG, results=LONG[::-1]), "u[f0](r1)[f1](r0)"),
+        (SINGLE, calls(None, None), "u[f0](r0)[f1](r1)"),
+        (SINGLE, calls("a", "b", results=["b"]), "u[f0][f1](r0)"),
+        (SINGLE, calls("a", "b", results=[]), "u[f0][f1]"),
         (ANY, calls(*LONG), f"u[f0 {LONG[0]}][f1 {LONG[1]}](r0 {LONG[0]})(r1 {LONG[1]})"),
     ],
 )
@@ -156,6 +185,42 @@ def test_ids_of_calls_are_those_that_the_template_takes(
     template: str, messages: list[dict[str, Any]], prompt: str
 ) -> None:
     assert Chat(template).render_chat(messages) == prompt
+
+
+# As DeepSeek-R1's: calls in turns whose content is null, their arguments as a text.
+NULL_CONTENT = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
+    "{% for c in m.tool_calls %}[{{ c.function.name + ' ' + c.function.arguments }}]{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (NULL_CONTENT, CallsForm(True, True)),
+        (NULL_CONTENT.replace("is none", "== ''"), CallsForm(True, False)),
+        (NULL_CONTENT.replace("c.function.arguments", "c.function.arguments | tojson"), (False, 1)),
+        (SINGLE.replace("function.name", "function.arguments.a"), CallsForm(False, False)),
+        (CHATML, None),
+        ("{# tool_calls #}" + CHATML, None),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_what_a_template_shows_of_calls(template: str, form: CallsForm | None) -> None:
+    assert Chat(template).calls_form(template) == form
+
+
+@pytest.mark.parametrize(
+    ("template", "is_shown"),
+    [
+        ("{% for t in tools or () %}{{ t | tojson }}{% endfor %}{{ messages[0].content }}", True),
+        ("{# tools #}" + CHATML, False),
+        ("{{ custom_tools }}" + CHATML, False),
+    ],
+)
+def test_whether_a_template_tells_of_tools(template: str, is_shown: bool) -> None:
+    assert Chat(template).shows_tools(template) == is_shown
 
 
 def test_what_a_model_wrote_stands_as_it_is() -> None:

@@ -111,6 +111,43 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert "tool\nnoon\n" in said
 
 
+NO_SYSTEM = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}|{{ m.role }}:{{ m.content }}"
+    "{% endfor %}"
+)
+CALLS_OF_NULL = (
+    "{% for m in messages %}|{{ m.role }}:{% if m.content is not none %}{{ m.content }}{% else %}"
+    "{% for c in m.tool_calls %}<{{ c.function.name + c.function.arguments }}>{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+BESIDE = [HISTORY[0], {**HISTORY[1], "content": "Well. "}, HISTORY[2], HISTORY[0]]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "words"),
+    [
+        # no system turn, no turn of a tool, and roles that alternate (Gemma 2)
+        (
+            NO_SYSTEM,
+            [*HISTORY, *HI],
+            ["|user:You can call these functions:\n{", "]\n\nhi|assistant:"],
+        ),
+        (NO_SYSTEM, [*HISTORY, *HI], ["|user:<tool_response>\nnoon\n</tool_response>\nhi"]),
+        # calls where the content is null, with their arguments as a text (DeepSeek R1)
+        (CALLS_OF_NULL, HISTORY, ['|assistant:<now{"z": 1}>|tool:noon']),
+        (CALLS_OF_NULL, BESIDE, ["|assistant:Well. \n<tool_call>\n{"]),
+    ],
+)
+def test_what_a_template_has_no_place_for_is_text(
+    template: str, messages: list[dict[str, Any]], words: list[str]
+) -> None:
+    with asked(template) as (port, supervisor):
+        answer = chat(port, messages=messages, tools=[NOW], tool_choice="required")
+        assert answer.status == 200, answer.error
+        assert all(one in prompt_of(supervisor) for one in words), prompt_of(supervisor)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
