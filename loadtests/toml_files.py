@@ -53,7 +53,7 @@ def parse_toml(text: str, error: type[CrossoverError], where: str = "") -> dict[
     """Raises `error`."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
+    except (ValueError, RecursionError) as problem:  # numbers and nesting that Python refuses too
         raise error(f"{where}no TOML: {problem}") from problem
 
 

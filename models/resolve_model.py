@@ -134,10 +134,17 @@ def _tokenizer(spec: ModelSpec, cache: Path) -> Path:
     """The shipped tokenizer at the model's vocabulary; its checksum is in the folder's name."""
     checksum = GENERATOR.rpartition(" ")[2]
     folder = cache / "synthetic/tokenizers" / f"{spec.vocabulary}-{spec.context}-{checksum}"
-    with making(folder):
-        if not folder.is_dir():
-            with atomic_folder(folder) as temporary:
-                write_shipped(temporary, spec.vocabulary, spec.context)
+
+    def is_made() -> bool:
+        with suppress(OSError):
+            return folder.is_dir()
+        return False
+
+    if not is_made():
+        with making(folder):
+            if not is_made():
+                with atomic_folder(folder) as temporary:
+                    write_shipped(temporary, spec.vocabulary, spec.context)
     return folder
 
 
@@ -145,12 +152,17 @@ def _make(
     path: Path, made_by: tuple[ModelSpec, str], function: str, *args: Any, **named: Any
 ) -> None:
     """Make what is not at `path` as it should be, by `run_aside`. `made_by`: shape, generator."""
-    with making(path):
+
+    def is_made() -> bool:
         found = None
-        with suppress(BrokenWeights):
+        with suppress(BrokenWeights, OSError):
             found = read_manifest(path) if path.exists() else None
-        if found is None or (found.spec, found.generator) != made_by:
-            run_aside(function, *args, **named)
+        return found is not None and (found.spec, found.generator) == made_by
+
+    if not is_made():
+        with making(path):
+            if not is_made():  # by whoever had the lock before
+                run_aside(function, *args, **named)
 
 
 def _gguf(path: Path, name: str, kind: str, asked: str | None) -> ResolvedModel:

@@ -7,6 +7,7 @@ last: weights without one are unfinished, or somebody else's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -24,6 +25,8 @@ from models.model_spec import ModelSpec
 # The number goes up when the same source would give other files: what an earlier version left in
 # the cache is made again.
 _CONVERTER = "convert_to_onnx 4"
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 Progress = Callable[[str, float | None], None]  # what is under way, its fraction 0..1 or None
 
@@ -132,7 +135,10 @@ def with_home(path: str | Path) -> Path:
 def making(path: Path) -> Iterator[None]:
     """Hold the lock of `path` while it is made, and remove what a killed holder left.
 
-    Raises ModelError where nothing can be written.
+    The lock is for making alone: what is whole is read without it, also from a disk that cannot be
+    written to. Some network file systems have no locks. Two processes may then make the same, each
+    under a temporary name, and nothing is removed, since it may be the other's. Raises ModelError
+    where nothing can be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +147,13 @@ def making(path: Path) -> Iterator[None]:
         where = f"{str(path.parent)!r} of the cache cannot be written to: {problem.strerror}"
         raise ModelError(f"{where}; choose another with --cache") from problem
     with lock as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        is_locked = True
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError as problem:
+            if problem.errno not in _NO_LOCKS:
+                raise ModelError(f"{stream.name!r} cannot be locked: {problem.strerror}") from None
+            is_locked = False
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.part") if is_locked else ():
             _remove(left)
         yield

@@ -208,7 +208,7 @@ def _entries(file: str, where: str) -> list[dict[str, Any]]:
         return msgspec.toml.decode(text, type=_ModelsFile).model
     except OSError as problem:
         raise ServingError(f"{where}: {problem.strerror}") from problem
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+    except (msgspec.DecodeError, ValueError, RecursionError) as problem:
         raise ServingError(f"{where}: {problem}") from problem
 
 

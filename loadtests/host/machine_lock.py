@@ -37,10 +37,13 @@ def take_lock(path: Path, what: str) -> int | str:
     lock = os.open(path, flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         holder = os.pread(lock, 4096, 0).decode(errors="replace").strip()
         os.close(lock)
         return holder or "another process"
+    except OSError:
+        os.close(lock)
+        raise
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{what}\n".encode(), 0)
     return lock
@@ -57,7 +60,7 @@ def machine_lock(what: str, *, file: Path | None = None) -> Iterator[None]:
         lock = take_lock(path, _holder(what))
     except OSError as problem:
         raise MachineBusy(
-            f"{path}, the lock of this machine, cannot be opened: {problem.strerror}"
+            f"{path}, the lock of this machine, cannot be taken: {problem.strerror}"
         ) from problem
     if isinstance(lock, str):
         raise MachineBusy(

@@ -30,6 +30,7 @@ from loadtests.errors import LoadError
 from models.errors import printable
 
 MAX_TOKENS = 10_000_000  # of a prompt or an answer: the longest context that is sold
+MAX_SECONDS = 1e18  # of a stamp: nanoseconds since 1970 too
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | Annotated[float, Meta(ge=0, le=MAX_TOKENS)]
 
@@ -39,7 +40,7 @@ class Row(msgspec.Struct):
 
     prompt_tokens: _Tokens
     output_tokens: _Tokens
-    seconds: float | None = None
+    seconds: Annotated[float, Meta(ge=-MAX_SECONDS, le=MAX_SECONDS)] | None = None
     session: str | int | None = None
     think_seconds: Annotated[float, Meta(ge=0, le=1e6)] | None = None
 
@@ -65,10 +66,12 @@ def load_trace(path: str) -> TraceRows:
     name, rows = shown_path(path), _rows_of(path)
     kept = [row for row in rows if row.prompt_tokens and row.output_tokens]
     stamps = [row.seconds for row in kept if row.seconds is not None]
-    if not kept or len(stamps) not in (0, len(kept)):
+    if not kept:
+        raise LoadError(f"trace {name}: no line has prompt tokens and answer tokens")
+    if len(stamps) not in (0, len(kept)):
         raise LoadError(
-            f"trace {name}: {len(stamps)} of {len(kept)} lines have `seconds`; it needs lines, and "
-            "that all of them have it or none"
+            f"trace {name}: {len(stamps)} of {len(kept)} lines have `seconds`; all lines have it, "
+            "or none"
         )
     kept.sort(key=lambda row: row.seconds or 0.0)  # stable: as they stand without stamps
     return TraceRows(
@@ -99,14 +102,15 @@ def load_sessions(path: str) -> list[list[Row]]:
 def _rows_of(path: str) -> list[Row]:
     """All rows of a file. Raises LoadError."""
     name = shown_path(path)
-    if not Path(path).is_file():
-        raise LoadError(f"trace {name}: there is no such file")
     try:
-        text = Path(path).read_bytes().removeprefix(_BYTE_ORDER_MARK)
+        if not Path(path).is_file():
+            raise LoadError(f"trace {name}: there is no such file")
+        text = Path(path).read_bytes()
     except OSError as problem:
         raise LoadError(f"trace {name} cannot be read: {problem.strerror}") from None
     rows: list[Row] = []
     for number, line in enumerate(text.splitlines(), 1):
+        line = line.removeprefix(_BYTE_ORDER_MARK)  # files that were joined have several
         if not line.strip():
             continue
         try:

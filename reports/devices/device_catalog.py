@@ -109,7 +109,7 @@ def read_devices(text: str, what: str) -> list[Device]:
     """Devices of a TOML text. Raises ReportError, which names key and value."""
     try:
         return msgspec.convert(tomllib.loads(text), _Catalogue).device
-    except (msgspec.ValidationError, tomllib.TOMLDecodeError) as problem:
+    except (ValueError, RecursionError) as problem:  # msgspec's and tomllib's are ValueErrors
         raise ReportError(f"{what} is broken: {problem}") from problem
 
 

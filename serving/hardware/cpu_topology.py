@@ -64,7 +64,7 @@ def split_cores(
     count = threads or whole_cores(physical, quota)
     named = "1 thread" if count == 1 else f"{count} threads"
     if threads is None and count < physical:
-        named += f" (the CPU quota is {quota:g} cores)"
+        named += f" (the CPU quota is {quota:g} {'core' if quota == 1 else 'cores'})"
     nice = SHARED_NICE if set(engine) & set(api) else 0
     at = f" at nice {nice}" if nice else ""
     note = (

@@ -188,9 +188,12 @@ def known_times(
     )
     progress(f"measuring {engine.name} on {files.name}", None)
     times = measured_times(config, question.request.model)
-    keep(cache, facts, question.key(engine), times)
     spent = duration(time.monotonic() - began)
     where = f"kept in {table_path(cache)}"
+    try:
+        keep(cache, facts, question.key(engine), times)
+    except OSError as problem:  # such as a cache on a disk that cannot be written to
+        where = f"not kept: {table_path(cache)} cannot be written to ({problem.strerror})"
     if times.taken_share > MOST_TAKEN:
         taken = share(times.taken_share, 2)
         where = f"others took {taken} of the CPU time that it wanted: measured again next time"

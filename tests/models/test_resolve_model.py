@@ -1,12 +1,19 @@
+import contextlib
+import errno
 import fcntl
 import json
+import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from models import resolve_model
+from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.model_ladder import rung
 from models.random_weights import write_gguf, write_hf_folder
 from models.resolve_model import ResolvedModel, resolve
@@ -95,6 +102,71 @@ def test_the_lock_keeps_others_out_and_what_a_killed_holder_left_is_removed(tmp_
         assert [file.name for file in tmp_path.iterdir()] == [".x.lock"]
         with pytest.raises(BlockingIOError):
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_a_disk_without_locks_serves_and_nothing_of_others_is_removed(
+    code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / ".x.0123.part").write_text("another process is writing this")
+    if code == errno.EIO:
+        with pytest.raises(ModelError, match=r"x\.lock' cannot be locked"), making(tmp_path / "x"):
+            pass
+    else:
+        with making(tmp_path / "x"), atomic_file(tmp_path / "x") as temporary:
+            temporary.write_text("whole")
+        assert (tmp_path / "x").read_text() == "whole"
+    assert (tmp_path / ".x.0123.part").exists()
+
+
+@contextlib.contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """Everything in a folder is read-only for the block, which runs as nobody where tests run as
+    root.
+    """
+    is_root = os.geteuid() == 0
+    paths = [folder, *folder.rglob("*")]
+    for path in paths:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for path in paths:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def test_a_cache_that_cannot_be_written_to_serves_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resolve_model, "is_rung", lambda name: name == "tiny")
+    monkeypatch.setattr(resolve_model, "rung", lambda _: SimpleNamespace(spec=TINY_LLAMA))
+    with tempfile.TemporaryDirectory() as name:  # pytest's own are closed to other users
+        cache, folder = Path(name) / "cache", Path(name) / "folder"
+        write_hf_folder(TINY_LLAMA, folder, "fp16")
+        wanted = [
+            ("tiny", "gguf", "Q8_0"),
+            ("tiny", "hf", "bf16"),
+            ("tiny", "onnx", "int8"),
+            ("tiny", "none", None),
+            (str(folder), "onnx", "int8"),
+        ]
+        found = [resolve(m, kind=k, weight_format=f, cache=cache) for m, k, f in wanted]
+        for path in cache.rglob("*.lock"):
+            path.unlink()
+        with unwritable(Path(name)):
+            again = [resolve(m, kind=k, weight_format=f, cache=cache) for m, k, f in wanted]
+            with pytest.raises(ModelError, match="cannot be written to: Permission denied; .*--ca"):
+                resolve("tiny", kind="gguf", weight_format="F16", cache=cache)
+            loaded = load_tokenizer(found[0].tokenizer_path)
+    assert again == found and loaded.vocabulary == TINY_LLAMA.vocabulary
 
 
 def test_files_and_folders_are_taken_where_they_lie(tmp_path: Path) -> None:

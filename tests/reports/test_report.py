@@ -376,3 +376,4 @@ def test_levels_are_told_with_what_never_came() -> None:
 
 def test_a_name_with_bars_and_line_feeds_stays_in_its_row_of_markdown() -> None:
     assert markdown._row(["a\n\n| b", "c\td"]) == "| a / b | c d |"
+    assert markdown._LINE_ENDS.sub(" ", "a\r\n\u2028b\xa0c") == "a b\xa0c"

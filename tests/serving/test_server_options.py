@@ -198,6 +198,9 @@ def test_what_names_no_model_is_said_to_be_so(tmp_path: Path) -> None:
     for content in ("", "model = 'fake'", "model = []"):
         with pytest.raises(ServingError, match="--models-file .*model"):
             asked(tmp_path, content)
+    for content in ("x = " + "[" * 5000 + "]" * 5000, "x = " + "9" * 5000, "\0"):
+        with pytest.raises(ServingError, match="--models-file "):
+            asked(tmp_path, content)
     with pytest.raises(ServingError, match="no-such.toml: No such file"):
         asked(tmp_path, models_file=str(tmp_path / "no-such.toml"))
     with pytest.raises(ServingError, match="no model to serve"):

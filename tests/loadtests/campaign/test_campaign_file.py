@@ -270,6 +270,16 @@ def test_a_byte_order_mark_is_skipped(tmp_path):
     assert read_campaign(path).campaign.name == "a"
 
 
+@pytest.mark.parametrize(
+    "text", ["x = " + "[" * 5000 + "]" * 5000, "x = " + "9" * 5000, "x = [1,,]", "x = 1\0"]
+)
+def test_toml_that_python_does_not_read_is_a_sentence(tmp_path, text):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(BadCampaign, match=r"c\.toml: no TOML: "):
+        read_campaign(path)
+
+
 def test_a_model_of_an_endpoint_has_a_name_of_one_line():
     """The id itself, which is asked for, keeps its line feed."""
     cell = cell_of_target(Target(url="http://h", model="a\n| b"))

@@ -42,9 +42,13 @@ def test_rows_are_read_in_the_order_of_their_stamps(tmp_path):
         ('{"prompt_tokens": 1, "output_tokens": 1e9}\n', "line 1: Expected"),
         (ROW + "\n" + '{"prompt_tokens": 1.5, "output_tokens": 2}\n', "line 3: .*whole number"),
         ("[" * 100_000, "line 1: "),
-        ('{"prompt_tokens": 0, "output_tokens": 2}\n', "0 of 0 lines"),
+        ('{"prompt_tokens": 0, "output_tokens": 2}\n', "no line has prompt tokens and answer"),
         (ROW + '{"prompt_tokens": 1, "output_tokens": 2, "seconds": 1}\n', "1 of 2 lines have"),
-        ("", "0 of 0 lines"),
+        ("", "no line has prompt tokens and answer"),
+        ('{"prompt_tokens": 1, "output_tokens": 2, "seconds": 1e308}\n', "line 1: Expected"),
+        ('{"prompt_tokens": NaN, "output_tokens": 2}\n', "line 1: "),
+        ('{"prompt_tokens": "1", "output_tokens": 2}\n', "line 1: Expected"),
+        ('{"prompt_tokens": 1, "output_tokens": 2,}\n', "line 1: .*trailing comma"),
     ],
 )
 def test_a_broken_trace_is_an_error_that_names_the_line(tmp_path, text, message):
@@ -52,6 +56,8 @@ def test_a_broken_trace_is_an_error_that_names_the_line(tmp_path, text, message)
         load(tmp_path / "t.jsonl", text)
     with pytest.raises(LoadError, match="no such file"):
         load_trace("/nowhere.jsonl")
+    with pytest.raises(LoadError, match="name too long"):
+        load_trace("x" * 5000)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +65,7 @@ def test_a_broken_trace_is_an_error_that_names_the_line(tmp_path, text, message)
     [
         (b"\xef\xbb\xbf" + ROW.encode(), [[1, 2]], 0),
         (ROW.encode() + b"\n", [[1, 2]], 0),
+        (ROW.encode() + b"\xef\xbb\xbf" + ROW.encode(), [[1, 2], [1, 2]], 0),
         (ROW.encode() + b"  \t\r\n\n" + ROW.encode(), [[1, 2], [1, 2]], 0),
         (ROW.replace("\n", "\r\n").encode() * 2, [[1, 2], [1, 2]], 0),
         (b'{"prompt_tokens": 320.0, "output_tokens": 2}', [[320, 2]], 0),
