@@ -282,7 +282,9 @@ class CellRun:
         policy, workload = self.bench.policy, self.campaign.workload
         single = [one for one in state.counted if one.is_single_stream]
         slots = None if policy is None else policy.slots
-        found = calibrate(ask, workload, slots, seconds, single)
+        spec = state.cell.spec
+        experts = spec.experts.routing if spec is not None and spec.experts is not None else None
+        found = calibrate(ask, workload, slots, seconds, single, experts)
         if policy is None and found.slots is not None:  # a server that does not say its settings
             policy = settings_of_another(found.slots, workload)
         took = self.clock() - began

@@ -84,13 +84,19 @@ class _Engine:
         cached_tokens: Numbers | None,
     ) -> None:
         # StepLaw's numbers: a step is too short a work to look them up.
-        self.law_seconds = (
-            law.base_seconds,
-            law.row_seconds,
-            law.prompt_token_seconds,
-            law.context_token_seconds,
-            law.pass_seconds,
-        )
+        self.prompt_seconds = law.prompt_token_seconds
+        self.context_seconds = law.context_token_seconds
+        self.pass_seconds = law.pass_seconds
+        self.expert_seconds = law.expert_seconds if law.experts is not None else 0.0
+        self.skip_probability = law.experts.skip_probability if law.experts is not None else 1.0
+        self.shares_pass = law.shares_pass
+        # Of a step that decodes so many rows, without their contexts.
+        self.decode_seconds = [
+            law.base_seconds
+            + law.row_seconds * rows
+            + self.expert_seconds * (1.0 - self.skip_probability**rows)
+            for rows in range(settings.slots + 1)
+        ]
         self.settings = settings
         count = len(due)
         prompts = np.maximum(np.asarray(prompt_tokens), 1).astype(np.int64)
@@ -103,7 +109,8 @@ class _Engine:
         self.left: list[int] = left.tolist()  # prompt tokens still to compute
         # Of each prompt token its share of a pass, where whole prompts fit in a step.
         mean = max(float(left.mean()), 1.0) if count else 1.0
-        self.token_seconds = law.prompt_token_seconds + law.pass_seconds / mean
+        self.piece_seconds = law.pass_seconds + self.expert_seconds
+        self.token_seconds = law.prompt_token_seconds + self.piece_seconds / mean
         self.first = [math.inf] * count
         self.last = [0.0] * count
         self.pool = math.inf if settings.kv_tokens is None else settings.kv_tokens
@@ -120,7 +127,7 @@ class _Engine:
     def play(self) -> None:
         """All requests to their end."""
         due, ends, slots = self.due, self.ends, self.settings.slots
-        base, row, _, token, _ = self.law_seconds
+        decode_seconds, token = self.decode_seconds, self.context_seconds
         count, pool = len(due), self.pool
         while True:
             rows = len(ends)
@@ -141,7 +148,7 @@ class _Engine:
                 steps = ends[0][0] - self.step
                 if self.held + rows * steps > pool:
                     steps = max(1, int(pool - self.held) // rows)
-                each = base + row * rows + token * self.context
+                each = decode_seconds[rows] + token * self.context
                 growth = token * rows / 2
                 seconds = steps * (each + growth * (steps - 1))
                 if (
@@ -206,14 +213,14 @@ class _Engine:
             taken = sum(piece for _, piece in pieces)
         rows = len(self.ends)
         passes = len(pieces) + (rows > 0)
-        base, row, prompt, context, piece_seconds = self.law_seconds
         self.now += (
-            base
-            + row * rows
-            + prompt * taken
-            + context * self.context
-            + piece_seconds * (passes - 1.0)
+            self.decode_seconds[rows]
+            + self.prompt_seconds * taken
+            + self.context_seconds * self.context
+            + self.pass_seconds * (passes - 1.0)
         )
+        if self.expert_seconds:
+            self.now += self.expert_seconds * self.prompt_expert_passes(pieces, rows)
         self.step += rows > 0
         self.context += rows
         self.promised += rows
@@ -226,20 +233,27 @@ class _Engine:
                 self.context += self.prompts[request]
                 heapq.heappush(self.ends, (self.step + self.outputs[request] - 1, request))
 
+    def prompt_expert_passes(self, pieces: Sequence[tuple[int, int]], rows: int) -> float:
+        """Of the passes of these pieces of prompts the shares of the experts that they read, beside
+        what the decode rows read."""
+        skip = self.skip_probability
+        if self.shares_pass:
+            tokens = sum(piece for _, piece in pieces)
+            return skip**rows - float(skip ** (rows + tokens))
+        return sum(1.0 - skip**piece for _, piece in pieces)
+
     # What steps cost, for plan_step.
 
     def row_costs(self, rows: int) -> tuple[float, float]:
-        base, row, _, context, _ = self.law_seconds
-        slots, held = self.settings.slots, context * self.context
-        return base + row * rows + held, (base + row * slots + held) / slots
+        slots, held = self.settings.slots, self.context_seconds * self.context
+        return self.decode_seconds[rows] + held, (self.decode_seconds[slots] + held) / slots
 
     def prompt_tokens_in(self, seconds: float) -> int | None:
         """Be they whole prompts, each with its pass, or, where these are longer, a piece of one:
         what the scheduler learns of passes is taken for learnt."""
-        _, _, prompt_seconds, _, pass_seconds = self.law_seconds
-        if prompt_seconds <= 0:
+        if self.prompt_seconds <= 0:
             return None
-        piece = (seconds - pass_seconds) / prompt_seconds
+        piece = (seconds - self.piece_seconds) / self.prompt_seconds
         return int(min(seconds / self.token_seconds, piece))
 
     def preempt_youngest(self) -> int | None:

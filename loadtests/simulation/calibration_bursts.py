@@ -34,6 +34,7 @@ from loadtests.simulation.step_law_fit import (
 )
 from loadtests.simulation.step_observation import merged_steps, observed_steps
 from loadtests.workload.request_lengths import Workload, draw
+from models.model_spec import Routing
 
 SHORT_PROMPT = 16
 MOST_STREAMS = 64
@@ -76,14 +77,16 @@ def calibrate(
     slots: int | None,
     seconds: float,
     alone: Sequence[Level],
+    experts: Routing | None = None,
 ) -> Calibration:
     """Two bursts beside `alone`, the single streams, and the law. `slots` None: find them.
+    `experts`: of a mixture; None: of a dense model, or not known.
 
     Nothing is asked that is expected to pass `seconds`, but for one burst of two streams, and
     bursts that are asked again.
     """
     prompts = np.array([one.prompt_tokens for one in draw(workload, 400, 1)])
-    seen = _Seen(ask, prompts, seconds)
+    seen = _Seen(ask, prompts, seconds, experts)
     for level in alone:
         seen.take(level)
     if slots is None and seen.has_steps:
@@ -95,18 +98,25 @@ def calibrate(
 class _Seen:
     """What was asked and seen so far."""
 
-    def __init__(self, ask: Ask, prompts: np.typing.NDArray[np.int64], seconds: float) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        prompts: np.typing.NDArray[np.int64],
+        seconds: float,
+        experts: Routing | None,
+    ) -> None:
         self.observations: list[StepObservation] = []
         self.spent = 0.0
         self.has_steps = False
         self._ask, self._prompts, self._seconds = ask, prompts, seconds
+        self._experts = experts
 
     def take(self, level: Level) -> None:
         """Add what a level's stamps tell of steps."""
         if not len(level.chunks):
             return
         # All of a burst are under way at once; slots below its streams only merge more steps.
-        steps, _ = observed_steps(level, max(len(level.due), 1))
+        steps, _ = observed_steps(level, max(len(level.due), 1), self._experts)
         self.has_steps = self.has_steps or bool(steps)
         self.observations += merged_steps(steps)
 
@@ -199,7 +209,7 @@ class _Seen:
         """Of all that was seen. Raises LoadError."""
         longest = max((o.context_tokens / o.rows for o in self.observations if o.rows), default=0)
         knows_context = longest >= LEAST_CONTEXT * float(np.mean(self._prompts))
-        return fit_law(self.observations, knows_context=knows_context)
+        return fit_law(self.observations, knows_context=knows_context, experts=self._experts)
 
 
 def _ending_in_turn(ladder: Sequence[int], steps: int, ahead: int) -> list[int]:

@@ -172,6 +172,10 @@ class Server:
         ttft = law.base_seconds * steps + law.prompt_token_seconds * computed
         context = lengths.prompt + (lengths.output - 2) / 2
         tpot = law.base_seconds + law.row_seconds + law.context_token_seconds * context
+        if law.experts is not None:
+            pieces = 1.0 - law.experts.skip_probability ** (computed / steps)
+            ttft += law.expert_seconds * steps * pieces
+            tpot += law.expert_seconds * law.experts.expected_share(1)
         return Simulated(np.zeros(len(ttft)), ttft, np.where(lengths.output > 1, tpot, np.nan))
 
     def play(self, rate: float) -> Simulated:

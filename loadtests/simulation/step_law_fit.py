@@ -1,14 +1,19 @@
-"""The step law of one engine on one machine: seconds of a step by what is in it, in five numbers.
+"""The step law of one engine on one machine: seconds of a step by what is in it, in six numbers.
 
     >>> law = StepLaw(base_seconds=0.01, row_seconds=0.002, prompt_token_seconds=0.0005)
     >>> round(law.seconds(rows=8, prompt_tokens=100, context_tokens=4096), 3)
     0.076
 
     t = base + row * decode rows + prompt * prompt tokens + context * tokens of context
-             + pass * (passes - 1)
+             + pass * (passes - 1) + expert * sum over the passes of (1 - (1 - k/E)^tokens)
 
 Context is the tokens in the KV of all decoding rows together. A pass is one run through the
 weights: engines on CPUs compute the decode rows of a step in one pass and each prompt in another.
+
+The sixth number is of mixtures of experts, whose tokens go through k of E experts each: a pass
+reads those experts that one of its tokens is routed to. One row reads few, and 16 rows read most of
+them, so that a step grows with its rows until all experts are read. `expert` is the seconds that
+reading all of them takes. It is 0 for dense models, and where weights are not what limits a step.
 
 One non-negative least squares fits it (`fit_law`), on squared errors over seconds: relative errors
 alone would let a prompt of ten tokens count as much as one of 500, and the long ones are those that
@@ -25,11 +30,12 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.errors import LoadError
+from models.model_spec import Routing
 from serving.option_help import Seconds
 
 Array = npt.NDArray[np.float64]
 
-LEAST_OBSERVATIONS = 5  # as many as there are numbers
+LEAST_OBSERVATIONS = 5  # as many as a dense model has numbers
 FOLDS = 8  # that observations are left out in
 FITS = 0.25  # a law with a larger error does not describe the engine
 
@@ -46,6 +52,7 @@ class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: float  # in the KV of the decoding rows
     passes: float = 1.0
     steps: float = 1.0
+    expert_passes: float = 0.0  # of each pass the expected share of the experts that it reads
 
 
 class StepLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +65,10 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prompt_token_seconds: Seconds = 0.0
     context_token_seconds: Seconds = 0.0
     pass_seconds: Seconds = 0.0  # of each pass of a step but the first
+    expert_seconds: Seconds = 0.0  # of a pass that reads all experts
+    experts: Routing | None = None  # None: a dense model, or an endpoint that does not say
+    # Decode rows and prompts of a step read the experts together, in one pass, as on GPUs.
+    shares_pass: bool = False
     error: float | None = None
     observations: int | None = None  # that it was fitted to
 
@@ -68,20 +79,43 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         context_tokens: float,
         passes: float = 1.0,
         steps: float = 1.0,
+        expert_passes: float | None = None,
     ) -> float:
-        """Of one step; of several, where the counts are their sums."""
+        """Of one step; of several, where the counts are their sums.
+
+        `expert_passes` None: as of equal steps, whose prompts have the same length.
+        """
+        if expert_passes is None:
+            expert_passes = self.expert_passes(rows, prompt_tokens, passes, steps)
         return (
             self.base_seconds * steps
             + self.row_seconds * rows
             + self.prompt_token_seconds * prompt_tokens
             + self.context_token_seconds * context_tokens
             + self.pass_seconds * (passes - steps)
+            + self.expert_seconds * expert_passes
         )
+
+    def expert_passes(
+        self, rows: float, prompt_tokens: float, passes: float = 1.0, steps: float = 1.0
+    ) -> float:
+        """Of each pass of such steps the expected share of the experts that it reads, summed."""
+        if self.experts is None:
+            return 0.0
+        share = self.experts.expected_share
+        if self.shares_pass:
+            return steps * share((rows + prompt_tokens) / steps)
+        decode_passes = steps if rows else 0.0
+        found = decode_passes * share(rows / steps)
+        if prompt_tokens:
+            prompt_passes = max(passes - decode_passes, 1.0)
+            found += prompt_passes * share(prompt_tokens / prompt_passes)
+        return found
 
     def of(self, seen: StepObservation) -> float:
         """What it says of steps that were seen."""
         counts = (seen.prompt_tokens, seen.context_tokens, seen.passes, seen.steps)
-        return self.seconds(seen.rows, *counts)
+        return self.seconds(seen.rows, *counts, expert_passes=seen.expert_passes)
 
     def slower(self, factor: float) -> StepLaw:
         """The law of a machine whose steps all take `factor` times as long."""
@@ -93,21 +127,39 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.error is None or self.error <= FITS
 
 
-NUMBERS = tuple(f"{name}_seconds" for name in "base row prompt_token context_token pass".split())
+NUMBERS = (
+    "base_seconds",
+    "row_seconds",
+    "prompt_token_seconds",
+    "context_token_seconds",
+    "pass_seconds",
+    "expert_seconds",
+)
 
 
-def fit_law(observations: Sequence[StepObservation], *, knows_context: bool = True) -> StepLaw:
+def fit_law(
+    observations: Sequence[StepObservation],
+    *,
+    knows_context: bool = True,
+    experts: Routing | None = None,
+) -> StepLaw:
     """The law with the least sum of squared errors over seconds, no number of it below 0.
 
     A cost that the observations never vary is 0; so is a context token's where `knows_context` says
-    that contexts were too short to tell it. Raises LoadError for fewer than five observations.
+    that contexts were too short to tell it. `experts`: of a mixture, by which the observations'
+    `expert_passes` were counted. Raises LoadError for fewer than five observations.
     """
     if len(observations) < LEAST_OBSERVATIONS:
         raise LoadError(f"{len(observations)} observations are too few for a step law")
     features = np.array(
-        [(o.steps, o.rows, o.prompt_tokens, o.context_tokens, o.passes) for o in observations]
+        [
+            (o.steps, o.rows, o.prompt_tokens, o.context_tokens, o.passes, o.expert_passes)
+            for o in observations
+        ]
     )
     features[:, 4] -= features[:, 0]
+    if experts is None:
+        features = features[:, :5]
     if not knows_context:
         features[:, 3] = 0.0
     seconds = np.array([o.seconds for o in observations])
@@ -120,14 +172,15 @@ def fit_law(observations: Sequence[StepObservation], *, knows_context: bool = Tr
         fitted = _least_squares(relative[~left_out], weights[~left_out])
         errors.append(relative[left_out] @ fitted - 1.0)
     return StepLaw(
-        **dict(zip(NUMBERS, found.tolist(), strict=True)),
+        **dict(zip(NUMBERS, found.tolist(), strict=False)),
+        experts=experts,
         error=float(np.sqrt(np.mean(np.concatenate(errors) ** 2))),
         observations=len(seconds),
     )
 
 
 def _least_squares(relative: Array, weights: Array) -> Array:
-    """The five numbers, from features over seconds [n, 5] and weights of relative errors [n]."""
+    """The numbers, from features over seconds [n, numbers] and weights of relative errors [n]."""
     from scipy.optimize import nnls
 
     scale = np.maximum(relative.max(axis=0), 1e-300)

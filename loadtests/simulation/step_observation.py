@@ -23,6 +23,7 @@ import numpy.typing as npt
 from loadtests.analysis.level_columns import Level
 from loadtests.simulation.batching_simulator import simulate
 from loadtests.simulation.step_law_fit import StepLaw, StepObservation
+from models.model_spec import Routing
 from serving.performance.scheduler_settings import SchedulerSettings
 
 Array = npt.NDArray[np.float64]
@@ -44,10 +45,13 @@ PART_SECONDS = 30.0
 TWO_SPEEDS = 1.4
 
 
-def observed_steps(level: Level, slots: int) -> tuple[list[StepObservation], float]:
+def observed_steps(
+    level: Level, slots: int, experts: Routing | None = None
+) -> tuple[list[StepObservation], float]:
     """The steps in order, and the share of the time with work that they cover.
 
-    Without a token count a chunk stands for a token. [] where chunks are not tokens.
+    Without a token count a chunk stands for a token. [] where chunks are not tokens. `experts`: of
+    a mixture; None: the share of the experts that steps read is not counted.
     """
     counts = level.chunk_counts
     told = (counts > 0) & ~np.isnan(level.output_tokens)
@@ -100,7 +104,14 @@ def observed_steps(level: Level, slots: int) -> tuple[list[StepObservation], flo
         per_step(~first, prompt[request] + number),
         passes,
         np.ones(size),
+        np.zeros(size),
     )
+    if experts is not None:
+        skip = experts.skip_probability
+        whole = per_step(first, 1.0 - skip ** computed[request])
+        # A piece of a prompt that ends in a later step has some hundred tokens: all experts.
+        pieces = passes - (decoding > 0) - begun
+        columns = (*columns[:-1], (1.0 - skip**decoding) + whole + np.maximum(pieces, 0.0))
     sums = np.column_stack([np.bincount(run, column) for column in columns])
     kept = (np.bincount(run, ~is_whole) == 0) & (sums[:, 0] > 0)
     names = StepObservation.__struct_fields__
@@ -148,13 +159,22 @@ def _busy_seconds(level: Level, sent: Array) -> float:
     return float(np.maximum(0.0, end - np.maximum(begin, reached)).sum())
 
 
+def _steps_by(
+    law: StepLaw, level: Level, settings: SchedulerSettings
+) -> tuple[list[StepObservation], float]:
+    """The steps to compare with the law, and what they cover; [] of a level without answers."""
+    if not len(level.chunks):
+        return [], 0.0
+    return observed_steps(level, settings.slots, law.experts)
+
+
 def level_factor(law: StepLaw, level: Level, settings: SchedulerSettings) -> float | None:
     """Seconds of the level's steps over those by the law; None where the level tells nothing.
 
     Where too few steps can be told: the factor of all step times with which the simulated level has
     its median TPOT.
     """
-    seen, covered = observed_steps(level, settings.slots) if len(level.chunks) else ([], 0.0)
+    seen, covered = _steps_by(law, level, settings)
     if sum(one.steps for one in seen) >= LEAST_STEPS and covered >= LEAST_COVERED:
         return sum(one.seconds for one in seen) / max(sum(map(law.of, seen)), 1e-12)
     return _factor_by_tpot(law, level, settings)
@@ -164,7 +184,7 @@ def two_speeds(law: StepLaw, level: Level, settings: SchedulerSettings) -> list[
     """The factors of the level's quickest and slowest half minute, where the speed of the machine
     changed between them; [] where it did not, or where steps do not tell.
     """
-    seen, covered = observed_steps(level, settings.slots) if len(level.chunks) else ([], 0.0)
+    seen, covered = _steps_by(law, level, settings)
     steps = sum(one.steps for one in seen)
     count = int(min(level.window_seconds / PART_SECONDS, steps / LEAST_STEPS))
     if count < 2 or covered < LEAST_COVERED:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.simulation.step_law_fit import StepLaw
-from models.model_spec import ModelSpec
+from models.model_spec import ModelSpec, Routing
 from models.weight_formats import weight_bytes
 from reports.devices.device_catalog import Device
 from reports.errors import ReportError
@@ -145,7 +145,8 @@ def predicted_law(
     rows, context = (grid.ravel() for grid in np.meshgrid(counts, CONTEXTS))
     prompts = np.array(PROMPTS)
     seconds = np.concatenate([decode(rows, context), prefill(prompts)])
-    return _nearest_law(rows, rows * context, prompts, seconds), by.half_width
+    experts = None if spec.experts is None else spec.experts.routing
+    return _nearest_law(rows, rows * context, prompts, seconds, experts), by.half_width
 
 
 def _all_reduces(device: Device, spec: ModelSpec, devices: int, tokens: Array) -> Array:
@@ -161,7 +162,9 @@ def _all_reduces(device: Device, spec: ModelSpec, devices: int, tokens: Array) -
     return seconds
 
 
-def _nearest_law(rows: Array, context: Array, prompts: Array, seconds: Array) -> StepLaw:
+def _nearest_law(
+    rows: Array, context: Array, prompts: Array, seconds: Array, experts: Routing | None
+) -> StepLaw:
     """Least squares of relative errors: of decode steps, then of prompts."""
     from scipy.optimize import nnls
 
@@ -172,13 +175,19 @@ def _nearest_law(rows: Array, context: Array, prompts: Array, seconds: Array) ->
         np.concatenate([np.zeros_like(rows), prompts]),
         np.concatenate([context, none]),
     ]
+    if experts is not None:
+        columns.append(1.0 - experts.skip_probability ** np.concatenate([rows, prompts]))
     table = np.column_stack(columns) / seconds[:, None]
     scale = table.max(axis=0)
-    base, row, prompt_token, context_token = nnls(table / scale, np.ones(len(seconds)))[0] / scale
+    found = nnls(table / scale, np.ones(len(seconds)))[0] / scale
+    base, row, prompt_token, context_token = found[:4]
     return StepLaw(
         base_seconds=float(base),
         row_seconds=float(row),
         prompt_token_seconds=float(prompt_token),
         context_token_seconds=float(context_token),
         pass_seconds=0.0,
+        expert_seconds=0.0 if experts is None else float(found[4]),
+        experts=experts,
+        shares_pass=experts is not None,
     )

@@ -229,12 +229,20 @@ def _measured(
         return msgspec.structs.replace(one, why_not=f"cannot be measured: {problem}")
     if times is None:
         return one
-    factor = spec.active_parameters / asked.request.model.active_parameters  # of the arithmetic
+    measured = asked.request.model
+
+    def read(rows: int) -> float:
+        """What a step of so many rows reads of the weights, beside the measured model's."""
+        own = spec.step_weight_bytes(rows, spec.parameters)
+        return own / measured.step_weight_bytes(rows, measured.parameters)
+
+    # Prompts are bound by arithmetic, decode steps by reading weights: of experts, those in use.
+    factor = spec.active_parameters / measured.active_parameters
     times = EngineTimes(
         slots=times.slots,
         prompt_tokens_per_second=times.prompt_tokens_per_second / factor,
-        decode_seconds=times.decode_seconds * factor,
-        decode_slots_seconds=times.decode_slots_seconds * factor,
+        decode_seconds=times.decode_seconds * read(1),
+        decode_slots_seconds=times.decode_slots_seconds * read(times.slots),
     )
     # The prompt gives the first token; the others take a share of steps with all slots.
     seconds = question.prompt_tokens / times.prompt_tokens_per_second
