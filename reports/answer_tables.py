@@ -117,7 +117,7 @@ def _cell(answer: Answer, column: Column, data: ReportData) -> Cell:
 
 
 def _model_detail(answer: Answer) -> str:
-    parts = [f"{formatting.parameters(answer.cell.parameters)} parameters"]
+    parts = [f"{answer.cell.size_words} parameters"]
     if any(cell.ready is not None and cell.ready.synthetic for cell in answer.cells):
         parts.append("random weights of its shape: speed and memory are real, the text is noise")
     for cell in answer.cells:

@@ -51,7 +51,7 @@ from loadtests.workload.request_lengths import Workload
 from models import formatting
 from models.identify_model import ModelIdentity
 from models.model_ladder import is_rung, rung
-from models.model_spec import ModelSpec
+from models.model_spec import ModelSpec, Routing
 from reports.devices.device_capacity import Traffic
 from reports.devices.device_catalog import Device, device_of_driver_name
 from reports.errors import BadRun
@@ -197,6 +197,19 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def parameters(self) -> int | None:
         return None if self.spec is None else self.spec.parameters
+
+    @property
+    def size_words(self) -> str:
+        """`8.0B`; of a mixture of experts `31B, 3.0B active`."""
+        words = formatting.parameters(self.parameters)
+        if self.spec is None or self.spec.experts is None:
+            return words
+        return f"{words}, {formatting.parameters(self.spec.active_parameters)} active"
+
+    @property
+    def experts(self) -> Routing | None:
+        """Of a mixture of experts; None: a dense model, or not known."""
+        return None if self.law is None else self.law.experts
 
     @property
     def loaded(self) -> tuple[LevelData, ...]:

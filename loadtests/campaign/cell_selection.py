@@ -226,12 +226,13 @@ def to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
     """Return the keys of the cells to confirm: all, or of each device those of so many models.
 
     On the CPU they are the smallest, which take the least time; on the GPU the largest, since it is
-    there for what the CPU does not serve.
+    there for what the CPU does not serve. Mixtures of experts go by their active parameters.
 
     A model whose shape is not known goes last.
     """
     sizes = {
-        cell.model: float("inf") if cell.spec is None else cell.spec.parameters for cell in cells
+        cell.model: float("inf") if cell.spec is None else cell.spec.active_parameters
+        for cell in cells
     }
     count, keys = campaign.search.confirm, set[str]()
     for device in dict.fromkeys(cell.device for cell in cells):

@@ -175,7 +175,7 @@ def _text(x: float, y: float, said: str, more: str) -> str:
 
 
 def _name(answer: Answer, right: float, middle: float) -> list[str]:
-    size = formatting.parameters(answer.cell.parameters)
+    size = answer.cell.size_words
     own = 'text-anchor="end"'
     return [
         _text(right, middle - 1, answer.title, f'{own} fill="{INK}" font-weight="600"'),

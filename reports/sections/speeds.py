@@ -11,6 +11,9 @@ from reports.report_data import CellData, ReportData
 from reports.sections.section import Chart, Section, table
 
 ROWS = (1, 2, 4, 8, 16, 32)
+# Of the throughput that requests would have if they shared a step for nothing: below it, a mixture
+# of experts is slow for many. Dense models reach 0.4 of it with 16 requests on CPUs of few cores.
+SLOW_FOR_MANY = 0.25
 
 
 def prefill_decode(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
@@ -71,14 +74,11 @@ def batch_size(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
     known = [(cell, steps) for cell in cells if (steps := step_seconds(cell))]
     if not known:
         return None
-    last, steps = known[-1]
-    many = max(steps)
+    mixtures = [(cell, steps) for cell, steps in known[:-1] if cell.experts is not None]
     return Section(
         slug="batch-size",
         title="Several requests at once",
-        sentence=f"Batching {many} requests of {last.name} gives "
-        f"{many * steps[1] / steps[many]:.1f}x the throughput of serving them one by one; each "
-        f"token then takes {steps[many] / steps[1]:.1f}x as long.",
+        sentence=" ".join(batching_sentence(cell, steps) for cell, steps in [*mixtures, known[-1]]),
         grades=("estimated",),
         table=table(
             ("model", "device", *(f"{rows} at once" for rows in ROWS)),
@@ -90,6 +90,23 @@ def batch_size(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
         ),
         charts=(_chart({cell.name: steps for cell, steps in known}),),
         note="Tokens/s of all together, and the time of a step, from the step times of this run.",
+    )
+
+
+def batching_sentence(cell: CellData, steps: dict[int, float]) -> str:
+    """What serving many requests together gives beside serving them one by one, and, of a mixture
+    of experts, why that is little: requests together read most of its experts."""
+    many = max(steps)
+    throughput = many * steps[1] / steps[many]
+    if cell.experts is not None and throughput < SLOW_FOR_MANY * many:
+        return (
+            f"{cell.name}: its {cell.experts.used} of {cell.experts.count} experts make it fast "
+            f"for one user ({_tokens(1 / steps[1])}) and slow for many: {many} concurrent "
+            f"requests give {throughput:.1f}x the throughput of one."
+        )
+    return (
+        f"Batching {many} requests of {cell.name} gives {throughput:.1f}x the throughput of "
+        f"serving them one by one; each token then takes {steps[many] / steps[1]:.1f}x as long."
     )
 
 

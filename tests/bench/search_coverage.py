@@ -28,7 +28,7 @@ from loadtests.records.journal_events import Capacity, CellFinished, LevelFinish
 from loadtests.records.run_folder import read_records
 from tests.bench.known_worlds import STARTS, World, worlds
 from tests.bench.paired import parser_of
-from tests.loadtests.campaign.simulated import Simulated
+from tests.loadtests.campaign.simulated import Simulated, with_experts
 
 HEADS = (
     *("covers", "held>1.05", "not alone", "confirmed"),
@@ -66,14 +66,15 @@ class End:
 
 def plan_of(world: World, seed: int) -> Plan:
     """A campaign of one cell under the world's load."""
-    text = f'name = "w"\nmodels = ["135m"]\nbackends = ["fake"]\nseed = {seed}\n'
+    text = f'name = "w"\nmodels = ["135m"]\nbackends = ["fake"]\ndevices = ["cpu"]\nseed = {seed}\n'
     plan = parse_campaign(text + f"budget_seconds = {world.budget}")
     old = plan.campaign
     campaign = Campaign(
         **{name: getattr(old, name) for name in old.__struct_fields__}
         | {"slo": world.slo, "workload": world.workload, "arrivals": world.arrivals}
     )
-    return Plan(campaign, plan.cells, plan.text)
+    made = Plan(campaign, plan.cells, plan.text)
+    return made if world.spec is None else with_experts(made, world.spec)
 
 
 def one(name: str, seed: int) -> End:

@@ -35,6 +35,7 @@ from loadtests.records.resource_sample import CoresSample, Stranger
 from loadtests.records.run_folder import RunFolder
 from loadtests.workload.arrivals import due_times
 from loadtests.workload.request_lengths import draw
+from models.model_spec import ModelSpec
 from serving.errors import Cause
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from serving.performance.scheduler_settings import SchedulerSettings
@@ -75,6 +76,14 @@ def campaign(
     given = {"budget": budget, "models": models, "starts": starts, "ttft": ttft}
     given["tokens"] = most_tokens
     return parse_campaign(CAMPAIGN.format(**given, search=search, more=more))
+
+
+def with_experts(plan: Plan, spec: ModelSpec) -> Plan:
+    """The plan of one cell, of a mixture of experts in place of its model."""
+    (cell,) = plan.cells
+    identity = msgspec.structs.replace(cell.known, name=spec.name, kind="gguf", spec=spec)
+    cell = msgspec.structs.replace(cell, model=spec.name, identity=identity)
+    return Plan(plan.campaign, [cell], plan.text)
 
 
 class Serves(Protocol):

@@ -15,6 +15,7 @@ from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.simulation.calibration_bursts import Burst
 from loadtests.simulation.step_law_fit import StepLaw
+from models.model_spec import Routing
 from serving.performance.scheduler_settings import SchedulerSettings
 
 LAW = StepLaw(
@@ -23,6 +24,16 @@ LAW = StepLaw(
     prompt_token_seconds=0.0005,
     context_token_seconds=2e-6,
     pass_seconds=0.01,
+)
+# A mixture of experts whose steps are bound by reading weights.
+EXPERTS_LAW = StepLaw(
+    base_seconds=0.004,
+    row_seconds=0.002,
+    prompt_token_seconds=0.0005,
+    context_token_seconds=1e-6,
+    pass_seconds=0.002,
+    expert_seconds=0.03,
+    experts=Routing(128, 8),
 )
 # As KnownServer schedules: no target for a step's time.
 SETTINGS = SchedulerSettings(slots=8, step_tokens=2048, step_seconds_target=None)

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from loadtests.simulation.batching_simulator import simulate
+from loadtests.simulation.simulated_capacity import Lengths, Server
 from loadtests.simulation.step_law_fit import StepLaw
 from loadtests.workload.arrivals import Poisson, due_times
+from models.model_spec import Routing
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.performance.scheduler_settings import SchedulerSettings
 from tests.fake_backend import FakeBackend
-from tests.loadtests.simulation.known_server import LAW
+from tests.loadtests.simulation.known_server import EXPERTS_LAW, LAW, SETTINGS, KnownServer
 
 STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters
 
@@ -113,6 +115,7 @@ SMALL = StepLaw(
     base_seconds=0.02, row_seconds=0.006, prompt_token_seconds=0.0025, context_token_seconds=2e-6
 )
 CALLS = msgspec.structs.replace(SMALL, pass_seconds=0.05)
+MIXTURE = msgspec.structs.replace(SMALL, expert_seconds=0.05, experts=Routing(32, 4))
 SLOW = StepLaw(
     base_seconds=0.06, row_seconds=0.045, prompt_token_seconds=0.012, context_token_seconds=5e-6
 )
@@ -138,9 +141,10 @@ def test_geometric_service_is_m_m_c(servers, load):
         (SMALL, 1.0, None, 0.03),
         (SLOW, 0.2, None, 0.03),
         (CALLS, 0.7, None, 0.06),
+        (MIXTURE, 0.7, None, 0.1),
         (SMALL, 0.7, 700, 0.06),
     ],
-    ids=["small", "slow", "calls", "tight pool"],
+    ids=["small", "slow", "calls", "experts", "tight pool"],
 )
 def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, kv_tokens, within, told):
     policy = SchedulerSettings(
@@ -196,3 +200,40 @@ def test_steps_that_only_decode_are_not_played_one_by_one():
     began = time.process_time()
     simulate(LAW, SchedulerSettings(slots=8), due, *lengths)
     assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize("law", [LAW, EXPERTS_LAW], ids=["dense", "experts"])
+def test_a_level_is_played_as_a_server_plays_it_step_by_step(law):
+    rng = np.random.default_rng(4)
+    due = np.cumsum(rng.exponential(0.8, 300))
+    prompts, outputs = rng.integers(20, 300, 300), rng.integers(2, 80, 300)
+    settings = msgspec.structs.replace(SETTINGS, prefill_tokens=2048)  # prompts are not cut
+    server = KnownServer(law.seconds, prefill_tokens=2048)
+    level = server.level(due.tolist(), prompts.tolist(), outputs.tolist())
+    played = simulate(law, settings, due, prompts, outputs)
+    for share in (0.1, 0.5, 0.9, 0.99):
+        for simulated, true in ((played.ttft, level.ttft), (played.tpot, level.tpot)):
+            assert np.quantile(simulated, share) == pytest.approx(
+                np.quantile(true, share), rel=0.02
+            )
+
+
+def test_on_a_gpu_decode_rows_and_prompts_read_the_experts_together():
+    law = msgspec.structs.replace(EXPERTS_LAW, shares_pass=True)
+    settings = SchedulerSettings(slots=8, step_tokens=2048, step_seconds_target=None)
+    due, lengths = [0.0, 0.0, 0.0], ([50, 300, 200], [1, 1, 1])
+    played = simulate(law, settings, due, *lengths)
+    assert played.ttft[0] == pytest.approx(law.seconds(0, 550, 0, passes=3))
+    apart = simulate(EXPERTS_LAW, settings, due, *lengths)
+    assert apart.ttft[0] - played.ttft[0] == pytest.approx(2 * law.expert_seconds, rel=0.05)
+
+
+def test_single_streams_of_a_mixture_are_the_same_in_closed_form():
+    lengths = Lengths(np.array([30, 700]), np.array([5, 20]), np.array([0, 0]))
+    settings = SchedulerSettings(step_tokens=512)
+    alone = Server(EXPERTS_LAW, settings, lengths).alone()
+    for number in range(2):
+        own = [lengths.prompt[number]], [lengths.output[number]]
+        played = simulate(EXPERTS_LAW, settings, [0.0], *own)
+        assert alone.ttft[number] == pytest.approx(played.ttft[0], rel=0.01)
+        assert alone.tpot[number] == pytest.approx(played.tpot[0])

@@ -7,17 +7,23 @@ from loadtests.simulation.calibration_bursts import Burst, calibrate, most_at_on
 from loadtests.simulation.simulated_capacity import capacity
 from loadtests.workload.request_lengths import Workload
 from serving.performance.scheduler_settings import SchedulerSettings
-from tests.loadtests.simulation.known_server import LAW, SETTINGS, KnownServer, Skewed
+from tests.loadtests.simulation.known_server import (
+    EXPERTS_LAW,
+    LAW,
+    SETTINGS,
+    KnownServer,
+    Skewed,
+)
 
 CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=256)
 SLO = Slo("x", 2.0, 0.2, target=0.9)
 
 
-def calibrated(server, workload=CHAT, slots=8, ask=None):
+def calibrated(server, workload=CHAT, slots=8, ask=None, experts=None):
     """Within 20 s, after six single streams."""
     prompts = [min(one, workload.prompt_tokens or one) for one in (20, 400, 100, 50, 300, 200)]
     alone = server.level([float(100 * n) for n in range(6)], prompts, [40] * 6)
-    return calibrate(ask or server, workload, slots, 20.0, [alone])
+    return calibrate(ask or server, workload, slots, 20.0, [alone], experts)
 
 
 def staircase(rows):
@@ -41,6 +47,24 @@ def test_the_law_is_found_again_and_the_capacity_with_it(slots):
         again = KnownServer(LAW.seconds, slots=4)
         assert calibrated(again, slots=4).law == made.law
         assert again.asked == server.asked, "a journal's answers give the same bursts"
+
+
+def test_bursts_tell_what_reading_the_experts_of_a_mixture_costs():
+    skewed = Skewed(3, stalls=0.0)
+    server = KnownServer(lambda *counts: skewed() * EXPERTS_LAW.seconds(*counts), slots=16)
+    made = calibrated(server, slots=16, experts=EXPERTS_LAW.experts)
+    assert made.law.experts == EXPERTS_LAW.experts and server.spent_seconds < 25
+    assert made.law.expert_seconds == pytest.approx(EXPERTS_LAW.expert_seconds, rel=0.15)
+    for rows in (1, 4, 16):
+        assert made.law.seconds(rows, 0, 200 * rows) == pytest.approx(
+            EXPERTS_LAW.seconds(rows, 0, 200 * rows), rel=0.05
+        )
+    policy = SchedulerSettings(slots=16, step_tokens=2048, step_seconds_target=None)
+    slo = Slo("x", 2.0, 0.03, target=0.9)
+    simulated = capacity(made.law, policy, CHAT, slo, requests=2000).rate
+    assert simulated == pytest.approx(
+        capacity(EXPERTS_LAW, policy, CHAT, slo, requests=2000).rate, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("slower", [1, 8, 40], ids=["135M", "1B", "8B"])

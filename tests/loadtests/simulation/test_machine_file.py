@@ -12,7 +12,8 @@ from loadtests.simulation.machine_file import (
     write_machine_file,
 )
 from serving.hardware.machine_facts import hardware_facts
-from tests.loadtests.simulation.machine_files import machine_file
+from tests.loadtests.simulation.known_server import EXPERTS_LAW
+from tests.loadtests.simulation.machine_files import machine_file, steps_of
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -23,6 +24,23 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         "smollm2-135m",
         "smollm2-360m",
     ]
+
+
+def test_a_mixture_keeps_its_experts_and_an_older_file_has_none(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    mixture = msgspec.structs.replace(steps_of("135m", EXPERTS_LAW))
+    write_machine_file(file, machine_file(mixture))
+    assert read_machine_file(file).models[0].law == EXPERTS_LAW
+    raw = msgspec.to_builtins(machine_file())
+    for one in raw["models"]:
+        for name in ("expert_seconds", "experts", "shares_pass"):
+            del one["law"][name]
+    file.write_bytes(msgspec.json.encode(raw))
+    assert read_machine_file(file) == machine_file()
+    raw["models"][0]["law"]["experts"] = {"count": 8, "used": 9}
+    file.write_bytes(msgspec.json.encode(raw))
+    with pytest.raises(BadMachineFile, match="9 experts of 8 cannot be used; 1 to 8 can"):
+        read_machine_file(file)
 
 
 @pytest.mark.parametrize(

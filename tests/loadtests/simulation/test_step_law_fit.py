@@ -1,11 +1,12 @@
-"""The law: five numbers found again, and what a fit may not do."""
+"""The law: its numbers found again, and what a fit may not do."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from loadtests.errors import LoadError
 from loadtests.simulation.step_law_fit import NUMBERS, StepObservation, fit_law
-from tests.loadtests.simulation.known_server import LAW
+from tests.loadtests.simulation.known_server import EXPERTS_LAW, LAW
 
 
 def seen(law, count=60, noise=0.0, seed=1):
@@ -15,17 +16,43 @@ def seen(law, count=60, noise=0.0, seed=1):
         steps = int(rng.integers(1, 4))
         rows, passes = int(rng.integers(0, 9)) * steps, steps + int(rng.integers(0, 3))
         counts = (rows, int(rng.integers(0, 300)), rows * int(rng.integers(50, 600)), passes, steps)
+        experts = law.expert_passes(rows, counts[1], passes, steps)
         seconds = law.seconds(*counts) * float(np.exp(noise * rng.normal()))
         names = ("rows", "prompt_tokens", "context_tokens", "passes", "steps")
-        found.append(StepObservation(seconds=seconds, **dict(zip(names, counts, strict=True))))
+        counted = dict(zip(names, counts, strict=True))
+        found.append(StepObservation(seconds=seconds, expert_passes=experts, **counted))
     return found
 
 
-def test_five_numbers_are_found_again():
-    found = fit_law(seen(LAW))
+@pytest.mark.parametrize("law", [LAW, EXPERTS_LAW], ids=["dense", "experts"])
+def test_the_numbers_are_found_again(law):
+    found = fit_law(seen(law), experts=law.experts)
     for name in NUMBERS:
-        assert getattr(found, name) == pytest.approx(getattr(LAW, name), rel=1e-6), name
+        assert getattr(found, name) == pytest.approx(getattr(law, name), rel=1e-6), name
+    assert found.experts == law.experts
     assert found.error < 1e-6 and found.observations == 60 and found.fits
+
+
+def test_experts_that_explain_nothing_cost_nothing():
+    """As of 4-bit weights on a small CPU, whose kernels take each row of a mixture by itself."""
+    by_rows = msgspec.structs.replace(EXPERTS_LAW, expert_seconds=0.0)
+    found = fit_law(seen(by_rows), experts=by_rows.experts)
+    assert found.expert_seconds == pytest.approx(0.0, abs=1e-9)
+    assert found.row_seconds == pytest.approx(by_rows.row_seconds, rel=1e-6)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_are_routed_to():
+    """Each pass of 8 of 128 experts: 1 row reads 6.25 % of them, 16 rows 64.4 %, and a long prompt
+    all of them."""
+    law = EXPERTS_LAW
+    assert law.expert_passes(1, 0) == pytest.approx(0.0625)
+    assert law.expert_passes(16, 0) == pytest.approx(0.644, abs=0.001)
+    assert law.expert_passes(0, 500) == pytest.approx(1.0)
+    assert law.expert_passes(16, 500, passes=2) == pytest.approx(1.644, abs=0.001)
+    on_gpu = msgspec.structs.replace(law, shares_pass=True)
+    assert on_gpu.expert_passes(16, 500, passes=2) == pytest.approx(1.0), "one pass for both"
+    assert law.expert_passes(32, 0, passes=2, steps=2) == pytest.approx(2 * 0.644, abs=0.002)
+    assert LAW.expert_passes(16, 500, passes=2) == 0.0, "a dense model has none"
 
 
 def test_the_error_is_that_of_what_was_left_out():

@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
-from tests.loadtests.simulation.known_server import LAW, SETTINGS, KnownServer, Skewed
+from tests.loadtests.simulation.known_server import (
+    EXPERTS_LAW,
+    LAW,
+    SETTINGS,
+    KnownServer,
+    Skewed,
+)
 
 
 def loaded(server, rate=1.2, count=150, seed=1, **more):
@@ -56,12 +62,13 @@ def test_stamps_that_come_in_late_together_keep_their_sum():
     assert sum(map(LAW.of, seen)) == pytest.approx(sum(one.seconds for one in seen), rel=0.01)
 
 
+@pytest.mark.parametrize("law", [LAW, EXPERTS_LAW], ids=["dense", "experts"])
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])
-def test_the_factor_of_a_level_is_how_much_longer_its_steps_took(slower):
+def test_the_factor_of_a_level_is_how_much_longer_its_steps_took(slower, law):
     skewed = Skewed(5, stalls=0.0)
-    server = KnownServer(lambda *counts: slower * skewed() * LAW.seconds(*counts))
+    server = KnownServer(lambda *counts: slower * skewed() * law.seconds(*counts))
     level, _ = loaded(server, rate=1.0)
-    found = level_factor(LAW, level, SETTINGS)
+    found = level_factor(law, level, SETTINGS)
     assert found == pytest.approx(slower, rel=0.03)
 
 

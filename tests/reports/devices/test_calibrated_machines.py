@@ -2,26 +2,38 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from loadtests.simulation.machine_file import write_machine_file
 from loadtests.simulation.step_law_fit import StepLaw
-from models.model_ladder import rung
-from models.model_spec import ModelSpec
-from reports.devices.calibrated_machines import calibrated_machine
+from models.model_ladder import SIZED, rung
+from models.model_spec import ModelSpec, Routing
+from reports.devices.calibrated_machines import (
+    BIGGER_HALF_WIDTH,
+    FORMAT_HALF_WIDTH,
+    calibrated_machine,
+)
 from reports.errors import ReportError
 from tests.loadtests.simulation.machine_files import machine_file, steps_of
+
+MIXTURE = SIZED[0].spec  # 8 of 128 experts
 
 
 def truth(spec: ModelSpec) -> StepLaw:
     """Steps of a machine that reads 5 GB/s and has no other costs than the file says."""
-    size = spec.matrix_parameters
+    experts = 0 if spec.experts is None else spec.experts.parameters
+    share = 0.0 if spec.experts is None else spec.experts.used / spec.experts.count
+    size = spec.matrix_parameters - experts  # that every pass reads
+    active = size + share * experts
     return StepLaw(
         base_seconds=size * 1e-10 + spec.layers * spec.hidden * 1e-8,
-        row_seconds=size * 1e-12 + spec.vocabulary * spec.hidden * 1e-11,
-        prompt_token_seconds=size * 2e-12,
+        row_seconds=active * 1e-12 + spec.vocabulary * spec.hidden * 1e-11,
+        prompt_token_seconds=active * 2e-12,
         context_token_seconds=spec.layers * spec.heads * spec.head_dim * 1e-11,
         pass_seconds=size * 5e-11,
+        expert_seconds=experts * 1e-10,
+        experts=None if spec.experts is None else spec.experts.routing,
     )
 
 
@@ -45,6 +57,36 @@ def test_a_measured_model_has_its_own_law_and_a_bigger_one_is_told_from_its_shap
             truth(spec).seconds(rows, prompt, context), rel=0.05
         )
     assert narrow < wide < machine.law(spec, "Q8_0", 8, 1)[1]
+
+
+@pytest.mark.parametrize("measured", ["dense", "experts"])
+def test_a_mixture_goes_by_its_active_parameters_and_its_experts(
+    measured: str, tmp_path: Path
+) -> None:
+    """Told from dense models, and from another mixture, as far as their steps are alike."""
+    spec, smaller = MIXTURE, msgspec.structs.replace(MIXTURE, name="half", layers=24)
+    assert smaller.experts is not None and smaller.counted_parameters is not None
+    half = msgspec.structs.replace(
+        smaller,
+        counted_parameters=smaller.counted_parameters // 2,
+        idle_parameters=smaller.idle_parameters // 2,
+        experts=msgspec.structs.replace(
+            smaller.experts, parameters=smaller.experts.parameters // 2
+        ),
+    )
+    models = [steps_of(name, truth(rung(name).spec)) for name in ("360m", "1b")]
+    if measured == "experts":
+        models = [msgspec.structs.replace(models[0], model=half, law=truth(half))]
+    write_machine_file(tmp_path / "machine.json", machine_file(*models))
+    law, half_width = calibrated_machine(tmp_path / "machine.json").law(spec, "Q4_0", 8, 1)
+    assert law.experts == Routing(128, 8)
+    assert half_width == (BIGGER_HALF_WIDTH if measured == "experts" else FORMAT_HALF_WIDTH)
+    for rows, prompt in ((1, 0), (16, 0), (0, 512)):
+        assert law.seconds(rows, prompt, 0) == pytest.approx(
+            truth(spec).seconds(rows, prompt, 0), rel=0.15
+        )
+    as_dense = truth(msgspec.structs.replace(spec, experts=None))
+    assert law.seconds(1, 0, 0) < 0.2 * as_dense.seconds(1, 0, 0), "one request reads few experts"
 
 
 def test_what_it_says_nothing_of_is_refused(path: Path) -> None:

@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.model_ladder import rung
+from models.model_ladder import SIZED, rung
+from models.model_spec import ModelSpec
 from reports.devices.device_catalog import Device, device_named
 from reports.devices.device_step_times import constants_of, predicted_law
 from reports.errors import ReportError
@@ -21,14 +22,20 @@ from tests.bench.device_fit.step_model import (
 )
 
 SPEC = rung("8b").spec
+MIXTURE = SIZED[0].spec  # 8 of 128 experts
 H100 = device_named("NVIDIA H100 SXM")
 CPU = device_named("Intel Xeon 6980P")
 
 
 @pytest.mark.parametrize("devices", [1, 2, 16])
 @pytest.mark.parametrize("name", ["NVIDIA H100 SXM", "NVIDIA T4", "NVIDIA L4", "AMD MI300X"])
-def test_a_law_says_what_the_fitted_model_says(name: str, devices: int) -> None:
+@pytest.mark.parametrize("spec", [SPEC, MIXTURE], ids=["dense", "experts"])
+def test_a_law_says_what_the_fitted_model_says(spec: ModelSpec, name: str, devices: int) -> None:
     device = device_named(name)
+
+    def read_bytes(tokens: float) -> float:
+        return spec.step_weight_bytes(tokens, 2 * spec.parameters)
+
     link = device.link_gb_per_second or 25.0
     case = Case(
         chip=Chip(
@@ -41,19 +48,21 @@ def test_a_law_says_what_the_fitted_model_says(name: str, devices: int) -> None:
         ),
         engine="vllm",
         fmt="F16",
-        macs=SPEC.parameters - SPEC.vocabulary * SPEC.hidden,
-        layers=SPEC.layers,
-        hidden=SPEC.hidden,
-        attention=SPEC.layers * SPEC.heads * SPEC.head_dim,
-        kv_bytes=SPEC.kv_bytes_per_token("fp16"),
-        read_bytes=2 * (SPEC.parameters - SPEC.vocabulary * SPEC.hidden),
-        all_bytes=2 * (SPEC.parameters - SPEC.vocabulary * SPEC.hidden),
+        macs=spec.active_parameters,
+        layers=spec.layers,
+        hidden=spec.hidden,
+        attention=spec.layers * spec.heads * spec.head_dim,
+        kv_bytes=spec.kv_bytes_per_token("fp16"),
+        read_bytes=read_bytes(1),
+        all_bytes=read_bytes(1e9),
         devices=devices,
         prompt=1024,
     )
-    law, _ = predicted_law(device, SPEC, "bf16", 64, devices)
+    law, _ = predicted_law(device, spec, "bf16", 64, devices)
     for rows, context in ((1, 500), (7, 900), (40, 1500), (64, 300)):
-        asked = [msgspec.structs.replace(case, rows=rows, context=context)]
+        asked = [
+            msgspec.structs.replace(case, rows=rows, context=context, read_bytes=read_bytes(rows))
+        ]
         facts, v = features(asked), fit.fitted().values(ACCELERATOR, asked)
         said = accelerator_decode(v, facts, np.array([float(rows)]))[0]
         assert law.seconds(rows, 0, rows * context) == pytest.approx(said, rel=0.13)

@@ -1,0 +1,59 @@
+"""A mixture of experts, from its campaign to what the report says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadtests.records.journal_events import Calibrated, of_kind
+from loadtests.records.run_folder import read_records
+from loadtests.simulation.step_law_fit import StepLaw
+from models.model_ladder import SIZED
+from models.model_spec import Routing
+from reports.headline import answers_of
+from reports.html_page import page, sections_of
+from reports.report_data import CellData, read_report
+from reports.sections.speeds import batch_size, batching_sentence
+from tests.loadtests.campaign.simulated import Simulated, campaign, with_experts
+from tests.loadtests.simulation.known_server import EXPERTS_LAW, SETTINGS, KnownServer
+
+SPEC = SIZED[0].spec  # Qwen3-30B-A3B: 8 of 128 experts
+# Of a 4-bit mixture on two cores, whose kernels take each row by itself.
+FOUR_BIT = StepLaw(
+    base_seconds=0.0018,
+    row_seconds=0.00412,
+    prompt_token_seconds=0.00254,
+    pass_seconds=0.0077,
+    experts=Routing(128, 8),
+)
+
+
+def test_its_law_has_experts_and_the_report_says_what_they_mean(tmp_path: Path) -> None:
+    world = Simulated(
+        serving=lambda seed, at, start: KnownServer(EXPERTS_LAW.seconds), policy=SETTINGS
+    )
+    folder = world.run(with_experts(campaign(more='devices = ["cpu"]'), SPEC), tmp_path)
+    (made,) = of_kind(read_records(folder).events, Calibrated)
+    assert made.law is not None and made.law.experts == EXPERTS_LAW.experts
+    assert made.law.expert_seconds == pytest.approx(EXPERTS_LAW.expert_seconds, rel=0.1)
+    data = read_report(folder)
+    answers = answers_of(data)
+    (cell,) = data.cells
+    assert "31B, 3.0B active" in page(data, answers, sections_of(data, answers))
+    section = batch_size(data, answers)
+    assert section is not None and "its 8 of 128 experts make it fast for one" in section.sentence
+    assert sentence(cell, FOUR_BIT) == (
+        "qwen3-30b-a3b on the CPU: its 8 of 128 experts make it fast for one user (169 tokens/s) "
+        "and slow for many: 16 concurrent requests give 1.4x the throughput of one."
+    )
+    # A step whose weights all rows share is fast for many too.
+    shared = msgspec.structs.replace(FOUR_BIT, base_seconds=0.02, row_seconds=1e-5)
+    assert sentence(cell, shared).startswith("Batching 16 requests of qwen3-30b-a3b on the CPU")
+
+
+def sentence(cell: CellData, law: StepLaw) -> str:
+    """On batches of up to 16 requests of a cell with this law, without their contexts."""
+    steps = {rows: law.seconds(rows, 0, 0) for rows in (1, 2, 4, 8, 16)}
+    return batching_sentence(msgspec.structs.replace(cell, law=law), steps)
