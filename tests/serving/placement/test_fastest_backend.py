@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.model_ladder import rung
+from models.model_ladder import SIZED, rung
 from models.random_weights import write_gguf
 from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.errors import ServingError
@@ -148,11 +148,32 @@ def test_a_big_model_whose_weights_are_not_made_is_judged_by_a_smaller_rung(cach
         keep_times(cache, name, times(seconds), backend, "1b")
     choice = chosen(cache, "8b", may_measure=True)
     assert choice.backend == "onnx"
-    mine, smaller = (rung(name).spec.matrix_parameters for name in ("8b", "1b"))
+    mine, smaller = (rung(name).spec.active_parameters for name in ("8b", "1b"))
     scaled = choice.candidates[1].times
     assert scaled is not None
     assert scaled.decode_seconds == pytest.approx(0.1 * mine / smaller)
     assert not list(cache.glob("synthetic/llama*"))
+
+
+def test_a_mixture_is_judged_by_its_active_parameters_and_what_a_step_reads(cache: Path) -> None:
+    """Its prompts as of a model of 3 billion parameters; steps of 8 rows read 40 % of its experts,
+    steps of one row 6 %."""
+    keep_times(cache, "Q4_0", times(0.2), "llama_cpp", "1b")
+    keep_times(cache, "int8", times(0.1), "onnx", "1b")
+    spec, small = SIZED[0].spec, rung("1b").spec
+    question = asked(cache, "1b", may_measure=True)
+    request = msgspec.structs.replace(question.request, model=spec)
+    question = msgspec.structs.replace(question, request=request)
+    found = fastest_backend(question, FACTS, print, lambda what, fraction: None)
+    scaled = found.candidates[0].times
+    assert scaled is not None and spec.experts is not None
+    own = spec.active_parameters / small.active_parameters
+    assert 1 / scaled.prompt_tokens_per_second == pytest.approx(0.2 * own)
+    assert scaled.decode_seconds == pytest.approx(0.2 * own)
+    more = (spec.experts.expected_share(8) - 8 / 128) * spec.experts.parameters
+    assert scaled.decode_slots_seconds == pytest.approx(
+        0.2 * (own + more / small.active_parameters), rel=1e-3
+    )
 
 
 def test_no_engine_of_1b_to_8b_is_left_out_on_24_gib(cache: Path) -> None:
