@@ -165,11 +165,11 @@ def fit_law(
     seconds = np.array([o.seconds for o in observations])
     relative = features / seconds[:, None]
     weights = np.sqrt(seconds)
-    found = _least_squares(relative, weights)
+    found = least_squares(relative, weights)
     errors = []
     for fold in range(min(FOLDS, len(seconds))):
         left_out = np.arange(len(seconds)) % FOLDS == fold
-        fitted = _least_squares(relative[~left_out], weights[~left_out])
+        fitted = least_squares(relative[~left_out], weights[~left_out])
         errors.append(relative[left_out] @ fitted - 1.0)
     return StepLaw(
         **dict(zip(NUMBERS, found.tolist(), strict=False)),
@@ -179,7 +179,7 @@ def fit_law(
     )
 
 
-def _least_squares(relative: Array, weights: Array) -> Array:
+def least_squares(relative: Array, weights: Array) -> Array:
     """The numbers, from features over seconds [n, numbers] and weights of relative errors [n]."""
     from scipy.optimize import nnls
 

@@ -77,6 +77,8 @@ def cells_in(path: Path) -> Iterable[Cell]:
     slo = msgspec.convert(manifest["campaign"]["slo"], Slo)
     asked = manifest["campaign"]["workload"]  # runs of old have keys that are gone, at defaults
     known = {name: asked[name] for name in Workload.__struct_fields__ if name in asked}
+    if isinstance(known.get("turns"), float):  # the mean of an earlier format, always 1
+        del known["turns"], known["think_seconds"]
     workload = msgspec.convert(known, Workload)
     for made in events:
         if made["kind"] != "calibrated" or not made.get("policy"):

@@ -1,0 +1,77 @@
+"""Would the step law be better if it knew that kernels take rows in blocks? On recorded runs.
+
+    python -m tests.bench.row_blocks tests/bench/runs/*.tar.xz
+
+llama.cpp's dense 4-bit kernels take 16 or 4 rows at a time, so that the time of a step is no
+straight line in its rows. Each candidate adds numbers to the law's five, fitted by the same least
+squares to the single streams and bursts of a cell. It is held against the steps of the cell's
+levels: the root mean square of relative errors after the level's factor (weighed by seconds), and
+the standard deviation, over the cells, of ln(factor).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from loadtests.analysis.level_columns import Level
+from loadtests.simulation.step_law_fit import Array, StepObservation, least_squares
+from loadtests.simulation.step_observation import merged_steps, observed_steps
+from tests.bench.law_constants import cells_in
+
+MIN_FITTED, MIN_JUDGED = 20, 40  # observations
+
+CANDIDATES: Mapping[str, Callable[[int], list[float]]] = {
+    "five numbers": lambda rows: [],
+    "rows left over of blocks of 4": lambda rows: [rows % 4],
+    "rows left over of blocks of 8": lambda rows: [rows % 8],
+    "blocks of 4": lambda rows: [-(-rows // 4)],
+    "the first 4 rows": lambda rows: [min(rows, 4)],
+    "the first 2 rows, the first 4": lambda rows: [min(rows, 2), min(rows, 4)],
+    "left over of 4, the first 4": lambda rows: [rows % 4, min(rows, 4)],
+}
+
+
+def steps_of(levels: Sequence[Level], slots: int) -> list[StepObservation]:
+    return [one for level in levels for one in merged_steps(observed_steps(level, slots)[0])]
+
+
+def features(seen: Sequence[StepObservation], more: Callable[[int], list[float]]) -> Array:
+    rows = []
+    for one in seen:
+        known = [one.steps, one.rows, one.prompt_tokens, one.context_tokens, one.passes - one.steps]
+        rows.append(known + [one.steps * each for each in more(round(one.rows / one.steps))])
+    return np.array(rows)
+
+
+def main(paths: Sequence[str]) -> None:
+    errors: dict[str, list[tuple[float, float, bool]]] = {name: [] for name in CANDIDATES}
+    for cell in (cell for path in paths for cell in cells_in(Path(path))):
+        fitted = steps_of([*cell.alone, *cell.bursts], cell.policy.slots)
+        judged = [one for one in steps_of(cell.levels, cell.policy.slots) if one.rows]
+        if len(fitted) < MIN_FITTED or len(judged) < MIN_JUDGED:
+            continue
+        seconds = np.array([one.seconds for one in fitted])
+        truth = np.array([one.seconds for one in judged])
+        for name, more in CANDIDATES.items():
+            numbers = least_squares(features(fitted, more) / seconds[:, None], np.sqrt(seconds))
+            by_law = features(judged, more) @ numbers
+            factor = truth.sum() / by_law.sum()
+            squared = (factor * by_law / truth - 1) ** 2
+            error = float(np.sqrt((squared * truth).sum() / truth.sum()))
+            errors[name].append((error, float(np.log(factor)), "llama" in cell.name))
+    print("| the law has, beside its five numbers | off, all | off, llama.cpp | sd of ln factor |")
+    print("|---|---|---|---|")
+    for name, found in errors.items():
+        every, llama = (
+            [e for e, _, is_llama in found if is_llama or all_] for all_ in (True, False)
+        )
+        rms = [f"{np.sqrt(np.mean(np.square(some))):.3f} of {len(some)}" for some in (every, llama)]
+        print(f"| {name} | {rms[0]} | {rms[1]} | {np.std([log for _, log, _ in found]):.3f} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
