@@ -54,6 +54,7 @@ def main(paths: Sequence[str]) -> None:
         judged = [one for one in steps_of(cell.levels, cell.policy.slots) if one.rows]
         if len(fitted) < MIN_FITTED or len(judged) < MIN_JUDGED:
             continue
+        is_llama_cpp = cell.name.endswith(("llama_cpp", "llama-server"))
         seconds = np.array([one.seconds for one in fitted])
         truth = np.array([one.seconds for one in judged])
         for name, more in CANDIDATES.items():
@@ -62,15 +63,18 @@ def main(paths: Sequence[str]) -> None:
             factor = truth.sum() / by_law.sum()
             squared = (factor * by_law / truth - 1) ** 2
             error = float(np.sqrt((squared * truth).sum() / truth.sum()))
-            errors[name].append((error, float(np.log(factor)), "llama" in cell.name))
+            errors[name].append((error, float(np.log(factor)), is_llama_cpp))
     print("| the law has, beside its five numbers | off, all | off, llama.cpp | sd of ln factor |")
     print("|---|---|---|---|")
     for name, found in errors.items():
-        every, llama = (
-            [e for e, _, is_llama in found if is_llama or all_] for all_ in (True, False)
-        )
-        rms = [f"{np.sqrt(np.mean(np.square(some))):.3f} of {len(some)}" for some in (every, llama)]
-        print(f"| {name} | {rms[0]} | {rms[1]} | {np.std([log for _, log, _ in found]):.3f} |")
+        off = [_rms([error for error, _, _ in found])]
+        off.append(_rms([error for error, _, is_llama_cpp in found if is_llama_cpp]))
+        spread = np.std([log for _, log, _ in found])
+        print(f"| {name} | {off[0]} | {off[1]} | {spread:.3f} |")
+
+
+def _rms(errors: Sequence[float]) -> str:
+    return f"{np.sqrt(np.mean(np.square(errors))):.3f} of {len(errors)}"
 
 
 if __name__ == "__main__":
