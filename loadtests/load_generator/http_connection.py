@@ -257,7 +257,9 @@ class Pool:
         if parts.scheme == "https":
             self._tls = gevent.ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             self._tls.load_default_certs()
-        place = f"[{host}]" if ":" in host else host
+        if ":" in host:
+            host = host.replace("%25", "%", 1)  # before its zone, which only this machine knows
+        place = f"[{host.partition('%')[0]}]" if ":" in host else host
         self.host = f"{parts.scheme}://{place}:{port}"  # for messages
         path = parts.path.rstrip("/")
         for route in _ROUTES:
@@ -319,6 +321,12 @@ class Pool:
             else:  # the system's own: a call less for each piece
                 sock = gevent.monkey.get_original("socket", "socket")(fileno=sock.detach())
             sock.setblocking(False)
+        except ssl.SSLCertVerificationError as problem:
+            sock.close()
+            raise ConnectionError(
+                f"its certificate is not trusted ({problem.verify_message}); the environment "
+                "variable SSL_CERT_FILE names a file of certificates that are"
+            ) from problem
         except BaseException:
             sock.close()
             raise
@@ -333,8 +341,8 @@ def ascii_host(host: str) -> str:
 
     Raises ValueError for one that no request can carry.
     """
-    if not host.isascii():
-        host = host.encode("idna").decode()
+    if ":" not in host:  # an address of IPv6 has no labels
+        host = host.encode("idna").decode()  # of ASCII too: labels that are empty or too long
     if not re.fullmatch(r"[!-~]*", host):
         raise ValueError("a host holds no spaces and no control characters")
     return host

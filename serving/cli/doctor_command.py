@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import msgspec
 import typer
 
 from models import formatting
+from models.errors import ModelError
 from models.machine_limits import whole_cores
 from models.weights_manifest import cache_dir
 from serving.backends.backend_table import (
@@ -35,8 +37,8 @@ class Diagnosis(msgspec.Struct, frozen=True):
     facts: HardwareFacts
     backends: tuple[BackendProbe, ...]
     advice: dict[str, str]
-    cache: str
-    cache_free_bytes: int
+    cache: str  # its folder, or why there is none
+    cache_free_bytes: int | None
     warnings: dict[str, str]
 
 
@@ -60,18 +62,27 @@ def examine() -> Diagnosis:
     has_gpu = bool(facts.gpus or render_nodes())
     has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
     said = {one.backend: advice(one, has_compiler, has_gpu) for one in backends}
-    folder = cache_dir()
-    there = next(one for one in (folder, *folder.parents) if one.exists())
-    free_bytes = shutil.disk_usage(there).free
+    cache, free_bytes = _cache()
     works = any(one.works for one in backends)
     return Diagnosis(
         facts,
         backends,
         {name: text for name, text in said.items() if text},
-        str(folder),
+        cache,
         free_bytes,
         dict(warnings_of(facts, works, free_bytes)),
     )
+
+
+def _cache() -> tuple[str, int | None]:
+    """The cache's folder and the bytes that are free there; why there is none, and None."""
+    try:
+        folder = cache_dir()
+    except ModelError as problem:
+        return f"none: {problem}", None
+    # Not Path.exists: it raises where a folder above is closed to this user.
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    return str(folder), shutil.disk_usage(there).free
 
 
 def advice(probe: BackendProbe, has_compiler: bool, has_gpu: bool) -> str | None:
@@ -91,7 +102,7 @@ def advice(probe: BackendProbe, has_compiler: bool, has_gpu: bool) -> str | None
 
 
 def warnings_of(
-    facts: HardwareFacts, works: bool, cache_free_bytes: int
+    facts: HardwareFacts, works: bool, cache_free_bytes: int | None
 ) -> Iterator[tuple[str, str]]:
     """Warnings that follow from the facts, by name; a pure function. `works`: a backend does."""
     size, free = formatting.size, facts.usable_memory_bytes
@@ -109,7 +120,7 @@ def warnings_of(
     if free < LOW_MEMORY_BYTES:
         text = f"only {size(free)} of memory are free, here or in this control group"
         yield "little_memory", f"{text}; stop other programs, or raise the container's limit"
-    if cache_free_bytes < LOW_DISK_BYTES:
+    if cache_free_bytes is not None and cache_free_bytes < LOW_DISK_BYTES:
         text = f"only {size(cache_free_bytes)} free where weights are kept"
         yield "little_disk", f"{text}; set CROSSOVER_CACHE"
     if not works:
@@ -122,7 +133,8 @@ def page(diagnosis: Diagnosis) -> Iterator[str]:
     yield "This machine"
     for name, value in machine_rows(facts):
         yield f"  {name:16}{value}"
-    yield f"  {'cache':16}{diagnosis.cache} ({size(diagnosis.cache_free_bytes)} free)"
+    free = diagnosis.cache_free_bytes
+    yield f"  {'cache':16}{diagnosis.cache}" + ("" if free is None else f" ({size(free)} free)")
     yield "\nBackends"
     for probe in diagnosis.backends:
         works, version = ("no", "yes"), f", {probe.version}" if probe.version else ""

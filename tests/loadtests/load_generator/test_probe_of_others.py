@@ -324,6 +324,7 @@ def test_no_text_within_a_few_tokens_is_a_note(events: tuple[bytes, ...]) -> Non
         ("http://h/a%2Fb?", "http://h:80", b"GET /a%2Fb/models HTTP/1.1"),
         ("http://h/\udcff/v1", "http://h:80", b"GET /%FF/v1/models HTTP/1.1"),
         ("http://[::1]:8000", "http://[::1]:8000", b"GET /v1/models HTTP/1.1\r\nHost: [::1]:8000"),
+        ("http://[fe80::1%25eth0]", "http://[fe80::1]:80", b"GET /v1/models HTTP/1.1\r\nHost: [f"),
         (" http://h/v1 \n", "http://h:80", b"GET /v1/models HTTP/1.1"),
         ("http://h/a\r\nX: 1", "http://h:80", b"GET /aX:%201/models HTTP/1.1\r\nHost: h:80\r\n"),
     ],
@@ -337,6 +338,7 @@ def test_urls_are_read_as_people_write_them(url: str, host: str, head: bytes) ->
     "url",
     [
         *("ftp://host", "http://", "http://host:99999", "http://host/?a=b", "http://a b"),
+        *("http://a..b", "http://" + "a" * 64 + ".example"),
         *("http://.例", "http://h\x7f", "http://\udcff", "http://" + "例" * 80, "http://[::1"),
         "http://u:p@host",
     ],
@@ -344,6 +346,11 @@ def test_urls_are_read_as_people_write_them(url: str, host: str, head: bytes) ->
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(TargetUnusable):
         connect(url)
+
+
+def test_a_query_in_a_url_is_refused_by_name() -> None:
+    with pytest.raises(TargetUnusable, match=r"query \(\?api-version=1\), .* leave it out"):
+        connect("https://h/openai/deployments/m?api-version=1")
 
 
 def test_a_request_is_plain_json_whatever_the_model_is_called() -> None:

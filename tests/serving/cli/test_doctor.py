@@ -1,5 +1,6 @@
 """What doctor makes of facts: warnings with advice, and how to get what is missing."""
 
+import pwd
 from importlib.metadata import version
 from typing import Any
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 
 from serving.backends.backend_table import BackendProbe
+from serving.cli import doctor_command
 from serving.cli.doctor_command import Diagnosis, advice, page, warnings_of
 from serving.hardware.gpus import GpuFacts
 from tests.serving.placement.test_plan import GIB, machine
@@ -61,3 +63,16 @@ def test_the_page_for_people_says_what_there_is() -> None:
         *("it [bold]broke", "-> pip install 'llm-crossover[torch]'", "cpu_quota", "AVX2 = 1 [x]"),
     ):
         assert text in shown
+
+
+def test_a_user_without_a_home_is_told_of_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError("uid not found")
+
+    for name in ("HOME", "CROSSOVER_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    cache, free_bytes = doctor_command._cache()
+    warnings = dict(warnings_of(machine(), True, free_bytes))
+    shown = "\n".join(page(Diagnosis(machine(), (WORKS,), {}, cache, free_bytes, warnings)))
+    assert "Test CPU" in shown and "CROSSOVER_CACHE" in shown and "little_disk" not in shown
