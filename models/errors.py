@@ -1,5 +1,8 @@
 """What can go wrong before a model runs."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class CrossoverError(Exception):
     """Base of every error raised on purpose: its text is one sentence for a person."""
@@ -19,6 +22,21 @@ class UnsupportedModel(ModelError):
 
 class BrokenWeights(ModelError):
     """A weights file is cut off, damaged, or not of the format that its name says."""
+
+
+@contextlib.contextmanager
+def files_in_words(name: str) -> Iterator[None]:
+    """What the system says of a model's files, as a sentence: closed folders, names too long.
+
+    Raises ModelError for the OSErrors of the block.
+    """
+    try:
+        yield
+    except OSError as problem:
+        place = problem.filename or name
+        raise ModelError(
+            f"{printable(str(place))!r} cannot be used: {problem.strerror or problem}"
+        ) from problem
 
 
 class BadChat(ModelError):

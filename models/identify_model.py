@@ -13,6 +13,7 @@ the same: `crossover serve`, `load`, `campaign`, `calibrate`, `models`, `plan` a
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from models.errors import ModelError, UnknownModel, UnsupportedModel
+from models.errors import ModelError, UnknownModel, UnsupportedModel, files_in_words
 from models.export_with_optimum import foreign_spec
 from models.gguf_reader import is_gguf_file, model_name, read_header
 from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
@@ -78,8 +79,13 @@ def identify(name: str, *, fetch: bool = False) -> ModelIdentity:
     """What the name stands for. `fetch`: asks the hub for the texts (config.json, tokenizer) of a
     model that is not here.
 
-    Raises UnknownModel, UnsupportedModel, BrokenWeights.
+    Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where a file cannot be read.
     """
+    with files_in_words(name):
+        return _identity(name, fetch)
+
+
+def _identity(name: str, fetch: bool) -> ModelIdentity:
     if is_rung(name):
         spec = rung(name).spec
         return ModelIdentity(
@@ -112,7 +118,7 @@ def find_local(name: str) -> tuple[Path, str] | None:
 
 def is_gguf(path: Path) -> bool:
     """Whether a path is a GGUF file's: by its first bytes, else by its name."""
-    return is_gguf_file(path) or (path.suffix == ".gguf" and not path.is_dir())
+    return is_gguf_file(path) or (path.suffix == ".gguf" and not os.path.isdir(path))
 
 
 def name_of(name: str) -> str:
@@ -120,7 +126,7 @@ def name_of(name: str) -> str:
     match = HUB_ID.fullmatch(name)
     if is_rung(name):
         return rung(name).spec.name
-    if match is not None and not Path(name).exists():
+    if match is not None and not os.path.exists(name):
         return model_name(Path(match[2])) if match[2] else match[1]
     is_path = name.endswith(".gguf") or "/" in name
     return _short_name(Path(name).absolute()) if is_path else name

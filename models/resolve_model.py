@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from models.child_process import run_aside
-from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from models.errors import BrokenWeights, UnknownModel, UnsupportedModel, files_in_words
 from models.gguf_reader import part_names, read_header
 from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
 from models.identify_model import (
@@ -85,8 +85,20 @@ def resolve(
 ) -> ResolvedModel:
     """Find or make the files of `kind` (gguf, hf, onnx, none) for the model `name`.
 
-    Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where a converter died.
+    Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where a converter died or a
+    file cannot be read.
     """
+    with files_in_words(name):
+        return _resolved(name, kind, weight_format, cache, progress)
+
+
+def _resolved(
+    name: str,
+    kind: str,
+    weight_format: str | None,
+    cache: str | Path | None,
+    progress: Progress | None,
+) -> ResolvedModel:
     if kind == "none":
         return _without_weights(name, cache_dir(cache))
     asked = spelt(kind, weight_format) if weight_format else None

@@ -74,6 +74,7 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
     for file in files:
         if not file.is_file():
             raise BrokenWeights(f"{INDEX} of {folder.name} names {file.name}, which is not there")
+        file.open("rb").close()  # of a file that is closed to it, the library says "no such file"
         try:
             with safe_open(file, "np") as opened:  # compares the header with itself and the size
                 for name in opened.keys():

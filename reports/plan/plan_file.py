@@ -12,6 +12,7 @@ key and value. Reading a plan looks at no machine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -70,11 +71,12 @@ class ForecastKeys(Table, frozen=True, kw_only=True):
     users: Annotated[Positive | None, key("people; with requests_per_user")] = None
     requests_per_user: Annotated[Positive | None, key("a day, by each of the users")] = None
     day: Annotated[
-        Literal["flat", "people", "office", "night"] | list[Annotated[float, Meta(ge=0)]],
+        Literal["flat", "people", "office", "night"] | list[Annotated[float, Meta(ge=0, le=1e9)]],
         key("flat, people, office, night, or the rates of its hours"),
     ] = "flat"
     weekend: Annotated[
-        Annotated[float, Meta(ge=0)], key("rate of a weekend's hour over that of a weekday's")
+        Annotated[float, Meta(ge=0, le=1e9)],
+        key("rate of a weekend's hour over that of a weekday's"),
     ] = 1.0
     arrivals: Annotated[
         Constant | Poisson | Gamma, key("inside an hour: poisson, constant, gamma")
@@ -129,7 +131,7 @@ class PlanFile(Table, frozen=True, kw_only=True):
     ] = None
     prices: Annotated[dict[str, Positive], key("$/h of a device, in place of its list price")] = {}
     dollars_per_kwh: Annotated[
-        Annotated[float, Meta(ge=0)], key("of energy for machines that you own")
+        Annotated[float, Meta(ge=0, le=1e9)], key("of energy for machines that you own")
     ] = 0.15
 
 
@@ -201,7 +203,7 @@ def question(
 
 def identify_in(name: str, folder: Path) -> ModelIdentity:
     """What a model's name stands for; a path is relative to the folder. Raises ModelError."""
-    is_there = not is_rung(name) and (folder / name).exists()
+    is_there = not is_rung(name) and os.path.exists(folder / name)
     return identify(str(folder / name) if is_there else name, fetch=True)
 
 

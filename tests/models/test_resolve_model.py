@@ -14,6 +14,7 @@ import pytest
 
 from models import resolve_model
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from models.identify_model import identify, name_of
 from models.model_ladder import rung
 from models.random_weights import write_gguf, write_hf_folder
 from models.resolve_model import ResolvedModel, resolve
@@ -167,6 +168,30 @@ def test_a_cache_that_cannot_be_written_to_serves_what_it_has(
                 resolve("tiny", kind="gguf", weight_format="F16", cache=cache)
             loaded = load_tokenizer(found[0].tokenizer_path)
     assert again == found and loaded.vocabulary == TINY_LLAMA.vocabulary
+
+
+def test_files_that_cannot_be_read_are_said() -> None:
+    """As they are for a server that runs as another user than the one who put the model there."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_gguf(TINY_LLAMA, folder / "shut.gguf", "Q8_0")
+        for inside in ("closed/model", "config", "weights"):
+            write_hf_folder(TINY_LLAMA, folder / inside, "fp16")
+        closed = [folder / "shut.gguf", folder / "closed", folder / "config/config.json"]
+        closed.append(folder / "weights/model.safetensors")
+        models = ["shut.gguf", "closed/model", "closed/x.gguf", "config", "weights", "x" * 5000]
+        with unwritable(folder):
+            was = os.geteuid()
+            os.seteuid(os.getuid())
+            for path in closed:
+                path.chmod(0)
+            os.seteuid(was)
+            for model in models:
+                kind = "gguf" if model.endswith("gguf") else "onnx"
+                for look in (identify, lambda name, kind=kind: resolve(name, kind=kind)):
+                    with pytest.raises(ModelError, match=r"cannot be used: (Permission|File name)"):
+                        look(str(folder / model))
+                assert name_of(str(folder / model))
 
 
 def test_files_and_folders_are_taken_where_they_lie(tmp_path: Path) -> None:
