@@ -365,7 +365,7 @@ class Child:
         }
         import msgspec
 
-        buffer = self.backend._outputs.logits if self.is_gpu else None
+        buffer = self.backend._logits if self.is_gpu else None
         sampler = self.backend._sampler if self.is_gpu else DeviceSampler(torch.device("cpu"))
         for name, sampling in kinds.items():
             shares = []
@@ -383,10 +383,7 @@ class Child:
                     if self.is_gpu:
                         buffer[:rows].copy_(logits)
                         there = buffer[:rows]
-                    if self.is_gpu:
-                        self.backend._outputs.write_best(rows)
-                    draws = sampler.send(asked, self.spec.vocabulary)
-                    tokens, good = sampler.draw(there, draws)
+                    tokens, good = sampler.draw(there, asked)
                 device, fine = tokens.tolist(), good.tolist()
                 host = [one.token for one in sample(logits.numpy(), asked)]
                 same = [a == b for a, b, is_good in zip(device, host, fine, strict=True) if is_good]
@@ -418,7 +415,7 @@ class Child:
                     continue
                 captured += 1
                 mine = result[0].clone()
-                out = torch.empty_like(backend._outputs.logits)
+                out = torch.empty_like(backend._logits)
                 eager, _ = run_pass(backend._model, rows, out)
             worst = max(worst, float((mine - eager).abs().max()))
             agreed += int((mine.argmax(-1) == eager.argmax(-1)).sum())

@@ -23,7 +23,7 @@ from models.model_ladder import rung
 from models.model_spec import ModelSpec
 from serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
 from serving.backends.torch.cuda_graphs import Graphs, StepGraphs
-from serving.backends.torch.forward_pass import SlotModel, StepOutputs
+from serving.backends.torch.forward_pass import SlotModel
 from serving.backends.torch.gpu_sampler import DeviceSampler
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import KvCache
@@ -78,12 +78,12 @@ def waits_of_a_launch(name: str, *, prompts: bool = False) -> list[str]:
         spec, lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device=META)
     )
     model = SlotModel(spec, weights, cache, is_flash=True)
-    outputs = StepOutputs(8, spec.vocabulary, META)
-    backend._model, backend._outputs, backend._device = model, outputs, META
+    logits = torch.empty(8, spec.vocabulary, device=META)
+    backend._model, backend._logits, backend._device = model, logits, META
     backend._lengths = [20] * 8
     graphs = Graphs(is_capturing=False)
-    backend._graphs = StepGraphs(model, outputs, 64, graphs, lambda *said: None)
-    backend._sampler = DeviceSampler(META, outputs, graphs)
+    backend._graphs = StepGraphs(model, logits, 64, graphs, lambda *said: None)
+    backend._sampler = DeviceSampler(META, logits, graphs)
     backend._is_gpu, backend._device_sampling = False, True
     one, drawn = np.ones(1, np.int32), np.array([DRAWN], np.int32)
     kinds = [kind for _, kind in zip(range(7), itertools.cycle(KINDS_OF_DRAWS), strict=False)]

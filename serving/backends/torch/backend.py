@@ -30,14 +30,8 @@ from serving.backends.backend_interface import (
     parse_options,
 )
 from serving.backends.torch.cuda_graphs import Graphs, StepGraphs
-from serving.backends.torch.forward_pass import (
-    SlotModel,
-    StepOutputs,
-    in_pass_order,
-    run_pass,
-    to_device,
-)
-from serving.backends.torch.gpu_sampler import DeviceSampler, Draws, drawable
+from serving.backends.torch.forward_pass import SlotModel, run_pass, to_device
+from serving.backends.torch.gpu_sampler import DeviceSampler, drawable
 from serving.backends.torch.memory_overhead import captured_tokens
 from serving.backends.torch.torch_weights import DTYPES, Checkpoint, compute_dtype, load
 from serving.backends.torch.varlen_attention import KvCache, flash_trouble
@@ -121,17 +115,16 @@ class TorchBackend:
             cache = KvCache(spec, slots, context, dtype, device)
             self._model: SlotModel | None = SlotModel(spec, weights, cache, no_flash is None)
         self._lengths = [0] * slots
-        self._outputs: StepOutputs | None = None  # of every step on a GPU
+        self._logits: Tensor | None = None  # of every step on a GPU
         self._graphs: StepGraphs | None = None
         self._sampler = DeviceSampler(device)
         graphs = "false"
         if is_gpu:
             with memory_errors("making graphs and a first step"), torch.inference_mode():
-                self._outputs = StepOutputs(slots, spec.vocabulary, device)
-                self._sampler = DeviceSampler(device, self._outputs)
+                self._logits = torch.empty(slots, spec.vocabulary, device=device)
                 if no_flash is None:
                     limit = captured_tokens(spec, settings)
-                    graphs = self._make_graphs(self._model, self._outputs, limit, progress)
+                    graphs = self._make_graphs(self._model, self._logits, limit, progress)
                 progress("first step", None)
                 self._warm_up(min(settings.step_tokens, context - len(KINDS_OF_DRAWS)))
                 torch.cuda.synchronize()
@@ -160,8 +153,8 @@ class TorchBackend:
     @torch.inference_mode()
     def step(self, rows: list[Row]) -> list[Sampled]:
         with memory_errors(f"a step of {sum(len(row.tokens) for row in rows)} tokens"):
-            logits, wanted, draws = self._run(rows)
-            tokens = self._draw(logits, wanted, draws)
+            logits, wanted = self._run(rows)
+            tokens = self._draw(logits, wanted)
         drawn = {row.slot: token for row, token in zip(wanted, tokens, strict=True)}
         return [drawn[row.slot] for row in rows if row.wants_token]
 
@@ -174,8 +167,8 @@ class TorchBackend:
         if after is not None:
             rows, drawn = after.numbered(rows), after.drawn
         with memory_errors(f"a step of {sum(len(row.tokens) for row in rows)} tokens"):
-            logits, wanted, draws = self._run(rows, drawn)
-            return Flight(*self._sampler.draw(logits, draws), wanted)
+            logits, wanted = self._run(rows, drawn)
+            return Flight(*self._sampler.draw(logits, wanted), wanted)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -187,40 +180,30 @@ class TorchBackend:
         self._lengths[slot] = min(tokens, self._lengths[slot])
 
     def close(self) -> None:
-        self._model = self._graphs = self._outputs = None
-        self._sampler = DeviceSampler(self._device)
+        self._model = self._graphs = self._logits = None
         if self._is_gpu:
             torch.cuda.empty_cache()
 
-    def _run(self, rows: list[Row], drawn: Tensor | None = None) -> tuple[Tensor, list[Row], Draws]:
-        """Logits of the rows that want a token, these rows in the logits' order, and what the
-        device's draws of them take. `drawn`: see forward_pass.known."""
+    def _run(self, rows: list[Row], drawn: Tensor | None = None) -> tuple[Tensor, list[Row]]:
+        """Logits of the rows that want a token, and these rows in the logits' order. `drawn`: see
+        forward_pass.known."""
         model = self._model
         if model is None:
             raise EngineFailed("the backend is closed")
         for row in rows:
             check_row(row, self._lengths[row.slot], model.width)
             self._lengths[row.slot] = row.position
-        draws = Draws([], None)
-        if self._device_sampling:
-            wanted = [row for row in in_pass_order(rows) if row.wants_token]
-            draws = self._sampler.send(wanted, model.spec.vocabulary)
         found = None if self._graphs is None else self._graphs.run(rows, drawn)
-        if found is None:
-            outputs = self._outputs
-            found = run_pass(model, rows, None if outputs is None else outputs.logits, drawn)
-            if outputs is not None:
-                outputs.write_best(len(found[1]))
-        return *found, draws
+        return found or run_pass(model, rows, self._logits, drawn)
 
-    def _draw(self, logits: Tensor, rows: list[Row], draws: Draws) -> list[Sampled]:
+    def _draw(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
         if not rows:
             if self._is_gpu:  # else what the GPU still has to do would be the next step's time
                 torch.cuda.synchronize()
             return []
         if not self._device_sampling:
             return sample(logits.cpu().numpy(), rows)
-        tokens, good = self._sampler.draw(logits, draws)
+        tokens, good = self._sampler.draw(logits, rows)
         # One copy to the host, which waits for the step.
         both = torch.stack((tokens, good.long())).cpu().tolist()
         drawn = zip(rows, *both, strict=True)
@@ -232,15 +215,13 @@ class TorchBackend:
             found = [late.get(index, one) for index, one in enumerate(found)]
         return [one for one in found if one is not None]
 
-    def _make_graphs(
-        self, model: SlotModel, outputs: StepOutputs, limit: int, progress: Progress
-    ) -> str:
+    def _make_graphs(self, model: SlotModel, logits: Tensor, limit: int, progress: Progress) -> str:
         """Whether there are graphs, for the backend's details. Where steps cannot be captured,
         eager ones are slower, not wrong."""
         try:
             graphs = Graphs(is_capturing=True)
-            self._graphs = StepGraphs(model, outputs, limit, graphs, progress)
-            self._sampler = DeviceSampler(self._device, outputs, graphs)
+            self._graphs = StepGraphs(model, logits, limit, graphs, progress)
+            self._sampler = DeviceSampler(self._device, logits, graphs)
         except RuntimeError as problem:
             self._graphs = None
             torch.cuda.empty_cache()

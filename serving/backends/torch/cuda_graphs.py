@@ -24,7 +24,6 @@ from models.weights_manifest import Progress
 from serving.backends.torch.forward_pass import (
     PassShape,
     SlotModel,
-    StepOutputs,
     in_pass_order,
     known,
     packed,
@@ -42,9 +41,7 @@ class Graphs:
     are, on any device."""
 
     def __init__(self, is_capturing: bool) -> None:
-        self._stream: Any = None
-        if is_capturing:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream: Any = torch.cuda.Stream() if is_capturing else None  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
     def captured(self, function: Callable[[], object]) -> Callable[[], object]:
@@ -76,20 +73,16 @@ def step_shapes(slots: int, limit: int) -> list[PassShape]:
 class StepGraphs:
     """Steps by shape.
 
-    `outputs`: where every step writes, for each slot. `limit`: most tokens of a step with prompts.
+    `logits`: float32 [slots, vocabulary], where every step writes. `limit`: most tokens of a step
+    with prompts.
     """
 
     def __init__(
-        self,
-        model: SlotModel,
-        outputs: StepOutputs,
-        limit: int,
-        graphs: Graphs,
-        progress: Progress,
+        self, model: SlotModel, logits: Tensor, limit: int, graphs: Graphs, progress: Progress
     ) -> None:
         self._model = model
-        self._outputs = outputs
-        slots = len(outputs.logits)
+        self._logits = logits
+        slots = len(logits)
         self._spare = slots * model.width  # the cache's place of dummy tokens
         self._shapes = step_shapes(slots, limit)
         most = max(sum(shape.sizes) for shape in self._shapes)
@@ -104,8 +97,8 @@ class StepGraphs:
 
     def run(self, rows: list[Row], drawn: Tensor | None = None) -> tuple[Tensor, list[Row]] | None:
         """Logits float32 [n, vocabulary] of the rows that want a token, and these rows in the
-        logits' order; their best tokens are written too. The next run overwrites them. None: no
-        graph holds so many tokens or pieces. `drawn`: see forward_pass.known."""
+        logits' order; the next run overwrites them. None: no graph holds so many tokens or pieces.
+        `drawn`: see forward_pass.known."""
         step = PassShape.of(rows)
         shape = next((one for one in self._shapes if one.holds(step)), None)
         if shape is None:
@@ -116,7 +109,7 @@ class StepGraphs:
             self._drawn[: len(drawn)].copy_(drawn)
         self._replays[shape]()
         wanting = [row for row in rows if row.wants_token]
-        return self._outputs.logits[: len(wanting)], wanting
+        return self._logits[: len(wanting)], wanting
 
     def _fill(self, rows: list[Row], shape: PassShape) -> None:
         numbers = packed(rows, shape, self._model.width, self._spare)
@@ -127,8 +120,4 @@ class StepGraphs:
         numbers = self._inputs[: sum(shape.sizes)]
         width = self._model.width
         ids, positions, wanted, step = unpacked(numbers, shape, shape.tokens, width)
-        if step.singles is not None and step.pieces is not None:
-            step.is_single = (step.singles.keys > 0)[:, None, None]
-        ids = known(ids, self._drawn)
-        logits = self._model.forward(ids, positions, step, wanted, self._outputs.logits)
-        self._outputs.write_best(len(logits))
+        self._model.forward(known(ids, self._drawn), positions, step, wanted, self._logits)

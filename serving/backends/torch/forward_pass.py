@@ -94,26 +94,6 @@ class SlotModel:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_epsilon)
 
 
-class StepOutputs:
-    """What steps leave on a device for up to `rows` rows: logits, and their best tokens."""
-
-    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
-        self.logits = torch.empty(rows, vocabulary, device=device)
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.good = torch.zeros(rows, dtype=torch.bool, device=device)
-
-    def write_best(self, count: int) -> None:
-        """The first rows' best tokens, from their logits."""
-        write_best(self.logits[:count], self.tokens[:count], self.good[:count])
-
-
-def write_best(logits: Tensor, tokens: Tensor, good: Tensor) -> None:
-    """Of each row the token with the best logit, and whether its logits are numbers."""
-    best = torch.empty_like(logits[:, 0])
-    torch.max(logits, -1, out=(best, tokens))  # NaN is the maximum
-    torch.eq(best, best, out=good)
-
-
 def run_pass(
     model: SlotModel,
     rows: Sequence[Row],
@@ -229,7 +209,10 @@ def unpacked(
         singles = Sequences(parts[0], parts[1], parts[2], 1, max_k)
     if shape.pieces:
         pieces = Sequences(parts[3], parts[4], parts[5], max_q, max_k)
-    step = FlashStep(at, singles, pieces)
+    is_single = None
+    if singles is not None and pieces is not None:
+        is_single = (singles.keys > 0)[:, None, None]
+    step = FlashStep(at, singles, pieces, is_single)
     return ids, positions, wanted if shape.pieces else None, step
 
 

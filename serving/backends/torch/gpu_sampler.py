@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from serving.backends.torch.cuda_graphs import Graphs
-from serving.backends.torch.forward_pass import StepOutputs, pinned, write_best
+from serving.backends.torch.forward_pass import pinned
 from serving.backends.torch.memory_overhead import decode_buckets
 from serving.sampling.random_numbers import (
     CDF_COUNTER,
@@ -39,8 +38,7 @@ from serving.sampling.random_numbers import (
 from serving.sampling.step_inputs import GREEDY_BELOW, Row
 from serving.sampling.top_k_top_p import MEMBERS, ROUNDS
 
-MAX_TOP_K = 4096
-NUCLEUS_CANDIDATES = 1024  # top-p looks at so many tokens; sorting more takes most of its time
+MAX_CANDIDATES = 4096  # top-k and top-p look at so many tokens
 SHORT_TOP_K = 64  # what most requests with top-k ask for: few candidates are sorted far faster
 _ROUNDS = list(enumerate(ROUNDS[:2]))  # of proposals; where none is taken, the host goes on
 
@@ -63,7 +61,7 @@ def drawable(row: Row) -> bool:
     """Whether this sampler does all that the row asks for."""
     sampling = row.sampling
     is_plain = not sampling.needs_logits_work and sampling.min_p <= 0 and not row.banned
-    return is_plain and sampling.logprobs is None and sampling.top_k <= MAX_TOP_K
+    return is_plain and sampling.logprobs is None and sampling.top_k <= MAX_CANDIDATES
 
 
 def kind_of(row: Row, vocabulary: int) -> Kind:
@@ -76,104 +74,94 @@ def kind_of(row: Row, vocabulary: int) -> Kind:
     return Kind.NUCLEUS if sampling.top_p < 1 else Kind.FREE
 
 
-class Draws(NamedTuple):
-    """What the draws of a step take, on the device."""
-
-    kinds: list[Kind]  # of each row
-    inputs: Tensor | None  # see SEED_LOW; None: all rows take their best token
-
-
 class DeviceSampler:
     """Draws the tokens of rows on a device.
 
-    `outputs`: where the engine's steps leave logits and best tokens; with `graphs`, draws from
-    there are captured. Other logits are drawn from kernel by kernel.
+    `logits`: float32 [rows, vocabulary], the buffer where captured steps leave them; with `graphs`,
+    draws from it are captured too. Other logits are drawn from kernel by kernel.
     """
 
     def __init__(
         self,
         device: torch.device,
-        outputs: StepOutputs | None = None,
+        logits: Tensor | None = None,
         graphs: Graphs | None = None,
     ) -> None:
         self._device = device
-        self._outputs = outputs
         self._constants = Constants(*(torch.from_numpy(one).to(device) for one in CONSTANTS))
         self._proposals = torch.from_numpy(proposal_counters(_ROUNDS)).to(device)
         self._cdf = torch.from_numpy(CDF_COUNTER).to(device)
         self._replays: dict[tuple[Kind, int], Callable[[], object]] = {}
         self._buckets: list[int] = []
-        if outputs is None or graphs is None:
+        if logits is None or graphs is None:
             return
-        slots = len(outputs.logits)
-        self._inputs = torch.zeros(8 * slots, dtype=torch.int64, device=device)
+        rows = len(logits)
+        self._logits = logits
+        self._inputs = torch.zeros(8 * rows, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._good = torch.zeros(rows, dtype=torch.bool, device=device)
         try:
-            for size in reversed(decode_buckets(slots)):
-                for kind in (Kind.NUCLEUS, Kind.SHORT_TOP_K, Kind.FREE):
-                    buffers = outputs.logits[:size], outputs.tokens[:size], outputs.good[:size]
-                    draw = partial(self._draw_kind, kind, self._inputs_buffer(size), *buffers)
-                    self._replays[kind, size] = graphs.captured(draw)
+            for bucket in reversed(decode_buckets(rows)):
+                for kind in (Kind.NUCLEUS, Kind.SHORT_TOP_K, Kind.FREE, Kind.BEST):
+                    draw = partial(self._draw_kind, kind, *self._buffers(bucket))
+                    self._replays[kind, bucket] = graphs.captured(draw)
         except RuntimeError as problem:
             why = (str(problem).splitlines() or [type(problem).__name__])[0]
             print(f"torch: draws cannot be captured: {why}", file=sys.stderr, flush=True)
             return
-        self._buckets = decode_buckets(slots)
+        self._buckets = decode_buckets(rows)
 
-    def send(self, rows: Sequence[Row], vocabulary: int) -> Draws:
-        """Copy what the rows' draws take to the device: best before their step is launched."""
-        kinds = [kind_of(row, vocabulary) for row in rows]
-        if not any(kinds):
-            return Draws(kinds, None)
-        size = next((size for size in self._buckets if size >= len(rows)), len(rows))
-        host = pinned(_inputs_of(rows, kinds, size), self._device)
-        if not self._buckets:
-            return Draws(kinds, host.to(self._device, non_blocking=True))
-        inputs = self._inputs_buffer(size)
-        inputs.copy_(host, non_blocking=True)
-        return Draws(kinds, inputs)
-
-    def draw(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         """Tokens int64 [n] and whether each is good, bool [n]; the host draws the others. The next
-        step may overwrite them.
+        draw may overwrite them.
 
         `logits` float32 [n, vocabulary]. A row is not good where its logits are NaN, top-p needs
         more candidates than it looks at, or no proposal is taken. Rows that are not `drawable` get
         their best token.
         """
-        count, inputs = len(draws.kinds), draws.inputs
-        outputs = self._outputs
-        if outputs is not None and logits.data_ptr() == outputs.logits.data_ptr():
-            size = count if inputs is None else inputs.shape[1]
-            logits = outputs.logits[:size]
-            tokens, good = outputs.tokens[:size], outputs.good[:size]
+        count, vocabulary = logits.shape
+        kinds = [kind_of(row, vocabulary) for row in rows]
+        if self._buckets and logits.data_ptr() == self._logits.data_ptr():
+            size = next(bucket for bucket in self._buckets if bucket >= count)
+            buffers = self._buffers(size)
+            inputs = buffers[1]
         else:
-            tokens = torch.empty(count, dtype=torch.int64, device=self._device)
-            good = torch.empty(count, dtype=torch.bool, device=self._device)
-            write_best(logits, tokens, good)
-        for kind in sorted({*draws.kinds} - {Kind.BEST}):
-            assert inputs is not None
-            replay = self._replays.get((kind, inputs.shape[1])) if self._buckets else None
+            size = count
+            inputs = torch.empty((8, size), dtype=torch.int64, device=self._device)
+            tokens = torch.empty(size, dtype=torch.int64, device=self._device)
+            good = torch.empty(size, dtype=torch.bool, device=self._device)
+            buffers = logits, inputs, tokens, good
+        host = pinned(_inputs_of(rows, kinds, size), self._device)
+        inputs.copy_(host, non_blocking=True)
+        for kind in sorted({Kind.BEST, *kinds}):  # the best token first: others go over it
+            replay = self._replays.get((kind, size)) if buffers[0] is not logits else None
             if replay is not None:
                 replay()
             else:
-                self._draw_kind(kind, inputs, logits, tokens, good)
-        return tokens[:count], good[:count]
+                self._draw_kind(kind, *buffers)
+        return buffers[2][:count], buffers[3][:count]
 
-    def _inputs_buffer(self, size: int) -> Tensor:
-        """What the captured draws of so many rows read."""
-        return self._inputs[: 8 * size].view(8, size)
+    def _buffers(self, bucket: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the captured draws of so many rows read and write."""
+        inputs = self._inputs[: 8 * bucket].view(8, bucket)
+        return self._logits[:bucket], inputs, self._tokens[:bucket], self._good[:bucket]
 
     def _draw_kind(
-        self, kind: Kind, inputs: Tensor, logits: Tensor, tokens: Tensor, good: Tensor
+        self, kind: Kind, logits: Tensor, inputs: Tensor, tokens: Tensor, good: Tensor
     ) -> None:
-        """Write the tokens of the rows of a kind, and whether they are good, over the best ones."""
+        """Write the tokens of the rows of a kind and whether they are good; of BEST, of all."""
+        if kind == Kind.BEST:
+            best, ids = logits.max(-1)
+            tokens.copy_(ids)
+            good.copy_(best.isnan().logical_not_())
+            return
         temperature, top_p = inputs[TEMPERATURE : TOP_P + 1].view(torch.float64)[:, :, None]
         keys = inputs[: ZERO + 1, :, None]
         if kind in (Kind.SHORT_TOP_K, Kind.LONG_TOP_K):
             bits, _ = proposal_bits(keys, self._cdf, self._constants)
             # More than are kept: of equal logits the lowest ids are, and which of them topk finds
             # at its end is chance.
-            candidates = 2 * (SHORT_TOP_K if kind == Kind.SHORT_TOP_K else MAX_TOP_K)
+            candidates = 2 * (SHORT_TOP_K if kind == Kind.SHORT_TOP_K else MAX_CANDIDATES)
             top_k = inputs[TOP_K, :, None]
             drawn = _draw_top_k(logits, bits[0], temperature, top_p, top_k, candidates)
             fine = torch.ones_like(good)
@@ -182,7 +170,7 @@ class DeviceSampler:
             cut = top_p if kind == Kind.NUCLEUS else None
             drawn, fine = _draw_proposals(logits, bits, member, temperature, cut)
         is_kind = inputs[KIND] == kind
-        torch.where(is_kind, drawn, tokens, out=tokens)
+        tokens.copy_(torch.where(is_kind, drawn, tokens))
         good.logical_and_(fine | ~is_kind)
 
 
@@ -260,7 +248,7 @@ def _draw_proposals(
 def _least_kept(logits: Tensor, scale: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest logit [n, 1] that top-p keeps, and whether enough candidates were looked at."""
     weights = torch.softmax(logits * scale.float(), -1)
-    best, ids = logits.topk(min(logits.shape[1], NUCLEUS_CANDIDATES), dim=-1)
+    best, ids = logits.topk(min(logits.shape[1], MAX_CANDIDATES), dim=-1)
     candidates = weights.gather(1, ids).double()
     is_kept = candidates.cumsum(-1) - candidates < top_p
     last = (is_kept.sum(-1, keepdim=True) - 1).clamp_(min=0)  # none: the logits are NaN

@@ -14,19 +14,11 @@ CONTEXT_BYTES = 600 * MIB  # the CUDA context and the modules of kernels; 0.5 to
 WORKSPACE_BYTES = 160 * MIB
 # Of each logit where tokens are drawn with top-p: its quotient by the temperature, and the softmax.
 DRAW_BYTES = 8
-CANDIDATE_BYTES = 64 << 10  # of each row: proposals, the candidates of top-p with their sums
-# Tokens of captured steps with prompts: what fills one up takes as long as real tokens where
-# arithmetic decides, at most 64 of them where a launched step would be as quick.
-TOKEN_BUCKETS = (
-    *(16, 32, 64, 128, 192, 256, 320, 384, 448, 512),
-    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
-)
-# Operations that a GPU does while Python launches the kernels of one layer (0.26 to 0.5 ms on an
-# H200's host, at 600 TFLOP/s): a step of so many is not slower for being launched.
-LAYER_LAUNCH_OPERATIONS = 2.0e11
-# A captured kernel takes memory too: 4 to 8 KiB were found on an H200.
-KERNEL_BYTES = 6 << 10
-LAYER_KERNELS, DRAW_KERNELS = 16, 100
+CANDIDATE_BYTES = 64 << 10  # of each row: the candidates of top-p, sorted, with their sums
+TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+# Operations that a GPU does while Python launches the kernels of one layer (0.4 ms on an H200's
+# host, at 600 TFLOP/s): a step of so many is not slower for being launched.
+LAYER_LAUNCH_OPERATIONS = 2.4e11
 
 
 def decode_buckets(rows: int) -> list[int]:
@@ -70,15 +62,11 @@ def pass_bytes(
 
 
 def graph_bytes(spec: ModelSpec, settings: SchedulerSettings, element: int) -> int:
-    """What graphs hold: their pool, which is as large as the largest captured step or draw, and
-    their kernels."""
-    slots, buckets = settings.slots, token_buckets(captured_tokens(spec, settings))
-    rows = min(buckets[-1], slots)
-    mixed = pass_bytes(spec, buckets[-1], rows, element, rows)
-    pool = max(mixed, pass_bytes(spec, slots, slots, element), draw_bytes(spec, slots))
-    sizes = len(decode_buckets(slots))
-    kernels = (sizes + len(buckets)) * LAYER_KERNELS * spec.layers + 3 * sizes * DRAW_KERNELS
-    return pool + kernels * KERNEL_BYTES
+    """What the graphs' pool holds: the largest captured step, or draw."""
+    slots, largest = settings.slots, token_buckets(captured_tokens(spec, settings))[-1]
+    rows = min(largest, slots)
+    mixed = pass_bytes(spec, largest, rows, element, rows)
+    return max(mixed, pass_bytes(spec, slots, slots, element), draw_bytes(spec, slots))
 
 
 def draw_bytes(spec: ModelSpec, slots: int) -> int:

@@ -69,7 +69,7 @@ class FlashStep:
     at: Tensor  # int64 [tokens]: row * width + position, where a token's key and value go
     singles: Sequences | None  # one for each of the first tokens; None: the pass has pieces only
     pieces: Sequences | None  # None: every token is a row of its own
-    is_single: Tensor | None = None  # bool [singles, 1, 1]; False: a piece's; None: all are singles
+    is_single: Tensor | None = None  # bool [singles, 1, 1], where there are both; False: a piece's
 
     def attend(self, queries: Tensor, cache: Tensor) -> Tensor:
         """See Step."""
@@ -78,12 +78,11 @@ class FlashStep:
             sequences = self.singles or self.pieces
             assert sequences is not None
             return sequences.attend(queries, keys, values).flatten(1)
+        assert self.is_single is not None
         out = self.pieces.attend(queries, keys, values)
-        first = out[: len(self.singles.keys)]
+        first = out[: len(self.is_single)]
         singles = self.singles.attend(queries[: len(first)], keys, values)
-        if self.is_single is not None:
-            singles = torch.where(self.is_single, singles, first)
-        first.copy_(singles)
+        first.copy_(torch.where(self.is_single, singles, first))
         return out.flatten(1)
 
 

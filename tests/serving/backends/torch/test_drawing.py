@@ -40,7 +40,7 @@ def test_the_device_draws_what_the_host_draws(
         row(0, [1], at, sampling=msgspec.structs.replace(sampling, seed=at * 31))
         for at in range(64)
     ]
-    tokens, good = CPU.draw(torch.from_numpy(logits), CPU.send(rows, vocabulary))
+    tokens, good = CPU.draw(torch.from_numpy(logits), rows)
     assert not good[7] and 0 <= tokens[7] < vocabulary, "the next step may have begun with it"
     assert good.float().mean() > 0.9, "proposals of a peaked row may all be refused"
     fine = [at for at in range(64) if good[at]]
@@ -52,7 +52,7 @@ def test_the_device_says_when_it_cannot_draw() -> None:
     flat = torch.zeros(2, 9000)  # half of the mass is more than the candidates that are looked at
     flat[1, 0] = float("nan")
     rows = [row(0, [1], 3, sampling=Sampling(temperature=1.0, top_p=0.9, seed=1)), row(1, [1], 3)]
-    _, good = CPU.draw(flat, CPU.send(rows, 9000))
+    _, good = CPU.draw(flat, rows)
     assert good.tolist() == [False, False]
     assert not drawable(row(0, [1], 0, sampling=Sampling(logprobs=1)))
     assert not drawable(row(0, [1], 0, sampling=Sampling(presence_penalty=0.5)))

@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from models.model_ladder import rung
 from serving.backends.torch import memory_overhead as need
 from serving.backends.torch.backend import TorchBackend, memory_errors
 from serving.backends.torch.cuda_graphs import step_shapes
-from serving.backends.torch.gpu_sampler import DeviceSampler, Kind
 from serving.errors import EngineFailed, OutOfMemory
 from tests.serving.backends.backend_contract import check_contract, check_scheduled, check_seeded
 from tests.serving.backends.backend_steps import Make, generate, prompt_of, row
 from tests.serving.backends.hf_folders import generated, hf_folder
 from tests.shapes import TINY, TINY_LLAMA
-from tests.tools.fake_cuda import Alive, FakeCuda, install_flash
+from tests.tools.fake_cuda import FakeCuda, install_flash
 
 
 @pytest.fixture
@@ -74,8 +72,7 @@ def test_graphs_share_a_stream_and_keep_no_logits(make: Make, cuda: FakeCuda) ->
     backend = on_gpu(make, "tiny-llama", slots=16)
     assert len(cuda.streams) == 1 and set(cuda.capture_streams) == set(cuda.streams)
     assert cuda.kept_bytes == 0, "what a capture leaves alive, the next cannot use"
-    assert backend._outputs is not None
-    assert backend._outputs.logits.shape == (16, TINY_LLAMA.vocabulary)
+    assert backend._logits is not None and backend._logits.shape == (16, TINY_LLAMA.vocabulary)
 
 
 @pytest.mark.parametrize("slots", [4, 24])
@@ -87,20 +84,6 @@ def test_the_memory_of_captured_steps_is_predicted(make: Make, cuda: FakeCuda, s
     largest, rows = shapes[-1].tokens, min(shapes[-1].tokens, slots)
     predicted = need.pass_bytes(TINY_LLAMA, largest, rows, 4, rows)
     assert predicted == pytest.approx(max(steps), rel=0.05)
-
-
-def test_the_memory_of_draws_is_predicted() -> None:
-    spec, slots = rung("1b").spec, 64
-    logits = torch.empty(slots, spec.vocabulary, device="meta")
-    inputs = torch.empty(8, slots, dtype=torch.int64, device="meta")
-    tokens, good = inputs[0].clone(), torch.empty(slots, dtype=torch.bool, device="meta")
-    sampler = DeviceSampler(torch.device("meta"))
-    peaks = []
-    for kind in (Kind.FREE, Kind.NUCLEUS, Kind.SHORT_TOP_K):
-        with torch.inference_mode(), Alive() as alive:
-            sampler._draw_kind(kind, inputs, logits, tokens, good)
-        peaks.append(alive.peak)
-    assert need.draw_bytes(spec, slots) == pytest.approx(max(peaks), rel=0.05)
 
 
 def test_steps_with_prompts_are_captured_and_right(make: Make, cuda: FakeCuda) -> None:
@@ -142,7 +125,7 @@ def test_a_step_beyond_the_largest_graph_is_launched_kernel_by_kernel(
         drawn = backend.step([row(0, prompt, 0)])
         assert drawn[0].token == expected(prompt, 1)[0]
         replays[count > 32] = sum(graph.replays for graph in cuda.graphs) - before
-    assert replays == {False: 1, True: 0}
+    assert replays == {False: 2, True: 1}, "the draw is a graph of its own"
 
 
 def test_a_capture_that_fails_costs_the_graphs_not_the_gpu(
