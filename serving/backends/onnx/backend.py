@@ -34,14 +34,13 @@ class OnnxOptions(msgspec.Struct, frozen=True):
     """`--option key=value` of the onnx backend."""
 
     spinning: bool = True  # idle threads spin between operators; off where cores are shared
-    pinned: bool | None = None  # each thread on a core of its own; None: with many threads
     flash_attention: bool | None = None  # ONNX Runtime's; None: with few threads
 
 
 # With more threads than this, attention is quicker by one loop over rows and heads than by ONNX
 # Runtime's flash attention, which starts a parallel loop for each row and layer: 15 threads took
 # 22 ms instead of 27 for a step of 16 rows, 54 instead of 73 for 64 (1B int8). Two threads are
-# slower without it, by 2 to 17 %. Threads that stay on their cores took 5 to 15 % less.
+# slower without it, by 2 to 17 %.
 MANY_THREADS = 8
 
 
@@ -60,7 +59,7 @@ class OnnxBackend:
         manifest = read_manifest(file.parent)
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         progress(f"loading {file.name}", None)
-        self._session: Any = _session(onnxruntime, file, options, threads, config.cores)
+        self._session: Any = _session(onnxruntime, file, options, threads)
         facts = read_facts(self._session, file)
         check_sizes(config, facts.context_tokens, "fp32")
         settings = config.settings
@@ -87,7 +86,6 @@ class OnnxBackend:
                 "graph": kind,
                 "kv_dtype": "fp32",
                 "threads": str(threads),
-                "pinned": str(_is_pinned(options, threads)).lower(),
                 "flash_attention": str(_has_flash_attention(options, threads)).lower(),
                 "made_by": "not known" if manifest is None else manifest.generator,
             },
@@ -131,19 +129,12 @@ class OnnxBackend:
         self._session = None
 
 
-def _is_pinned(options: OnnxOptions, threads: int) -> bool:
-    return threads > MANY_THREADS if options.pinned is None else options.pinned
-
-
 def _has_flash_attention(options: OnnxOptions, threads: int) -> bool:
     chosen = options.flash_attention
     return threads <= MANY_THREADS if chosen is None else chosen
 
 
-def _session(
-    onnxruntime: Any, file: Path, options: OnnxOptions, threads: int, cores: tuple[int, ...]
-) -> Any:
-    """The session of a graph file. `cores`: those of the engine; (): all that it may run on."""
+def _session(onnxruntime: Any, file: Path, options: OnnxOptions, threads: int) -> Any:
     # Read from the environment when a session is made; there is no setting for it.
     os.environ["ORT_GQA_DISABLE_FLASH_ATTENTION"] = str(
         int(not _has_flash_attention(options, threads))
@@ -153,11 +144,6 @@ def _session(
     settings.inter_op_num_threads = 1
     settings.log_severity_level = 3
     settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spinning)))
-    usable = cores or tuple(sorted(os.sched_getaffinity(0)))
-    if _is_pinned(options, threads) and 1 < threads <= len(usable):
-        # The calling thread is the first and is not pinned; cores are counted from 1.
-        places = ";".join(str(core + 1) for core in usable[1:threads])
-        settings.add_session_config_entry("session.intra_op_thread_affinities", places)
     try:
         return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     except Exception as problem:  # onnxruntime has a class for every kind of broken file

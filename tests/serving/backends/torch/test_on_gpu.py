@@ -131,4 +131,11 @@ def test_what_does_not_fit_in_the_gpus_memory_is_refused_as_that(make: Make) -> 
     slots = 2 * total_bytes // (token_bytes * TINY_LLAMA.context)
     folder, context = hf_folder("tiny-llama", "bf16"), TINY_LLAMA.context
     with pytest.raises(OutOfMemory, match="did not fit in memory"):
-        make(folder, device="gpu", slots=slots, context_tokens=context, weight_format="bf16")
+        make(
+            folder,
+            device="gpu",
+            slots=slots,
+            context_tokens=context,
+            step_tokens=slots,
+            weight_format="bf16",
+        )
