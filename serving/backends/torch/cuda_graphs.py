@@ -41,7 +41,9 @@ class Graphs:
     are, on any device."""
 
     def __init__(self, is_capturing: bool) -> None:
-        self._stream: Any = torch.cuda.Stream() if is_capturing else None  # type: ignore[no-untyped-call]
+        self._stream: Any = None
+        if is_capturing:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
     def captured(self, function: Callable[[], object]) -> Callable[[], object]:
