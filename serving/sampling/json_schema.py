@@ -243,9 +243,13 @@ class _Document:
             for key, value in schema.items()
             if key not in self._without and (value is not None or key in ("const", "default"))
         }
-        if isinstance(parts := said.get("allOf"), list) and len(parts) > 1:
+        if isinstance(parts := said.get("allOf"), list):
             telling = [one for one in parts if not (isinstance(one, dict) and _is_anything(one))]
             said["allOf"] = telling or parts[:1]
+            if not parts:
+                del said["allOf"]
+        if isinstance(said.get("required"), bool):  # as draft 3 writes it, of one property
+            del said["required"]
         return said
 
     @staticmethod

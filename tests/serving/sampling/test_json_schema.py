@@ -237,6 +237,11 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         },
         *(['{"a":[1]}', "{}"], ['{"a":1}', '{"b":1}']),
     ),
+    "required as draft 3 writes it": (
+        {"type": "object", "properties": {"a": {"type": "string", "required": True}}},
+        *(['{"a":"x"}', "{}"], ['{"a":1}']),
+    ),
+    "all of nothing": ({"type": "integer", "allOf": []}, ["1"], ['"x"']),
     "no properties but null": ({"type": "object", "properties": None}, ["{}"], ["[]"]),
     "null as a value": ({"enum": [None, 1], "default": None}, ["null", "1"], ["2"]),
     "a part that only describes": (
