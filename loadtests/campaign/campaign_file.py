@@ -505,7 +505,8 @@ def _cell(
 
 def cell_of_target(target: Target) -> Cell:
     """The cell of an endpoint that is there already."""
-    model = " ".join((target.model or "default").split()) or "default"  # an id may hold line feeds
+    # An id may hold line feeds, and what a terminal would obey.
+    model = printable(" ".join((target.model or "").split())) or "default"
     key = plain(f"{model}@{target.url.split('://')[-1]}")
     return Cell(key=key, model=model, weight_format="", backend="external", url=target.url)
 

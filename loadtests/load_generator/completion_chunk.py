@@ -228,7 +228,7 @@ def _usage_of(value: Any) -> Usage | None:
     prompt = _count(value, "prompt_tokens", "input_tokens")
     answer = _count(value, "completion_tokens", "output_tokens")
     cached = _count({"": cached, **value}, "", "prompt_cache_hit_tokens", "cache_read_input_tokens")
-    if prompt is None and answer is None:
+    if not prompt and not answer:  # some servers write zeros for what they did not count
         return None
     return Usage(prompt, answer, PromptDetails(cached))
 

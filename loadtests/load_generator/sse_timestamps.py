@@ -228,7 +228,7 @@ class Answer(msgspec.Struct):
                 self.fail("stream_error", words_of(chunk.x_groq["error"]))
         if usage is not None:
             count = usage.completion_tokens
-            if count is None or usage.prompt_tokens is None:
+            if not count or not usage.prompt_tokens:
                 usage = self._usage_over_earlier(data)
                 count = None if usage is None else usage.completion_tokens
         if not choices:

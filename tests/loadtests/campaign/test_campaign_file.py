@@ -284,6 +284,8 @@ def test_a_model_of_an_endpoint_has_a_name_of_one_line():
     """The id itself, which is asked for, keeps its line feed."""
     cell = cell_of_target(Target(url="http://h", model="a\n| b"))
     assert cell.model == "a | b"
+    for model, shown in (("a\x1b[2Jb", "a\ufffd[2Jb"), (" \n", "default"), ("\u202eb", "\ufffdb")):
+        assert cell_of_target(Target(url="http://h", model=model)).model == shown
 
 
 @pytest.mark.parametrize("workload", ['preset = "agent"', 'preset = "chat"\nturns = 3'])

@@ -178,6 +178,19 @@ def test_usage_is_read_in_all_spellings(usage: dict[str, Any]) -> None:
     assert len(record.content_seconds) == 2
 
 
+NONE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+
+
+@pytest.mark.parametrize("last", [NONE, {}, None, {"prompt_tokens": None}, {"prompt_tokens": -1}])
+def test_counts_that_say_nothing_take_none_away(last: dict[str, Any] | None) -> None:
+    role = chunk(choices=[{"delta": {"role": "assistant", "content": ""}}], usage=NONE)
+    counted = chunk(choices=[{"delta": {"content": "b"}}], usage=COUNTS)
+    record = record_of(sse(role, A, counted, STOP, chunk(choices=[], usage=last), DONE))
+    assert (record.error, record.prompt_tokens, record.output_tokens) == (None, 9, 8)
+    none = record_of(sse(A, STOP, chunk(choices=[], usage=NONE), DONE))
+    assert (none.error, none.prompt_tokens, none.output_tokens) == (None, None, None)
+
+
 @pytest.mark.parametrize(
     ("usage", "cached"),
     [
