@@ -21,7 +21,7 @@ from serving.http.body_types import CHAT as BODY
 from serving.http.body_types import decode
 from serving.http.chat_completions import rendered
 from serving.registry.loaded_models import ServedModel
-from tests.models.test_chat_forms import NINE
+from tests.models.test_chat_forms import FIRST_PART, NINE, NULL_CONTENT, SINGLE
 from tests.models.test_chat_forms import PARTS as PARTS_ONLY
 from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, chat
 from tests.serving.http.test_chat import HI, NOW, QWEN, asked, prompt_of
@@ -270,9 +270,10 @@ def test_what_the_server_gives_out_it_takes_back() -> None:
 # --- any history
 
 VALUES = st.sampled_from([None, "", "x", 3, 2.0, True, [], {}, ["x"], "null", '{"a": ', "{}"])
+PART_TYPES = ("text", "refusal", "thinking", "reasoning", "redacted_thinking", "output_text")
 PARTS = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "refusal", "thinking", "image_url", "x", 3])},
-    optional={"text": VALUES, "refusal": VALUES, "thinking": VALUES, "cache_control": VALUES},
+    {"type": st.sampled_from([*PART_TYPES, "image_url", "x", 3])},
+    optional={"text": VALUES, "refusal": VALUES, "thinking": VALUES, "reasoning": VALUES},
 )
 CALLS = st.fixed_dictionaries(
     {"function": st.fixed_dictionaries({"name": VALUES, "arguments": VALUES})},
@@ -302,7 +303,7 @@ def model_of(template: str) -> ServedModel:
 @settings(deadline=None, max_examples=200, suppress_health_check=[*HealthCheck])
 @given(
     st.lists(MESSAGES, min_size=1, max_size=4),
-    st.sampled_from([QWEN, CHATML, NINE, PARTS_ONLY]),
+    st.sampled_from([QWEN, CHATML, NINE, PARTS_ONLY, FIRST_PART, SINGLE, NULL_CONTENT]),
     st.booleans(),
 )
 def test_any_history_is_rendered_or_refused(
