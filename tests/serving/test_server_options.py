@@ -84,9 +84,9 @@ def test_a_campaigns_server_table_has_the_options_of_a_model_and_their_defaults(
     }
     ours = {field.name: field.default for field in msgspec.structs.fields(ServeOptions)}
     assert {*SharedOptions.__struct_fields__} - NOT_IN_A_CAMPAIGN <= theirs.keys()
-    assert theirs.keys() - {"ready_seconds"} <= ours.keys()
+    assert theirs.keys() - {"ready_seconds", "gpu"} <= ours.keys()
     assert theirs["context_tokens"] == 2048  # not what memory allows: runs are compared
-    for name in theirs.keys() - {"ready_seconds", "options", "context_tokens"}:
+    for name in theirs.keys() - {"ready_seconds", "gpu", "options", "context_tokens"}:
         assert theirs[name] in (None, ours[name]), name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -42,6 +43,7 @@ def test_the_help_page_says_table_names_in_brackets() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
+        env={**os.environ, "COLUMNS": "200"},
     )
     assert "with a [target]" in done.stdout and "[slo]" in done.stdout
 

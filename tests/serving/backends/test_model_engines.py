@@ -21,6 +21,9 @@ def made(kind: Kind, weight_format: str = "") -> ModelIdentity:
 LADDER = identify("135m")
 QUANTISED = made("gguf", "Q5_K_M")
 TRAINED = made("safetensors", "bf16")
+ON_THE_HUB = ModelIdentity(
+    name="org/mine", kind="gguf", source="org/mine:x.gguf"
+)  # not fetched yet
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,7 @@ TRAINED = made("safetensors", "bf16")
         (QUANTISED, "llama_cpp", ["Q4_0"], []),
         (QUANTISED, "onnx", [], []),
         (made("gguf", "MXFP4_MOE"), "llama_cpp", ["MXFP4"], ["MXFP4_MOE"]),
-        (made("gguf"), "llama_cpp", ["IQ4_XS"], ["IQ4_XS"]),  # of the hub, not here yet
+        (ON_THE_HUB, "llama_cpp", ["IQ4_XS"], ["IQ4_XS"]),
         (TRAINED, "onnx", ["int4", "bf16"], ["int4"]),
         (TRAINED, "torch", [], ["bf16"]),
         (TRAINED, "llama_cpp", [], []),
