@@ -138,7 +138,7 @@ clean
 export CROSSOVER_MODEL=${CROSSOVER_MODEL:-135m}
 compose() { "$compose_at/bin/podman-compose" --in-pod false -f compose.yaml -f compose.loopback.yaml "$@"; }
 trap 'compose logs server 2>&1 | tail -n 5; compose down -v -t 40 >/dev/null 2>&1; clean' EXIT
-compose up -d server locust-master locust-worker prometheus >/dev/null 2>&1
+compose up -d --scale locust-worker=2 server locust-master locust-worker prometheus >/dev/null 2>&1
 wait_for http://127.0.0.1:8000/ready
 wait_for http://127.0.0.1:9090/-/ready
 step "stack is up"
