@@ -1,6 +1,7 @@
-"""The dialects of docs/measure-any-endpoint.md: a stream of each server, as it writes them.
+"""The dialects of docs/measure-any-endpoint.md: a stream of each server.
 
-The events are shortened from what the servers' issues, tests and documentation show.
+The events are shortened from public issues and documentation of the servers, or written after
+their descriptions; none was recorded from a running server.
 """
 
 from __future__ import annotations
