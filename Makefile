@@ -29,7 +29,7 @@ STAMP = $(VENV)/.installed
 help:
 	@echo "make demo   the main job: models, campaign, report (some 8 minutes on 2 cores, after the installation)"
 	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm), for a GPU that PyTorch cannot use"
-	@echo "make test   the tests (some 4 minutes on 2 quiet cores, after the installation)"
+	@echo "make test   the tests (some 7 minutes on 2 cores, after the installation)"
 	@echo "make scale-test  replicas on a Ray of this machine, in an environment of its own (installs 600 MB)"
 	@echo "make test-vulkan  llama.cpp on Vulkan, on a GPU or on Mesa's software device (compiles llama.cpp; says what is missing)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
