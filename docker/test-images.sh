@@ -137,7 +137,10 @@ clean
 [[ -x $compose_at/bin/podman-compose ]] || { echo "test-images: the stack was not run, podman-compose could not be installed into $compose_at"; exit 0; }
 export CROSSOVER_MODEL=${CROSSOVER_MODEL:-135m}
 compose() { "$compose_at/bin/podman-compose" --in-pod false -f compose.yaml -f compose.loopback.yaml "$@"; }
-trap 'compose logs server 2>&1 | tail -n 5; compose down -v -t 40 >/dev/null 2>&1; clean' EXIT
+# podman-compose leaves containers of an earlier run, and of `--scale`, behind.
+remove_stack() { podman ps -aq --filter 'name=^crossover_' | xargs -r podman rm -f --depend -t 0 >/dev/null 2>&1 || true; }
+remove_stack
+trap 'compose logs server 2>&1 | tail -n 5; compose down -v -t 40 >/dev/null 2>&1; remove_stack; clean' EXIT
 compose up -d --scale locust-worker=2 server locust-master locust-worker prometheus >/dev/null 2>&1
 wait_for http://127.0.0.1:8000/ready
 wait_for http://127.0.0.1:9090/-/ready
