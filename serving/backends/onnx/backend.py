@@ -39,8 +39,8 @@ class OnnxOptions(msgspec.Struct, frozen=True):
 
 # With more threads than this, attention is quicker by one loop over rows and heads than by ONNX
 # Runtime's flash attention, which starts a parallel loop for each row and layer: 15 threads took
-# 22 ms instead of 27 for a step of 16 rows, 54 instead of 73 for 64 (1B int8). Two threads are
-# slower without it, by 2 to 17 %.
+# 22 ms instead of 27 for a step of 16 rows, 54 instead of 73 for 64 (the bare graph of 1B int8).
+# Two threads are slower without it, by 2 to 17 %.
 MANY_THREADS = 8
 
 

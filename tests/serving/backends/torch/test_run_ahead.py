@@ -1,5 +1,5 @@
 """Steps of the torch backend that are launched before the tokens of the one before are read: on the
-CPU, where a launch computes at once. Never run on a GPU.
+CPU, where a launch computes at once; `gpu` tests run launched steps on a GPU.
 """
 
 from __future__ import annotations
