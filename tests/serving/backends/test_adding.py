@@ -41,7 +41,7 @@ def copy(tmp_path: Path) -> Path:
     (tmp_path / FOLDER).write_text(code)
     table = tmp_path / "serving/backends/backend_table.py"
     head, start, rest = table.read_text().partition("BACKENDS: dict[str, BackendSpec] = {\n")
-    assert len(row.splitlines()) == 1
+    assert row.count("BackendSpec(") == 1
     table.write_text(head + start + row + rest)
     return tmp_path
 
