@@ -1,11 +1,14 @@
-# Two commands do everything: `make demo` runs the main job, `make test` runs the tests. Both install the environment first.
+# `make demo` measures this machine, and `make test` runs the tests. Both install the environment
+# first. Variables:
 #
-#   PYTHON      the interpreter to make the environment with (3.11 or newer)
-#   GPU         vulkan, cuda or rocm: llama.cpp is compiled for that too, in an environment of its own (.venv-vulkan); `crossover doctor` says
-#               what it takes
-#   VENV        where the environment goes
-#   PIP_FLAGS   extra flags for pip; on a machine without a GPU, PyTorch's own CPU index saves several GB: PIP_FLAGS="--extra-index-url URL"
-#   IMAGE_BASE  what `make images` builds on; where a registry of images can be reached: docker.io/library/debian:12-slim
+#   PYTHON      interpreter that makes the environment (3.11 or newer)
+#   GPU         vulkan, cuda or rocm: compiles llama.cpp for a GPU too, in an environment of its own
+#               (.venv-vulkan); `crossover doctor` says which packages it needs
+#   VENV        folder of the environment
+#   PIP_FLAGS   extra flags for pip. On a machine without a GPU, PyTorch's CPU index saves several
+#               gigabytes: PIP_FLAGS="--extra-index-url URL"
+#   IMAGE_BASE  base of `make images`, for example docker.io/library/debian:12-slim where an image
+#               registry can be reached
 
 SHELL = /bin/bash
 PYTHON ?= python3
@@ -27,17 +30,19 @@ STAMP = $(VENV)/.installed
 .PHONY: demo test scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
-	@echo "make demo   the main job: models, campaign, report (some 8 minutes on 2 cores, after the installation)"
-	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm), for a GPU that PyTorch cannot use"
-	@echo "make test   the tests (some 7 minutes on 2 cores, after the installation)"
-	@echo "make scale-test  replicas on a Ray of this machine, in an environment of its own (installs 600 MB)"
-	@echo "make test-vulkan  llama.cpp on Vulkan, on a GPU or on Mesa's software device (compiles llama.cpp; says what is missing)"
-	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
-	@echo "make images test-images  the images of docker/, built with buildah and run with podman (Debian packages; says what is missing)"
-	@echo "make lint-images  hadolint, shellcheck, the schemas of compose and Kubernetes, for docker/"
-	@echo "make docs   the guides as a site, in site/"
-	@echo "make release-check  sdist and wheel, installed without torch in a clean environment: serve, load, campaign, report"
-	@echo "make lint   ruff, mypy, the rules of the house, bandit"
+	@echo "  make demo            measure this machine: weights, campaign, report (8 minutes after installation)"
+	@echo "  make demo GPU=vulkan the same with llama.cpp compiled for a GPU (also cuda, rocm)"
+	@echo "  make test            run the tests (7 minutes after installation)"
+	@echo "  make lint            run ruff, mypy, the house rules and bandit"
+	@echo "  make docs            build the guides as a site, in site/"
+	@echo "  make scale-test      test replicas on a Ray cluster of this machine (installs 600 MB)"
+	@echo "  make test-vulkan     test llama.cpp on Vulkan, on a GPU or Mesa's software device (compiles it)"
+	@echo "  make clients         test LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM,"
+	@echo "                       AIPerf and vllm bench serve against this server (installs 4 GB)"
+	@echo "  make images          build the images of docker/ with buildah (names missing Debian packages)"
+	@echo "  make test-images     run those images with podman (names missing Debian packages)"
+	@echo "  make lint-images     run hadolint and shellcheck, and check the schemas of docker/"
+	@echo "  make release-check   install sdist and wheel without torch, then serve, load and report"
 
 demo: $(STAMP)
 	$(BIN)/crossover campaign run loadtests/demo.toml --out $(RUNS)
