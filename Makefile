@@ -30,7 +30,7 @@ STAMP = $(VENV)/.installed
 .PHONY: demo test scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
-	@echo "  make demo            measure this machine: weights, campaign, report (8 minutes after installation)"
+	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
 	@echo "  make demo GPU=vulkan the same with llama.cpp compiled for a GPU (also cuda, rocm)"
 	@echo "  make test            run the tests (7 minutes after installation)"
 	@echo "  make lint            run ruff, mypy, the house rules and bandit"
