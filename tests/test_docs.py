@@ -78,13 +78,39 @@ def test_every_file_that_is_linked_is_in_the_repository(page: Path) -> None:
         assert not tracked or name in tracked or target.is_dir(), f"{name} is not committed"
 
 
+NAMING = (  # pages, and what else names files and symbols of this project
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "loadtests/workload/data/README.md",
+    *sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.md")),
+)
+NO_SOURCES = (".md", ".xz", ".png", ".jsonl", ".csv")
+
+
 def test_files_named_in_the_docs_exist() -> None:
+    folders = "models|serving|loadtests|reports|tests|docs|docker|[.]ci"
     wrong = []
-    for page in PAGES:
-        named = re.findall(
-            r"`((?:models|serving|loadtests|reports|tests)/[\w/.]+)`", page.read_text()
-        )
+    for page in NAMING:
+        named = re.findall(rf"`((?:{folders})/[\w/.-]+)`", page.read_text())
         wrong += [f"{page.name}: {name}" for name in named if not (ROOT / name).exists()]
+    assert not wrong
+
+
+def test_symbols_named_in_the_docs_exist() -> None:
+    """Names with an underscore or a capital inside, in back quotes, are names in the sources."""
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    files = [ROOT / name for name in listing.stdout.split() if not name.endswith(NO_SOURCES)]
+    known: set[str] = set()
+    for file in files or ROOT.glob("[mslrt]*/**/*.py"):  # a release has no listing
+        if file.is_file():
+            known.update(re.findall(r"[A-Za-z_]\w*", file.read_text(errors="ignore")))
+    wrong = []
+    for page in NAMING:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        named = re.findall(r"`([A-Za-z_][\w.]*)`", text)
+        parts = {part for name in named for part in name.split(".")}
+        symbols = {part for part in parts if re.search(r"_|.[A-Z]", part)}
+        wrong += [f"{page.name}: {symbol}" for symbol in sorted(symbols - known)]
     assert not wrong
 
 
