@@ -16,6 +16,7 @@ GPU =
 VENV ?= .venv$(GPU:%=-%)
 SCALE_VENV ?= .venv-scale
 VULKAN_VENV ?= .venv-vulkan
+LOWEST_VENV ?= .venv-lowest
 PIP_FLAGS ?=
 RUNS ?= runs
 IMAGE_BASE ?= localhost/debian:12-slim
@@ -27,14 +28,15 @@ LLAMA_CMAKE = -DLLAVA_BUILD=OFF $(GPU_CMAKE) $(CMAKE_ARGS)
 LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_ARGS="$(LLAMA_CMAKE)"
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-.PHONY: demo test scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
+.PHONY: demo test test-lowest scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
 	@echo "  make demo GPU=vulkan the same with llama.cpp compiled for a GPU (also cuda, rocm)"
 	@echo "  make test            run the tests (7 minutes after installation)"
-	@echo "  make lint            run ruff, mypy, the house rules and bandit"
+	@echo "  make lint            run ruff, mypy and import-linter"
 	@echo "  make docs            build the guides as a site, in site/"
+	@echo "  make test-lowest     run the tests with the lowest package versions that pyproject.toml allows"
 	@echo "  make scale-test      test replicas on a Ray cluster of this machine (installs 600 MB)"
 	@echo "  make test-vulkan     test llama.cpp on Vulkan, on a GPU or Mesa's software device (compiles it)"
 	@echo "  make clients         test LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM,"
@@ -52,6 +54,12 @@ test: $(STAMP)
 	@echo "== three at a time, since many of them wait; then, alone, what holds a measured time to a bound"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not clock"
 	$(BIN)/python -m pytest -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
+
+# Without constraints.txt: uv takes the lowest version that each requirement in pyproject.toml allows.
+test-lowest:
+	test -x $(LOWEST_VENV)/bin/uv || { $(PYTHON) -m venv $(LOWEST_VENV) && $(LOWEST_VENV)/bin/pip install --quiet uv; }
+	$(LLAMA_BUILD) $(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python --resolution lowest-direct $(PIP_FLAGS) -e '.[dev]'
+	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -n 3 --dist loadfile -m "not clock"
 
 scale-test:
 	test -x $(SCALE_VENV)/bin/python || $(PYTHON) -m venv $(SCALE_VENV)
@@ -75,7 +83,6 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.house
-	$(BIN)/bandit -q -c pyproject.toml -r models serving loadtests reports crossover.py
 
 images:
 	@for tool in buildah podman runc $(if $(findstring localhost/,$(IMAGE_BASE)),mmdebstrap); do \
@@ -128,4 +135,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .vulkan .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LOWEST_VENV) .vulkan .mypy_cache .ruff_cache .pytest_cache

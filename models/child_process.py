@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import pickle  # nosec B403
+import pickle
 import re
 import signal
 import subprocess
@@ -156,7 +156,7 @@ def _child(function: str) -> None:
         os.write(out, msgspec.json.encode((kind, text, fraction)) + b"\n")
 
     # A parent pickles for its child; what the child says is JSON.
-    args, kwargs = pickle.load(sys.stdin.buffer)  # nosec B301
+    args, kwargs = pickle.load(sys.stdin.buffer)  # noqa: S301  # of the parent, over a pipe
     module, _, name = function.partition(":")
     try:
         work = getattr(importlib.import_module(module), name)

@@ -273,7 +273,7 @@ def _of_hub(name: str, fetch: bool) -> ModelIdentity:
     if config is None and fetch:
         try:
             # hf_hub_download retries for half a minute where there is no network.
-            snapshot = snapshot_download(repository, allow_patterns=TEXTS, etag_timeout=20)  # nosec
+            snapshot = snapshot_download(repository, allow_patterns=TEXTS, etag_timeout=20)
             config = Path(snapshot, "config.json")
         except (HfHubHTTPError, HFValidationError, OSError) as problem:
             raise not_fetched(name, problem) from problem

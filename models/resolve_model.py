@@ -247,7 +247,7 @@ def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
     wanted = part_names(file) if file else [*TEXTS, *extra]
 
     def fetched(names: list[str]) -> Path:
-        return Path(snapshot_download(repository, allow_patterns=names, etag_timeout=20))  # nosec
+        return Path(snapshot_download(repository, allow_patterns=names, etag_timeout=20))
 
     try:  # hf_hub_download, for one file, retries for half a minute where there is no network
         folder = fetched(wanted)

@@ -111,7 +111,7 @@ def check_tensors(folder: Path, spec: ModelSpec) -> str:
 
 def stored_rows(folder: Path, spec: ModelSpec) -> Rows:
     """Reads rows of the folder's safetensors; the files are mapped, nothing else is kept."""
-    import ml_dtypes  # noqa: F401  # it comes with onnx, and numpy has bfloat16 by it
+    import ml_dtypes  # noqa: F401  # gives numpy its bfloat16
 
     files = {name: one.file for name, one in read_tensors(folder).items()}
     opened: dict[Path, Any] = {file: safe_open(file, "np") for file in set(files.values())}

@@ -1,7 +1,8 @@
 """What is installed is what the project says: names, extras, the console command, the pinned set,
-the fixed top level.
+the declared packages and their bounds, the fixed top level.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -11,10 +12,25 @@ from collections.abc import Callable
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from crossover import VERBS, VERSION
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = ("models", "serving", "loadtests", "reports")
+# Modules whose distribution has another name.
+DISTRIBUTIONS = {
+    "llama_cpp": "llama-cpp-python",
+    "pynvml": "nvidia-ml-py",
+    "vl_convert": "vl-convert-python",
+}
+# Their internals, or texts that they do not promise, are relied on, so that any release may break
+# the product: uvicorn's protocol class, Locust's runners, msgspec's error sentences, typer's
+# groups, the charts' Vega-Lite, the kernels that ONNX Runtime chooses, llguidance's parser limits.
+REACHED_INTO = ("uvicorn", "locust", "msgspec", "typer", "altair", "onnxruntime", "llguidance")
 
 
 def test_the_top_level_is_the_agreed_one() -> None:
@@ -34,7 +50,7 @@ def test_the_top_level_is_the_agreed_one() -> None:
 
 
 def test_version_and_command() -> None:
-    assert PROJECT["version"] == VERSION == version("llm-crossover")
+    assert PROJECT["dynamic"] == ["version"] and VERSION == version("llm-crossover")
     (command,) = [
         point for point in entry_points(group="console_scripts") if point.name == "crossover"
     ]
@@ -84,3 +100,50 @@ def test_the_wheel_holds_the_four_packages_their_data_and_no_weights(tmp_path: P
     assert any(name.startswith("models/data/") and name.endswith(".json") for name in names)
     assert not [name for name in names if name.endswith((".gguf", ".safetensors", ".onnx"))]
     assert {"loadtests/demo.toml", "loadtests/llama-server.toml"} <= {*names}
+
+
+def declared() -> dict[str, list[Requirement]]:
+    """Distribution -> its requirements in pyproject.toml, of the core and of all extras."""
+    extras = PROJECT["optional-dependencies"].values()
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]
+    requirements: dict[str, list[Requirement]] = {}
+    for requirement in map(Requirement, lines):
+        requirements.setdefault(canonicalize_name(requirement.name), []).append(requirement)
+    return requirements
+
+
+def imported_modules(source: str) -> set[str]:
+    """The top-level names of all modules that a source imports, also inside functions."""
+    modules = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules.add(node.module.partition(".")[0])
+    return modules
+
+
+def test_every_import_is_of_a_declared_package() -> None:
+    files = [ROOT / "crossover.py", *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))]
+    modules = set[str]().union(*(imported_modules(file.read_text()) for file in files))
+    others = modules - set(sys.stdlib_module_names) - {*PACKAGES, "crossover"}
+    assert {"numpy", "gevent", "ml_dtypes", "markupsafe"} <= others
+    distributions = {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in others}
+    missing = distributions - set(declared())
+    assert not missing
+
+
+@pytest.mark.parametrize("name", REACHED_INTO)
+def test_what_is_reached_into_has_an_upper_bound_that_the_pinned_version_keeps(name: str) -> None:
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    for requirement in declared()[name]:
+        operators = {bound.operator for bound in requirement.specifier}
+        assert {">=", "<"} <= operators, requirement
+        assert pins[name] in requirement.specifier, requirement
+
+
+def test_the_classifiers_name_every_python_from_the_lowest_on() -> None:
+    prefix = "Programming Language :: Python :: 3."
+    minors = [int(line[len(prefix) :]) for line in PROJECT["classifiers"] if prefix in line]
+    assert PROJECT["requires-python"] == f">=3.{minors[0]}"
+    assert minors == list(range(minors[0], minors[-1] + 1)) and minors[-1] >= 14

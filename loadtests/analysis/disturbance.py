@@ -23,10 +23,10 @@ that meets the SLO all the same, counts: on a quiet machine it is no worse.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from loadtests.records.journal_events import Disturbance
-from loadtests.records.resource_sample import CoresSample, Stranger
+from loadtests.records.resource_sample import CoresSample, busiest
 
 MOST_TAKEN_SHARE = 0.03  # more, and a level is disturbed
 # More, and it counts for nothing: its rate may be so far below the capacity that the upper end of
@@ -34,7 +34,6 @@ MOST_TAKEN_SHARE = 0.03  # more, and a level is disturbed
 MOST_SLIGHT_SHARE = 0.1
 LEAST_TAKEN_SHARE = 0.002  # of the level's time: less delays no request by what anyone can see
 LEAST_TAKEN_SECONDS = 0.0002  # a turn: waking a thread on an idle virtual core costs 20 to 100 us
-MOST_STRANGERS = 3  # that are named
 
 
 def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Disturbance | None:
@@ -81,12 +80,3 @@ def is_slight(found: Disturbance) -> bool:
 def in_words(found: Disturbance) -> str:
     """What makes a level disturbed: "`make` (pid 123) took 34 % of ..."."""
     return f"{found.who} took {found.share or 0.0:.0%} of the CPU time that the engine wanted"
-
-
-def busiest(strangers: Iterable[Stranger]) -> list[Stranger]:
-    """One entry for each process, the busiest first, no more than MOST_STRANGERS."""
-    found: dict[int, Stranger] = {}
-    for one in strangers:
-        before = found[one.pid].cpu_seconds if one.pid in found else 0.0
-        found[one.pid] = Stranger(one.name, one.pid, round(before + one.cpu_seconds, 4))
-    return sorted(found.values(), key=lambda one: -one.cpu_seconds)[:MOST_STRANGERS]

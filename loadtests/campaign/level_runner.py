@@ -25,10 +25,10 @@ from loadtests.analysis.level_columns import Level, LevelRows
 from loadtests.analysis.level_warnings import is_valid, level_warnings
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.progress import Progress
+from loadtests.campaign.prometheus_scrape import EngineClock
 from loadtests.campaign.resume_state import CellState
 from loadtests.campaign.server_launch import Server
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
-from loadtests.host.prometheus_scrape import EngineClock
 from loadtests.host.resource_sampler import Sampler
 from loadtests.load_generator.level_messages import Ended, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator

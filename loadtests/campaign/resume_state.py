@@ -36,7 +36,6 @@ PACKAGES = (
     "transformers",
     "tokenizers",
     "uvicorn",
-    "starlette",
     "msgspec",
 )  # beside the backends' own
 

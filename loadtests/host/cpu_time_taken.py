@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import psutil
 
-from loadtests.analysis.disturbance import busiest
-from loadtests.records.resource_sample import CoresSample, Stranger
+from loadtests.records.resource_sample import CoresSample, Stranger, busiest
 from models.machine_limits import ROOT, cgroup_folders, read_text, sizes
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")

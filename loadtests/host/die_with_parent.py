@@ -27,7 +27,7 @@ def main() -> None:
     if urgent == "1":
         be_urgent()
     try:
-        os.execvp(command[0], command)
+        os.execvp(command[0], command)  # noqa: S606  # the command of the parent, without a shell
     except OSError as problem:
         sys.exit(f"{command[0]} cannot be run: {problem.strerror}")
 

@@ -9,7 +9,6 @@ A file lock in $XDG_RUNTIME_DIR, else /tmp: it ends with the process, however th
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shlex
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loadtests.errors import MachineBusy
+from loadtests.records.file_lock import take_lock
 from models.errors import printable
 
 
@@ -27,26 +27,6 @@ def lock_file() -> Path:
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "crossover-measuring.lock"
     return Path(tempfile.gettempdir()) / f"crossover-measuring-{os.getuid()}.lock"
-
-
-def take_lock(path: Path, what: str) -> int | str:
-    """A file descriptor that holds the lock of a file until it is closed; what its holder said,
-    where another has it. Raises OSError.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # /tmp is everybody's
-    lock = os.open(path, flags, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(lock, 4096, 0).decode(errors="replace").strip()
-        os.close(lock)
-        return holder or "another process"
-    except OSError:
-        os.close(lock)
-        raise
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{what}\n".encode(), 0)
-    return lock
 
 
 @contextlib.contextmanager

@@ -5,7 +5,11 @@ loadtests.host.resource_sampler reads it. Missing is None.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
+
+MAX_STRANGERS = 3  # that are named
 
 
 class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,3 +61,12 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     gpu_throttled: list[str] | None = None
     cpu_watts: float | None = None
     cores: CoresSample | None = None
+
+
+def busiest(strangers: Iterable[Stranger]) -> list[Stranger]:
+    """One entry for each process, the busiest first, no more than MAX_STRANGERS."""
+    found: dict[int, Stranger] = {}
+    for one in strangers:
+        before = found[one.pid].cpu_seconds if one.pid in found else 0.0
+        found[one.pid] = Stranger(one.name, one.pid, round(before + one.cpu_seconds, 4))
+    return sorted(found.values(), key=lambda one: -one.cpu_seconds)[:MAX_STRANGERS]

@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from loadtests.errors import BadRunFolder
-from loadtests.host.machine_lock import take_lock
+from loadtests.records.file_lock import take_lock
 from loadtests.records.journal_events import (
     FORMAT_VERSION,
     AnyEvent,

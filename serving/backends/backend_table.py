@@ -20,6 +20,7 @@ import msgspec
 from models.errors import UnsupportedModel
 from models.model_spec import ModelSpec
 from models.weight_formats import BLOCKS, DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, spelt, tensor_type
+from serving.backends.backend_probe import BackendProbe
 from serving.backends.llama_cpp.cache_layout import kv_bytes as llama_kv_bytes
 from serving.backends.llama_cpp.cache_layout import state_bytes as llama_state_bytes
 from serving.backends.torch.memory_overhead import overhead_bytes as torch_overhead_bytes
@@ -119,20 +120,6 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
         name = self.distribution or "?"
         wanted = f"{name}=={importlib.metadata.version(name)}"
         return f"pip install --force-reinstall --no-cache-dir --no-deps {wanted}"
-
-
-class BackendProbe(msgspec.Struct, frozen=True):
-    """What a backend's library says of itself. `works`: it can serve on the CPU."""
-
-    backend: str
-    works: bool
-    version: str | None = None
-    gpu: bool = False  # it can use a GPU here
-    gpu_note: str | None = None  # which device, or why not
-    gpu_cause: str | None = None  # a serving.errors.Cause
-    gpu_vendor: str | None = None  # of the GPUs that this build drives; None: of all
-    problem: str | None = None
-    details: dict[str, str] = {}
 
 
 def _torch_kv(asked: str, weight_format: str, device: str, isa: Collection[str]) -> str:

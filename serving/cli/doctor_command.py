@@ -14,9 +14,9 @@ from models import formatting
 from models.errors import ModelError
 from models.machine_limits import whole_cores
 from models.weights_manifest import cache_dir
+from serving.backends.backend_probe import BackendProbe
 from serving.backends.backend_table import (
     BACKENDS,
-    BackendProbe,
     missing_backends,
     probe_backend,
     spec_of,

@@ -33,7 +33,7 @@ def _serve(options: ServeOptions) -> int:
     They run on the GPU where there is one, else on the CPU, and the server says why.
     """
     if options.on == "ray":
-        from serving.ray_serve import launch_on_ray
+        from serving.cli.ray_serve import launch_on_ray
 
         return launch_on_ray(options)
     from serving.cli.launch import launch

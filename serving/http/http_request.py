@@ -17,9 +17,9 @@ import time
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from serving.http.api_errors import ApiError, too_late
+from serving.http.asgi_types import Receive, Scope, Send
 from serving.http.body_types import decode, encode
 from serving.registry.loaded_models import Registry, ServedModel
 

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from serving.http import status_routes
 from serving.http.api_errors import ApiError, ErrorBody, as_answer
+from serving.http.asgi_types import Receive, Scope, Send
 from serving.http.body_types import (
     ChatChoice,
     ChatRequest,

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
+from serving.cli.ray_serve import REFUSED, check_options, share_of
 from serving.errors import ServingError
-from serving.ray_serve import REFUSED, check_options, share_of
 from serving.server_options import Policy, ServeOptions
 from tests.serving.cli.test_serve import Server
 from tests.serving.fakes import ask

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serving.backends.backend_table import BackendProbe
+from serving.backends.backend_probe import BackendProbe
 from serving.errors import BackendUnavailable, Cause
 from serving.hardware.gpus import VULKAN
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from serving.backends.backend_table import BackendProbe
+from serving.backends.backend_probe import BackendProbe
 from serving.errors import Cause
 from serving.sampling.step_inputs import Row
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serving.backends.backend_table import BackendProbe
+from serving.backends.backend_probe import BackendProbe
 from serving.errors import Cause
 
 

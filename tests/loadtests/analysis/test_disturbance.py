@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.analysis.disturbance import busiest, disturbance_of, in_words, is_slight
+from loadtests.analysis.disturbance import disturbance_of, in_words, is_slight
 from loadtests.records.journal_events import Disturbance
-from loadtests.records.resource_sample import CoresSample, Stranger
+from loadtests.records.resource_sample import CoresSample, Stranger, busiest
 
 
 def part(**figures: object) -> CoresSample:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.backends.backend_table import BackendProbe
+from serving.backends.backend_probe import BackendProbe
 from serving.cli import doctor_command
 from serving.cli.doctor_command import Diagnosis, advice, page, warnings_of
 from serving.hardware.gpus import GpuFacts

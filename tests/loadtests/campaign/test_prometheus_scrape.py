@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.host.prometheus_scrape import EngineClock
+from loadtests.campaign.prometheus_scrape import EngineClock
 from loadtests.records.journal_events import EngineTime
 
 
