@@ -17,15 +17,15 @@ from typer.core import TyperCommand, TyperGroup
 VERSION = "0.1.0"
 LISTING = "crossover_listing"  # attribute of a click context whose group prints its help page
 
-# verb -> (package.module:object, the line that --help shows)
+# verb -> (package.module:object, the line that --help shows for it)
 VERBS: dict[str, tuple[str, str]] = {
     "doctor": (
         "serving.cli.doctor_command:doctor",
-        "What this machine is, which backends work on it, and why the others do not.",
+        "Show this machine, which backends work on it, and why the others do not.",
     ),
     "models": (
         "serving.cli.models_command:app",
-        "The models of the ladder, 135M to 70B: list them, make weights, plan their memory.",
+        "List the model ladder (135M to 70B), make weights, and plan the memory of a model.",
     ),
     "serve": (
         "serving.cli.serve_command:serve",
@@ -33,7 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "load": (
         "loadtests.cli.load_command:load",
-        "Send load at one rate to an endpoint: TTFT, TPOT, and whether the SLO is met.",
+        "Send load at one rate to an endpoint and report TTFT, TPOT and SLO attainment.",
     ),
     "campaign": (
         "loadtests.cli.campaign_command:campaign",
@@ -41,7 +41,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "compare": (
         "loadtests.cli.compare_command:comparison",
-        "Say whether runs are faster or slower than others, beyond what repeated runs differ by.",
+        "Tell whether runs differ in speed by more than repeated runs of one version do.",
     ),
     "selftest": (
         "loadtests.cli.selftest_command:selftest",
@@ -49,11 +49,11 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "calibrate": (
         "loadtests.cli.calibrate_command:app",
-        "Measure this machine in some minutes, into a file for `plan`.",
+        "Measure this machine in a few minutes and write a file for `plan`.",
     ),
     "plan": (
         "reports.cli.plan_command:plan",
-        "Rank CPUs, GPUs and both by what they cost to serve a forecast of requests.",
+        "Rank CPUs, GPUs and combinations by the cost of serving a forecast of requests.",
     ),
     "report": (
         "reports.cli.report_command:report",
@@ -63,13 +63,14 @@ VERBS: dict[str, tuple[str, str]] = {
 
 
 def _in_paragraphs(text: str) -> str:
-    """A paragraph as one line, which the terminal breaks; one that begins with \\b as it is."""
+    """Join each paragraph into one line, which the terminal wraps; keep those that begin with
+    \\b."""
     said = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(one if "\b" in one else " ".join(one.split()) for one in said)
 
 
 class _Verbs(TyperGroup):
-    """Imports only the verb that is asked for; the group's help page is written from the table."""
+    """Imports a verb only when it is used; the group's help page is written from the table."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
@@ -103,14 +104,14 @@ app = typer.Typer(
     add_completion=False,
     help="Crossover finds the highest request rate at which this CPU meets a latency target (SLO) "
     "for LLM inference, predicts which GPU would take over, and serves models on either.",
-    epilog="Begin with: crossover doctor, then crossover serve 135m and crossover load. "
-    "To find the limit: crossover campaign run, then crossover report.",
+    epilog="Start with crossover doctor, then crossover serve 135m and crossover load. "
+    "To find the capacity, use crossover campaign run, then crossover report.",
 )
 
 
 @app.callback(invoke_without_command=True)
 def _root(
-    version: bool = typer.Option(False, "--version", help="Print the version and end."),
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     if version:
         typer.echo(f"crossover {VERSION}")
@@ -118,13 +119,13 @@ def _root(
 
 
 def main() -> None:
-    """Run the console command. An error raised on purpose is one sentence and exit status 2."""
-    from models.errors import CrossoverError, printable
+    """Run the console command. An error raised on purpose is printed and gives exit status 2."""
+    from models.errors import CrossoverError, as_sentence, printable
 
     try:
         app()
     except CrossoverError as problem:
-        typer.echo(f"crossover: {printable(str(problem))}", err=True)
+        typer.echo(f"crossover: {printable(as_sentence(str(problem)))}", err=True)
         raise SystemExit(2) from None
 
 

@@ -1,11 +1,11 @@
-"""What can go wrong before a model runs."""
+"""The errors of everything that happens before a model runs."""
 
 import contextlib
 from collections.abc import Iterator
 
 
 class CrossoverError(Exception):
-    """Base of every error raised on purpose: its text is one sentence for a person."""
+    """Base of every error raised on purpose: its text is for people. See `as_sentence`."""
 
 
 class ModelError(CrossoverError):
@@ -13,23 +13,20 @@ class ModelError(CrossoverError):
 
 
 class UnknownModel(ModelError):
-    """The name is no rung, no file, no folder and no hub id that can be reached."""
+    """The name is no ladder model, no file, no folder and no hub id that can be reached."""
 
 
 class UnsupportedModel(ModelError):
-    """The model exists, and this project does not run its kind."""
+    """The model exists, but Crossover does not support its kind."""
 
 
 class BrokenWeights(ModelError):
-    """A weights file is cut off, damaged, or not of the format that its name says."""
+    """A weights file is truncated, damaged, or not of the format that its name indicates."""
 
 
 @contextlib.contextmanager
 def files_in_words(name: str) -> Iterator[None]:
-    """What the system says of a model's files, as a sentence: closed folders, names too long.
-
-    Raises ModelError for the OSErrors of the block.
-    """
+    """Turn an OSError of the block, such as a folder without permission, into a ModelError."""
     try:
         yield
     except OSError as problem:
@@ -40,9 +37,19 @@ def files_in_words(name: str) -> Iterator[None]:
 
 
 class BadChat(ModelError):
-    """Messages cannot be put into the model's chat template, or there is no template."""
+    """The model's chat template cannot render the messages, or there is no template."""
 
 
 def printable(text: str) -> str:
-    """A text, which a server or a file may have made, without what a terminal would obey."""
+    """Return the text of a server or file without the control characters a terminal obeys."""
     return "".join(c if c.isprintable() or c in "\n\t\xa0\u202f" else "\ufffd" for c in text)
+
+
+def as_sentence(message: str) -> str:
+    """Return the message with a full stop at its end, unless it ends a sentence already.
+
+    Messages are raised without one where another message may quote them; the edge that shows a
+    message to a person (command line, HTTP) adds it.
+    """
+    text = message.rstrip()
+    return text if not text or text[-1] in ".!?:" else f"{text}."

@@ -1,4 +1,4 @@
-"""What can go wrong while serving, and the states of an engine. Messages are one sentence.
+"""The errors of serving, and the states of an engine.
 
 A message says what failed, for which value, and what would work instead. Only `serving.http` turns
 an error into a status code.
@@ -10,7 +10,7 @@ from models.errors import CrossoverError
 
 
 class Cause(StrEnum):
-    """Why an engine ended, or why it cannot be where the policy wants it."""
+    """Why an engine ended, or why it cannot run on the device that the policy prefers."""
 
     no_driver = "no_driver"
     driver_mismatch = "driver_mismatch"
@@ -49,7 +49,7 @@ class BackendUnavailable(ServingError):
 
 
 class Unsupported(ServingError):
-    """The backend cannot do what a request asks for. `parameter` names the request's key."""
+    """The backend does not support what a request asks for. `parameter`: the request's key."""
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -61,24 +61,24 @@ class OutOfMemory(ServingError):
 
 
 class EngineFailed(ServingError):
-    """The backend is in a state that only a restart repairs; the engine process must end."""
+    """The backend is in a state that only a restart can repair; the engine process must end."""
 
 
 class KvFull(ServingError):
-    """A step did not fit in the KV pool; the KV is as it was before the step."""
+    """A step did not fit in the KV pool; the KV cache is as it was before the step."""
 
 
 class UnknownModel(ServingError):
-    """No model of this name is served, or several are and the request names none."""
+    """No model of this name is served, or several are served and the request names none."""
 
     parameter = "model"
 
 
 class ContextOverflow(ServingError):
-    """The context does not hold a prompt and its answer. `parameter`: messages or prompt."""
+    """A prompt and its answer do not fit in the context. `parameter`: messages or prompt."""
 
     def __init__(self, prompt_tokens: int, context_tokens: int, parameter: str) -> None:
-        super().__init__(  # the first five words are those that clients look for
+        super().__init__(  # clients recognize the error by its first five words
             f"This model's maximum context length is {context_tokens} tokens. However, there are "
             f"at least {prompt_tokens} in the {parameter}. Please reduce its length."
         )
@@ -86,18 +86,18 @@ class ContextOverflow(ServingError):
 
 
 class TokenOutOfRange(ServingError):
-    """A text has a token that the model has no row for. `parameter`: messages or prompt."""
+    """A text contains a token without a row in the model. `parameter`: messages or prompt."""
 
     def __init__(self, token: int, text: str, vocabulary: int, parameter: str) -> None:
         super().__init__(
-            f"{parameter}: The text contains the token {text!r} (id {token}), and the model has "
-            f"rows only for the ids 0 to {vocabulary - 1}. Leave this token out."
+            f"{parameter}: The text contains the token {text!r} (id {token}), but the model has "
+            f"rows only for the ids 0 to {vocabulary - 1}. Remove this token from the text."
         )
         self.parameter = parameter
 
 
 class Unavailable(ServingError):
-    """No engine serves at the moment. `code` says why, by default the model's state."""
+    """No engine is serving at the moment. `code` says why."""
 
     def __init__(self, reason: str, retry_after_seconds: float, code: str = "unavailable") -> None:
         super().__init__(reason)
@@ -119,8 +119,8 @@ class Overloaded(ServingError):
 
 
 class NoRoom(ServingError):
-    """The models that would have to be evicted are busy. Trying again may work."""
+    """The models that would have to be evicted are busy. A later attempt may succeed."""
 
 
 class LoadFailed(ServingError):
-    """The model did not load; nothing else has changed."""
+    """The model did not load; nothing else changed."""

@@ -1,15 +1,15 @@
-"""Options of a server and of a model: the only place that names, bounds and explains them.
+"""Options of a server and of its models: the only place that names, bounds and explains them.
 
-Made from these structs: the command line, the models file (`serve --models-file`), and the flags of
-a campaign's [server] table.
+Three things are generated from these structs: the command line of `crossover serve`, the models
+file (`serve --models-file`), and the keys of a campaign's [server] table.
 
     [[model]]
-    source = "135m"               # a rung, a GGUF file, a folder, a hub name
-    name = "small"                # the name in requests
+    source = "135m"               # a ladder model, a GGUF file, a folder or a hub id
+    name = "small"                # the name that requests use
     policy = "cpu-only"
-    load = "demand"               # load on the first request, not at the start
+    load = "demand"               # load on the first request, not when the server starts
 
-A key that an entry leaves out has the command line's value.
+An entry that leaves out a key uses the value from the command line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MACHINE, SEVERAL = "Machine", "Several models"
 
 
 class Policy(StrEnum):
-    """Which devices may be used: the GPU first and the CPU after it, or one of the two only."""
+    """Which devices may run a model: the GPU with the CPU as fallback, or only one of the two."""
 
     auto = "auto"
     gpu_only = "gpu-only"
@@ -50,51 +50,97 @@ class Policy(StrEnum):
 
 
 class SharedOptions(RequestedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model runs: the command line speaks for all models, a models file for one."""
+    """How a model runs. On the command line for all models, in a models file for one of them."""
 
     backend: Annotated[
-        str | None, option(ENGINE, "llama_cpp, onnx, torch, module:Class. Default: by device.")
+        str | None,
+        option(
+            ENGINE,
+            "Engine that runs the model: llama_cpp, onnx, torch or module:Class. Default: the one "
+            "that suits the device.",
+        ),
     ] = None
     weight_format: Annotated[
-        str | None, option(ENGINE, "Q4_0, Q8_0, int4, bf16, ... Default: by backend.", "format")
+        str | None,
+        option(
+            ENGINE,
+            "Weight format, such as Q4_0, Q8_0, int4 or bf16. Default: the engine's own default.",
+            "format",
+        ),
     ] = None
     calibration: Annotated[
-        bool, option(ENGINE, "Without --backend: the CPU's quickest, measured once in seconds.")
+        bool,
+        option(
+            ENGINE,
+            "If no --backend is given, choose the fastest engine on this CPU. It is measured once, "
+            "which takes seconds.",
+        ),
     ] = True
     policy: Annotated[
-        Policy, option(MACHINE, "auto: the GPU where the model fits, else the CPU.")
+        Policy,
+        option(
+            MACHINE,
+            "Devices that may run the model. auto uses the GPU if the model fits there, else the "
+            "CPU.",
+        ),
     ] = Policy.auto
     threads: Annotated[
-        Count | None, option(MACHINE, "Engine threads. Default: one per physical core of --cores.")
+        Count | None,
+        option(MACHINE, "Threads of the engine. Default: one per physical core of --cores."),
     ] = None
     cores: Annotated[
-        str, option(MACHINE, "Engine's cores, e.g. 0-3. Default: all; of over 8 all but 1-2.")
+        str,
+        option(
+            MACHINE,
+            "CPU cores for the engine, such as 0-3. Default: all cores; on more than 8 cores, all "
+            "but the one kept for HTTP.",
+        ),
     ] = ""
     prefix_reuse: Annotated[
-        bool, option(ENGINE, "Keep the KV of finished sequences for prompts that begin alike.")
+        bool,
+        option(
+            ENGINE,
+            "Keep the KV cache of finished sequences and reuse it for prompts with the same "
+            "prefix.",
+        ),
     ] = True
     options: Annotated[
         dict[str, Any],
-        option(ENGINE, "An option that a backend here has: mlock=true.", "option", "KEY=VALUE"),
+        option(
+            ENGINE,
+            "Option of the backend, such as mlock=true. Repeat for several.",
+            "option",
+            "KEY=VALUE",
+        ),
     ] = {}
     check_memory: Annotated[
-        bool, option(MACHINE, "Refuse what is predicted not to fit.", "memory-check")
+        bool,
+        option(MACHINE, "Refuse a model that is predicted not to fit in memory.", "memory-check"),
     ] = True
     standby: Annotated[
         Literal["cold", "warm"],
-        option(MACHINE, "warm: keep the fallback engine loaded (costs its memory)."),
+        option(
+            MACHINE,
+            "warm keeps the fallback engine loaded, so that a failover is immediate; this costs "
+            "its memory.",
+        ),
     ] = "cold"
     idle_unload_seconds: Annotated[
         Positive | None,
-        option(SEVERAL, "Unload a model without requests for so long.", "idle-unload", "SECONDS"),
+        option(
+            SEVERAL,
+            "Unload a model after this many seconds without requests. Default: never.",
+            "idle-unload",
+            "SECONDS",
+        ),
     ] = None
 
 
 class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model: a MODEL of the command line, or a [[model]] of a models file."""
+    """One model: a MODEL argument of the command line, or a [[model]] table of a models file."""
 
     source: Annotated[str, Meta(min_length=1)]
-    # In requests; None: the model's own.
+    # The name that requests use; None: the model's own name.
     name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     load: Literal["start", "demand"] = "start"
 
@@ -104,105 +150,185 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
     models: Annotated[
         tuple[str, ...],
-        option("", "Sizes (135m, 1b, ...), GGUF files, folders, hub ids.", "", "MODEL...", True),
+        option(
+            "",
+            "Models to serve: ladder models (135m, 1b, ...), GGUF files, folders or hub ids.",
+            "",
+            "MODEL...",
+            True,
+        ),
     ] = ()
     models_file: Annotated[
         str | None,
-        option(SEVERAL, "TOML with a [[model]] for each model and its options.", "", "FILE"),
+        option(
+            SEVERAL,
+            "TOML file with a [[model]] table for each model and its options.",
+            "",
+            "FILE",
+        ),
     ] = None
     on: Annotated[
         Literal["ray"] | None,
-        option(SEVERAL, "ray: replicas on the cluster of $RAY_ADDRESS, or on one of this machine."),
+        option(
+            SEVERAL,
+            "ray runs replicas on the Ray cluster at $RAY_ADDRESS, or on a new one on this "
+            "machine. Default: serve without Ray.",
+        ),
     ] = None
     replicas: Annotated[
-        Count, option(SEVERAL, "With --on ray: engines, each with --threads cores or a GPU.")
+        Count,
+        option(
+            SEVERAL,
+            "Number of engines with --on ray; each takes --threads cores or one GPU.",
+        ),
     ] = 1
     memory_limit: Annotated[
-        str | None, option(SEVERAL, "RAM for all engines together, e.g. 24GiB.", "", "SIZE")
+        str | None,
+        option(
+            SEVERAL,
+            "RAM that all engines may use together, such as 24GiB. Default: the free memory.",
+            "",
+            "SIZE",
+        ),
     ] = None
     admin_key_env: Annotated[
-        str | None, option(SEVERAL, "Variable with the key of the /admin/ routes.", "", "NAME")
+        str | None,
+        option(
+            SEVERAL,
+            "Environment variable that holds the key of the /admin/ routes. Without it there are "
+            "no admin routes.",
+            "",
+            "NAME",
+        ),
     ] = None
     host: Annotated[
-        str, option(HTTP, "Address to listen on. 0.0.0.0 opens it to the network: set a key.")
+        str,
+        option(
+            HTTP,
+            "Address to listen on. 0.0.0.0 makes the server reachable from the network; set "
+            "--api-key-env then.",
+        ),
     ] = "127.0.0.1"
-    port: Annotated[Port, option(HTTP, "Port; 0 takes a free one and prints it.")] = 8000
+    port: Annotated[Port, option(HTTP, "Port to listen on. 0 takes a free port and prints it.")] = (
+        8000
+    )
     served_name: Annotated[
-        str | None, option(HTTP, "The model's name in requests. Default: its own.")
+        str | None, option(HTTP, "Model name that requests use. Default: the model's own name.")
     ] = None
     api_key_env: Annotated[
-        str | None, option(HTTP, "Environment variable that holds the API key.", "", "NAME")
+        str | None,
+        option(
+            HTTP,
+            "Environment variable that holds the API key. Default: no key is required.",
+            "",
+            "NAME",
+        ),
     ] = None
     ready_file: Annotated[
         str | None,
-        option(HTTP, "Written (JSON: url, pid, ...) when an engine is ready.", "", "FILE"),
+        option(
+            HTTP,
+            "JSON file (url, pid, ...) that is written when an engine is ready.",
+            "",
+            "FILE",
+        ),
     ] = None
     api_cores: Annotated[
-        str, option(MACHINE, "Cores of HTTP. Default: those left; without any, the engine's.")
+        str,
+        option(
+            MACHINE,
+            "CPU cores for HTTP. Default: the cores that the engine leaves free, or else the "
+            "engine's cores.",
+        ),
     ] = ""
     cache: Annotated[
-        str | None, option(MACHINE, "Weights. Default: $CROSSOVER_CACHE or ~/.cache/crossover.")
+        str | None,
+        option(
+            MACHINE,
+            "Folder for weights. Default: $CROSSOVER_CACHE, or ~/.cache/crossover.",
+        ),
     ] = None
     max_waiting: Annotated[
-        Count, option(QUEUE, "Requests that may wait for a slot; more get 429.")
+        Count,
+        option(
+            QUEUE,
+            "Maximum requests that wait for a slot; requests beyond it are rejected with 429.",
+        ),
     ] = 256
     max_wait_seconds: Annotated[
-        Seconds, option(QUEUE, "Longest predicted wait in seconds; beyond it 429.", "max-wait")
+        Seconds,
+        option(
+            QUEUE,
+            "Maximum predicted queue wait in seconds; requests beyond it are rejected with 429.",
+            "max-wait",
+        ),
     ] = 30.0
     ttft_slo_seconds: Annotated[
         Positive | None,
-        option(QUEUE, "TTFT limit in seconds: who is predicted to miss it gets 429.", "ttft-slo"),
+        option(
+            QUEUE,
+            "TTFT limit in seconds; requests predicted to miss it are rejected with 429. Default: "
+            "no limit.",
+            "ttft-slo",
+        ),
     ] = None
     drain_seconds: Annotated[
         Seconds,
-        option(QUEUE, "Seconds that requests get to end in after SIGTERM.", "drain-timeout"),
+        option(
+            QUEUE,
+            "Seconds that running requests get to finish after SIGTERM.",
+            "drain-timeout",
+        ),
     ] = 60.0
 
 
 def arguments(values: Mapping[str, Any]) -> list[str]:
-    """The command line for these fields of ServeOptions; None means the default."""
+    """Return the command line for these fields of ServeOptions; None means the default."""
     flags = flags_of(ServeOptions)
-    words: list[str] = []
+    command_line: list[str] = []
     for name, value in values.items():
         flag = flags[name]
         if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-", 1))
+            command_line.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, dict):
             for key, item in value.items():
-                words += [flag, f"{key}={json.dumps(item)}"]
+                command_line += [flag, f"{key}={json.dumps(item)}"]
         elif value is not None:
-            words += [flag, str(value)]
-    return words
+            command_line += [flag, str(value)]
+    return command_line
 
 
 def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
-    """The models of a server: the command line's, then the models file's. Raises ServingError."""
+    """Return the models of a server: those of the command line, then those of the models file.
+
+    Raises ServingError.
+    """
     shared = {name: getattr(options, name) for name in SharedOptions.__struct_fields__}
-    found = [model_options({"source": source}, shared, "MODEL") for source in options.models]
+    models = [model_options({"source": source}, shared, "MODEL") for source in options.models]
     if options.models_file is not None:
         where = f"--models-file {options.models_file}"
         for number, entry in enumerate(_entries(options.models_file, where), 1):
-            found.append(model_options(entry, shared, f"{where}, model {number}"))
-    if not found:
+            models.append(model_options(entry, shared, f"{where}, model {number}"))
+    if not models:
         raise ServingError(
-            "no model to serve; name one (135m, ./model.gguf, ...) or give --models-file"
+            "There is no model to serve. Name one (135m, ./model.gguf, ...) or give --models-file."
         )
     if options.served_name is not None:
-        if len(found) > 1:
+        if len(models) > 1:
             raise ServingError(
-                f"--served-name names one model, and {len(found)} are served; "
-                "give each its name in a --models-file"
+                f"--served-name can name only one model, but {len(models)} are served. "
+                "Name each of them in a --models-file instead."
             )
-        given = msgspec.structs.asdict(found[0])
-        found = [model_options({"name": options.served_name}, given, "--served-name")]
-    if len(found) > 1:  # the first one's slots would take the whole memory of a GPU
+        given = msgspec.structs.asdict(models[0])
+        models = [model_options({"name": options.served_name}, given, "--served-name")]
+    if len(models) > 1:  # with a GPU's default, the first model would take all of its memory
         slots = DEFAULT_SETTINGS["cpu"].slots
-        found = [msgspec.structs.replace(one, slots=one.slots or slots) for one in found]
-    return tuple(found)
+        models = [msgspec.structs.replace(model, slots=model.slots or slots) for model in models]
+    return tuple(models)
 
 
 def _entries(file: str, where: str) -> list[dict[str, Any]]:
-    """The [[model]] tables of a models file. Raises ServingError."""
+    """Return the [[model]] tables of a models file. Raises ServingError."""
     try:
         text = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
         return msgspec.toml.decode(text, type=_ModelsFile).model
@@ -217,5 +343,5 @@ class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def model_options(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:
-    """One model's options: its entry over the shared ones. Raises ServingError."""
+    """Return one model's options: the shared ones, overridden by its own. Raises ServingError."""
     return converted({**shared, **given}, ModelOptions, f"{where}: ")

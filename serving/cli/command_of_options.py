@@ -1,4 +1,4 @@
-"""A command of the command line from a struct of options: one parameter for each field."""
+"""Builds a command from a struct of options: one parameter for each field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serving.option_help import about, converted, flags_of, unbounded
 
 
 def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:
-    """A function for typer whose parameters are the fields of `kind`.
+    """Return a function for typer whose parameters are the fields of `kind`.
 
     It calls `run` with the struct; the exit status is what `run` returns.
     """
@@ -37,20 +37,21 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
 
 
 def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parameter:
-    said, kind = about(field), unbounded(field.type)
+    option_help = about(field)
+    kind = unbounded(field.type)
     is_required = field.default is msgspec.NODEFAULT
     default: Any = inspect.Parameter.empty if is_required else field.default
     if get_origin(kind) in (dict, tuple):
         kind, default = list[str] | None, None
     shown: dict[str, Any] = {
-        "help": _literal(said.text),
-        "metavar": said.metavar or None,
+        "help": _literal(option_help.text),
+        "metavar": option_help.metavar or None,
     }
-    if said.is_argument:
+    if option_help.is_argument:
         info: Any = typer.Argument(**shown)
     else:
         flags = f"{flag}/--no-{flag[2:]}" if default is True else flag
-        info = typer.Option(flags, rich_help_panel=said.panel or None, **shown)
+        info = typer.Option(flags, rich_help_panel=option_help.panel or None, **shown)
     annotation = Annotated[kind, info]  # type: ignore[valid-type]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
@@ -58,7 +59,7 @@ def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parame
 
 
 def _literal(text: str) -> str:
-    """With what rich would take as a tag, such as [slo], escaped."""
+    """Escape what rich would take as a tag, such as [slo]."""
     return re.sub(r"\[(?=[a-z#/@])", r"\\[", text)
 
 

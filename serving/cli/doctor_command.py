@@ -1,4 +1,4 @@
-"""What this machine is, which backends work on it, why the others do not, what to do about it."""
+"""`crossover doctor`: this machine, the backends that work on it, and how to fix the others."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ LOW_MEMORY_BYTES = 2 << 30
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """Everything `crossover doctor` found. Sizes in bytes. `advice`: backend -> how to get what it
-    lacks. `warnings`: name -> what, and what to do."""
+    """Everything that `crossover doctor` reports. Sizes in bytes. `advice`: backend -> how to
+    install what it lacks. `warnings`: name -> what is wrong and what to do."""
 
     facts: HardwareFacts
     backends: tuple[BackendProbe, ...]
     advice: dict[str, str]
-    cache: str  # its folder, or why there is none
+    cache: str  # the folder, or why there is none
     cache_free_bytes: int | None
     warnings: dict[str, str]
 
 
 def doctor() -> None:
-    """What this machine is, which backends work on it, and why the others do not."""
+    """Show this machine, which backends work on it, and why the others do not."""
     typer.echo("\n".join(page(examine())))
 
 
 def examine() -> Diagnosis:
-    """Look at everything. Backends are imported in subprocesses: a broken one breaks nothing."""
+    """Return the diagnosis. Backends are imported in subprocesses, so a broken one does no harm."""
     facts, missing = hardware_facts(), missing_backends()
 
     def ask(name: str) -> BackendProbe:
@@ -75,7 +75,7 @@ def examine() -> Diagnosis:
 
 
 def _cache() -> tuple[str, int | None]:
-    """The cache's folder and the bytes that are free there; why there is none, and None."""
+    """Return the cache's folder and the free bytes there, or why there is no cache, and None."""
     try:
         folder = cache_dir()
     except ModelError as problem:
@@ -86,13 +86,13 @@ def _cache() -> tuple[str, int | None]:
 
 
 def advice(probe: BackendProbe, has_compiler: bool, has_gpu: bool) -> str | None:
-    """What to do about a backend that does not work or does not use the GPU; None: nothing.
+    """Return what to do about a backend that does not work or does not use the GPU; None: nothing.
 
-    `has_gpu`: the kernel shows one, be its driver known here or not."""
+    `has_gpu`: the kernel shows a GPU, with or without a known driver."""
     spec = spec_of(probe.backend)
     if not probe.works:
         if spec.is_compiled and not has_compiler:
-            return f"apt-get install g++ cmake, since it is compiled; then {spec.install}"
+            return f"it is compiled: apt-get install g++ cmake, then {spec.install}"
         is_missing = "not installed" in (probe.problem or "")
         return spec.install if is_missing else f"reinstall it: {spec.reinstall}"
     if probe.gpu or probe.gpu_cause not in (None, Cause.backend_missing) or not has_gpu:
@@ -104,31 +104,31 @@ def advice(probe: BackendProbe, has_compiler: bool, has_gpu: bool) -> str | None
 def warnings_of(
     facts: HardwareFacts, works: bool, cache_free_bytes: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Warnings that follow from the facts, by name; a pure function. `works`: a backend does."""
+    """Yield the name and text of each warning; a pure function. `works`: a backend works."""
     size, free = formatting.size, facts.usable_memory_bytes
     quota, cores = facts.cgroup_cores, len(facts.allowed_cores)
     if quota is not None and quota < cores:
-        text = f"the control group allows {quota:g} cores' time on {cores} cores"
+        text = f"the control group limits this process to {quota:g} of {cores} cores"
         yield (
             "cpu_quota",
-            f"{text}: an engine starts {whole_cores(cores, quota)} threads, and work beyond the "
-            "quota is throttled; whole cores (a cpuset) measure more steadily",
+            f"{text}: an engine starts {whole_cores(cores, quota)} threads, and the kernel "
+            "throttles work beyond the quota. Whole cores (a cpuset) give steadier measurements.",
         )
     if facts.architecture == "x86_64" and "avx2" not in facts.isa:
-        text = "the CPU shows no AVX2: the engines' kernels fall back to much slower ones"
-        yield "no_avx2", f"{text}; in a virtual machine, pass the host's CPU through"
+        text = "the CPU does not report AVX2, so the engines use much slower kernels."
+        yield "no_avx2", f"{text} In a virtual machine, pass the host's CPU through."
     if free < LOW_MEMORY_BYTES:
-        text = f"only {size(free)} of memory are free, here or in this control group"
-        yield "little_memory", f"{text}; stop other programs, or raise the container's limit"
+        text = f"only {size(free)} of memory are free on this machine or in this control group."
+        yield "little_memory", f"{text} Stop other programs, or raise the container's limit."
     if cache_free_bytes is not None and cache_free_bytes < LOW_DISK_BYTES:
-        text = f"only {size(cache_free_bytes)} free where weights are kept"
-        yield "little_disk", f"{text}; set CROSSOVER_CACHE"
+        text = f"only {size(cache_free_bytes)} are free on the disk of the weights cache."
+        yield "little_disk", f"{text} Free some space, or set CROSSOVER_CACHE to another disk."
     if not works:
-        yield "no_backend", "no backend works: nothing can be served; see the advice beside each"
+        yield "no_backend", "no backend works, so nothing can be served. Follow the advice above."
 
 
 def page(diagnosis: Diagnosis) -> Iterator[str]:
-    """The diagnosis for people, as lines."""
+    """Yield the diagnosis for people, line by line."""
     facts, size = diagnosis.facts, formatting.size
     yield "This machine"
     for name, value in machine_rows(facts):
@@ -149,17 +149,17 @@ def page(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
-    """Name and value of each line about the machine; a pure function."""
+    """Yield name and value of each line about the machine; a pure function."""
     size = formatting.size
     allowed, quota = facts.allowed_cores, facts.cgroup_cores
-    limit = "" if quota is None else f", {quota:g} cores' time by quota"
+    limit = "" if quota is None else f", CPU quota {quota:g} cores"
     cores = f"{facts.physical_cores or '?'} physical, {facts.logical_cores} logical"
     yield "CPU", f"{facts.cpu_model} ({facts.architecture})"
-    yield "instructions", " ".join(facts.isa) or "none of those that matter"
-    yield "cores", f"{cores}, may use {cores_text(allowed)}{limit}"
-    yield "a server", split_cores(allowed, quota=quota).note
+    yield "ISA extensions", " ".join(facts.isa) or "none relevant"
+    yield "cores", f"{cores}; this process may use {cores_text(allowed)}{limit}"
+    yield "serve would use", split_cores(allowed, quota=quota).note
     total, usable = size(facts.memory_total_bytes), size(facts.usable_memory_bytes)
-    yield "memory", f"{total}, {usable} usable now, {size(facts.swap_used_bytes)} of swap used"
+    yield "memory", f"{total}, {usable} available, {size(facts.swap_used_bytes)} of swap in use"
     for gpu in facts.gpus:
         driver = f", driver {gpu.driver}" if gpu.driver else ""
         memory = f"{size(gpu.total_bytes)}, {size(gpu.free_bytes)} free"

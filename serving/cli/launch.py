@@ -1,10 +1,10 @@
-"""From `crossover serve MODEL...` to a server that answers: prepare, listen, load, serve, drain.
+"""The life of a server, from `crossover serve MODEL...` on: listen, prepare, load, serve, drain.
 
     status = launch(ServeOptions(models=("smollm2-135m",), port=0))
 
-The port is bound before anything slow happens, so a taken port is an error at once; the server
-listens while engines load (503 with the reason until they are ready). The first SIGTERM or SIGINT
-drains, a second one aborts.
+The port is bound before anything slow happens, so a port that is in use is an immediate error. The
+server listens while engines load and answers 503 with the reason until they are ready. The first
+SIGTERM or SIGINT drains, a second one aborts.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from serving.server_options import ServeOptions, models_of
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.engine_supervisor import Supervisor
 
-LOOK_SECONDS = 0.05  # between two looks at how far a load is
+LOOK_SECONDS = 0.05  # between two checks of a load's progress
 
 
 def launch(options: ServeOptions) -> int:
-    """Serve until a signal comes. Exit status: 0 after a drain, 1 when nothing could be served or
-    requests were cut off."""
+    """Serve until a signal arrives. Return the exit status: 0 after a drain, 1 if nothing could be
+    served or requests were aborted."""
     out = sys.stderr or open(os.devnull, "w")
     narrator = Narrator(out)
     logging.basicConfig(stream=out, format="%(message)s", level=logging.WARNING, force=True)
     if options.replicas > 1:
         raise ServingError(f"--replicas {options.replicas} needs --on ray")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text needs no thread per core
     api_key = key_of(options.api_key_env, "--api-key-env")
     admin_key = key_of(options.admin_key_env, "--admin-key-env")
     with listen(options.host, options.port) as listener:
         is_local = is_loopback(listener)
         if not is_local and api_key is None:
             narrator.say(
-                f"WARNING: --host {options.host} opens this server to everybody who can reach this "
-                "machine, since it has no key; --api-key-env gives it one"
+                f"WARNING: With --host {options.host} the server is reachable from the network "
+                "without an API key. Set --api-key-env."
             )
         registry = make_registry(options, narrator)
         has_open_door = is_local and api_key is None
@@ -64,39 +64,40 @@ def launch(options: ServeOptions) -> int:
 
 
 def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
-    """The models with their files, none of them loaded yet; says where each will run and why.
+    """Return the registry of all models with their files, none of them loaded yet, and log where
+    each will run and why.
 
-    The process is put on the cores that are its own.
+    The process is pinned to its own cores.
     """
     memory_limit = None
     if options.memory_limit is not None:
         memory_limit = parse_bytes(options.memory_limit, "--memory-limit")
-    models = models_of(options)
+    requested = models_of(options)
     machine = Machine(options.cache, options.api_cores, narrator.say, narrator.progress)
     facts = machine.facts()
-    prepared = [prepare(model, machine, facts) for model in models]
-    for one in prepared:
-        narrator.say(*explain(one.placement), one.split.note)
+    prepared = [prepare(model, machine, facts) for model in requested]
+    for model in prepared:
+        narrator.say(*explain(model.placement), model.split.note)
     narrator.name_models = len(prepared) > 1
     os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
 
-    def supervisor_of(one: Prepared) -> Supervisor:
+    def supervisor_of(model: Prepared) -> Supervisor:
         return Supervisor(
-            one.configs,
+            model.configs,
             bounds=QueueBounds(
                 waiting_requests=options.max_waiting,
                 wait_seconds=options.max_wait_seconds,
                 ttft_seconds=options.ttft_slo_seconds,
             ),
-            standby=one.model.standby == "warm",
+            standby=model.model.standby == "warm",
             on_event=narrator.event,
             on_output=narrator.say,
         )
 
     limits = RegistryLimits(memory_limit, drain_seconds=options.drain_seconds)
     registry = Registry(ServerMetrics(), machine, supervisor_of, limits)
-    for one in prepared:
-        registry.serve(one)
+    for model in prepared:
+        registry.serve(model)
     return registry
 
 
@@ -107,14 +108,15 @@ async def _run(
     listener: socket.socket,
     narrator: Narrator,
 ) -> int:
-    """Serve until a signal comes, or until there can be nothing to serve. The exit status."""
+    """Serve until a signal arrives or no model can ever be served. Return the exit status."""
     asked = asyncio.Event()
-    aborting: list[asyncio.Future[int]] = []  # kept, or they would be collected
+    aborting: list[asyncio.Future[int]] = []  # references, or they would be garbage-collected
 
     def signalled() -> None:
         if not asked.is_set():
             asked.set()
-            narrator.say(f"draining {registry.in_flight} requests; a second signal aborts them")
+            running = _requests(registry.in_flight)
+            narrator.say(f"draining {running}; a second signal aborts them")
         else:
             aborting.append(asyncio.ensure_future(registry.stop(False, 0.0)))
             narrator.say("aborting")
@@ -136,16 +138,16 @@ async def _run(
     if options.ready_file:
         with contextlib.suppress(OSError):
             Path(options.ready_file).unlink(missing_ok=True)
-    narrator.say(f"stopped, {cut_off} requests cut off" if cut_off else "stopped")
+    narrator.say(f"stopped, {_requests(cut_off)} aborted" if cut_off else "stopped")
     return int(failed or cut_off > 0)
 
 
 async def _announce(
     registry: Registry, url: str, ready_file: str | None, narrator: Narrator
 ) -> str:
-    """Tell how far loads are, and each time an engine is ready: a line and the ready file.
+    """Log the progress of loads; print a line and write the ready file when an engine is ready.
 
-    Returns the reason when nothing can ever be served.
+    Returns the reason if no model can ever be served.
     """
     told: dict[str, int] = {}  # model -> pid of the engine that was announced
     while True:
@@ -160,7 +162,7 @@ async def _announce(
                 continue
             told[model.served_name] = pid
             label, seconds = supervisor.label, supervisor.ready.load_seconds
-            with contextlib.suppress(OSError):  # nobody reads our standard output
+            with contextlib.suppress(OSError):  # standard output may be closed
                 print(f"ready: {url} ({name}{label}, loaded in {seconds:.1f} s)", flush=True)
             if beyond := model.tokens_out_of_range():
                 narrator.say(name + words_of_tokens_out_of_range(beyond))
@@ -169,7 +171,7 @@ async def _announce(
             try:
                 if ready_file:
                     write_atomically(Path(ready_file), json.dumps(about).encode())
-            except OSError as problem:  # a full disk ends no server
+            except OSError as problem:  # a full disk must not stop the server
                 narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
         if not told and all(model.given_up for model in models):
             return "; ".join(f"{one.served_name}: {one.supervisor.reason}" for one in models)
@@ -177,21 +179,25 @@ async def _announce(
 
 
 def words_of_tokens_out_of_range(tokens: Mapping[int, str]) -> str:
-    """The line at load about tokens that the model has no rows for."""
+    """Return the log line about tokens that the model has no rows for."""
     shown = [f"{text or 'a token'} ({number})" for number, text in tokens.items()]
-    rest = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
     return (
         f"The model's files name tokens beyond the rows of its weights: {', '.join(shown[:8])}"
-        f"{rest}. Requests whose text contains one of them are refused."
+        f"{more}. Requests whose text contains one of them are refused."
     )
 
 
+def _requests(number: int) -> str:
+    return "1 request" if number == 1 else f"{number} requests"
+
+
 def key_of(variable: str | None, option: str) -> str | None:
-    """The key in a variable, which is taken out of the environment: no engine inherits it. Raises
-    ServingError."""
+    """Return the key in an environment variable and remove the variable, so that no engine inherits
+    it. Raises ServingError."""
     if variable is None:
         return None
     key = os.environ.pop(variable, "").strip()
     if not key:
-        raise ServingError(f"{option} {variable} is not set or empty")
+        raise ServingError(f"{option}: the environment variable {variable} is not set or is empty")
     return key

@@ -1,11 +1,11 @@
-"""`crossover models`: list the ladder, make weights in the cache, plan the memory that they take.
+"""`crossover models`: list the model ladder, make weights, and plan the memory of a model.
 
     crossover models list
     crossover models make 135m 1b --format Q4_K_M
     crossover models plan 8b                                # on this machine
-    crossover models plan 8b --memory 64GiB --vram 24GiB    # on one that is not here
+    crossover models plan 8b --memory 64GiB --vram 24GiB    # on another machine
 
-Numbers and decision of `plan` are those of serving.placement, as `crossover serve` uses them.
+`plan` uses serving.placement, so its numbers and its decision are those of `crossover serve`.
 """
 
 from __future__ import annotations
@@ -50,22 +50,26 @@ PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="The ladder of models: list them, make weights, plan the memory that they take.",
+    help="List the model ladder, make weights, and plan the memory of a model.",
 )
-Names = Annotated[list[str], typer.Argument(help="Sizes (135m, 1b), GGUF files, folders, hub ids.")]
+Names = Annotated[
+    list[str],
+    typer.Argument(help="Ladder models (135m, 1b), GGUF files, folders or hub ids."),
+]
 Cache = Annotated[
-    Path | None, typer.Option(help="Default: $CROSSOVER_CACHE or ~/.cache/crossover.")
+    Path | None,
+    typer.Option(help="Folder for weights. Default: $CROSSOVER_CACHE, or ~/.cache/crossover."),
 ]
 
 
 @app.command("list")
 def list_models(cache: Cache = None) -> None:
-    """List the ladder (published shapes, a rung each): parameters, file sizes, KV cache per 1,000
-    tokens, what is cached, and by which name its published weights are served."""
+    """List the model ladder: parameters, file sizes, KV cache per 1,000 tokens, the hub id of the
+    published weights, and what is cached."""
     root, size = cache_dir(cache), formatting.size
-    typer.echo(f"The ladder (cache: {root})")
+    typer.echo(f"Model ladder (cache: {root})")
     layout = "{:16}{:>16}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
-    heads = ("rung", "parameters", *LISTED_FORMATS, "KV / 1k", "context", "real weights", "cached")
+    heads = ("model", "parameters", *LISTED_FORMATS, "KV / 1k", "context", "real weights", "cached")
     typer.echo(layout.format(*heads))
     for one in (*LADDER, *SIZED):
         spec, made = one.spec, root.glob(f"synthetic/{one.spec.name}/[!.]*")
@@ -80,14 +84,18 @@ def make(
     names: Names,
     weight_format: Annotated[
         str | None,
-        typer.Option("--format", help="Q4_0, int8, ...; gguf, hf, onnx. Default: the backend's."),
+        typer.Option(
+            "--format",
+            help="Weight format, such as Q4_0 or int8, or a kind: gguf, hf or onnx. Default: the "
+            "backend's own default.",
+        ),
     ] = None,
     backend: Annotated[
-        str, typer.Option(help="Whose kind of weights: llama_cpp, torch, onnx.")
+        str, typer.Option(help="Backend that the weights are for: llama_cpp, torch or onnx.")
     ] = "llama_cpp",
     cache: Cache = None,
 ) -> None:
-    """Make weights in the cache, where they are not there."""
+    """Make weights in the cache, unless they exist already."""
     kind, _ = weights_of(backend)
     if weight_format in FORMATS:
         kind, weight_format = weight_format, None
@@ -103,33 +111,37 @@ def make(
 @app.command("plan")
 def plan_models(
     names: Annotated[
-        list[str], typer.Argument(help="Sizes (135m, 1b), GGUF files, folders, hub ids.")
+        list[str], typer.Argument(help="Ladder models (135m, 1b), GGUF files, folders or hub ids.")
     ],
     formats: Annotated[list[str] | None, typer.Option("--format", help="Repeatable.")] = None,
     slots: Annotated[
         int | None,
-        typer.Option(min=1, help="Sequences at once. Default: 16 on a CPU, up to 256 on a GPU."),
+        typer.Option(
+            min=1,
+            help="Maximum sequences that run at the same time. Default: 16 on a CPU, up to 256 on "
+            "a GPU.",
+        ),
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="Most tokens of one sequence.")] = 2048,
+    context: Annotated[int, typer.Option(min=1, help="Maximum tokens of one sequence.")] = 2048,
     memory: Annotated[
-        str | None, typer.Option(help="RAM, such as 24GiB. Default: what is free here.")
+        str | None, typer.Option(help="RAM, such as 24GiB. Default: the free memory here.")
     ] = None,
     vram: Annotated[
-        str | None, typer.Option(help="VRAM, such as 16GiB. Default: this machine's.")
+        str | None, typer.Option(help="GPU memory, such as 16GiB. Default: that of this machine.")
     ] = None,
 ) -> None:
-    """What a model takes in memory, per format and device, and what `crossover serve` would do."""
+    """Show the memory of a model per format and device, and what `crossover serve` would do."""
     wanted = [known_format(one) for one in formats or ()]
     facts = machine_of(
         parse_bytes(memory, "--memory") if memory else None,
         parse_bytes(vram, "--vram") if vram else None,
     )
-    # What is installed here says nothing of another machine.
+    # The backends installed here say nothing about another machine.
     obstacles = Obstacles() if memory or vram else Obstacles(missing_backends())
     for name in names:
         model = identify(name, fetch=True)
         if model.spec is None:
-            raise ModelError(f"the memory of {model.name} is not known: {model.missing}")
+            raise ModelError(f"The memory of {model.name} is unknown: {model.missing}")
         typer.echo(f"{model.name}: {model.spec.parameters:,} parameters")
         if model.spec.experts_text:
             typer.echo(f"  {model.spec.experts_text}")
@@ -162,7 +174,7 @@ def plan_models(
             typer.echo(f"  crossover serve would refuse: {problem}")
             continue
         first, *rest = explain(decision)
-        # Without --context as much as memory allows.
+        # Without --context, as many tokens as memory allows.
         typer.echo(
             f"  crossover serve --context {decision.settings.context_tokens} would run {first}"
         )
@@ -172,8 +184,8 @@ def plan_models(
 
 
 def _engines(model: ModelIdentity, formats: Sequence[str]) -> list[Engine]:
-    """What is planned: of a model of the ladder the usual formats on whichever backend has them, of
-    another one all that can run it."""
+    """Return the engines to plan: for a ladder model the usual formats on any backend, for another
+    model every engine that can run it."""
     if model.kind == "ladder":
         return [Engine("", each) for each in formats or PLANNED_FORMATS]
     names = [engine.backend for engine in usual_engines(model)]
@@ -184,10 +196,10 @@ def _engines(model: ModelIdentity, formats: Sequence[str]) -> list[Engine]:
 
 
 def _told(one: Attempt) -> str:
-    """What a model takes in a format on a device."""
+    """Return a line about the memory of a model in a format on a device."""
     size, verdict = formatting.size, "fits" if one.fits else "does not fit"
     free = one.free_bytes
-    room = "nobody knows what is free" if free is None else f"{size(free)} may be used"
+    room = "the free memory is unknown" if free is None else f"{size(free)} may be used"
     return (
         f"{one.device.upper()} {one.backend:9} {one.weight_format:7} {one.memory_text} = "
         f"{size(one.need_bytes)}: {verdict}, {room}"
@@ -195,7 +207,7 @@ def _told(one: Attempt) -> str:
 
 
 def machine_of(ram_bytes: int | None, vram_bytes: int | None) -> HardwareFacts:
-    """This machine with other memory; every GPU backend can use a supposed GPU."""
+    """Return this machine with other memory; every GPU backend can use a hypothetical GPU."""
     facts = hardware_facts()
     if ram_bytes is not None:
         ram = dict.fromkeys(("memory_total_bytes", "memory_available_bytes"), ram_bytes)

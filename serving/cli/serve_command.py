@@ -1,4 +1,4 @@
-"""The verb `serve`: options in, exit status out. Heavy modules are imported on use.
+"""The verb `serve`: options in, exit status out. Heavy modules are imported when it runs.
 
 The parameters of `crossover serve` are the fields of serving.server_options.ServeOptions.
 """
@@ -10,12 +10,12 @@ import typer
 from serving.cli.command_of_options import command_of
 from serving.server_options import ServeOptions
 
-# An empty line between two lines keeps them apart in the help page.
+# An empty line keeps two lines apart on the help page.
 EPILOG = """Examples:
 
-crossover serve smollm2-135m  (a rung of the ladder, made with random weights if need be)
+crossover serve smollm2-135m  (a ladder model, with random weights if none are cached)
 
-crossover serve ./model.gguf --slots 8  (a file of yours)
+crossover serve ./model.gguf --slots 8  (your own file)
 
 crossover serve 135m 360m --idle-unload 600  (two models)
 
@@ -30,7 +30,8 @@ serve = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def _serve(options: ServeOptions) -> int:
     """Serve models over an OpenAI-compatible HTTP endpoint.
 
-    They run on the GPU where there is one, else on the CPU, and the server says why.
+    A model runs on the GPU if there is one with room for it, else on the CPU. The server logs where
+    and why.
     """
     if options.on == "ray":
         from serving.cli.ray_serve import launch_on_ray

@@ -1,9 +1,9 @@
-"""Which cores the engine gets and which HTTP gets: pure decisions over core numbers.
+"""Divides the CPU cores between the engine and HTTP: pure decisions over core numbers.
 
-Up to SHARED_CORES the engine has all of them, and HTTP, which needs a few hundredths of a core,
-goes before it (`nice`): a core that is left to HTTP is half of a machine with two. Its threads wait
-for each other at every operator, so whoever takes one's core stops all: beside other work `--cores`
-and `--api-cores` keep them apart.
+Up to SHARED_CORES cores, the engine uses all of them and HTTP has priority over it (`nice`). HTTP
+needs a few hundredths of a core, and a core of its own would be half of a machine with two. The
+engine's threads wait for each other at every operator, so a process that takes one core delays all
+of them; if other work runs on the machine, `--cores` and `--api-cores` keep it apart.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import msgspec
 from models.machine_limits import ROOT, read_text, whole_cores
 from serving.errors import ServingError
 
-SHARED_CORES = 8  # up to so many are shared where nobody says otherwise
-SHARED_NICE = 3  # of an engine that shares a core with HTTP: half of HTTP's weight
+SHARED_CORES = 8  # up to this many cores, engine and HTTP share all of them by default
+SHARED_NICE = 3  # of an engine that shares a core with HTTP: half of HTTP's scheduling weight
 
 
 class CoreSplit(msgspec.Struct, frozen=True):
     """Core numbers of the engine and of the HTTP process, the engine's threads, and why.
 
-    `nice`: of the engine, where it shares cores with HTTP.
+    `nice`: the engine's niceness, above 0 if it shares cores with HTTP.
     """
 
     engine: tuple[int, ...]
@@ -41,25 +41,25 @@ def split_cores(
     root: Path = ROOT,
     quota: float | None = None,
 ) -> CoreSplit:
-    """Divide the allowed cores. `engine`, `api`: as the user asked; (): decide. `threads` None: one
-    for each physical core, at most the whole cores of the CPU `quota`. Raises ServingError for a
-    core that is not allowed."""
+    """Divide the allowed cores. `engine`, `api`: the user's choice; (): decide. `threads` None: one
+    per physical core, at most the whole cores of the CPU `quota`. Raises ServingError for a core
+    that is not allowed."""
     for name, wanted in (("--cores", engine), ("--api-cores", api)):
         outside = [core for core in wanted if core not in allowed]
         if outside:
             raise ServingError(
-                f"{name} names core {outside[0]}, which this process may not use; "
-                f"allowed: {cores_text(allowed)}"
+                f"{name} names core {outside[0]}, which this process may not use. "
+                f"Allowed cores: {cores_text(allowed)}."
             )
     rest = tuple(core for core in allowed if core not in (engine or api)) or allowed
-    change = "--cores and --api-cores change that"
+    change = "--cores and --api-cores change this"
     if engine or api:
-        engine, api, why = engine or rest, api or rest, "as asked"
+        engine, api, why = engine or rest, api or rest, "as set by options"
     elif len(allowed) > SHARED_CORES:
-        engine, api, why = allowed[:-1], allowed[-1:], f"one core kept for HTTP; {change}"
+        engine, api, why = allowed[:-1], allowed[-1:], f"one core is kept for HTTP; {change}"
     else:
         engine = api = allowed
-        why = f"shared, HTTP goes first; {change}"
+        why = f"shared, HTTP has priority; {change}"
     physical = len(set(physical_of(engine, root).values()))
     count = threads or whole_cores(physical, quota)
     named = "1 thread" if count == 1 else f"{count} threads"
@@ -74,22 +74,22 @@ def split_cores(
 
 
 def parse_cores(text: str, option: str = "") -> tuple[int, ...]:
-    """ "0-3,5" -> (0, 1, 2, 3, 5); "" -> (). Raises ServingError, which names the option, for
-    anything else."""
+    """Return (0, 1, 2, 3, 5) for "0-3,5", and () for "". Raises ServingError, which names the
+    option, for anything else."""
     cores: set[int] = set()
     for part in text.split(",") if text.strip() else ():
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
         is_range = first.isdigit() and last.isdigit()
         if not is_range or not int(first) <= int(last) < 1 << 16:
-            why = f"{text!r} is no list of cores; write for example 0-3 or 0,2,4"
+            why = f"{text!r} is not a list of cores. Write, for example, 0-3 or 0,2,4."
             raise ServingError(f"{option} {why}".lstrip())
         cores.update(range(int(first), int(last) + 1))
     return tuple(sorted(cores))
 
 
 def cores_text(cores: Iterable[int]) -> str:
-    """(0, 1, 2, 5) -> "0-2,5"."""
+    """Return "0-2,5" for (0, 1, 2, 5)."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and parts[-1][-1] == core - 1:
@@ -100,7 +100,8 @@ def cores_text(cores: Iterable[int]) -> str:
 
 
 def physical_of(cores: Iterable[int], root: Path = ROOT) -> dict[int, int]:
-    """Core -> the lowest core that shares its physical core; itself where the kernel is silent."""
+    """Map each core to the lowest core on the same physical core, or to itself if the kernel does
+    not say."""
     table: dict[int, int] = {}
     for core in cores:
         file = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"

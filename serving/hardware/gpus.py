@@ -1,9 +1,9 @@
-"""GPUs of this machine. NVIDIA's driver is asked by NVML, in a thread: it may hang.
+"""The GPUs of this machine. NVML queries NVIDIA's driver in a thread, because it may hang.
 
-    find_gpus()        # no driver files: no thread, microseconds
+    find_gpus()        # without driver files: no thread, microseconds
 
-Drivers differ in what they tell: a value that one does not tell is None, and a GPU that cannot be
-read is left out with its reason. GPUs of other makers are known by what a backend's probe says.
+Drivers differ in what they report: a missing value is None, and a GPU that cannot be read is left
+out with the reason. GPUs of other vendors are known from the probes of backends.
 """
 
 from __future__ import annotations
@@ -21,25 +21,29 @@ from models.child_process import Ran, run_python
 from models.machine_limits import ROOT, read_text
 from serving.errors import Cause, Unsupported
 
-VULKAN = "vulkan"  # the vendor of what a build of llama.cpp drives by Vulkan, whoever made it
-DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")  # it has one of these
+VULKAN = "vulkan"  # the vendor of any GPU that a build of llama.cpp drives through Vulkan
+DRIVER_FILES = (
+    "proc/driver/nvidia/version",
+    "dev/nvidiactl",
+    "dev/dxg",
+)  # a driver has one of them
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
-    """One GPU as its driver describes it. Not told is None."""
+    """One GPU as its driver describes it. Values that the driver does not report are None."""
 
     name: str
     vendor: str  # "nvidia", "amd" or VULKAN
     total_bytes: int | None = None
     free_bytes: int | None = None
     driver: str | None = None
-    index: int = 0  # in the driver's order, which is not that of CUDA
-    uuid: str | None = None  # by which an engine is given this one and no other
-    power_limit_watts: float | None = None  # that the driver enforces
+    index: int = 0  # in the driver's order, which differs from that of CUDA
+    uuid: str | None = None  # selects this GPU for an engine
+    power_limit_watts: float | None = None  # the limit that the driver enforces
 
 
 class FoundGpus(msgspec.Struct, frozen=True):
-    """The GPUs, or the cause why there is none; `note`: why, or which GPU cannot be read."""
+    """The GPUs, or the cause why there are none; `note`: why, or which GPU cannot be read."""
 
     gpus: tuple[GpuFacts, ...] = ()
     cause: Cause | None = None
@@ -50,12 +54,12 @@ _ASKING = threading.Lock()
 
 
 def find_gpus(root: Path = ROOT, *, timeout_seconds: float = 10.0) -> FoundGpus:
-    """The NVIDIA GPUs of this machine that this process may use. Never raises."""
+    """Return the NVIDIA GPUs of this machine that this process may use. Never raises."""
     if not any((root / file).exists() for file in DRIVER_FILES):
         for device in (root / "sys/bus/pci/devices").glob("*"):
             is_display = read_text(device / "class").startswith("0x03")
             if is_display and read_text(device / "vendor").strip() == "0x10de":
-                note = "an NVIDIA card is there, but its driver is not loaded"
+                note = "there is an NVIDIA card, but its driver is not loaded"
                 return FoundGpus((), Cause.no_driver, note)
         return FoundGpus((), Cause.no_device, "this machine has no NVIDIA GPU")
     answer: queue.SimpleQueue[FoundGpus] = queue.SimpleQueue()
@@ -65,7 +69,7 @@ def find_gpus(root: Path = ROOT, *, timeout_seconds: float = 10.0) -> FoundGpus:
         _ASKING.release()
 
     try:
-        if not _ASKING.acquire(timeout=timeout_seconds):  # the one before hangs
+        if not _ASKING.acquire(timeout=timeout_seconds):  # the previous query hangs
             raise queue.Empty
         threading.Thread(target=ask, name="nvml", daemon=True).start()
         found = answer.get(timeout=timeout_seconds)
@@ -79,37 +83,38 @@ def find_gpus(root: Path = ROOT, *, timeout_seconds: float = 10.0) -> FoundGpus:
 
 
 def render_nodes(root: Path = ROOT) -> list[Path]:
-    """Files of GPUs of any maker that draw or compute: where there is one and no driver of NVIDIA,
-    only a backend's probe can say what it is good for."""
+    """Return the device files of GPUs of any vendor. Without NVIDIA's driver, only a backend's
+    probe can tell what such a GPU can do."""
     return sorted((root / "dev/dri").glob("renderD*"))
 
 
-def visible(gpus: tuple[GpuFacts, ...], told: str | None) -> tuple[GpuFacts, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves: engines are given one of them by its UUID. Numbers
-    are taken in the driver's order (CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
-    if told is None:
+def visible(gpus: tuple[GpuFacts, ...], variable: str | None) -> tuple[GpuFacts, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES (`variable`) allows. Numbers are indices in the
+    driver's order (CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
+    if variable is None:
         return gpus
-    entries = [entry.strip() for entry in told.split(",") if entry.strip()]
+    entries = [entry.strip() for entry in variable.split(",") if entry.strip()]
     return tuple(
         gpu
         for gpu in gpus
-        if any(one == str(gpu.index) or (gpu.uuid or "").startswith(one) for one in entries)
+        if any(entry == str(gpu.index) or (gpu.uuid or "").startswith(entry) for entry in entries)
     )
 
 
 def run_probe(function: str, timeout_seconds: float) -> Ran:
-    """Call "module:function" in a child that may crash or hang, as a backend's library may where it
-    is imported; its result is JSON in `output`."""
+    """Call "module:function" in a child process, because importing a backend's library may crash or
+    hang. The result is JSON in `output`."""
     module, _, name = function.partition(":")
     say = f"print('', msgspec.json.encode(probed.{name}()).decode(), sep='\\n')"
     code = f"import msgspec, {module} as probed; {say}"
     ran = run_python("-c", code, timeout_seconds=timeout_seconds)
-    return ran._replace(output=b"".join(ran.output.splitlines()[-1:]))  # behind a library's words
+    # A library may print lines before the result.
+    return ran._replace(output=b"".join(ran.output.splitlines()[-1:]))
 
 
 def tell(ask: Callable[..., Any], *what: Any, **more: Any) -> Any:
-    """What the driver says; None where it does not, whatever it raises: NVMLError, or an error of
-    nvidia-ml-py's own where the driver is older than the package."""
+    """Return the driver's answer; None if it raises anything: NVMLError, or an error of
+    nvidia-ml-py if the driver is older than the package."""
     try:
         return ask(*what, **more)
     except Exception:
@@ -117,19 +122,19 @@ def tell(ask: Callable[..., Any], *what: Any, **more: Any) -> Any:
 
 
 def memory_of(nvml: Any, handle: Any) -> Any:
-    """total, used, free and, of newer drivers, reserved, which is then not in used."""
+    """Return total, used and free; newer drivers also report reserved, which `used` excludes."""
     newer = tell(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
     return newer or nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
 def uuid_of(nvml: Any, handle: Any) -> str | None:
-    """What CUDA_VISIBLE_DEVICES takes: "GPU-..."."""
-    found = tell(lambda: nvml.nvmlDeviceGetUUID(handle))
-    return None if found is None else str(found)
+    """Return the UUID, "GPU-...", that CUDA_VISIBLE_DEVICES takes."""
+    uuid = tell(lambda: nvml.nvmlDeviceGetUUID(handle))
+    return None if uuid is None else str(uuid)
 
 
 def list_gpus() -> FoundGpus:
-    """What NVML lists."""
+    """Return the GPUs that NVML lists."""
     try:
         import pynvml
 
@@ -145,17 +150,17 @@ def list_gpus() -> FoundGpus:
         except Exception as problem:
             trouble.append(f"GPU {index} cannot be read: {problem}")
     tell(pynvml.nvmlShutdown)
-    told = "; ".join(trouble)
+    note = "; ".join(trouble)
     if not gpus:
-        cause = cause_of(told) if told else Cause.no_device
-        return FoundGpus((), cause, told or "the NVIDIA driver is there and lists no GPU")
-    return FoundGpus(tuple(gpus), None, told or None)
+        cause = cause_of(note) if note else Cause.no_device
+        return FoundGpus((), cause, note or "the NVIDIA driver is loaded but lists no GPU")
+    return FoundGpus(tuple(gpus), None, note or None)
 
 
 def _read(nvml: Any, index: int) -> GpuFacts:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     if tell(lambda: nvml.nvmlDeviceGetMigMode(handle)[0]):  # CUDA cannot use it as a whole
-        raise Unsupported("it is divided into parts (MIG), which are not served")
+        raise Unsupported("it is divided into MIG partitions, which are not supported")
     memory, driver = memory_of(nvml, handle), tell(nvml.nvmlSystemGetDriverVersion)
     return GpuFacts(
         name=str(nvml.nvmlDeviceGetName(handle)),
@@ -170,7 +175,7 @@ def _read(nvml: Any, index: int) -> GpuFacts:
 
 
 def cause_of(text: str) -> Cause:
-    """The cause in NVML's words. "GPU is lost" is of a driver that is there."""
+    """Return the cause for an NVML message; "GPU is lost" comes from a driver that is loaded."""
     lowered = text.lower()
     if "mismatch" in lowered:
         return Cause.driver_mismatch

@@ -1,8 +1,8 @@
 """Facts of this machine for placement, reports and `crossover doctor`.
 
-    facts = hardware_facts()        # milliseconds; the GPU driver is asked in a child
+    facts = hardware_facts()        # milliseconds
 
-Sizes are bytes. What the machine does not say is None, never 0.
+Sizes are in bytes. A value that the machine does not report is None, never 0.
 """
 
 from __future__ import annotations
@@ -29,30 +29,51 @@ from serving.hardware.gpus import GpuFacts, find_gpus
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
-    """RSS of a process (None: this one); None when there is no such process. Microseconds."""
+    """Return the RSS of a process (None: this one); None if it does not exist. Microseconds."""
     words = read_text(ROOT / f"proc/{'self' if pid is None else pid}/statm").split()
     return int(words[1]) * resource.getpagesize() if words else None
 
 
 def peak_resident_bytes(pid: int | None = None) -> int | None:
-    """The highest RSS that a process had (None: this one); None when there is no such process."""
+    """Return the peak RSS of a process (None: this one); None if it does not exist."""
     if pid is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return sizes(read_text(ROOT / f"proc/{pid}/status")).get("VmHWM")
 
 
 def lower_priority(nice: int) -> None:
-    """By `nice`: of this thread, of those that it starts from now on, and of its session."""
+    """Lower the priority of this thread, of threads it starts later, and of its session by
+    `nice`."""
     os.nice(nice)
-    with suppress(OSError):  # a kernel without such groups, or a container that may not
+    with suppress(OSError):  # a kernel without autogroups, or a container without permission
         Path("/proc/self/autogroup").write_text(str(nice))
 
 
 # CPU flags that decide how fast the engines' kernels are.
 ISA_FLAGS: tuple[str, ...] = (
-    *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512vl"),
-    *("avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
-    *("asimd", "asimddp", "asimdhp", "i8mm", "bf16", "sve", "sve2", "sme"),
+    "sse4_2",
+    "avx",
+    "f16c",
+    "fma",
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "asimddp",
+    "asimdhp",
+    "i8mm",
+    "bf16",
+    "sve",
+    "sve2",
+    "sme",
 )
 
 
@@ -65,13 +86,13 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
     logical_cores: int
     physical_cores: int | None
     allowed_cores: tuple[int, ...]  # by this process's affinity
-    cgroup_cores: float | None = None  # CPU quota of its control group
+    cgroup_cores: float | None = None  # the CPU quota of the control group
     memory_total_bytes: int
     memory_available_bytes: int
-    cgroup_memory_bytes: int | None = None  # what the control group still leaves
+    cgroup_memory_bytes: int | None = None  # left of the control group's limit
     swap_used_bytes: int = 0
     gpus: tuple[GpuFacts, ...] = ()
-    gpu_cause: str | None = None  # a serving.errors.Cause where there is no usable GPU
+    gpu_cause: str | None = None  # a serving.errors.Cause if there is no usable GPU
     gpu_note: str | None = None
     system: str
     kernel: str
@@ -81,20 +102,20 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usable_cores(self) -> float:
-        """Cores' worth of CPU time for this process: its affinity, cut by the quota."""
+        """Return the cores that this process can use at once: its affinity within the quota."""
         allowed = float(len(self.allowed_cores))
         return min(allowed, self.cgroup_cores) if self.cgroup_cores is not None else allowed
 
     @property
     def usable_memory_bytes(self) -> int:
-        """RAM that a new process can take without swapping or being killed."""
+        """Return the RAM that a new process can take without swapping or being killed."""
         if self.cgroup_memory_bytes is None:
             return self.memory_available_bytes
         return min(self.memory_available_bytes, self.cgroup_memory_bytes)
 
 
 def hardware_facts(*, root: Path = ROOT) -> HardwareFacts:
-    """The facts of this machine. `root` is where /proc and /sys are mounted."""
+    """Return the facts of this machine. `root` is where /proc and /sys are mounted."""
     memory, flags, found = sizes(read_text(root / "proc/meminfo")), cpu_flags(root), find_gpus(root)
     system, cpus = platform.system(), root / "sys/devices/system/cpu"
     with suppress(OSError):
@@ -126,5 +147,5 @@ def hardware_facts(*, root: Path = ROOT) -> HardwareFacts:
 
 
 def allowed_cores() -> tuple[int, ...]:
-    """The cores this process may run on, ascending."""
+    """Return the cores that this process may run on, ascending."""
     return tuple(sorted(os.sched_getaffinity(0)))

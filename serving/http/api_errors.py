@@ -1,4 +1,4 @@
-"""Errors on the wire: the status code and OpenAI's error object of everything that goes wrong."""
+"""Errors of the HTTP API: the status code and OpenAI's error object for each of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from models.errors import as_sentence
 from serving.errors import (
     ContextOverflow,
     LoadFailed,
@@ -23,7 +24,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-# error of the rooms below -> status, code
+# error of the packages below -> status, code
 _ANSWERS: dict[type[Exception], tuple[int, str]] = {
     NoPlacement: (507, "does_not_fit"),
     LoadFailed: (500, "load_failed"),
@@ -43,13 +44,13 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every answer that is not a success, and of an `error` event inside a stream."""
+    """The body of every error response, and of an `error` event inside a stream."""
 
     error: ErrorDetail
 
 
 class ApiError(ServingError):
-    """An answer other than 2xx."""
+    """A response with an error status. A message without a final full stop gets one."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class ApiError(ServingError):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message = as_sentence(message)
         super().__init__(message)
         self.status = status
         self.code = code
@@ -68,12 +70,12 @@ class ApiError(ServingError):
 
 
 def refused(key: str, why: str, code: str | None = None) -> ApiError:
-    """A 400: this key of the request is wrong."""
+    """Return a 400 that says why this key of the request is wrong."""
     return ApiError(400, f"{key}: {why}", code, key)
 
 
 def try_again(status: int, message: str, code: str, retry_after_seconds: float) -> ApiError:
-    """A 429 or 503 with Retry-After (whole seconds) and Retry-After-Ms (OpenAI's clients)."""
+    """Return a 429 or 503 with Retry-After (whole seconds) and Retry-After-Ms (OpenAI clients)."""
     headers = {
         "Retry-After": str(max(1, math.ceil(retry_after_seconds))),
         "Retry-After-Ms": str(max(1, math.ceil(retry_after_seconds * 1000))),
@@ -82,13 +84,13 @@ def try_again(status: int, message: str, code: str, retry_after_seconds: float) 
 
 
 def too_late(deadline_seconds: float | None) -> ApiError:
-    """A 504: the request's deadline is past."""
-    text = f"the answer was not complete after {deadline_seconds or 0:g} s"
+    """Return a 504: the request's deadline has passed."""
+    text = f"The response was not complete after the deadline of {deadline_seconds or 0:g} s."
     return ApiError(504, text, "deadline_exceeded", headers={"X-Should-Retry": "false"})
 
 
 def as_answer(problem: Exception) -> ApiError | None:
-    """The answer to an error of the rooms below; None: a failure of the server itself, a 500."""
+    """Return the response to an error of the packages below; None: an internal error, a 500."""
     text = str(problem)
     match problem:
         case ApiError():
@@ -99,7 +101,7 @@ def as_answer(problem: Exception) -> ApiError | None:
             return try_again(429, text, problem.kind, problem.retry_after_seconds)
         case NoRoom():
             return try_again(503, text, "no_room", 5.0)
-        case RecursionError():  # of a schema, of tools, of a template
-            return ApiError(400, "the body is nested too deeply", "nested_too_deeply")
+        case RecursionError():  # from a schema, tools or a template
+            return ApiError(400, "The body is nested too deeply.", "nested_too_deeply")
     status, code = _ANSWERS.get(type(problem), (0, ""))
     return ApiError(status, text, code, getattr(problem, "parameter", None)) if status else None

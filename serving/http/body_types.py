@@ -1,11 +1,11 @@
-"""What the HTTP interface takes and says, as types; `decode` makes a request of a body.
+"""The types of request and response bodies; `decode` turns a body into a request.
 
     request = decode(CHAT, body)          # ApiError 400 names the key that is wrong
 
-An unknown key is refused where it asks for something. In what marks the past (messages, their
-parts and calls, tools) it is ignored: other providers' clients send it back, and it cannot change
-the answer. Null says nothing. A whole number may be written with a fraction of zero (2.0).
-`temperature` 1.0 and `max_tokens` 16 (completions) are OpenAI's defaults where a key is left out.
+An unknown key of a request is refused, because it asks for something. In messages, their parts and
+calls, and tools it is ignored: clients of other providers send such keys back, and they cannot
+change the answer. Null means that a key is not set. An integer may be written as 2.0. If a key is
+left out, OpenAI's defaults apply: `temperature` 1.0, and `max_tokens` 16 for completions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 
 class Past(msgspec.Struct, kw_only=True, frozen=True):
-    """Base of what a client sends back, or describes: unknown keys are ignored."""
+    """Base of what a client sends back or describes: unknown keys are ignored."""
 
 
 def _about(text: str, **bounds: Any) -> Meta:
@@ -41,7 +41,7 @@ def _about(text: str, **bounds: Any) -> Meta:
 
 
 class StreamOptions(Wire, kw_only=True, frozen=True):
-    """`include_usage`: in a last chunk. `continuous_usage_stats` (vLLM): in every chunk."""
+    """`include_usage`: usage in the last chunk. `continuous_usage_stats` (vLLM): in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -68,22 +68,24 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Text = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
-NotOffered = Annotated[None, _about("Not offered: null alone is taken.")]
-MaxTokens = Annotated[int, _about("At most what the context leaves.", ge=1, le=_INT31)]
+NotOffered = Annotated[None, _about("Not supported: only null is accepted.")]
+MaxTokens = Annotated[
+    int, _about("Maximum output tokens; the context may leave fewer.", ge=1, le=_INT31)
+]
 
 
 class Generation(Wire, kw_only=True, frozen=True):
-    """What chat and completions have in common."""
+    """The keys that chat and completions have in common."""
 
-    model: Annotated[str, _about("Left out: the only model that is served.")] | None = None
+    model: Annotated[str, _about("Default: the only model that is served.")] | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=_INT31)] | None = None
-    temperature: Annotated[float, _about("0 is greedy; left out: 1.0.", ge=0, le=2)] | None = None
+    temperature: Annotated[float, _about("0 is greedy. Default: 1.0.", ge=0, le=2)] | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, _about("-1 or 0: all tokens.", ge=-1, le=_INT31)] | None = None
+    top_k: Annotated[int, _about("-1 or 0 keeps all.", ge=-1, le=_INT31)] | None = None
     min_p: Share | None = None
-    seed: Annotated[int, _about("Left out: drawn.", ge=-_INT64, le=_INT64 - 1)] | None = None
+    seed: Annotated[int, _about("Default: random.", ge=-_INT64, le=_INT64 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
@@ -96,16 +98,16 @@ class Generation(Wire, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    grammar: Annotated[str, _about("GBNF.", max_length=MAX_CHARACTERS)] | None = None
+    grammar: Annotated[str, _about("A grammar in GBNF.", max_length=MAX_CHARACTERS)] | None = None
     deadline_seconds: Annotated[float, Meta(ge=0.001, le=86400)] | None = None
-    # Without effect: clients send them.
+    # Clients send these keys; they have no effect.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Keys of OpenAI's that are not offered (serving.http.request_words says what is instead).
+    # Keys of OpenAI's API that are not supported (serving.http.request_words names alternatives).
     audio: NotOffered = None
     function_call: NotOffered = None
     functions: NotOffered = None
@@ -125,8 +127,8 @@ class CompletionRequest(Generation, kw_only=True, frozen=True):
     prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
     echo: Literal[False] | None = None
     logprobs: Alternatives | None = None
-    add_special_tokens: bool | None = None  # begin with the model's BOS token; left out: do
-    best_of: Literal[1] | None = None  # as clients send it: without effect
+    add_special_tokens: bool | None = None  # prepend the model's BOS token; default: true
+    best_of: Literal[1] | None = None  # clients send it; it has no effect
 
 
 class TextPart(Past, kw_only=True, frozen=True, tag="text", tag_field="type"):
@@ -134,11 +136,11 @@ class TextPart(Past, kw_only=True, frozen=True, tag="text", tag_field="type"):
 
 
 class InputTextPart(TextPart, kw_only=True, frozen=True, tag="input_text"):
-    """The same as OpenAI's Responses write it."""
+    """A text part as OpenAI's Responses API writes it."""
 
 
 class OutputTextPart(TextPart, kw_only=True, frozen=True, tag="output_text"):
-    """The same in an answer of OpenAI's Responses."""
+    """A text part of an answer of OpenAI's Responses API."""
 
 
 class RefusalPart(Past, kw_only=True, frozen=True, tag="refusal", tag_field="type"):
@@ -146,11 +148,11 @@ class RefusalPart(Past, kw_only=True, frozen=True, tag="refusal", tag_field="typ
 
 
 class RedactedThinkingPart(Past, kw_only=True, frozen=True, tag="redacted_thinking"):
-    """Reasoning of Anthropic's that nobody else can read. Ignored."""
+    """Encrypted reasoning of Anthropic's models. Ignored."""
 
 
 class ReferencePart(Past, kw_only=True, frozen=True, tag="reference", tag_field="type"):
-    """Where an answer of Mistral's has its words from. Ignored."""
+    """The sources of an answer, as Mistral writes them. Ignored."""
 
 
 class ThinkingPart(Past, kw_only=True, frozen=True, tag="thinking", tag_field="type"):
@@ -160,7 +162,7 @@ class ThinkingPart(Past, kw_only=True, frozen=True, tag="thinking", tag_field="t
 
 
 class ReasoningPart(Past, kw_only=True, frozen=True, tag="reasoning", tag_field="type"):
-    """The same as LangChain and others write it."""
+    """Reasoning of an earlier answer, as LangChain and others write it."""
 
     text: str | None = None
     reasoning: str | None = None
@@ -179,26 +181,26 @@ ContentPart = (
 
 
 class PastFunction(Past, kw_only=True, frozen=True):
-    """`arguments`: whatever a model wrote, as text; some servers give out the object itself."""
+    """`arguments`: what a model wrote, as text; some servers return the object itself."""
 
     name: str
     arguments: str | dict[str, Any] | list[Any] | None = None
 
 
 class PastCall(Past, kw_only=True, frozen=True):
-    """A call in an assistant's turn."""
+    """A tool call in an earlier assistant message."""
 
     id: str | None = None
     function: PastFunction
 
 
 class Message(Past, kw_only=True, frozen=True):
-    """One turn. The last keys would change the answer, and are refused with a value."""
+    """One message. The last keys would change the answer and are refused if they have a value."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    reasoning_content: Any = None  # a text; other servers' forms of it are ignored
+    reasoning_content: Any = None  # a text; the forms of other servers are ignored
     reasoning: Any = None
     tool_calls: list[PastCall] | None = None
     tool_call_id: str | None = None
@@ -213,7 +215,7 @@ class Message(Past, kw_only=True, frozen=True):
     videos: Any = None
 
 
-# Keys of a message that ask for something which this server does not do.
+# Keys of a message that ask for something that this server does not support.
 ASKING = (
     "audio",
     "documents",
@@ -227,8 +229,8 @@ ASKING = (
 
 
 class Function(Past, kw_only=True, frozen=True):
-    """`parameters`: a JSON schema. `strict`: calls that must come are held to all of it, else to
-    what of it can be held to."""
+    """`parameters`: a JSON schema. `strict`: forced calls follow all of it, or the request is
+    refused; without it they follow as much of it as the grammar supports."""
 
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
     description: str | None = None
@@ -249,11 +251,11 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
     top_logprobs: Alternatives | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: (
-        Annotated[bool, _about("Go on with the assistant's last turn.")] | None
+        Annotated[bool, _about("Continue the last message of the assistant.")] | None
     ) = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Tool | None = None  # its name counts
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None  # of a Tool, the name
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
@@ -263,11 +265,11 @@ class TokenizeRequest(Wire, kw_only=True, frozen=True):
 
     model: str | None = None
     prompt: str
-    add_special_tokens: bool | None = None  # begin with the model's BOS token; left out: do
+    add_special_tokens: bool | None = None  # prepend the model's BOS token; default: true
 
 
 class DetokenizeRequest(Wire, kw_only=True, frozen=True):
-    """POST /detokenize. Control tokens have no text."""
+    """POST /detokenize. Control tokens become no text."""
 
     model: str | None = None
     tokens: list[TokenId]
@@ -280,14 +282,14 @@ DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 encode = msgspec.json.Encoder().encode
 
-# Parts of a request that are somebody else's JSON: their numbers stay as they are.
+# Parts of a request that are opaque JSON: their numbers stay as they are.
 _OPAQUE = frozenset({"schema", "parameters", "arguments", "chat_template_kwargs"})
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The body as its type. Raises ApiError 400 that names the key."""
+    """Return the decoded body. Raises ApiError 400 that names the key."""
     body = body.removeprefix(codecs.BOM_UTF8)
-    gc.disable()  # else it walks through all there is for every 700 values; JSON has no cycles
+    gc.disable()  # JSON has no cycles, and a collection would run for every 700 values
     try:
         try:
             return decoder.decode(body)
@@ -306,7 +308,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """JSON with 2 for 2.0, but in what is opaque to this server."""
+    """Return JSON with 2 for 2.0, except in the parts that are opaque."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -319,7 +321,7 @@ def _with_whole_numbers(value: Any) -> Any:
     return value
 
 
-# --- answers
+# --- responses
 
 Finish = Literal["stop", "length", "tool_calls"]
 Choice = TypeVar("Choice")
@@ -333,7 +335,7 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call in an answer. `index`: in a chunk, which of the answer's calls this is."""
+    """A tool call in an answer. `index`: in a chunk, which of the answer's calls this is."""
 
     index: int | UnsetType = UNSET
     id: str
@@ -342,7 +344,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """`prompt_tokens_details`: cached_tokens, found in the KV cache, where that is known."""
+    """Token counts. `prompt_tokens_details`: cached_tokens found in the KV cache, if known."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -351,7 +353,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chunk adds to a message, or a whole one. `content`: null in one of calls alone."""
+    """A message, or what a chunk adds to it. `content`: null if there are only tool calls."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | None | UnsetType = UNSET
@@ -361,7 +363,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """`message`: of a whole answer; `delta`: of a chunk."""
+    """A choice: a complete answer has `message`, a chunk has `delta`."""
 
     index: int
     message: ChatDelta | UnsetType = UNSET
@@ -373,12 +375,12 @@ class ChatChoice(msgspec.Struct, frozen=True):
 class TextChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
-    logprobs: dict[str, Any] | None = None  # in OpenAI's older shape
+    logprobs: dict[str, Any] | None = None  # in OpenAI's format of the legacy completions API
     finish_reason: Finish | None = None
 
 
 class Completion(msgspec.Struct, Generic[Choice], frozen=True):
-    """A whole answer, or a chunk of a streamed one."""
+    """A complete answer, or a chunk of a streamed one."""
 
     id: str
     object: str

@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions: a chat as a prompt, and its answer in content, reasoning and calls."""
+"""POST /v1/chat/completions: renders a chat as a prompt; the answer has content, reasoning and tool
+calls."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from serving.http.request_validation import token_limit, validate
 from serving.http.tool_calls import format_of, offered, told_of_tools
 from serving.registry.loaded_models import INLINE_CHARACTERS, ServedModel, in_text_thread
 
-_END_OF_TURN = "Q8crossover3E"  # where the last turn's content ends in a prompt
+_END_OF_TURN = "Q8crossover3E"  # marks where the last message's content ends in a prompt
 _OURS = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools"})
 
 
@@ -45,7 +46,7 @@ async def chat_completions(request: Request) -> Answer:
     wants_calls = body.tools or body.tool_choice
     calls, needed_calls = format_of(body, template) if wants_calls else (None, None)
     if body.top_logprobs and not body.logprobs:
-        raise refused("top_logprobs", "needs logprobs: true")
+        raise refused("top_logprobs", "This needs logprobs: true.")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     generation = validate(body, facts, logprobs, needed_calls)
     model.supervisor.requests.check_room()  # before a long prompt is tokenised
@@ -66,7 +67,7 @@ async def chat_completions(request: Request) -> Answer:
 
 
 def template_of(model: ServedModel, body: ChatRequest) -> str:
-    """The text of the chat template that the request is rendered by. Raises ApiError 400."""
+    """Return the text of the chat template for the request. Raises ApiError 400."""
     try:
         return model.tokenizer.template_for(bool(offered(body)))
     except BadChat as problem:
@@ -74,15 +75,15 @@ def template_of(model: ServedModel, body: ChatRequest) -> str:
 
 
 def rendered(model: ServedModel, body: ChatRequest, is_free: bool) -> str:
-    """The chat in the model's template: `developer` as `system`, the arguments of calls as objects.
-    `is_free`: the answer is held to no grammar. Raises ApiError 400."""
+    """Render the chat with the model's template: `developer` becomes `system`, and the arguments of
+    calls become objects. `is_free`: no grammar constrains the answer. Raises ApiError 400."""
     template = template_of(model, body)
     variables = dict(body.chat_template_kwargs or {})
     for name in sorted(_OURS & variables.keys()):
         text = "The request has a key of its own for this."
         raise refused(f"chat_template_kwargs.{name}", text)
     if not is_free and "enable_thinking" in template:
-        variables.setdefault("enable_thinking", False)  # it could not think
+        variables.setdefault("enable_thinking", False)  # the grammar leaves no room to reason
     turns: list[dict[str, Any]] = []
     called: dict[str | None, str] = {}  # id of a call -> name of its function
     for index, message in enumerate(body.messages):
@@ -98,7 +99,7 @@ def rendered(model: ServedModel, body: ChatRequest, is_free: bool) -> str:
         tokenizer = model.tokenizer
         turns, variables["tools"] = told_of_tools(turns, offered(body), tokenizer, template)
     head = body.add_generation_prompt is not False
-    try:  # a template is a program, and not ours
+    try:  # a template is an untrusted program
         prompt = model.tokenizer.render_chat(turns, head, variables=variables)
         model.tokenizer.check_shown(turns, bool(variables["tools"]))
     except BadChat as problem:
@@ -113,18 +114,18 @@ def rendered(model: ServedModel, body: ChatRequest, is_free: bool) -> str:
 
 
 def _turn_of(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates take it. Raises ApiError 400 for what would change the answer and is
-    not offered."""
+    """Return a message in the form that templates take. Raises ApiError 400 for an unsupported key
+    that would change the answer."""
     for key in ASKING:
         if getattr(message, key):
-            text = "This server does not offer this. Messages have texts and calls of tools."
+            text = "This server does not support this. Send text and tool calls only."
             raise refused(f"messages[{index}].{key}", text)
     content: Any = message.content
-    # One text in two spellings; a server may give out both.
+    # The same text under two keys; some servers return both.
     spelled = [one for one in (message.reasoning_content, message.reasoning) if _is_text(one)]
     thoughts: list[str] = spelled[:1]
     if content is None and message.role not in ("assistant", "tool"):
-        raise refused(f"messages[{index}].content", "This is null. A text is needed.")
+        raise refused(f"messages[{index}].content", "This is null. Send a text.")
     if isinstance(content, list):
         parts = []
         for part in content:
@@ -153,7 +154,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _thoughts_of(part: ContentPart) -> list[str]:
-    """The texts of a part with reasoning in it."""
+    """Return the texts of a part that contains reasoning."""
     if isinstance(part, ReasoningPart):
         found: list[Any] = [part.reasoning or part.text]
     elif not isinstance(part, ThinkingPart):
@@ -166,14 +167,14 @@ def _thoughts_of(part: ContentPart) -> list[str]:
 
 
 def _mark_end(body: ChatRequest, turns: list[dict[str, Any]]) -> None:
-    """Put a mark behind the content of the last turn, which the answer continues. Raises ApiError
+    """Put a mark after the content of the last message, which the answer continues. Raises ApiError
     400."""
     key = "continue_final_message"
     if body.add_generation_prompt is not False:
         raise refused(key, "This needs add_generation_prompt: false.")
     last, content = turns[-1], turns[-1]["content"]
     if last["role"] != "assistant" or not content or "tool_calls" in last:
-        raise refused(key, "The last message must be a text of the assistant.")
+        raise refused(key, "The last message must be a text message of the assistant.")
     if isinstance(content, str):
         last["content"] = content + _END_OF_TURN
     else:
@@ -181,8 +182,8 @@ def _mark_end(body: ChatRequest, turns: list[dict[str, Any]]) -> None:
 
 
 def _calls_of(message: Message) -> list[dict[str, Any]]:
-    """The calls of an earlier turn, as templates take them. Arguments that are no JSON object are
-    rendered as they stand: a model has written them."""
+    """Return the calls of an earlier message in the form that templates take. Arguments that are
+    not a JSON object are rendered unchanged, because a model wrote them."""
     calls = []
     for made in message.tool_calls or ():
         written = made.function.arguments
@@ -244,7 +245,7 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
     def _said(self, token: int, logprob: float) -> dict[str, Any]:
-        """A control token is shown by its id and has no bytes."""
+        """Return one log-probability; a control token is shown by its id and has no bytes."""
         data = self.model.bytes_of(token)
         text = data.decode("utf-8", "replace") if data else f"token_id:{token}"
         value = max(logprob, LOWEST_LOGPROB)

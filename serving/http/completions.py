@@ -1,8 +1,8 @@
-"""POST /v1/completions, and the answers to chats too: sequences submitted, deltas written, counted.
+"""POST /v1/completions, and the answer of both endpoints: submits sequences, writes their deltas.
 
-The head of a streamed answer leaves with the first delta: until then an error is an answer with its
-own status, and the sequence can move to another engine. A request that ends early cancels its
-sequences.
+The head of a streamed response is sent with the first delta. Until then an error becomes a response
+with its own status, and the sequence can move to another engine. A request that ends early cancels
+its sequences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from serving.supervisor.inflight_requests import Stream
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
 ROLE, END = Part("role", ""), Part("end", "")
-MARK = "\u0001text\u0001"  # where a text goes
+MARK = "\u0001text\u0001"  # the place of the text in an encoded event
 _FINISHES: dict[FinishReason, Finish] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -44,29 +44,29 @@ _FINISHES: dict[FinishReason, Finish] = {
 
 
 def sse_event(value: Any) -> bytes:
-    """One server-sent event with `value` as JSON."""
+    """Return a server-sent event with `value` as JSON."""
     return b"data: " + encode(value) + b"\n\n"
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence of a request, and what is known of it so far. Times are perf_counter's."""
+    """One sequence of a request and its progress so far. Times are those of perf_counter."""
 
     index: int
     stream: Stream
     submitted: float
-    splitter: Splitter | None  # where there may be more in the text than content
-    first: float = 0.0  # when its first token was made
-    last: float = 0.0  # when its last tokens came
+    splitter: Splitter | None  # None: all of the text is content
+    first: float = 0.0  # when its first token was generated
+    last: float = 0.0  # when its last tokens arrived
     tokens: int = 0
     cached: int | None = None
     is_over: bool = False
-    finish: Finish | None = None  # None: it runs, or ended badly
-    text: str = ""  # of an answer that is not streamed
+    finish: Finish | None = None  # None: it is running, or it failed
+    text: str = ""  # the text so far, if the answer is not streamed
     opened: bool = False
-    frame: tuple[bytes, bytes] | None = None  # of plain content: an event around its text
+    frame: tuple[bytes, bytes] | None = None  # the bytes of an event around plain content
     details: list[TokenDetail] = field(default_factory=list)  # log-probabilities not written yet
-    calls: int = 0  # of tools, written
+    calls: int = 0  # tool calls written so far
 
 
 async def completions(request: Request) -> Answer:
@@ -80,7 +80,7 @@ async def completions(request: Request) -> Answer:
     prompts: list[tuple[list[int], int]] = []
     for ids in prompts_of(body, facts):
         if prompts:
-            await asyncio.sleep(0)  # short texts are tokenised on the loop, one a turn
+            await asyncio.sleep(0)  # short texts are tokenized on the loop, one per turn of it
         if isinstance(ids, str):
             ids = await model.tokens(ids, "prompt", bos=bos, **limits)
         prompts.append((ids, token_limit(body, len(ids), facts)))
@@ -88,10 +88,10 @@ async def completions(request: Request) -> Answer:
 
 
 class Answer:
-    """The answer to one request, in the shape of completions; that of chats is a subclass."""
+    """The answer to one request in the format of completions; a subclass answers chats."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-    opening: tuple[Part, ...] = ()  # what precedes a choice's first content
+    opening: tuple[Part, ...] = ()  # the parts before a choice's first content
     form: Form | None = None  # what splitters look for in the text; None: all of it is content
 
     def __init__(
@@ -101,8 +101,8 @@ class Answer:
         generation: GenerationRequest,
         prompts: Sequence[tuple[list[int], int]],
     ) -> None:
-        """`generation`: without a prompt; its seed is that of the first answer to each prompt.
-        `prompts`: token ids, and the most output tokens."""
+        """`generation`: the request without a prompt; its seed is that of the first answer to each
+        prompt. `prompts`: pairs of token ids and maximum output tokens."""
         assert request.model is not None
         self.request = request
         self.model = request.model
@@ -125,17 +125,17 @@ class Answer:
                 self.sequences.append(replace(one, sampling=sampling))
 
     def shown(self, choice: Choice, part: Part) -> Any:
-        """A chunk's choice: a part, or END. Takes the choice's log-probabilities."""
+        """Return a chunk's choice for a part or END, with the pending log-probabilities."""
         is_end = part is END
         logprobs = None if is_end and not choice.details else self.logprobs(choice)
         return TextChoice(choice.index, part.text, logprobs, choice.finish if is_end else None)
 
     def whole(self, choice: Choice, parts: Sequence[Part]) -> Any:
-        """The choice of an answer that is not streamed."""
+        """Return the choice of an answer that is not streamed."""
         return TextChoice(choice.index, choice.text, self.logprobs(choice), choice.finish)
 
     def told(self, details: Sequence[TokenDetail]) -> dict[str, Any]:
-        """Log-probabilities as they are written: in OpenAI's older shape, without offsets."""
+        """Return log-probabilities in OpenAI's legacy format, without offsets."""
         tops = []
         for detail in details:
             pairs = zip(detail.top_ids, detail.top_values, strict=True)
@@ -148,15 +148,15 @@ class Answer:
         }
 
     def _name(self, token: int) -> str:
-        r"""A token as a key: its text, with \xe2 for what is no whole character, or its id."""
+        r"""Return a token as a key: its text, with \xe2 for incomplete characters, or its id."""
         data = self.model.bytes_of(token)
         return data.decode("utf-8", "backslashreplace") if data else f"token_id:{token}"
 
     async def send(self) -> None:
-        """Submit every sequence of the request, or none; count what comes of them, and write it
-        where the answer is streamed. Raises ApiError, Unavailable, Overloaded.
+        """Submit every sequence of the request or none, count their tokens, and stream them if the
+        request asks for that. Raises ApiError, Unavailable, Overloaded.
 
-        Only the text differs between the events of plain content: the rest is encoded once.
+        Events of plain content differ only in their text, so the rest is encoded once.
         """
         arrived, metrics = asyncio.Event(), self.model.metrics
         try:
@@ -197,22 +197,22 @@ class Answer:
             await self._finish()
         finally:
             for choice in self.choices:
-                choice.stream.cancel()  # unless it has ended
+                choice.stream.cancel()  # no effect on a sequence that has ended
                 if not choice.is_over:
                     self._ended(choice, FinishReason.CANCELLED)
 
     async def _finish(self) -> None:
-        """Write what comes once all sequences have ended: the last event, or the whole answer."""
+        """Write the end of the response: the last event, or the complete answer."""
         if self.streamed:
             last = self._event([], self.usage()) if self.options.include_usage else b""
             await self.request.write(last + b"data: [DONE]\n\n", last=True)
         elif self.is_plain:
             await self.request.answer(self._body())
-        else:  # log-probabilities are up to seconds of work
+        else:  # log-probabilities can take seconds, so they are encoded in a thread
             await self.request.answer(await in_text_thread(self._body))
 
     def _began(self, choice: Choice, delta: Delta, now: float) -> None:
-        """The first tokens are here."""
+        """Record the arrival of the first tokens."""
         metrics, prompt_tokens = self.model.metrics, choice.stream.prompt_tokens
         choice.first, choice.cached = now, delta.cached_tokens
         queue, prefill = delta.queue_seconds, delta.prefill_seconds
@@ -236,7 +236,7 @@ class Answer:
                 metrics.per_token.observe((choice.last - choice.first) / (choice.tokens - 1))
 
     def _events(self, choice: Choice, text: str) -> bytes:
-        """The events that a delta's text becomes; none where it is still held back."""
+        """Return the events for a delta's text; none while the text is held back."""
         parts = self._parts(choice, text)
         if not choice.opened:
             choice.opened = True
@@ -262,25 +262,25 @@ class Answer:
         return [Part("content", text)] if text else []
 
     def _event(self, choices: list[Any], usage: Usage | None | UnsetType) -> bytes:
-        """One chunk of a streamed answer."""
+        """Return one chunk of a streamed answer."""
         name, kind = self.model.served_name, self.chunk_kind
         return sse_event(Completion(self.id, kind, self.created, name, choices, usage))
 
     def _body(self) -> bytes:
-        """The whole answer."""
+        """Return the complete answer."""
         choices = [self.whole(choice, self._parts(choice, choice.text)) for choice in self.choices]
         name, usage = self.model.served_name, self.usage()
         return encode(Completion(self.id, self.kind, self.created, name, choices, usage))
 
     def logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        """Those not written yet; None: nobody asked for any."""
+        """Return the log-probabilities not written yet; None: the request asked for none."""
         if self.sampling.logprobs is None:
             return None
         details, choice.details = choice.details, []
         return self.told(details)
 
     def usage(self) -> Usage:
-        """Usage of the request: each prompt counts once, however many answers it has."""
+        """Return the usage of the request; each prompt counts once, however many answers it has."""
         firsts = self.choices[:: self.n]
         cached = [choice.cached for choice in firsts if choice.cached is not None]
         prompt_tokens = sum(choice.stream.prompt_tokens for choice in firsts)
@@ -288,17 +288,17 @@ class Answer:
         return usage_of(prompt_tokens, tokens, sum(cached) if cached else None)
 
     def _failure(self, delta: Delta) -> ApiError:
-        """What a sequence that ended badly becomes."""
+        """Return the error of a sequence that failed."""
         supervisor, key = self.model.supervisor, delta.parameter
         if delta.finish == FinishReason.DEADLINE:
             return too_late(self.request.deadline_seconds)
-        text = delta.error or "the request was cancelled by the server"
+        text = delta.error or "The server cancelled the request."
         if delta.finish == FinishReason.REFUSED:
             return ApiError(400, text, "unsupported_parameter", key)
         return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:
-    """The counts as OpenAI lays them out; unknown cached tokens leave their part out."""
+    """Return the counts in OpenAI's layout, without cached tokens if they are unknown."""
     details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)

@@ -1,10 +1,10 @@
-"""One HTTP request, from its head to the end of its answer: what a handler is given.
+"""One HTTP request as a handler sees it, from its head to the end of the response.
 
     body = await request.read(CHAT)
-    model = await request.hold(body.model)     # loaded where it may be, until the answer has ended
+    model = await request.hold(body.model)     # load it if needed, keep it until the response ends
     await request.answer(value)                # or write events, the last ones with last=True
 
-Answers are written straight to the ASGI server's `send`. From `hold` on, a client that closes the
+Responses are written directly to the ASGI server's `send`. From `hold` on, a client that closes the
 connection ends the request: its task is cancelled.
 """
 
@@ -29,11 +29,11 @@ _JSON_TYPE = re.compile(rb"\s*application/(?:[\w.+-]+\+)?json\s*(?:;.*)?", re.IG
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _EVENTS = "text/event-stream; charset=utf-8"
 _AT_ONCE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-MOST_BODY_BYTES = 4 << 20  # a proxy bounds connections, heads, and the pace of what comes
+MOST_BODY_BYTES = 4 << 20  # limits of connections, headers and upload pace are a proxy's task
 
 
 class Request:
-    """`status` is known once the head of the answer has left: an error is an event then."""
+    """`status` is set once the head of the response is sent; an error is an event from then on."""
 
     def __init__(self, router: Registry, scope: Scope, receive: Receive, send: Send) -> None:
         self.began = time.perf_counter()
@@ -46,7 +46,7 @@ class Request:
         given = self.headers.get(b"x-request-id", b"")
         self.id = given if _REQUEST_ID.fullmatch(given) else b"req-" + self.serial.encode()
         self.path_name = ""  # the last part of a path that ends in a name
-        self.route = "other"  # as a label: never what a stranger typed
+        self.route = "other"  # a metrics label, so never a path that a client made up
         self.body_bytes = 0
         self.deadline_seconds: float | None = None  # from its arrival
         self.status: int | None = None
@@ -56,11 +56,14 @@ class Request:
         self._watcher: asyncio.Task[None] | None = None
 
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """The body as its type. Raises ApiError (400, 413, 415)."""
+        """Return the decoded body. Raises ApiError (400, 413, 415)."""
         headers, most = self.headers, MOST_BODY_BYTES
         kind = headers.get(b"content-type", b"")
         if not _JSON_TYPE.fullmatch(kind) or b"content-encoding" in headers:
-            text = f"Content-Type {kind[:80].decode('latin-1')!r}; send plain application/json"
+            text = (
+                f"The Content-Type {kind[:80].decode('latin-1')!r} is not supported. Send "
+                "application/json."
+            )
             raise ApiError(415, text, "unsupported_media_type")
         length = headers.get(b"content-length", b"")
         size, more, body = int(length) if length.isdigit() else 0, True, bytearray()
@@ -72,13 +75,13 @@ class Request:
             body += message.get("body", b"")
             more, size = message.get("more_body", False), max(size, len(body))
         if size > most:
-            text = f"the body has {size} bytes or more; {most} are allowed"
+            text = f"The body has at least {size} bytes; the maximum is {most}."
             raise ApiError(413, text, "body_too_large")
         self.body_bytes = size
         return decode(decoder, bytes(body))
 
     async def hold(self, name: str | None, deadline_seconds: float | None = None) -> ServedModel:
-        """The model, held until the request ends, and loaded first where it may be.
+        """Return the model, loaded if needed, and keep it loaded until the request ends.
 
         Raises UnknownModel, Unavailable; ApiError 504 at the deadline.
         """
@@ -93,13 +96,13 @@ class Request:
         return model
 
     def seconds_left(self) -> float | None:
-        """Of its deadline, 0 where that is past; None: it has none."""
+        """Return the seconds until the deadline, 0 if it has passed; None: there is none."""
         if self.deadline_seconds is None:
             return None
         return max(0.0, self.began + self.deadline_seconds - time.perf_counter())
 
     async def _watch(self, task: asyncio.Task[Any] | None) -> None:
-        """Ends the request when the client has closed the connection."""
+        """End the request when the client closes the connection."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self.ended and task is not None:
@@ -107,7 +110,7 @@ class Request:
             task.cancel()
 
     def let_go(self) -> None:
-        """It has ended, in whatever way."""
+        """Release the model: the request has ended, normally or not."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self._held is not None:
@@ -128,15 +131,15 @@ class Request:
         headers: dict[str, str] | None = None,
         kind: str = "application/json",
     ) -> None:
-        """A whole answer: bytes as they are, anything else as JSON."""
+        """Write a complete response: bytes unchanged, anything else as JSON."""
         body = value if isinstance(value, bytes) else encode(value)
         length = {"Content-Type": kind, "Content-Length": str(len(body))}
         await self._head(status, length | (headers or {}))
         await self.write(body, last=True)
 
     async def write(self, data: bytes, last: bool = False) -> None:
-        """Some events of a streamed answer; waits while the client's side is full. The first ones
-        come with the head."""
+        """Write events of a streamed response; wait while the client does not read. The first call
+        also sends the head."""
         if self.status is None:
             await self._head(200, {"Content-Type": _EVENTS} | _AT_ONCE)
         self.ended = last

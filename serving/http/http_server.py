@@ -1,4 +1,4 @@
-"""The HTTP server under the app: uvicorn's, with our signals; and its listening socket.
+"""The HTTP server under the app: uvicorn with Crossover's signal handling, and its socket.
 
 async with serving(app, listen("127.0.0.1", 8000), on_signal) as ended:
     await ended        # the server ended by itself
@@ -24,27 +24,27 @@ from serving.errors import ServingError
 from serving.http.http_protocol import HttpProtocol
 
 CONNECTIONS = 4096
-OTHER_DESCRIPTORS = 96  # beside connections: engines, files that are being read, the loop's own
+OTHER_DESCRIPTORS = 96  # file descriptors besides connections: engines, open files, the loop
 SEND_BUFFER_BYTES = 128 << 10  # of one connection in the kernel; Linux doubles it
 
 
 class CannotListen(ServingError):
-    """The address is taken, or not this machine's."""
+    """The address is in use, or does not belong to this machine."""
 
 
 def server_options(connections: int = CONNECTIONS) -> dict[str, Any]:
-    """Arguments of uvicorn.Config that belong to this app, whoever runs it."""
+    """Return the arguments of uvicorn.Config that this app needs."""
     return {
         "http": HttpProtocol,
         "loop": "uvloop",
         "ws": "none",
         "lifespan": "off",
         "log_config": None,  # the server's own log takes uvicorn's lines too
-        "log_level": "error",  # a line for each wrong request is a stranger's to write
+        "log_level": "error",  # clients must not be able to fill the log with invalid requests
         "access_log": False,
         "server_header": False,
-        "proxy_headers": False,  # nothing here believes X-Forwarded-For
-        "timeout_keep_alive": 75,  # of a connection with nothing on it
+        "proxy_headers": False,  # X-Forwarded-For is never trusted
+        "timeout_keep_alive": 75,  # seconds that an idle connection stays open
         "timeout_graceful_shutdown": 5,
         "limit_concurrency": connections + 1,  # uvicorn refuses the one that reaches it
         "backlog": connections,
@@ -52,7 +52,7 @@ def server_options(connections: int = CONNECTIONS) -> dict[str, Any]:
 
 
 def room_for_connections() -> int:
-    """Connections that this process may have; takes the descriptors for them that it may take."""
+    """Return the maximum connections of this process, after raising its limit of descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(soft, min(CONNECTIONS + OTHER_DESCRIPTORS, hard))
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -60,7 +60,7 @@ def room_for_connections() -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Port 0 takes a free one. Raises CannotListen in one sentence."""
+    """Return a listening socket; port 0 takes a free port. Raises CannotListen."""
     try:
         kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
         family, *_, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
@@ -68,22 +68,22 @@ def listen(host: str, port: int) -> socket.socket:
             address, family=family, backlog=2048, dualstack_ipv6=family == socket.AF_INET6
         )
     except (OSError, UnicodeError) as problem:
-        number = getattr(problem, "errno", None)  # else the sentence has the address again
+        number = getattr(problem, "errno", None)  # str(problem) would repeat the address
         why = os.strerror(number) if number and number > 0 else problem
-        advice = "; --port 0 takes a free one" if number == errno.EADDRINUSE else ""
-        raise CannotListen(f"cannot listen on {host}:{port}: {why}{advice}") from problem
-    # Connections inherit this. Else the kernel keeps megabytes for a reader that stalls.
+        advice = ". --port 0 takes a free port" if number == errno.EADDRINUSE else ""
+        raise CannotListen(f"Cannot listen on {host}:{port}: {why}{advice}.") from problem
+    # Connections inherit this; otherwise the kernel buffers megabytes for a stalled reader.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return listener
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine can reach the socket."""
+    """Return whether only this machine can reach the socket."""
     return _address_of(listener).is_loopback
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a Host header names this machine itself: localhost or a loopback address, with or
+    """Return whether a Host header names this machine: localhost or a loopback address, with or
     without a port."""
     name = host.strip().lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
@@ -97,7 +97,7 @@ def is_local_name(host: str) -> bool:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The URL under which this machine reaches the socket; a wildcard address is its loopback."""
+    """Return the URL of the socket on this machine; a wildcard address becomes the loopback."""
     address, port = _address_of(listener), listener.getsockname()[1]
     if address.is_unspecified:
         return f"http://{'[::1]' if address.version == 6 else '127.0.0.1'}:{port}"
@@ -112,7 +112,7 @@ def _address_of(listener: socket.socket) -> ipaddress.IPv4Address | ipaddress.IP
 async def serving(
     app: Any, listener: socket.socket, on_signal: Callable[[], None]
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Answer on the socket until the block is left; the task is done where that ended by itself.
+    """Serve on the socket until the block is left; the task ends if the server ended by itself.
 
     SIGTERM and SIGINT call `on_signal`.
     """
@@ -121,7 +121,7 @@ async def serving(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     gc.collect()
-    gc.freeze()  # no collection walks through what is there now while tokens wait
+    gc.freeze()  # a collection must not walk through all present objects while tokens wait
     task = asyncio.create_task(server.serve(sockets=[listener]))
     yield task
     server.should_exit = True

@@ -1,9 +1,9 @@
-"""From a decoded request to the GenerationRequest that the engine is sent.
+"""From a decoded request to the GenerationRequest that is sent to the engine.
 
-    generation = validate(body, facts)               # shared by its sequences
+    generation = validate(body, facts)               # shared by the sequences of the request
     most = token_limit(body, len(ids), facts)
 
-Pure functions. What cannot be done is a 400 that names the parameter.
+Pure functions. A request that cannot be served is a 400 that names the parameter.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from serving.sampling.step_inputs import GREEDY_BELOW, Sampling
 
 MOST_SEQUENCES = 128  # prompts * n of one request
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
-_SMALLEST_TOP_P = 1e-6  # top_p 0 means "the best token only", and a nucleus must hold one
+_SMALLEST_TOP_P = 1e-6  # top_p 0 means "only the best token", and a nucleus needs one token
 _SEED_MASK = (1 << 63) - 1
 
 
 def validate(
     body: Generation, facts: Facts, logprobs: int | None = None, calls: bytes | None = None
 ) -> GenerationRequest:
-    """The request's sampling and stops, without prompt, length and deadline. Raises ApiError 400.
+    """Return the request's sampling and stops, without prompt and limits. Raises ApiError 400.
 
-    `logprobs`: alternatives. `calls`: those that the answer must consist of, as JSON of ToolCalls.
+    `logprobs`: number of alternatives. `calls`: the forced tool calls, as JSON of ToolCalls.
     """
     if body.stream_options is not None and not body.stream:
-        raise refused("stream_options", "only allowed together with stream: true")
+        raise refused("stream_options", "This needs stream: true.")
     for key in ("stop_token_ids", "logit_bias"):
         if ids := getattr(body, key):
             check_ids(ids, facts, key)
     schema = _schema_of(body, calls)
     if body.grammar is not None and (schema is not None or calls is not None):
-        raise refused("grammar", "not together with response_format or calls that must come")
+        raise refused("grammar", "This cannot be combined with response_format or forced calls.")
     temperature = 1.0 if body.temperature is None else body.temperature
     sampling = Sampling(
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
@@ -71,31 +71,32 @@ def validate(
 
 
 def _schema_of(body: Generation, calls: bytes | None) -> bytes | None:
-    """The JSON schema that the answer is held to. Raises ApiError 400."""
+    """Return the JSON schema that constrains the answer. Raises ApiError 400."""
     form, key = body.response_format, "response_format"
     if form is None or form.type == "text":
         return None
     if calls is not None:
-        raise refused(key, "not together with calls of tools that must come")
+        raise refused(key, "This cannot be combined with forced tool calls.")
     if form.type == "json_schema" and form.json_schema is None:
-        raise refused(f"{key}.json_schema", "needed with this type")
+        raise refused(f"{key}.json_schema", "This key is required for type 'json_schema'.")
     schema = encode({"type": "object"} if form.json_schema is None else form.json_schema.schema)
     if len(schema) > MAX_CHARACTERS:  # each sequence of the request carries it to the engine
-        raise refused(key, f"{len(schema)} bytes; {MAX_CHARACTERS} are allowed")
+        why = f"The schema has {len(schema)} bytes; the maximum is {MAX_CHARACTERS}."
+        raise refused(key, why)
     return schema
 
 
 def prompts_of(body: CompletionRequest, facts: Facts) -> list[str | list[int]]:
-    """The completion's prompts, each a text or token ids. Raises ApiError 400."""
+    """Return the prompts, each a text or token ids. Raises ApiError 400."""
     prompt = body.prompt
     if isinstance(prompt, str) or {type(item) for item in prompt} == {int}:
         prompt = [cast("str | list[int]", prompt)]
     if {type(item) for item in prompt} not in ({str}, {list}):
-        why = "texts, token ids or lists of token ids are needed, all of one kind"
+        why = "Send a text, texts, token ids or lists of token ids, all of one kind."
         raise refused("prompt", why)
     found, choices = cast("list[str | list[int]]", prompt), body.n or 1
     if len(found) * choices > MOST_SEQUENCES:
-        why = f"{len(found)} prompts times {choices} answers; {MOST_SEQUENCES} are allowed"
+        why = f"{len(found)} prompts times {choices} answers exceed the maximum {MOST_SEQUENCES}."
         raise refused("n" if choices > 1 else "prompt", why)
     for ids in found:
         if isinstance(ids, list):
@@ -104,29 +105,29 @@ def prompts_of(body: CompletionRequest, facts: Facts) -> list[str | list[int]]:
 
 
 def check_ids(ids: Collection[int], facts: Facts, param: str) -> None:
-    """Raises ApiError 400 for an id that the model does not have."""
+    """Check that the model has these token ids. Raises ApiError 400."""
     for token in (max(ids, default=0), min(ids, default=0)):
         if not 0 <= token < facts.vocabulary:
-            why = f"token id {token} is out of range; the model has {facts.vocabulary} tokens"
+            why = f"The token id {token} is out of range; the model has {facts.vocabulary} tokens."
             raise refused(param, why)
 
 
 def token_limit(body: Generation, prompt_tokens: int, facts: Facts) -> int:
-    """Most output tokens after a prompt: what is asked for, cut to what the context leaves.
+    """Return the maximum output tokens: as requested, or what the prompt leaves of the context.
 
     Raises ApiError 400 for an empty prompt, ContextOverflow.
     """
     is_chat = isinstance(body, ChatRequest)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens not in (None, asked):
-        raise refused("max_completion_tokens", "it and max_tokens differ; send one of them")
+        raise refused("max_completion_tokens", "This and max_tokens differ. Send only one of them.")
     param = "messages" if is_chat else "prompt"
     if prompt_tokens < 1:
-        raise refused(param, "no tokens in it; at least one is needed")
+        raise refused(param, "This has no tokens. Send at least one.")
     room = facts.context_tokens - prompt_tokens
     if room < 1:
         raise ContextOverflow(prompt_tokens, facts.context_tokens, param)
     limit = min(room, asked or (room if is_chat else COMPLETION_TOKENS))
     if (body.min_tokens or 0) > limit:
-        raise refused("min_tokens", f"{body.min_tokens} is more than the {limit} that may come")
+        raise refused("min_tokens", f"{body.min_tokens} exceeds the {limit} tokens allowed here.")
     return limit

@@ -1,7 +1,7 @@
-"""msgspec's complaints about a request as sentences for people.
+"""Turns msgspec's validation errors into sentences for people.
 
 explain("Invalid enum value 'xml' - at `$.response_format.type`", ChatRequest)
-# ("response_format.type", "'xml' is not possible here; use 'text', 'json_object', ...")
+# ("response_format.type", "'xml' is not supported here. Use 'text', 'json_object', ...")
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _BOUND = re.compile(r"Expected `(\w+)`(?: of length)? (>=|<=|>|<) (.*)")
 _VALUE = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
 _STEP = re.compile(r"([^.\[\]]+)|\[[^\]]*\]")
 _NOUNS = {
-    "int": "a whole number",
+    "int": "an integer",
     "float": "a number",
-    "str": "a text",
+    "str": "a string",
     "bool": "true or false",
     "array": "a list",
     "object": "an object",
@@ -31,11 +31,11 @@ _NOUNS = {
 }
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 _UNITS = {"str": "characters", "array": "entries", "object": "entries"}
-# Keys of OpenAI's that this server does not offer with a value, and what to do without them.
+# Keys of OpenAI's API that this server does not support, and what to use instead.
 NOT_OFFERED = {
-    "audio": "This server answers with text.",
-    "best_of": "Ask for n answers with logprobs and choose one.",
-    "echo": "POST /tokenize shows the tokens of a prompt.",
+    "audio": "This server answers with text only.",
+    "best_of": "Request n answers with logprobs and choose one.",
+    "echo": "Use POST /tokenize to get the tokens of a prompt.",
     "function_call": "Use tool_choice.",
     "functions": "Use tools.",
     "moderation": "Leave it out.",
@@ -43,14 +43,14 @@ NOT_OFFERED = {
     "prompt_cache_options": "Leave it out.",
     "prompt_cache_retention": "Leave it out.",
     "reasoning_effort": "Use chat_template_kwargs, which the model's chat template reads.",
-    "suffix": "Write what the text shall end with into the prompt.",
-    "verbosity": "Say in the prompt how long the answer shall be.",
+    "suffix": "Describe the ending of the text in the prompt.",
+    "verbosity": "Describe the length of the answer in the prompt.",
     "web_search_options": "Leave it out.",
 }
 
 
 def explain(complaint: str, request: type) -> tuple[str, str]:
-    """The path of the key as OpenAI writes it ("" for the whole body), and the sentence."""
+    """Return the path of the key as OpenAI writes it ("" for the whole body), and a sentence."""
     if len(complaint) > MAX_CHARACTERS:  # its end, which says where, is kept
         half = MAX_CHARACTERS // 2
         complaint = f"{complaint[:half]}...{complaint[-half:]}"
@@ -61,25 +61,25 @@ def explain(complaint: str, request: type) -> tuple[str, str]:
         path = f"{path}.{field[2]}" if path else field[2]
         if field[1] != "unknown":
             return path, "This key is missing."
-        return path, "This key is not known. GET /openapi.json lists all keys of a request."
+        return path, "This key is unknown. GET /openapi.json lists all keys of a request."
     if path in NOT_OFFERED:
-        return path, f"This server does not offer this. {NOT_OFFERED[path]}"
+        return path, f"This server does not support this key. {NOT_OFFERED[path]}"
     if wrong := _WRONG_TYPE.fullmatch(what):
         kinds = [_NOUNS.get(kind, kind) for kind in wrong[1].split(" | ") if kind != "null"]
         got = "a number with a fraction" if wrong[2] == "float" else _NOUNS.get(wrong[2], wrong[2])
         if not kinds:
-            return path, f"Only null is possible here, and this is {got}."
-        return path, f"This must be {' or '.join(kinds)}, and it is {got}."
+            return path, f"Only null is supported here, but this is {got}."
+        return path, f"This must be {' or '.join(kinds)}, but it is {got}."
     if bound := _BOUND.fullmatch(what):
         kind, sign, limit = bound.groups()
         if kind in _UNITS:
-            return path, f"{_BOUNDS[sign].capitalize()} {limit} {_UNITS[kind]} are possible."
+            return path, f"This must have {_BOUNDS[sign]} {limit} {_UNITS[kind]}."
         return path, f"This must be {_BOUNDS[sign]} {float(limit):g}."
     if value := _VALUE.fullmatch(what):
         choices = ", ".join(dict.fromkeys(map(repr, _choices(request, path))))
         choices = choices.replace("True", "true").replace("False", "false")
         said = value[1].replace("True", "true").replace("False", "false")
-        return path, f"{said} is not possible here{f'; use {choices}' if choices else ''}."
+        return path, f"{said} is not supported here.{f' Use {choices}.' if choices else ''}"
     return path, f"{what[:1].upper()}{what[1:]}."
 
 
@@ -89,7 +89,7 @@ def _type_of(request: type) -> inspect.Type:
 
 
 def _choices(request: type, path: str) -> Iterator[Any]:
-    """The values that a Literal or a tag at this path may have."""
+    """Yield the values that a Literal or a tag at this path may have."""
     here = [_type_of(request)]
     for step in _STEP.finditer(path):
         here = [inner for kind in _plain(here) for inner in _inside(kind, step[1])]
@@ -99,7 +99,7 @@ def _choices(request: type, path: str) -> Iterator[Any]:
 
 
 def _plain(kinds: list[inspect.Type]) -> Iterator[inspect.Type]:
-    """The types without unions and descriptions around them."""
+    """Yield the types without the unions and descriptions around them."""
     for kind in kinds:
         if isinstance(kind, inspect.UnionType):
             yield from _plain([*kind.types])
@@ -110,7 +110,7 @@ def _plain(kinds: list[inspect.Type]) -> Iterator[inspect.Type]:
 
 
 def _inside(kind: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
-    """The types of a struct's field, or of a list's or an object's items (`name` None)."""
+    """Yield the types of a struct's field, or of a list's or object's items (`name` None)."""
     if isinstance(kind, inspect.StructType) and name is not None:
         if name == kind.tag_field:
             yield inspect.LiteralType((kind.tag,))

@@ -1,9 +1,10 @@
-"""The route table, the ASGI application around it, and its /openapi.json.
+"""The route table, the ASGI application and /openapi.json.
 
     app = App(router, limits, api_key="...")
     uvicorn.run(app, **server_options())    # serving.http.http_server
 
-Every answer, errors too, has X-Request-Id and X-Crossover-Backend; every error has OpenAI's body.
+Every response, also an error, has X-Request-Id and X-Crossover-Backend; every error has OpenAI's
+error body.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ from serving.http.status_routes import LoadRequest, UnloadRequest
 from serving.registry.loaded_models import Registry
 
 logger = logging.getLogger("crossover.http")
-CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in metrics
+CLIENT_GONE = 499  # nginx's status for a client that closed the connection; only in metrics
 
 
 class Route(NamedTuple):
-    """A handler, and what the document says of it. `body` and `answer` are types.
+    """A handler and its description in the OpenAPI document. `body` and `answer` are types.
 
-    A handler returns what the answer says, or an Answer that writes itself; None: it has answered.
+    A handler returns the response's value, an Answer that writes itself, or None if it has
+    responded already.
     """
 
     method: str
@@ -60,18 +62,18 @@ async def openapi(request: Request) -> dict[str, Any]:
 
 _SLASHES = re.compile("/{2,}")
 _MODEL = "/v1/models/{model}"
-_WITHOUT_KEY = ("/health", "/ready")  # probes have no key, and may come under any name
+_WITHOUT_KEY = ("/health", "/ready")  # probes have no key and may use any host name
 _CHAT = ("POST", "/v1/chat/completions", chat_completions, "Answer a chat")
 _TEXT = ("POST", "/v1/completions", completions, "Continue a text")
 ROUTES = (
     Route(*_CHAT, ChatRequest, Completion[ChatChoice]),
     Route(*_TEXT, CompletionRequest, Completion[TextChoice]),
-    Route("GET", "/health", status_routes.health, "The process lives"),
-    Route("GET", "/ready", status_routes.ready, "The engine serves"),
+    Route("GET", "/health", status_routes.health, "Whether the process runs"),
+    Route("GET", "/ready", status_routes.ready, "Whether an engine serves"),
     Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", answer=str),
-    Route("GET", "/v1/models", status_routes.models, "What is served"),
-    Route("GET", _MODEL, status_routes.one_model, "One of them"),
-    Route("POST", "/tokenize", status_routes.tokenize, "To token ids", TokenizeRequest),
+    Route("GET", "/v1/models", status_routes.models, "The served models"),
+    Route("GET", _MODEL, status_routes.one_model, "One served model"),
+    Route("POST", "/tokenize", status_routes.tokenize, "Text to ids", TokenizeRequest),
     Route("POST", "/detokenize", status_routes.detokenize, "Ids to text", DetokenizeRequest),
     Route("GET", "/v1/placement", status_routes.placement, "What runs where, and why"),
     Route("GET", "/openapi.json", openapi, "This document"),
@@ -79,15 +81,15 @@ ROUTES = (
 ADMIN_ROUTES = (
     Route("GET", "/admin/models", status_routes.list_models, "State of every model"),
     Route("POST", "/admin/load", status_routes.load_model, "Load a model", LoadRequest),
-    Route("POST", "/admin/unload", status_routes.unload_model, "Unload it", UnloadRequest),
+    Route("POST", "/admin/unload", status_routes.unload_model, "Unload a model", UnloadRequest),
 )
 
 
 class App:
-    """Host, key and route before the handler; errors and counts after it.
+    """Checks host, key and route before the handler runs; handles errors and metrics after it.
 
     Without `admin_key` there are no admin routes. `host`: the server answers only to this name and
-    to those of this machine itself, else a web page could reach it under a name of its own (DNS
+    to names of this machine, otherwise a web page could reach it under a name of its own (DNS
     rebinding); None: to any name.
     """
 
@@ -134,9 +136,9 @@ class App:
             metrics.responses.labels(request.route, str(code)).inc()
 
     def _route(self, request: Request) -> Route:
-        """Raises ApiError 401 without the key, 403 for a wrong Host, 404, 405.
+        """Return the route. Raises ApiError 401 without the key, 403 for a wrong Host, 404, 405.
 
-        Doubled and trailing slashes are taken away first: what is checked is what is routed.
+        Doubled and trailing slashes are removed first, so that the checked path is the routed one.
         """
         headers, method = request.headers, request.scope["method"]
         path = _SLASHES.sub("/", request.scope["path"]).rstrip("/")
@@ -154,23 +156,23 @@ class App:
                 methods = self._table[_MODEL]
                 request.path_name = name
         if methods is None:
-            text = f"There is no {path[:200] or '/'} here. GET /openapi.json lists what there is."
+            text = f"{path[:200] or '/'} does not exist. GET /openapi.json lists all routes."
             raise ApiError(404, text, "not_found")
         route = methods.get(method)
         if route is None:
             allowed = ", ".join(sorted(methods))
-            text = f"{method} is not possible at {path[:200]}. Use {allowed}."
+            text = f"{method} is not allowed at {path[:200]}. Use {allowed}."
             raise ApiError(405, text, "method_not_allowed", headers={"Allow": allowed})
         request.route = route.path
         return route
 
     async def _fail(self, request: Request, problem: Exception) -> None:
-        """The answer to whatever a handler has raised, inside a stream its last event, without a
-        [DONE]; what nobody foresaw is logged."""
+        """Respond to an error of a handler; inside a stream the error is the last event, without
+        [DONE]. Unexpected errors are logged."""
         answer = as_answer(problem)
         if answer is None:
-            logger.error("request %s failed", request.id.decode(), exc_info=problem)
-            text = "the server failed on this request; its log says why"
+            logger.error("Request %s failed.", request.id.decode(), exc_info=problem)
+            text = "The server failed on this request. Its log has the reason."
             answer = ApiError(500, text, "internal_error")
         name = "" if request.model is None else request.model.served_name
         self.router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
@@ -181,7 +183,7 @@ class App:
 
 
 def check_host(request: Request, host: str) -> None:
-    """Raises ApiError 403 for a Host header that names neither `host` nor this machine itself.
+    """Check the Host header. Raises ApiError 403 if it names neither `host` nor this machine.
 
     A browser always sends one; only HTTP/1.0 may leave it out.
     """
@@ -191,25 +193,25 @@ def check_host(request: Request, host: str) -> None:
     name = "" if given is None else given.decode("latin-1")
     if name.rpartition(":")[0] != host and name != host and not is_local_name(name):
         text = (
-            f"This server has no API key and so answers only to requests for this machine's own "
-            f"names, such as localhost; the Host header of this one is {name[:200]!r}. Start the "
+            "This server has no API key, so it answers only requests to this machine's own names, "
+            f"such as localhost. The Host header of this request is {name[:200]!r}. Start the "
             "server with --api-key-env to reach it under other names."
         )
         raise ApiError(403, text, "host_not_allowed")
 
 
 def check_key(headers: Mapping[bytes, bytes], key: str) -> None:
-    """Raises ApiError 401 for a request without the key, after a time that does not depend on
-    where they differ."""
+    """Check the API key, in a time that does not depend on where the keys differ. Raises ApiError
+    401."""
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
     is_same = hmac.compare_digest(given.strip(), key.encode())
     if not is_same or scheme.lower() != b"bearer":
-        text = "an API key is needed: Authorization: Bearer <key>"
+        text = "An API key is required. Send it as Authorization: Bearer <key>."
         raise ApiError(401, text, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of a server with these routes: a fold over them and their types."""
+    """Return the OpenAPI 3.1 document of these routes, generated from their types."""
     types = {ErrorBody, *(route.answer for route in routes), *(route.body for route in routes)}
     template = "#/components/schemas/{name}"
     found, components = msgspec.json.schema_components(types, ref_template=template)
@@ -230,7 +232,7 @@ def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
         if route.body is not None:
             operation["requestBody"] = {"required": True, "content": as_json[route.body]}
         paths.setdefault(route.path, {})[route.method.lower()] = operation
-    about = f"OpenAI-compatible inference endpoint; serves {models}; answers have X-Request-Id."
+    about = f"OpenAI-compatible inference endpoint for {models}. Responses have X-Request-Id."
     security = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",

@@ -1,9 +1,9 @@
-"""Routes that need no engine: tokenising, what this server is doing, and which models it holds.
+"""Routes that need no engine: tokenization, the state of the server, and its models.
 
 The admin routes have a key of their own: GET /admin/models, POST /admin/load {"name": "small"},
-POST /admin/unload {"name": "small", "drain": false}. A load or unload is answered when it is done,
-and goes on when the client goes away. Errors: 404 no model, 503 no room, 507 it can not fit, 500 it
-did not load.
+POST /admin/unload {"name": "small", "drain": false}. The response to a load or unload is sent when
+it is complete; it continues if the client disconnects. Errors: 404 unknown model, 503 no room now,
+507 the model cannot fit, 500 it did not load.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ async def health(request: Request) -> dict[str, str]:
 
 
 async def ready(request: Request) -> dict[str, Any]:
-    """Whether a request can be answered: an engine serves, or is loaded for the request. Raises
-    Unavailable with the reason."""
+    """Return what serves, or would be loaded for a request. Raises Unavailable with the reason."""
     router = request.router
     states, models = router.states(), list(router.models.values())
-    able = [one for one in models if states[one.served_name] == EngineState.ready]
+    able = [model for model in models if states[model.served_name] == EngineState.ready]
     if not able:
-        can = [one for one in models if states[one.served_name] == EngineState.unloaded]
-        able = [one for one in can if one.on_demand]
+        unloaded = [model for model in models if states[model.served_name] == EngineState.unloaded]
+        able = [model for model in unloaded if model.on_demand]
     if not able:
         raise models[0].supervisor.unavailable()
     name, served = able[0].served_name, able[0].supervisor
@@ -59,9 +58,9 @@ async def models(request: Request) -> dict[str, Any]:
 
 
 async def one_model(request: Request) -> dict[str, Any]:
-    """A model of the list by its id, which may have slashes in it. Raises UnknownModel."""
+    """Return the model with this id, which may contain slashes. Raises UnknownModel."""
     models = request.router.models
-    for name in models:  # the path has lost doubled and trailing slashes; a name may have some
+    for name in models:  # the path has lost doubled and trailing slashes, the name may have them
         if re.sub("/+", "/", name).strip("/") == request.path_name:
             return _card(models[name])
     return _card(request.router.named(request.path_name))
@@ -97,8 +96,8 @@ async def detokenize(request: Request) -> dict[str, str]:
 
 
 async def placement(request: Request) -> dict[str, Any]:
-    """The decision as it was made at the start (`explanation`), and what runs now, of `?model=` or
-    the first. What is not known is null."""
+    """Return the placement decision as made at the start (`explanation`) and what runs now, for the
+    model `?model=` or the first one. Unknown values are null."""
     router, now = request.router, time.time()
     asked = dict(parse_qsl(request.scope["query_string"].decode("latin-1")))
     model = request.model = router.named(asked.get("model", router.first.served_name))
@@ -114,7 +113,7 @@ async def placement(request: Request) -> dict[str, Any]:
         settings, engine["weight_format"] = info.settings, info.weight_format
         found["memory"] = {
             "predicted": _predicted(model),
-            # As they are now: a process holds more as contexts grow than it did when it was loaded.
+            # Read now: a process holds more as contexts grow than it did when it was loaded.
             "rss_bytes": resident_bytes(pid) if pid is not None else loaded.rss_bytes,
             "peak_rss_bytes": peak_resident_bytes(pid)
             if pid is not None
@@ -141,25 +140,25 @@ async def placement(request: Request) -> dict[str, Any]:
 
 
 def _reused(is_asked: bool, info: BackendInfo) -> str:
-    """What of earlier prompts a new one can go on from, and why not more."""
+    """Return which prefixes of earlier prompts a new prompt can reuse, and why not more."""
     if not is_asked:
         return "nothing: prefix_reuse is off"
     if info.rewinds:
-        return "any common beginning"
+        return "any common prefix"
     if info.saves:
         return (
-            "from checkpoints, shortly before the end of each prompt and where two prompts part, "
-            f"since {info.why_not_rewinds}"
+            "from checkpoints, shortly before the end of each prompt and where two prompts "
+            f"diverge, since {info.why_not_rewinds}"
         )
-    return f"nothing: {info.why_not_rewinds or 'this engine cannot cut a sequence back'}"
+    return f"nothing: {info.why_not_rewinds or 'this engine cannot truncate a sequence'}"
 
 
 def _predicted(model: ServedModel) -> dict[str, int] | None:
-    """Memory of the engine that runs, as placement predicted it."""
+    """Return the memory of the running engine as placement predicted it."""
     runs = model.supervisor.config
-    for one in () if model.placement is None else model.placement.attempts:
-        if (one.backend, one.device) == (runs.backend, runs.device):
-            return {part: getattr(one, part) for part in _OF_MEMORY}
+    for attempt in () if model.placement is None else model.placement.attempts:
+        if (attempt.backend, attempt.device) == (runs.backend, runs.device):
+            return {part: getattr(attempt, part) for part in _OF_MEMORY}
     return None
 
 
@@ -171,7 +170,7 @@ class LoadRequest(Wire, kw_only=True, frozen=True):
 
 
 class UnloadRequest(LoadRequest, kw_only=True, frozen=True):
-    """`drain`: what is in flight may finish."""
+    """`drain`: running requests may finish."""
 
     drain: bool = True
 
@@ -181,7 +180,7 @@ UNLOAD = msgspec.json.Decoder(UnloadRequest)
 
 
 async def list_models(request: Request) -> dict[str, Any]:
-    """All models, and the memory they share; `memory_limit_bytes` null: what the machine has."""
+    """Return all models and the memory they share; `memory_limit_bytes` null: no limit is set."""
     registry = request.router
     return {
         "models": [_state(model) for model in registry.models.values()],
@@ -191,7 +190,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 
 def _state(model: ServedModel) -> dict[str, Any]:
-    """One model, and what its engines' processes take (RSS); what is not known is null."""
+    """Return one model and the RSS of its engine processes; unknown values are null."""
     supervisor, placement = model.supervisor, model.placement
     predicted = sum(attempt.need_bytes for attempt in model.attempts())
     return {
@@ -224,10 +223,10 @@ async def unload_model(request: Request) -> dict[str, Any]:
 async def _done(
     request: Request, name: str, work: Callable[[Registry], Awaitable[Any]]
 ) -> dict[str, Any]:
-    """Do it to its end, also when the client goes away; the state then."""
+    """Finish the work, also if the client disconnects, and return the model's state after it."""
     registry = request.router
     if name not in registry.models:
-        text = f"there is no model {name[:200]!r}; /admin/models lists what there is"
+        text = f"The model {name[:200]!r} does not exist. GET /admin/models lists all models."
         raise ApiError(404, text, "model_not_found", "name")
     await work(registry)
     return _state(registry.models[name])

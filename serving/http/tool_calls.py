@@ -1,8 +1,8 @@
-"""Function calling: what of a request reaches the model, and how it is to write its calls.
+"""Function calling: which tools of a request reach the model, and how it must write its calls.
 
-Calls that must come (`required`, a named function) are a JSON list, held to by constrained
-decoding. Calls that may come (`auto`) are what the model was trained to write, where its chat
-template shows a format that serving.http.answer_parts reads.
+Forced calls (`required`, a named function) are a JSON list, enforced by constrained decoding.
+Optional calls (`auto`) are in the format that the model was trained on, if its chat template shows
+one that serving.http.answer_parts reads.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from serving.sampling.grammar import MAX_CHARACTERS, CallableTool, ToolCalls
 
 
 def offered(body: ChatRequest) -> Sequence[Tool]:
-    """The tools that the model is told of."""
+    """Return the tools that the prompt shows to the model."""
     return () if body.tool_choice == "none" else body.tools or ()
 
 
 def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | None]:
-    """How the model is to write its calls, None: it makes none; and the calls that must come, as
-    JSON of ToolCalls. Raises ApiError 400."""
+    """Return the format of the model's calls (None: no calls), and forced calls as JSON of
+    ToolCalls. Raises ApiError 400."""
     choice, tools = body.tool_choice, offered(body)
     if isinstance(choice, Tool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     if not tools and (choice == "required" or isinstance(choice, Tool)):
         name = "" if isinstance(choice, str) else f" {choice.function.name!r}"
-        raise refused("tool_choice", f"tools has no function{name}")
+        raise refused("tool_choice", f"tools contains no function{name}.")
     if not tools:
         return None, None
     if choice in (None, "auto"):
@@ -40,13 +40,13 @@ def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | 
         if readable is not None:
             return readable, None
         text = (
-            "tool_choice 'auto' needs a chat template with a format of calls that this server "
-            "reads: <tool_call> of Hermes, Qwen and Granite, or that of gpt-oss or Gemma 4. This "
-            "model's template has none of them; 'required', a named function and 'none' work"
+            "tool_choice 'auto' needs a chat template in a tool format that this server parses "
+            "(Hermes, Qwen, Granite, gpt-oss or Gemma 4), which this model does not have. Use "
+            "'required', 'none', or name a function."
         )
         raise refused("tools", text, "unsupported_parameter")
     if (size := len(encode(tools))) > MAX_CHARACTERS:
-        why = f"calls that must come, of {size} bytes; {MAX_CHARACTERS} are allowed"
+        why = f"The forced tools have {size} bytes; the maximum is {MAX_CHARACTERS}."
         raise refused("tools", why)
     callable_tools = [
         CallableTool(
@@ -62,13 +62,13 @@ def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | 
 
 def _parameters_of(tool: Tool) -> dict[str, Any]:
     parameters = tool.function.parameters
-    if parameters is None:  # it takes none
+    if parameters is None:  # the function takes none
         return {"type": "object", "properties": {}}
     return parameters or {"type": "object"}
 
 
 def readable_calls(template: str) -> Format | None:
-    """The format of the calls that a chat template asks for; None: none that is read here."""
+    """Return the format of tool calls that a chat template asks for; None: no supported one."""
     if dialect_of(template) != "tags":
         return "native"
     plain = template.replace('\\"', '"')
@@ -80,21 +80,21 @@ def readable_calls(template: str) -> Format | None:
 def told_of_tools(
     turns: list[dict[str, Any]], tools: Sequence[Tool], tokenizer: RendersChat, template: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """(turns, tools) for the chat template; what it does not show becomes text."""
+    """Return (turns, tools) for the chat template; what the template does not show becomes text."""
     form = tokenizer.calls_form(template)
     for turn in turns:
         if form is not None and not (form.content_is_null and turn["content"]):
             if form.content_is_null and "tool_calls" in turn:
                 turn["content"] = None
-            for one in turn.get("tool_calls", ()) if form.arguments_are_text else ():
-                one["function"]["arguments"] = _as_text(one["function"]["arguments"])
+            for call in turn.get("tool_calls", ()) if form.arguments_are_text else ():
+                call["function"]["arguments"] = _as_text(call["function"]["arguments"])
             continue
-        calls = [_written(one["function"]) for one in turn.pop("tool_calls", ())]
-        said = "\n".join(f"{CALL}\n{one}\n{CALLED}" for one in calls)
-        if said and isinstance(turn["content"], list):
-            turn["content"] = [*turn["content"], {"type": "text", "text": said}]
-        elif said:
-            turn["content"] = f"{turn['content']}\n{said}".lstrip("\n")
+        calls = [_written(call["function"]) for call in turn.pop("tool_calls", ())]
+        calls_text = "\n".join(f"{CALL}\n{call}\n{CALLED}" for call in calls)
+        if calls_text and isinstance(turn["content"], list):
+            turn["content"] = [*turn["content"], {"type": "text", "text": calls_text}]
+        elif calls_text:
+            turn["content"] = f"{turn['content']}\n{calls_text}".lstrip("\n")
     shown = [
         {
             "name": tool.function.name,  # some templates fail without the other two
@@ -128,6 +128,6 @@ def _as_text(arguments: Any) -> str:
 
 
 def _written(function: dict[str, Any]) -> str:
-    """An earlier call as JSON."""
+    """Return an earlier call as JSON."""
     name = json.dumps(function["name"], ensure_ascii=False)
     return f'{{"name": {name}, "arguments": {_as_text(function["arguments"])}}}'

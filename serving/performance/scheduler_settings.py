@@ -1,7 +1,7 @@
 """How an engine batches requests: one struct, from the command line to the simulation.
 
-    asked = RequestedSettings(context_tokens=4096)          # what a user says; None: not said
-    settings = asked.filled(DEFAULT_SETTINGS["gpu"])        # what an engine is started with
+    requested = RequestedSettings(context_tokens=4096)      # what a user sets; None: not set
+    settings = requested.filled(DEFAULT_SETTINGS["gpu"])    # what an engine is started with
 
 The settings travel unchanged through options, placement, engine configuration and what the engine
 reports of itself. The simulation of that engine takes what it reported, so that both schedule by
@@ -23,7 +23,7 @@ MAX_GPU_SLOTS = 256  # where nobody says how many, and a GPU's memory has room f
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine schedules by. Default values are those of a CPU."""
+    """The settings that an engine schedules by. The default values are those of a CPU."""
 
     slots: Count = 16  # sequences that run at the same time
     context_tokens: Count = 2048  # maximum tokens of one sequence
@@ -53,32 +53,35 @@ DEFAULT_SETTINGS: Mapping[str, SchedulerSettings] = {
 
 
 class RequestedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduler settings as far as somebody said them. None: not said."""
+    """Scheduler settings as far as the user set them. None: not set."""
 
     slots: Annotated[
         Count | None,
         option(
             ENGINE,
-            "Sequences that run at the same time. Default: 16 on a CPU; on a GPU as many as its "
-            "memory has room for, at most 256.",
+            "Maximum sequences that run at the same time. Default: 16 on a CPU; on a GPU as many "
+            "as its memory has room for, at most 256.",
         ),
     ] = None
     context_tokens: Annotated[
         Count | None,
         option(
             ENGINE,
-            "Maximum tokens of one sequence, prompt and answer. Default: the model's own, as "
-            "memory has room.",
+            "Maximum tokens of one sequence, prompt and answer. Default: the model's own limit, "
+            "or less if memory is short.",
             "context",
         ),
     ] = None
     kv_tokens: Annotated[
         Count | None,
-        option(ENGINE, "Tokens in the KV cache of all slots. Default: slots x context."),
+        option(ENGINE, "Tokens in the KV cache of all slots together. Default: slots x context."),
     ] = None
     kv_dtype: Annotated[
         str | None,
-        option(ENGINE, "Type of the KV cache: fp32, fp16, bf16, q8_0, q4_0. Default: by backend."),
+        option(
+            ENGINE,
+            "Data type of the KV cache: fp32, fp16, bf16, q8_0 or q4_0. Default: the engine's own.",
+        ),
     ] = None
     prefill_tokens: Annotated[
         Count | None,
@@ -100,22 +103,25 @@ class RequestedSettings(msgspec.Struct, frozen=True, kw_only=True):
         Positive | None,
         option(
             ENGINE,
-            "Target time of a step with prompts while other requests decode. Default: 0.3.",
+            "Target seconds of a step that processes prompts while other requests decode. "
+            "Default: 0.3.",
             "step-seconds",
         ),
     ] = None
 
     @property
     def scheduler(self) -> RequestedSettings:
-        """These settings alone, where they are part of a larger struct."""
+        """Return only these settings, without the rest of the struct that they are part of."""
         return msgspec.convert(self, RequestedSettings, from_attributes=True)
 
     def filled(self, default: SchedulerSettings) -> SchedulerSettings:
-        """The settings with `default` for all that nobody said. A step has at least two tokens for
-        each slot, unless somebody said how many."""
-        said = msgspec.structs.asdict(self.scheduler)
+        """Return complete settings, with `default` for every value that is not set.
+
+        A step gets at least two tokens for each slot, unless `step_tokens` is set.
+        """
+        requested = msgspec.structs.asdict(self.scheduler)
         settings = msgspec.structs.replace(
-            default, **{name: value for name, value in said.items() if value is not None}
+            default, **{name: value for name, value in requested.items() if value is not None}
         )
         if self.step_tokens is None and settings.step_tokens < 2 * settings.slots:
             settings = msgspec.structs.replace(settings, step_tokens=2 * settings.slots)

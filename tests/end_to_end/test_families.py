@@ -20,9 +20,9 @@ from tests.gguf_families import write_family
 
 # Named by its second part, without a suffix, and as it is; what of earlier prompts is reused.
 SERVED = {
-    "llama-split": "any common beginning",
+    "llama-split": "any common prefix",
     "qwen35moe": "from checkpoints, .* since its recurrent layers keep one state for all tokens",
-    "gpt-oss": "any common beginning",  # its windows are not worth a cut at this context
+    "gpt-oss": "any common prefix",  # its windows are not worth a cut at this context
 }
 CONTEXT = 1024
 

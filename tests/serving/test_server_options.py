@@ -120,7 +120,7 @@ def test_a_value_out_of_bounds_is_refused_by_flag_bound_and_value(words: str, sa
 
 def test_the_help_page_shows_square_brackets_and_choices_are_kept() -> None:
     shown = CliRunner().invoke(serve, ["--help"], env={"COLUMNS": "200"}).output
-    assert "TOML with a [[model]] for each" in shown
+    assert "TOML file with a [[model]] table" in shown
     done = CliRunner().invoke(serve, ["fake", "--standby", "hot"])
     assert done.exit_code == 2 and "hot" in done.output
 
@@ -166,7 +166,9 @@ def test_a_models_file_overrides_the_command_line_key_by_key(tmp_path: Path) -> 
 
 def test_one_model_may_be_named_on_the_command_line(tmp_path: Path) -> None:
     assert asked(tmp_path, None, "135m", served_name="chat")[0].name == "chat"
-    with pytest.raises(ServingError, match="--served-name names one model, and 2 are served"):
+    with pytest.raises(
+        ServingError, match="--served-name can name only one model, but 2 are served"
+    ):
         asked(tmp_path, None, "135m", "360m", served_name="chat")
 
 

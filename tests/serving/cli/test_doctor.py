@@ -58,7 +58,7 @@ def test_the_page_for_people_says_what_there_is() -> None:
     warnings = dict(warnings_of(facts, True, 9 * GIB))
     shown = "\n".join(page(Diagnosis(facts, (WORKS, broken), said, "/cache", 9 * GIB, warnings)))
     for text in (
-        *("Test CPU", "1.5 cores' time"),
+        *("Test CPU", "CPU quota 1.5 cores"),
         *("Test GPU, 80 GiB, 70 GiB free, driver 550.1"),
         *("it [bold]broke", "-> pip install 'llm-crossover[torch]'", "cpu_quota", "AVX2 = 1 [x]"),
     ):

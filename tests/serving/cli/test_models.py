@@ -84,8 +84,8 @@ def test_a_plan_of_a_file_is_of_its_own_format_and_says_what_experts_mean(
         ("make 9b", "'9b' is not a model that is known here. Did you mean"),
         ("make 1b --format Q9", "'gguf' has no weight format 'Q9'"),
         ("make 1b --backend tpu", "unknown backend 'tpu'"),
-        ("plan 8b --memory lots", "--memory 'lots' is no size"),
-        ("plan 8b --vram 24", "--vram '24' is no size; write it like 24GiB"),
+        ("plan 8b --memory lots", "--memory 'lots' is not a size"),
+        ("plan 8b --vram 24", "--vram '24' is not a size"),
         ("plan 8b --format Q9", "'Q9' is not a weight format that is known here; give"),
         ("plan 8b --kv-dtype int2", "No such option"),
         ("plan 9b", "'9b' is not a model that is known here. Did you mean"),
@@ -101,5 +101,5 @@ def test_sizes_are_read_as_a_user_types_them() -> None:
     sizes = [parse_bytes(text, "--memory") for text in texts]
     assert sizes == [24 << 30, 3 << 29, 24 * 10**9, 24 << 30, 512 << 20]
     for text in ("", "GiB", "-1", "1e9", "5 apples", "1PiB"):
-        with pytest.raises(ServingError, match="^--vram .* is no size"):
+        with pytest.raises(ServingError, match="^--vram .* is not a size"):
             parse_bytes(text, "--vram")

@@ -187,7 +187,7 @@ def test_a_second_signal_aborts_the_drain(tmp_path: Path) -> None:
         started = time.monotonic()
         assert one.end(signal.SIGINT) == 1
         assert time.monotonic() - started < 15, "its 1500 steps of 50 ms take 75 s"
-        assert "aborting" in one.log.read_text() and "1 requests cut off" in one.log.read_text()
+        assert "aborting" in one.log.read_text() and "1 request aborted" in one.log.read_text()
 
 
 def test_an_engine_that_is_killed_is_replaced_and_the_ready_file_follows(tmp_path: Path) -> None:
@@ -256,8 +256,8 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         port = taken.getsockname()[1]
         done = crossover("serve", "135m", "--port", str(port), "--cache", str(tmp_path))
     assert done.returncode == 2 and done.stderr.strip() == (
-        f"crossover: cannot listen on 127.0.0.1:{port}: Address already in use; --port 0 takes a "
-        "free one"
+        f"crossover: Cannot listen on 127.0.0.1:{port}: Address already in use. --port 0 takes a "
+        "free port."
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -272,13 +272,13 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["135m", "--kv-dtype", "fp7"], "fp7"),
         (["fake", "--option", "step_seconds"], "not of the form key=value"),
         (["fake", "--cores", "4096"], "--cores names core 4096"),
-        (["fake", "--cores", "x"], "--cores 'x' is no list of cores"),
+        (["fake", "--cores", "x"], "--cores 'x' is not a list of cores"),
         (["fake", "--drain-timeout", "-1"], "--drain-timeout must be at least 0, got -1.0"),
-        (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is no size"),
+        (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is not a size"),
         (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
         (["fake", "--served-name", ""], "--served-name: "),
         (["135m", "--cache", __file__], "Not a directory; choose another with --cache"),
-        (["fake", "--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
+        (["fake", "--host", "203.0.113.7"], "Cannot listen on 203.0.113.7"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(

@@ -57,5 +57,5 @@ def test_a_core_that_is_not_allowed_is_named() -> None:
     with pytest.raises(ServingError, match="--api-cores names core 2"):
         split_cores((0, 1), (), (2,))
     for text in ("a", "1-", "-1", "3-1", "1,,2", "1.5", "0-99999999999"):
-        with pytest.raises(ServingError, match="^--cores '.*' is no list of cores"):
+        with pytest.raises(ServingError, match="^--cores '.*' is not a list of cores"):
             parse_cores(text, "--cores")

@@ -59,7 +59,7 @@ def test_what_drivers_tell_old_with_one_gpu_lost_and_with_one_divided(library: P
 
     divided = listed(library, "mig")
     assert [gpu.uuid for gpu in divided.gpus] == ["GPU-0001"]
-    assert "GPU 1 cannot be read: it is divided into parts (MIG)" in (divided.note or "")
+    assert "GPU 1 cannot be read: it is divided into MIG partitions" in (divided.note or "")
 
 
 @pytest.mark.parametrize(

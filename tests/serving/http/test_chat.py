@@ -151,11 +151,11 @@ def test_what_a_template_has_no_place_for_is_text(
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tools": [NOW]}, "tools", "needs a chat template with a format of calls"),
+        ({"tools": [NOW]}, "tools", "needs a chat template in a tool format"),
         ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice", "has no function 'order'"),
         (
             {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            *("response_format", "not together with calls"),
+            *("response_format", "cannot be combined with forced"),
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},

@@ -102,12 +102,12 @@ def test_memory_is_that_of_now_not_of_the_load(supervisor: FakeSupervisor) -> No
 @pytest.mark.parametrize(
     ("is_asked", "facts", "words"),
     [
-        (True, {}, "any common beginning"),
+        (True, {}, "any common prefix"),
         (False, {}, "nothing: prefix_reuse is off"),
         (
             True,
             {"rewinds": False, "saves": True, "why_not_rewinds": "it is recurrent"},
-            "from checkpoints, .* end of each prompt .* two prompts part, since it is recurrent",
+            "from checkpoints, .* end of each prompt .* two prompts diverge, since it is recurrent",
         ),
         (
             True,
