@@ -1,8 +1,8 @@
-"""How models mark the parts of their answers: reasoning, channels, calls of functions.
+"""How models mark the parts of their answers: reasoning, channels, function calls.
 
 The chat template shows which dialect a model was trained on. Many of the marks are control tokens,
-which have no text of their own; those of the model's dialect get it (`with_marks`), so that whoever
-splits an answer sees them.
+which decode to no text; `with_marks` gives those of the model's dialect their text, so that an
+answer can be split at them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MARKS: dict[Dialect, tuple[str, ...]] = {
 
 
 def dialect_of(template: str) -> Dialect:
-    """The dialect of a chat template."""
+    """Return the dialect of a chat template."""
     if "<|channel|>" in template and "<|message|>" in template:
         return "harmony"
     if "<|channel>" in template or "<|tool_call>" in template:
@@ -50,7 +50,7 @@ def dialect_of(template: str) -> Dialect:
 
 
 def with_marks(table: list[bytes], tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of each token, and the text of control tokens that are marks of its answers."""
+    """Return the bytes of each token, with the text of control tokens that mark answers."""
     template = tokenizer.chat_template or ""
     marks = {mark for mark in _MARKS[dialect_of(template)] if mark in template}
     shown = [*table]

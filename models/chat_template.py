@@ -1,12 +1,12 @@
 """Chat templates: the model's Jinja text in a sandbox with a clock.
 
-A template is a program that came with a download. It runs in Jinja's immutable sandbox, set up as
-transformers does, and each round of a loop looks at the clock (`CPU_SECONDS`): an honest one may
-take the square of a request's length. The memory of a dishonest one is not bounded.
+A template is a program from a download. It runs in Jinja's immutable sandbox, set up as
+transformers does, and every iteration of a loop checks its time limit (`CPU_SECONDS`); a harmless
+template may take time quadratic in a request's length. The memory of a hostile one is not bounded.
 
-Templates differ in what they take: content as a text or as a list of parts, turns of a tool, calls
-and their ids, tools. What a template shows is found out by a trial with a marker, so that no text
-of a request is dropped in silence.
+Templates differ in what they accept: content as a text or as a list of parts, tool messages, calls
+and their ids, tools. A trial with a marker finds out what a template shows, so that no text of a
+request is dropped silently.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jinja2 import nodes
 
 from models.errors import BadChat
 
-CPU_SECONDS = 2.0  # of the rendering thread
+CPU_SECONDS = 2.0  # the time limit of a rendering thread
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -68,27 +68,27 @@ _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 class AsWritten(str):
-    """JSON that is rendered as it stands: by `tojson` without quotes around it, and without keys
-    for a template that lists them."""
+    """JSON that is rendered unchanged: `tojson` adds no quotes, and a template that lists its keys
+    finds none."""
 
     def items(self) -> tuple[()]:
         return ()
 
 
 class CallsForm(NamedTuple):
-    """How a template takes the calls of an assistant's turn: their arguments as JSON in a text, or
-    as an object; with a content of null alone, or with any."""
+    """How a template takes the calls of an assistant message: with arguments as JSON text or as an
+    object, and only with null content or with any."""
 
     arguments_are_text: bool
     content_is_null: bool
 
 
 class RendersChat:
-    """The part of a tokenizer that makes prompts of chats, and what every tokenizer says."""
+    """The part of a tokenizer that renders chats, and the attributes of every tokenizer."""
 
     vocabulary: int  # one more than the highest id it knows; a model's own vocabulary may be larger
     eos_ids: frozenset[int]  # any of them ends a generation
-    # To be put before a prompt that no chat template made; None: this model wants none.
+    # Prepended to a prompt that no chat template rendered; None: this model has none.
     bos_id: int | None
     special_ids: frozenset[int]  # control tokens: no text of their own
     chat_template: str | None  # the default one
@@ -96,14 +96,14 @@ class RendersChat:
     chat_tokens: dict[str, str]  # special tokens that a template may refer to: {"bos_token": "<s>"}
 
     def template_for(self, has_tools: bool) -> str:
-        """The template of a chat, chosen as transformers does. Raises BadChat."""
+        """Return the template for a chat, chosen as transformers does. Raises BadChat."""
         if has_tools and "tool_use" in self.other_templates:
             return self.other_templates["tool_use"]
         if self.chat_template is not None:
             return self.chat_template
         if self.other_templates:
             names = ", ".join(sorted(self.other_templates))
-            raise BadChat(f"This model has several chat templates ({names}) and no default one.")
+            raise BadChat(f"This model has several chat templates ({names}) but no default one.")
         raise BadChat("This model has no chat template. Send the prompt to /v1/completions.")
 
     @functools.cached_property
@@ -125,17 +125,17 @@ class RendersChat:
     def _program(self, source: str) -> jinja2.Template:
         if source not in self._compiled:
             try:
-                # Some mark training targets by {% generation %}, which changes nothing here.
+                # Some templates mark training targets with {% generation %}; it has no effect here.
                 plain = re.sub(r"({%-?\s*)generation\b", r"\1if true", source)
                 plain = re.sub(r"({%-?\s*)endgeneration\b", r"\1endif", plain)
                 self._compiled[source] = _Leashed().from_string(plain)
             except (jinja2.TemplateError, RecursionError) as problem:
-                text = f"the model's chat template cannot be compiled: {problem}"
+                text = f"The model's chat template cannot be compiled: {problem}"
                 raise BadChat(text) from problem
         return self._compiled[source]
 
     def try_forms(self) -> None:
-        """Find out at once what each template shows."""
+        """Try all templates now, so that the first request does not wait for it."""
         for source in filter(None, [self.chat_template, *self.other_templates.values()]):
             for role in _CONTEXTS:
                 self.content_form(role, source)
@@ -143,8 +143,8 @@ class RendersChat:
             self.shows_tools(source)
 
     def content_form(self, role: str, source: str) -> ContentForm:
-        """The form of content that the template shows in turns of this role, by a trial with a
-        marker: text, or a list of parts; "dropped": neither, "refused": it takes no such turn."""
+        """Return the form of content that the template shows for this role: a text or a list of
+        parts; "dropped": neither is shown; "refused": the template rejects this role."""
         key = role, source
         if key not in self._forms:
             self._forms[key] = self._tried_form(role, source)
@@ -167,7 +167,7 @@ class RendersChat:
                 shown = self._tried([*others[0], turn, *others[1]], source)
                 if shown is None:
                     if time.thread_time() > _until.seconds:
-                        return form  # it will not be quicker
+                        return form  # another form would take as long
                 elif _MARKER not in shown:
                     form = "dropped"
                 elif not wants_parts:
@@ -179,14 +179,14 @@ class RendersChat:
     def _tried(
         self, turns: list[dict[str, Any]], source: str, tools: list[dict[str, Any]] | None = None
     ) -> str | None:
-        """What the template makes of the turns; None: it refuses them."""
+        """Return the rendered messages; None: the template refuses them."""
         try:
             return self._rendered(source, turns, True, {"tools": tools})
         except BadChat:
             return None
 
     def calls_form(self, source: str) -> CallsForm | None:
-        """How the template shows earlier calls, by a trial with a marker; None: it does not."""
+        """Return how the template shows earlier calls, by a trial; None: it does not show them."""
         if source not in self._calls_forms:
             self._calls_forms[source] = self._tried_calls(source)
         return self._calls_forms[source]
@@ -207,7 +207,7 @@ class RendersChat:
         return None
 
     def shows_tools(self, source: str) -> bool:
-        """Whether the template tells the model of tools, by a trial with a marker."""
+        """Return whether the template shows tools to the model, by a trial with a marker."""
         if source not in self._tools_shown:
             user = {**_USER, "content": _in_form("x", self.content_form("user", source))}
             tools = [{"type": "function", "function": _TOOL}]
@@ -221,10 +221,10 @@ class RendersChat:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt of messages with role and content (a text, or a list of parts with `type` and
-        `text`), for `parse_special=True`. Thread-safe.
+        """Render messages with role and content (a text, or a list of parts with `type` and
+        `text`) as a prompt for `parse_special=True`. Thread-safe.
 
-        `variables`: more that the template may read. Raises BadChat.
+        `variables`: more variables for the template. Raises BadChat.
         """
         source = self.template_for(bool(variables.get("tools")))
         self._program(source)
@@ -242,7 +242,7 @@ class RendersChat:
             raise
 
     def check_shown(self, messages: Sequence[Mapping[str, Any]], has_tools: bool) -> None:
-        """Raises BadChat where the template takes a message and drops its text."""
+        """Check that the template shows the text of every message. Raises BadChat."""
         source = self.template_for(has_tools)
         for place, message in enumerate(messages):
             role = message["role"]
@@ -255,10 +255,10 @@ class RendersChat:
                 )
 
     def _in_forms(self, messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str, Any]]:
-        """The messages with their content as the template shows it. A tool's result that it does
-        not take becomes a turn of the user."""
+        """Return the messages with content in the form that the template shows. A tool's result
+        that it refuses becomes a user message."""
         turns: list[dict[str, Any]] = []
-        is_result = False  # of a tool, as a turn of the user
+        is_result = False  # the previous message is a tool's result as a user message
         for place, message in enumerate(messages):
             if "content" not in message:
                 turns.append(dict(message))
@@ -300,11 +300,11 @@ class RendersChat:
         template = self._program(source)
         try:
             return template.render(given)
-        # The template is foreign code: any error of it is an answer to the caller, not a crash.
+        # The template is untrusted code: any error in it is an error response, not a crash.
         except Exception as problem:
             is_its_own = isinstance(problem, jinja2.TemplateError | BadChat)
             why = f"{problem}" if is_its_own else f"{type(problem).__name__}: {problem}"
-            raise BadChat(f"the model's chat template refuses these messages: {why}") from problem
+            raise BadChat(f"The model's chat template refuses these messages: {why}") from problem
 
 
 def _joined(content: Any) -> str:
@@ -314,7 +314,7 @@ def _joined(content: Any) -> str:
 
 
 def _in_form(content: Any, form: ContentForm) -> Any:
-    """The content as a list of parts, or as a text."""
+    """Return the content as a list of parts or as a text."""
     if form not in ("parts", "part"):
         return _joined(content) if isinstance(content, list) else content
     if isinstance(content, list) and (form == "parts" or len(content) < 2):
@@ -421,7 +421,7 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
     @staticmethod
     def tick() -> None:
         if time.thread_time() > _until.seconds:
-            raise BadChat(f"it takes more than {CPU_SECONDS:g} s")
+            raise BadChat(f"rendering takes more than {CPU_SECONDS:g} s")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = _Counted().visit(super()._parse(source, name, filename))
@@ -429,7 +429,7 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Counted(jinja2.visitor.NodeTransformer):
-    """Puts a look at the clock into every loop."""
+    """Inserts a check of the time limit into every loop."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -1,10 +1,11 @@
-"""Work in other processes: their memory is given back, and native code that aborts ends only them.
+"""Runs work in child processes: their memory is returned, and native code that aborts ends only
+them.
 
 run_aside("models.convert_to_onnx:make_onnx", progress, "model.gguf", "folder", "int8")
 ran = run_python("-m", "serving.hardware.gpus", "nvml", timeout_seconds=10)
 
-A child imports nothing from the folder it runs in, and inherits no secrets: it may parse, or run,
-what a stranger made.
+A child imports nothing from the folder it runs in and inherits no secrets, because it may parse or
+run untrusted data.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import msgspec
 from models.errors import ModelError
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
-STOP_SECONDS = 5.0  # that a child may take to clear up after SIGINT
+STOP_SECONDS = 5.0  # that a child may take to clean up after SIGINT
 # Variables with such a word in their name, or a URL with a password as their value, are secrets.
 SECRET_NAME = re.compile(
     r"(^|_)(API_?KEY|KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|HEADERS)(_|$)",
@@ -37,7 +38,7 @@ SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 
 
 def python_variables() -> dict[str, str]:
-    """Environment variables with which a child imports these packages in whatever folder it is."""
+    """Return the environment variables with which a child imports these packages in any folder."""
     path = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
@@ -48,9 +49,9 @@ def start_python(
     secrets: bool = False,
     **options: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start a Python of this environment in a session of its own. `options` are Popen's.
+    """Start a Python of this environment in a session of its own. `options` are those of Popen.
 
-    `secrets`: it inherits API keys and the like (SECRET_NAME), which it needs.
+    `secrets`: the child needs API keys and inherits the variables of SECRET_NAME.
     """
     settings: dict[str, Any] = {"stdin": subprocess.DEVNULL} | options
     variables = {
@@ -66,7 +67,7 @@ def start_python(
 
 
 class Ran(NamedTuple):
-    """How a child ended. `status` is None where it was killed at its time limit."""
+    """How a child ended. `status` is None if it was killed at its time limit."""
 
     status: int | None
     output: bytes
@@ -74,7 +75,7 @@ class Ran(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The last line of standard error, else the exit status."""
+        """Return the last line of standard error, or else the exit status."""
         lines = [line.strip() for line in self.error.splitlines() if line.strip()]
         if lines:
             return lines[-1]
@@ -88,7 +89,7 @@ def run_python(
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float | None = None,
 ) -> Ran:
-    """Run a Python to its end; at the time limit it is killed with everything it started."""
+    """Run a Python to its end; kill it and everything it started at the time limit."""
     child = start_python(
         *arguments, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -104,9 +105,9 @@ def run_python(
 def run_aside(
     function: str, progress: Callable[[str, float | None], None] | None, *args: Any, **kwargs: Any
 ) -> None:
-    """Call "module:name" in a fresh interpreter and pass its progress on; what it returns is lost.
+    """Call "module:name" in a new interpreter and report its progress; its result is discarded.
 
-    Raises errors of models.errors as they are; ModelError with its last words for a dead child.
+    Raises errors of models.errors unchanged, and ModelError with its last output for a dead child.
     """
     with tempfile.TemporaryFile() as words:
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
@@ -125,7 +126,7 @@ def run_aside(
                 if progress:
                     progress(text, fraction)
         except BaseException:
-            child.send_signal(signal.SIGINT)  # where it is still at work it clears up
+            child.send_signal(signal.SIGINT)  # if it is still working, it cleans up
             raise
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -133,12 +134,12 @@ def run_aside(
             _kill(child)
         words.seek(0)
         ran = Ran(child.returncode, b"", words.read()[-4096:].decode(errors="replace"))
-    why = "most likely because memory ran out" if ran.status == -signal.SIGKILL else ran.reason
+    why = "most likely out of memory" if ran.status == -signal.SIGKILL else ran.reason
     raise ModelError(f"{function.replace(':', '.')} died with status {ran.status}: {why}")
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """It and what it started, where it has not ended by itself; its pipes are closed."""
+    """Kill the child and everything it started, unless it has ended, and close its pipes."""
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: leave it
@@ -150,7 +151,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 def _child(function: str) -> None:
     out = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not part of the answer
+    os.dup2(2, 1)  # output of libraries must not mix with the messages to the parent
 
     def say(kind: str, text: str = "", fraction: float | None = None) -> None:
         os.write(out, msgspec.json.encode((kind, text, fraction)) + b"\n")

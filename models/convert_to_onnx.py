@@ -1,4 +1,4 @@
-"""Checkpoints, or random weights of a shape, to ONNX graphs, written tensor by tensor.
+"""Converts checkpoints, or random weights of a shape, to ONNX graphs, tensor by tensor.
 
     make_onnx(Path("SmolLM2-135M"), Path("smollm2-135m-int8"), "int8")
     make_random_onnx(rung("8b").spec, Path("llama-3.1-8b-int8"), "int8")
@@ -179,7 +179,7 @@ class GraphWriter:
             source, first = place
             values = self.rows(source, first, min(self.shapes[source][0], first + step))
             if not math.isfinite(float(values.sum())):
-                raise BrokenWeights(f"{source} of {self.spec.name} holds NaN or infinity")
+                raise BrokenWeights(f"The tensor {source} of {self.spec.name} has NaN or infinity")
             return work(values)
 
         for at in range(0, len(places), THREADS):
@@ -218,8 +218,8 @@ class GraphWriter:
         if self.format == "int4" and sources != (HEAD,):
             if width % GROUP:
                 raise UnsupportedModel(
-                    f"{self.spec.name} has {sources[0]} with rows of {width}, no multiple of "
-                    f"{GROUP}, which int4 needs; int8 has no such limit"
+                    f"{self.spec.name} cannot be converted to int4: the rows of {sources[0]} have "
+                    f"{width} elements, which is not a multiple of {GROUP}. Use int8."
                 )
             dims = [outs, width // GROUP, GROUP // 2]
             weight, steps = self.matrices(sources, "u1", dims, _nibbles)

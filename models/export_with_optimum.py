@@ -1,4 +1,5 @@
-"""Checkpoints of architectures that models.convert_to_onnx does not know, by optimum-onnx.
+"""Exports checkpoints of architectures that models.convert_to_onnx does not support, with
+optimum-onnx.
 
     export_graph(Path("gpt2"), Path("gpt2-int8"), "int8", say)
 
@@ -66,11 +67,12 @@ def export_graph(source: Path, folder: Path, weight_format: str, say: Progress) 
     family = read_config(source).get("model_type")
     what = f"{source.name} is of architecture {family!r}, which optimum"
     if weight_format not in ("fp32", "int8"):
-        raise UnsupportedModel(f"{what} exports to fp32 or int8, not to {weight_format}")
+        raise UnsupportedModel(f"{what} exports only to fp32 or int8, not to {weight_format}")
     if importlib.util.find_spec("optimum") is None:
-        raise UnsupportedModel(f"{what} must export; pip install 'llm-crossover[optimum]'")
+        install = "pip install 'llm-crossover[optimum]'"
+        raise UnsupportedModel(f"{what} must export. Install it: {install}")
     read_tensors(source)  # no pickles
-    say("exporting by optimum", None)
+    say("exporting with optimum", None)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         staged = Path(scratch, "source")
         staged.mkdir()

@@ -99,7 +99,9 @@ class GgufHeader(NamedTuple):
         family, own = self.family, self.own_metadata
         is_text = self.metadata.get("general.type", "model") == "model"
         if not is_text or not own.get("attention.causal", True):
-            raise UnsupportedModel(f"{name} is a GGUF file of {family!r} that writes no text")
+            raise UnsupportedModel(
+                f"{name} is a GGUF file of the architecture {family!r}, which generates no text"
+            )
 
         def count(key: str, default: int | None = None, least: int = 1) -> int:
             value = own.get(key, default)
@@ -174,21 +176,21 @@ def read_header(path: Path) -> GgufHeader:
     for number, file in enumerate(files, 1):
         if not file.is_file():
             raise BrokenWeights(
-                f"{path.name} is a part of a model in {len(files)} files, and part {number}, "
-                f"{file.name}, is not beside it"
+                f"{path.name} is one of {len(files)} files of a model, but part {number}, "
+                f"{file.name}, is missing from its folder"
             )
     contents = [_read(file) for file in files]
     metadata = contents[0][0]
     parts = metadata.get("split.count", 1)
     if parts > 1 and parts != len(files):
         raise BrokenWeights(
-            f"{path.name} says that it is a part of a model in {parts} files, which its name does "
-            f"not; llama.cpp finds the others only by names such as x-00001-of-{parts:05}.gguf"
+            f"{path.name} is one of {parts} files of a model by its header, but not by its name. "
+            f"llama.cpp finds the other parts only by names such as x-00001-of-{parts:05}.gguf."
         )
     for number, (one, _) in enumerate(contents):
         if len(files) > 1 and (one.get("split.count"), one.get("split.no")) != (parts, number):
             raise BrokenWeights(
-                f"{files[number].name} is not what its name says: its header names part "
+                f"The name of {files[number].name} is wrong: its header says that it is part "
                 f"{one.get('split.no', 0) + 1} of {one.get('split.count', 1)}"
             )
     tensors = {tensor.name: tensor for _, found in contents for tensor in found}
@@ -205,7 +207,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
         return {name: field.contents() for name, field in found.fields.items()}, found.tensors
     except broken as problem:
         raise BrokenWeights(
-            f"{str(path)!r} is no GGUF file, damaged or cut off: {problem}"
+            f"{str(path)!r} is not a GGUF file, or is damaged or truncated: {problem}"
         ) from problem
 
 

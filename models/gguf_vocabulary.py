@@ -16,8 +16,8 @@ from models.errors import BrokenWeights, UnsupportedModel
 
 _NAMED_TEMPLATE = b"tokenizer.chat_template."
 _NO_VOCABULARY = 0  # enum llama_vocab_type
-# For most families llama.cpp cuts text by std::regex, which calls itself for each character of a
-# word: 300 to 450 bytes of stack each, and the end of the process where the stack ends.
+# For most families llama.cpp splits text with std::regex, which recurses for each character of a
+# word: 300 to 450 bytes of stack per character, and a crash when the stack overflows.
 _PLAIN_CHARACTERS = 4096
 _CHARACTER_STACK = 1024
 _STACK_SIZE = threading.Lock()
@@ -37,7 +37,7 @@ class GgufTokenizer(RendersChat):
         weakref.finalize(self, llama.llama_model_free, model)
         self._vocab = vocab = llama.llama_model_get_vocab(model)
         if llama.llama_vocab_type(vocab) == _NO_VOCABULARY:
-            raise UnsupportedModel(f"{str(file)!r} carries no tokenizer")
+            raise UnsupportedModel(f"{str(file)!r} contains no tokenizer")
         self.vocabulary = int(llama.llama_vocab_n_tokens(vocab))
         self.special_ids, self.eos_ids = (
             frozenset(index for index in range(self.vocabulary) if has(vocab, index))
@@ -93,16 +93,16 @@ class GgufTokenizer(RendersChat):
         return text.decode(errors="replace") if text else ""
 
 
-# llama.cpp writes pages to stderr while loading; the last error says what matters.
+# llama.cpp logs a lot while loading; only the last error matters.
 _ERRORS: deque[str] = deque(maxlen=1)
 _ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 
 
 def _heard(level: int, text: bytes, data: object) -> None:
-    said = text.decode(errors="replace").strip().rpartition("error loading model: ")[2]
-    # The last lines only say that it failed.
-    if level == _ERROR_LEVEL and said and "failed to load model" not in said:
-        _ERRORS.append(said)
+    message = text.decode(errors="replace").strip().rpartition("error loading model: ")[2]
+    # The last lines only repeat that the load failed.
+    if level == _ERROR_LEVEL and message and "failed to load model" not in message:
+        _ERRORS.append(message)
 
 
 _quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_heard)
@@ -118,7 +118,8 @@ def llama_library() -> Any:
         import llama_cpp
     except ImportError as problem:
         raise UnsupportedModel(
-            f"GGUF files need llama.cpp ({problem}); pip install 'llm-crossover[llama-cpp]'"
+            f"GGUF files need llama.cpp ({problem}). Install it: pip install "
+            "'llm-crossover[llama-cpp]'"
         ) from problem
     if not is_loaded:
         llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))

@@ -51,7 +51,7 @@ def write_file(
             written = sum(map(out.write, data(tensor)))
             if written != tensor.bytes:
                 raise ValueError(
-                    f"tensor {tensor.name} came with {written} bytes, not {tensor.bytes}"
+                    f"The tensor {tensor.name} has {written} bytes instead of {tensor.bytes}"
                 )
             done += written
             if progress:

@@ -35,14 +35,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise UnknownModel(
-            f"{Path(folder).name} holds no config.json: it is not a Hugging Face model folder"
+            f"{Path(folder).name} is not a Hugging Face model folder: it has no config.json"
         )
     try:
         text = file.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some Windows tools write it
         return msgspec.json.decode(text, type=dict[str, Any])
     except ValueError as problem:
         raise BrokenWeights(
-            f"config.json of {Path(folder).name} is no object of JSON: {problem}"
+            f"The config.json of {Path(folder).name} is not a JSON object: {problem}"
         ) from problem
 
 
@@ -80,8 +80,8 @@ def check_dense(config: dict[str, Any], name: str) -> None:
     if what:
         family = config.get("model_type")
         raise UnsupportedModel(
-            f"{name} is {what} (model_type {family!r}), and onnx and torch serve dense models of "
-            f"text. Take {_GGUF}"
+            f"{name} is {what} (model_type {family!r}), but onnx and torch serve only dense text "
+            f"models. Use {_GGUF}."
         )
 
 
@@ -91,8 +91,8 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     check_dense(config, name)
     if family not in FAMILIES:
         raise UnsupportedModel(
-            f"{name} has model_type {family!r}; torch computes {', '.join(FAMILIES)}. Take onnx, "
-            f"which exports other dense models, or {_GGUF}"
+            f"{name} has model_type {family!r}, but torch supports only {', '.join(FAMILIES)}. Use "
+            f"onnx, which exports other dense models, or {_GGUF}."
         )
     # transformers' defaults of a missing key, where they differ by family.
     usual = {"mistral": {"sliding_window": 4096}, "qwen3": {"head_dim": 128}}
@@ -101,7 +101,7 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     known |= {"quantization_config": None, "partial_rotary_factor": 1.0}
     for key, value in known.items():
         if config.get(key) not in (None, value):
-            raise UnsupportedModel(f"{name} has {key} {config[key]!r}, which is not known here")
+            raise UnsupportedModel(f"{name} has {key} {config[key]!r}, which is not supported")
 
     def count(key: str, default: int | None = None) -> int:
         found = config.get(key)
@@ -112,7 +112,8 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     kv_heads = count("num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedModel(
-            f"{name} has num_attention_heads {heads}, no multiple of num_key_value_heads {kv_heads}"
+            f"{name} has num_attention_heads {heads}, which is not a multiple of "
+            f"num_key_value_heads {kv_heads}"
         )
     context, theta, scaling = count("max_position_embeddings"), *_rope(config, name)
     is_windowed = family == "mistral" or config.get("use_sliding_window")
@@ -146,7 +147,7 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
     is_one = not any(isinstance(value, dict) for value in rope.values())  # for all layers
     is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1.0
     if kind not in ("default", "llama3") or not is_one or not is_whole:
-        raise UnsupportedModel(f"{name} has RoPE of kind {rope}; known: default and llama3")
+        raise UnsupportedModel(f"{name} has RoPE of type {rope}; supported: default and llama3")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     try:
         base = 10_000.0 if theta is None else float(theta)
@@ -155,4 +156,5 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
         factor, low, high, original = (float(rope[key]) for key in keys)
         return base, RopeScaling(factor, low, high, int(original))
     except (KeyError, TypeError, ValueError) as problem:
-        raise UnsupportedModel(f"{name} has no whole RoPE in config.json: {problem}") from problem
+        text = f"{name} has an incomplete RoPE in config.json: {problem}"
+        raise UnsupportedModel(text) from problem

@@ -1,4 +1,4 @@
-"""What a model's name stands for, without loading, making or fetching its weights.
+"""Identifies a model by its name, without loading, making or fetching its weights.
 
     identify("135m").kind                       # "ladder": random weights in a published shape
     identify("./Llama-3.2-1B-Q4_K_M.gguf")      # its name, shape, format and size, by its header
@@ -6,8 +6,8 @@
     identify("org/name"), identify("org/name:file.gguf")    # of the Hugging Face hub
     identify("smollm2-135m-instruct")           # published weights that a Python package brought
 
-Every command that takes a model asks here, so that all of them take the same names and call a model
-the same: `crossover serve`, `load`, `campaign`, `calibrate`, `models`, `plan` and `report`.
+Every command that takes a model uses this module, so that all accept the same names and show the
+same name: `crossover serve`, `load`, `campaign`, `calibrate`, `models`, `plan` and `report`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def unknown_model(name: str, why: str = "") -> UnknownModel:
         known = [each for one in (*LADDER, *SIZED) for each in (one.spec.name, *one.aliases)] + [
             PACKAGED
         ]
-        asked, why = name.lower(), why or f"{name!r} is not a model that is known here"
+        asked, why = name.lower(), why or f"{name!r} is not a known model"
     near = difflib.get_close_matches(asked, known, 3, 0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return UnknownModel(f"{why}.{meant} Give {TAKEN}, or a name of `crossover models list`.")
@@ -165,7 +165,7 @@ def unknown_model(name: str, why: str = "") -> UnknownModel:
 def not_fetched(name: str, problem: Exception) -> UnknownModel:
     """The error for a hub id that cannot be fetched."""
     reason = str(problem).split("\n")[0].rstrip(".")
-    why = f"{name!r} is not a file or folder here, and cannot be fetched from the hub: {reason}"
+    why = f"{name!r} is not a local file or folder, and cannot be fetched from the hub: {reason}"
     return unknown_model(name, why)
 
 
@@ -265,11 +265,11 @@ def _of_hub(name: str, fetch: bool) -> ModelIdentity:
         if here is not None:
             return _of_gguf(here, called, name)
         missing = (
-            f"the header of {name} is not here yet; `crossover models make {name}` fetches the file"
+            f"the file {name} has not been downloaded; `crossover models make {name}` fetches it"
         )
         return ModelIdentity(name=called, kind="gguf", source=name, missing=missing)
     config = cached("config.json")
-    missing = f"the config.json of {name} is not here yet"
+    missing = f"the config.json of {name} has not been downloaded"
     if config is None and fetch:
         try:
             # hf_hub_download retries for half a minute where there is no network.

@@ -1,4 +1,4 @@
-"""What the kernel says of this machine: its CPU, its memory, the limits of control groups.
+"""What the kernel reports about this machine: its CPU, its memory, the limits of control groups.
 
 Control groups (containers) of versions 1 and 2: each function takes the tightest limit between this
 process's group and the root of the hierarchy. `root` is where /proc and /sys are mounted. Nothing

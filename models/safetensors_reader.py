@@ -1,4 +1,4 @@
-"""Read safetensors of a folder: names, shapes, types, completeness, and rows as floats."""
+"""Reads the safetensors of a folder: names, shapes, types, completeness, and rows as floats."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def weight_files(folder: Path) -> list[str]:
             raise BrokenWeights(f"{str(index)!r} cannot be read: {problem}") from problem
         for name in named:
             if Path(name).name != name:
-                raise BrokenWeights(f"{str(index)!r} names {name[:200]!r}, which is no file name")
+                raise BrokenWeights(
+                    f"{str(index)!r} names {name[:200]!r}, which is not a file name"
+                )
         if named:
             return sorted(named)
     if (folder / WEIGHTS).is_file():
@@ -67,14 +69,14 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
     files = [folder / name for name in weight_files(folder)]
     if not files:
         raise UnsupportedModel(
-            f"{str(folder)!r} holds no *.safetensors; other kinds of weights (.bin, .pt) can run "
-            "code and are not read"
+            f"{str(folder)!r} has no *.safetensors. Other weights (.bin, .pt) can contain code, so "
+            "they are not read."
         )
     out: dict[str, Stored] = {}
     for file in files:
         if not file.is_file():
-            raise BrokenWeights(f"{INDEX} of {folder.name} names {file.name}, which is not there")
-        file.open("rb").close()  # of a file that is closed to it, the library says "no such file"
+            raise BrokenWeights(f"{INDEX} of {folder.name} names {file.name}, which is missing")
+        file.open("rb").close()  # without read permission, the library reports a missing file
         try:
             with safe_open(file, "np") as opened:  # compares the header with itself and the size
                 for name in opened.keys():
@@ -82,7 +84,7 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
                     out[name] = Stored(file, found.get_dtype(), tuple(found.get_shape()))
         except SafetensorError as problem:
             raise BrokenWeights(
-                f"{str(file)!r} is no whole safetensors file: {problem}"
+                f"{str(file)!r} is not a complete safetensors file: {problem}"
             ) from problem
     return out
 
@@ -98,12 +100,12 @@ def check_tensors(folder: Path, spec: ModelSpec) -> str:
         if stored is None or stored.shape != tensor.shape:
             has = "missing" if stored is None else f"of shape {stored.shape}"
             raise BrokenWeights(
-                f"tensor {tensor.name} of {folder.name} is {has}, its config.json says "
+                f"The tensor {tensor.name} of {folder.name} is {has}, but config.json says "
                 f"{tensor.shape}"
             )
         if stored.dtype not in FORMATS:
             raise UnsupportedModel(
-                f"tensor {tensor.name} of {folder.name} is of type {stored.dtype}; known: "
+                f"The tensor {tensor.name} of {folder.name} is of type {stored.dtype}; supported: "
                 f"{', '.join(FORMATS)}"
             )
     return FORMATS[found[EMBEDDING].dtype]

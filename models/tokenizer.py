@@ -1,4 +1,4 @@
-"""Text to token ids and back to bytes, from tokenizer.json, GGUF or the shipped vocabulary.
+"""Tokenizers from tokenizer.json, GGUF or the shipped vocabulary: text to token ids, ids to bytes.
 
 Read by the `tokenizers` library: AutoTokenizer refuses folders of another major version.
 
@@ -51,7 +51,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return GgufTokenizer(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise UnknownModel(f"no tokenizer at {str(path)!r}: no tokenizer.json, no GGUF file")
+        raise UnknownModel(f"{str(path)!r} has no tokenizer: no tokenizer.json and no GGUF file")
     return HfTokenizer(file)
 
 
@@ -65,7 +65,7 @@ def try_tokenizer(path: Path) -> None:
     except (UnknownModel, UnsupportedModel):
         raise
     except ModelError as problem:
-        raise BrokenWeights(f"the tokenizer of {path.name} cannot be used: {problem}") from problem
+        raise BrokenWeights(f"The tokenizer of {path.name} cannot be used: {problem}") from problem
 
 
 def _rehearse(path: str, progress: object = None) -> None:
@@ -86,7 +86,7 @@ class HfTokenizer(RendersChat):
             raw = file.read_text(encoding="utf-8-sig")
             self._special_parsing, self._plain = HfFile.from_str(raw), HfFile.from_str(raw)
         except Exception as problem:  # the library raises bare Exception
-            raise BrokenWeights(f"{str(file)!r} is no readable tokenizer: {problem}") from problem
+            raise BrokenWeights(f"{str(file)!r} is not a valid tokenizer: {problem}") from problem
         # A setting of the object, not of the call, so there are two objects.
         self._plain.encode_special_tokens = True
         for one in (self._plain, self._special_parsing):
@@ -215,7 +215,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if files:
             return {name: file.read_text(encoding="utf-8-sig") for name, file in files.items()}
     except (OSError, UnicodeDecodeError) as problem:
-        text = f"a chat template in {str(folder)!r} cannot be read: {problem}"
+        text = f"A chat template in {str(folder)!r} cannot be read: {problem}"
         raise BrokenWeights(text) from problem
     found = _read_json(folder / "chat_template.json").get("chat_template")
     found = config.get("chat_template") if found is None else found
@@ -235,4 +235,4 @@ def _read_json(file: Path) -> dict[str, Any]:
         text = file.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some Windows tools write it
         return msgspec.json.decode(text, type=dict[str, Any])
     except ValueError as problem:
-        raise BrokenWeights(f"{str(file)!r} is no object of JSON: {problem}") from problem
+        raise BrokenWeights(f"{str(file)!r} is not a JSON object: {problem}") from problem

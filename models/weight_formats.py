@@ -80,7 +80,7 @@ def spelt(kind: str, weight_format: str) -> str:
             if one.lower() == weight_format.lower():
                 return one
     raise UnsupportedModel(
-        f"kind {kind!r} has no weight format {weight_format!r}; made here are "
+        f"{weight_format!r} cannot be made for files of kind {kind!r}. Available formats: "
         f"{', '.join(FORMATS[kind])}"
     )
 
@@ -105,8 +105,9 @@ def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
 
     if weight_format not in GGUF_FORMATS:
         raise UnsupportedModel(
-            f"GGUF files of format {weight_format!r} are not made here, only "
-            f"{', '.join(GGUF_FORMATS)}; a file of any format that llama.cpp reads is served"
+            f"GGUF files of format {weight_format!r} cannot be made, only "
+            f"{', '.join(GGUF_FORMATS)}. Existing files of any format that llama.cpp reads are "
+            "served."
         )
     family = "LLAMA" if spec.family == "mistral" else spec.family.upper()
     name_of = get_tensor_name_map(MODEL_ARCH[family], spec.layers).get_name
@@ -166,5 +167,5 @@ def known_format(text: str) -> str:
         return by_letters[text.lower()]
     near = [by_letters[one] for one in difflib.get_close_matches(text.lower(), by_letters, 3)]
     examples = ("Q4_0", "Q4_K_M", "Q8_0", "int4", "int8", "bf16")
-    meant = f"give {' or '.join(near)}" if near else f"give one such as {', '.join(examples)}"
-    raise UnsupportedModel(f"{text!r} is not a weight format that is known here; {meant}")
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Examples: {', '.join(examples)}."
+    raise UnsupportedModel(f"{text!r} is not a known weight format. {hint}")

@@ -63,7 +63,7 @@ def read_manifest(weights: Path) -> Manifest | None:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except msgspec.MsgspecError as problem:
         raise BrokenWeights(
-            f"{str(path)!r} is no manifest of ours: {problem}; delete it together with its weights"
+            f"{str(path)!r} is not a manifest of Crossover: {problem}. Delete it and its weights."
         ) from problem
 
 
@@ -144,8 +144,8 @@ def making(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = (path.parent / f".{path.name}.lock").open("w")
     except OSError as problem:
-        where = f"{str(path.parent)!r} of the cache cannot be written to: {problem.strerror}"
-        raise ModelError(f"{where}; choose another with --cache") from problem
+        where = f"The cache folder {str(path.parent)!r} cannot be written to: {problem.strerror}"
+        raise ModelError(f"{where}. Choose another one with --cache.") from problem
     with lock as stream:
         is_locked = True
         try:

@@ -22,11 +22,7 @@ from models.machine_limits import ROOT, read_text
 from serving.errors import Cause, Unsupported
 
 VULKAN = "vulkan"  # the vendor of any GPU that a build of llama.cpp drives through Vulkan
-DRIVER_FILES = (
-    "proc/driver/nvidia/version",
-    "dev/nvidiactl",
-    "dev/dxg",
-)  # a driver has one of them
+DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")  # any of them
 
 
 class GpuFacts(msgspec.Struct, frozen=True):

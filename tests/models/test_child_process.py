@@ -44,7 +44,7 @@ def test_work_aside_passes_progress_errors_and_deaths_on() -> None:
     assert seen == [("doubled", 42.0)]
     with pytest.raises(BrokenWeights, match="on purpose"):
         run_aside(f"{WORK}:fail", None)
-    with pytest.raises(ModelError, match="died with status -9: most likely because memory ran out"):
+    with pytest.raises(ModelError, match="died with status -9: most likely out of memory"):
         run_aside(f"{WORK}:die", None)
 
 

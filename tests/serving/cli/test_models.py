@@ -70,7 +70,7 @@ def test_a_plan_of_a_file_is_of_its_own_format_and_says_what_experts_mean(
     assert re.search(r"Q4_K_M .*KV 3.0\d GiB .*buffers 4.1\d GiB .*: fits", sized.stdout)
     assert "torch" not in sized.stdout
     refused = models("make", "qwen3-30b-a3b")
-    assert refused.returncode == 2 and "is listed for sizing" in refused.stderr
+    assert refused.returncode == 2 and "is listed only for planning memory" in refused.stderr
     file.write_bytes(file.read_bytes().replace(b"ssm_out", b"ssm_oud"))
     broken = models("plan", str(file))
     assert broken.returncode == 2 and "'blk.0.ssm_out.weight' not found" in broken.stderr

@@ -277,7 +277,7 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is not a size"),
         (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
         (["fake", "--served-name", ""], "--served-name: "),
-        (["135m", "--cache", __file__], "Not a directory; choose another with --cache"),
+        (["135m", "--cache", __file__], "Not a directory. Choose another one with --cache"),
         (["fake", "--host", "203.0.113.7"], "Cannot listen on 203.0.113.7"),
     ],
 )
