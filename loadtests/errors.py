@@ -1,4 +1,4 @@
-"""What can go wrong while loading a server. A message is one sentence: what, which, what else."""
+"""The errors of load tests. A message says what is wrong, where, and what to do."""
 
 from models.errors import CrossoverError
 
@@ -8,11 +8,11 @@ class LoadError(CrossoverError):
 
 
 class BadCampaign(LoadError):
-    """The campaign file says something impossible; the message holds the path inside the file."""
+    """The campaign file is invalid; the message contains the key."""
 
 
 class BadRunFolder(LoadError):
-    """A run folder that cannot be read or written: broken, of a newer format, or in use."""
+    """A run folder cannot be read or written: it is broken, of a newer format, or in use."""
 
 
 class TargetUnusable(LoadError):
@@ -32,16 +32,16 @@ class LevelInterrupted(LoadError):
 
 
 class ServerLost(LoadError):
-    """The server process that the runner started is gone; another one has to be started."""
+    """The server process that the runner started has ended; another one has to be started."""
 
 
 class Incomplete(LoadError):
-    """The run ended before all cells were measured; `crossover campaign resume` goes on."""
+    """The run ended before all cells were measured; `crossover campaign resume` continues it."""
 
 
 class MachineBusy(LoadError):
-    """Another campaign measures on this machine."""
+    """Another campaign is measuring on this machine."""
 
 
 class NotComparable(LoadError):
-    """Two runs differ in a fact that decides their numbers; the message has both values."""
+    """Two runs differ in a fact that affects their results; the message has both values."""

@@ -1,9 +1,9 @@
-"""Files that people write, as structs: all that is wrong with one is said at once, in sentences.
+"""Reads TOML files into structs and reports all faults of a file at once, in sentences.
 
 tables = read_toml(Path("mine.toml"), BadCampaign)
 file = converted(tables[0], CampaignFile, BadCampaign)
 
-server.slots must be at least 1, got 0; modles is no key; known here: name, models, formats
+server.slots must be at least 1, got 0; modles is not a known key (known keys: name, models, ...)
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from models.errors import CrossoverError, printable
 from serving.option_help import bound
 
 T = TypeVar("T")
-TYPES = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+TYPES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}
 TYPES |= {"array": "a list", "object": "a table"}
 
 
 def key(text: str) -> Meta:
-    """What is said of a key."""
+    """Return the description of a key, for `Annotated[type, key(...)]`."""
     return Meta(description=text)
 
 
@@ -36,36 +36,37 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def read_toml(path: Path, error: type[CrossoverError]) -> tuple[dict[str, Any], str]:
-    """The tables of a file, and its text. Raises `error`."""
+    """Return the tables of a file and its text. Raises `error`."""
     name = printable(str(path))
     try:
         text = path.read_text(encoding="utf-8-sig")  # with a byte order mark or without
     except OSError as problem:
         raise error(f"{name} cannot be read: {problem.strerror}") from problem
     except UnicodeDecodeError as problem:
-        raise error(f"{name} is no text: {problem.reason} at byte {problem.start}") from None
+        why = f"{problem.reason} at byte {problem.start}"
+        raise error(f"{name} is not UTF-8 text: {why}") from None
     except ValueError as problem:  # a null character
         raise error(f"{name} cannot be read: {problem}") from None
     return parse_toml(text, error, f"{name}: "), text
 
 
 def parse_toml(text: str, error: type[CrossoverError], where: str = "") -> dict[str, Any]:
-    """Raises `error`."""
+    """Return the tables of a TOML text. Raises `error`."""
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as problem:  # numbers and nesting that Python refuses too
-        raise error(f"{where}no TOML: {problem}") from problem
+    except (ValueError, RecursionError) as problem:  # also numbers and nesting that Python refuses
+        raise error(f"{where}This is not valid TOML: {problem}") from problem
 
 
 def converted(given: Any, kind: type[T], error: type[CrossoverError]) -> T:
-    """The struct. Raises `error` with every key, type and range that is wrong."""
+    """Return the struct. Raises `error` with every key, type and range that is wrong."""
     if faults := list(_faults(given, kind, "")):
         raise error("; ".join(faults))
     return msgspec.convert(given, kind)
 
 
 def _faults(value: Any, kind: Any, name: str) -> Iterator[str]:
-    """What is wrong inside a value that should be of a type; where nothing is, with the value."""
+    """Yield the faults inside a value of this type, or else those of the value itself."""
     found: list[str] = []
     for one in _options(kind):
         args = get_args(one)
@@ -86,14 +87,14 @@ def _faults(value: Any, kind: Any, name: str) -> Iterator[str]:
 
 
 def _faults_of_table(value: dict[str, Any], kind: type[msgspec.Struct], at: str) -> Iterator[str]:
-    """Keys that are not known, or missing, and what is wrong with the others."""
+    """Yield unknown keys, missing keys, and the faults of the values."""
     config = kind.__struct_config__
     if config.tag is not None and value.get(str(config.tag_field)) != config.tag:
-        return  # another of a tagged union
+        return  # the value is of another type of a tagged union
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     if config.forbid_unknown_fields:
         for name in sorted(value.keys() - fields.keys() - {config.tag_field}):
-            yield f"{at}{name} is no key; known here: {', '.join(fields)}"
+            yield f"{at}{name} is not a known key (known keys: {', '.join(fields)})"
     for name, field in fields.items():
         if name in value:
             yield from _faults(value[name], field.type, f"{at}{name}")
@@ -102,7 +103,7 @@ def _faults_of_table(value: dict[str, Any], kind: type[msgspec.Struct], at: str)
 
 
 def _options(kind: Any) -> list[Any]:
-    """The types that a value may have."""
+    """Return the types that a value may have."""
     if get_origin(kind) is Annotated:
         return _options(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -111,20 +112,20 @@ def _options(kind: Any) -> list[Any]:
 
 
 def _sentence(name: str, problem: str, kinds: list[Any], value: Any) -> str:
-    """msgspec's message as "server.slots must be at least 1, got 0"."""
-    said, _, place = problem.partition(" - at `$")
+    """Return msgspec's message as "server.slots must be at least 1, got 0"."""
+    message, _, place = problem.partition(" - at `$")
     name = (name + place.rstrip("`")).lstrip(".")
     if place and isinstance(value, dict):
         value = value.get(place[1:-1])
-    if limit := bound(said):
+    if limit := bound(message):
         return f"{name} must be {limit}, got {value!r}"
-    if wrong := re.fullmatch(r"Expected (`.*`), got `.*`", said):
+    if wrong := re.fullmatch(r"Expected (`.*`), got `.*`", message):
         types = [TYPES.get(one, one) for one in re.findall(r"\w+", wrong[1]) if one != "null"]
         return f"{name} must be {' or '.join(types)}, got {value!r}"
-    if said.startswith("Invalid enum value"):
+    if message.startswith("Invalid enum value"):
         known = [v for one in kinds if get_origin(one) is Literal for v in get_args(one)]
         for one in kinds:
             known += [each.value for each in one] if hasattr(one, "__members__") else []
         return f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}"
     got = "" if isinstance(value, dict) else f", got {value!r}"
-    return f"{name}: {said}{got}" if name else said
+    return f"{name}: {message}{got}" if name else message

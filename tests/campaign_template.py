@@ -5,6 +5,7 @@ such a file: every key, its default and what it is.
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -33,6 +34,7 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
 }
 LISTS = ("engines",)  # [[...]]
 ABSENT = ("target", "engines")  # a file has them only where it wants them
+COLUMNS = 100
 STARTED = {"name": "my-campaign", "models": ["smollm2-135m"], "budget_seconds": 600.0}
 
 
@@ -69,25 +71,33 @@ def campaign_template() -> str:
     """The file. It parses; a key without a value is commented out."""
     keys = keys_of(CampaignFile)
     tables = (*SECTIONS, "arrivals")
-    out = ["# A campaign: crossover campaign run FILE. Every key; name, models, budget_seconds"]
-    out += ["# and the caps of [workload] are examples, the other values are the defaults."]
-    out += [_line(key, STARTED) for key in keys if key.name not in tables]
+    lines = ["# A campaign file with every key. Run it with: crossover campaign run FILE"]
+    lines += ["# name, models, budget_seconds and the maximum lengths in [workload] are examples;"]
+    lines += ["# all other values are the defaults."]
+    for key in keys:
+        if key.name not in tables:
+            lines += _lines(key, STARTED)
     kinds = ", ".join(str(kind.__struct_config__.tag) for kind in get_args(Arrivals))
-    out += ["", "[arrivals]  # when requests are due", f'kind = "poisson"  # {kinds}']
     what = {key.name: key.what for key in keys}
+    lines += ["", f"[arrivals]  # {what['arrivals']}", f'kind = "poisson"  # {kinds}']
     for name, (kind, values) in SECTIONS.items():
         is_off = name in ABSENT
         header = f"[[{name}]]" if name in LISTS else f"[{name}]"
-        out += ["", f"{'# ' if is_off else ''}{header}  # {what[name]}"]
-        out += [_line(key, values, is_off) for key in keys_of(kind)]
-    return "\n".join(out) + "\n"
+        lines += ["", f"{'# ' if is_off else ''}{header}  # {what[name]}"]
+        for key in keys_of(kind):
+            lines += _lines(key, values, is_off)
+    return "\n".join(lines) + "\n"
 
 
-def _line(key: Key, values: dict[str, Any], is_off: bool = False) -> str:
+def _lines(key: Key, values: dict[str, Any], is_off: bool = False) -> list[str]:
+    """The key with its comment beside it, or above it where that would make a long line."""
     value = values.get(key.name, key.default)
     off = "# " if is_off or value is None else ""
-    text = "" if value is None else toml_value(value)
-    return f"{off}{key.name} = {text}  # {key.what}"
+    text = f"{off}{key.name} = {'' if value is None else toml_value(value)}"
+    if len(text) + len(key.what) + 4 <= COLUMNS:
+        return [f"{text}  # {key.what}"]
+    comment = textwrap.wrap(key.what, COLUMNS, initial_indent="# ", subsequent_indent="#   ")
+    return [*comment, text.rstrip()]
 
 
 def toml_value(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""The campaign file: what to measure, and how. TOML -> Campaign -> cells.
+"""The campaign file: what to measure and how. TOML -> Campaign -> cells.
 
     name = "ladder"
     models = ["135m", "1b", "3b"]            # x devices x backends x formats = cells
-    budget_seconds = 600                     # of measuring, for all cells together
+    budget_seconds = 600                     # measuring time for all cells together
 
     [slo]
     preset = "chat"                          # or ttft_seconds and tpot_seconds
@@ -12,9 +12,9 @@
     preset = "chat"
     max_prompt_tokens = 512
 
-A key is a field of a struct here: its type says what its value may be, its description what
-`crossover campaign init` and docs/campaign.md say of it. All that is wrong with a file is said at
-once, with key and value. Reading a campaign starts nothing and looks at no machine.
+Each key is a field of a struct: its type defines the values that it may have, and `crossover
+campaign init` and docs/campaign.md show its description. All faults of a file are reported at once,
+with key and value. Reading a campaign starts nothing and does not look at the machine.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ from serving.server_options import SharedOptions
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
 FILLED = ("model", "port", "host", "slots", "context", "kv_tokens", "threads")
-AUTO = "auto"  # in place of models: the rungs around this machine's limit
-# A GPU answers dozens of requests a second, so that less time shows as much.
+AUTO = "auto"  # in place of models: the ladder models around this machine's capacity
+# A GPU answers dozens of requests a second, so less time gives as much evidence.
 SINGLE_STREAM_SECONDS, GPU_SINGLE_STREAM_SECONDS, GPU_LEVEL_SECONDS = 20.0, 8.0, 20.0
-# Measured on the CPU where the campaign names no backend; of models that the ladder does not have,
-# the first engine that can run them.
+# Measured on the CPU if the campaign names no backend; for models outside the ladder it is the
+# first engine that can run them.
 CPU_BACKENDS = ("llama_cpp",)
-# On a CPU torch is there for reference: beside a GPU, the other engines named are the CPU's.
+# On a CPU torch serves only as a reference; in a campaign with a GPU, the CPU runs the other
+# backends.
 GPU_BACKEND = DEFAULTS["gpu"][0]
-OTHER_ENGINES = "other engines are [[engines]] tables: docs/measure-any-endpoint.md"
-ANY_MODEL = "135m"  # of the ladder: all of them run on the same engines
+OTHER_ENGINES = "List other engines as [[engines]] tables: docs/measure-any-endpoint.md."
+ANY_MODEL = "135m"  # all ladder models run on the same engines
 Device = Literal["cpu", "gpu"]
 DEVICES: tuple[Device, ...] = ("cpu", "gpu")
 
@@ -72,26 +73,41 @@ class GpuSettings(RequestedSettings, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the server of each cell is started: options of `crossover serve` of the same names."""
+    """How the server of each cell is started: options of `crossover serve` with the same names."""
 
-    context_tokens: Annotated[Count, key("most tokens of one request, prompt and answer")] = 2048
+    context_tokens: Annotated[Count, key("Maximum tokens of one request, prompt and answer.")] = (
+        2048
+    )
     cores: Annotated[
-        Count | None, key("physical cores of the engine; none: all, of over 8 all but 1-2")
+        Count | None,
+        key(
+            "Number of physical cores for the engine. Default: all; on more than 8 cores, all but "
+            "the one kept for HTTP."
+        ),
     ] = None  # type: ignore[assignment]
-    cache: Annotated[str | None, key("folder of made and downloaded weights")] = None
-    ready_seconds: Annotated[Positive, key("most that making and loading may take")] = 1800.0
+    cache: Annotated[
+        str | None,
+        key(
+            "Folder for generated and downloaded weights. Default: $CROSSOVER_CACHE, or "
+            "~/.cache/crossover."
+        ),
+    ] = None
+    ready_seconds: Annotated[
+        Positive, key("Maximum seconds for making the weights and loading them.")
+    ] = 1800.0
     gpu: Annotated[
         GpuSettings | None,
         key(
-            "slots, context_tokens, kv_tokens ... on a GPU in place of those above; none: the same"
+            "Scheduler settings (slots, context_tokens, kv_tokens, ...) for the GPU instead of "
+            "those above. Default: the same settings."
         ),
     ] = None
 
     def settings_on(self, device: str | None) -> RequestedSettings:
-        """Return the scheduler settings of a server on a device, as far as the campaign says them.
+        """Return the scheduler settings of a server on a device, as far as the campaign sets them.
 
-        Those of `gpu` take the place of all others, so that a GPU has as many slots as its memory
-        has room for where the CPU's are named; only the context is the CPU's where they name none.
+        The settings in `gpu` replace all others, so that slots set for the CPU do not limit the
+        GPU. Only the context is that of the CPU if `gpu` does not set one.
         """
         if device != "gpu" or self.gpu is None:
             return self.scheduler
@@ -99,37 +115,62 @@ class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return msgspec.structs.replace(self.gpu.scheduler, context_tokens=context_tokens)
 
 
-# Options of `serve` that a campaign says elsewhere, of its cells, or not at all.
+# Options of `serve` that a campaign sets for its cells or not at all, and the key to use instead.
 NOT_OF_SERVER = ("policy", "backend", "weight_format", "calibration", "idle_unload_seconds")
-SAID_BY = {"policy": 'by devices = ["cpu"], ["gpu"] or both'}
+INSTEAD_OF_SERVER = {
+    "policy": 'Use the top-level key devices: ["cpu"], ["gpu"] or both.',
+    "backend": "Use the top-level key backends.",
+    "weight_format": "Use the top-level key formats.",
+    "calibration": 'Use backends = ["best"] to choose the fastest engine.',
+    "idle_unload_seconds": "A server of a campaign never unloads its model.",
+}
 
 
 class SloSpec(Table, frozen=True):
-    """A preset with changes, or an SLO of one's own."""
+    """A preset, possibly with changes, or your own SLO."""
 
-    preset: Annotated[str | None, key("chat, interactive, reading, batch, ...")] = None
-    name: Annotated[str | None, key("what reports call it")] = None
-    ttft_seconds: Annotated[Positive | None, key("limit of the time to first token")] = None
-    tpot_seconds: Annotated[Positive | None, key("limit of the time per output token")] = None
-    target: Annotated[Share | None, key("share of requests that must be good, 0..1")] = None
+    preset: Annotated[
+        str | None, key("Preset to start from: chat, interactive, reading, batch, ...")
+    ] = None
+    name: Annotated[str | None, key("Name of the SLO in reports.")] = None
+    ttft_seconds: Annotated[
+        Positive | None, key("Limit of the time to first token, in seconds.")
+    ] = None
+    tpot_seconds: Annotated[
+        Positive | None, key("Limit of the time per output token, in seconds.")
+    ] = None
+    target: Annotated[
+        Share | None, key("SLO attainment to reach: the share of requests that meet every limit.")
+    ] = None
 
 
 class Search(Table, frozen=True):
-    """How a cell's capacity is found."""
+    """How the capacity of a cell is measured."""
 
-    starts: Annotated[Count, key("server starts that must confirm; 2 for a machine to work on")] = 1
+    starts: Annotated[
+        Count,
+        key("Server starts that must each confirm the rate. Use 2 for production sizing."),
+    ] = 1
     confirm: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        key("models to confirm: the smallest on the CPU, the largest on a GPU; none: all"),
+        key(
+            "Number of models to confirm: the smallest on the CPU, the largest on a GPU. Default: "
+            "all."
+        ),
     ] = None
-    single_stream_requests: Annotated[Count, key("requests one at a time, before any load")] = 20
+    single_stream_requests: Annotated[
+        Count, key("Maximum single-stream requests: one at a time, before any load.")
+    ] = 20
     single_stream_seconds: Annotated[
-        Positive | None, key("maximum time for them; none: 20, on a GPU 8")
+        Positive | None, key("Maximum seconds for them. Default: 20, on a GPU 8.")
     ] = None
     level_seconds: Annotated[
-        Positive | None, key("shortest level that confirms; none: 60, on a GPU 20")
+        Positive | None,
+        key("Minimum seconds of a level that confirms a rate. Default: 60, on a GPU 20."),
     ] = None
-    rates: Annotated[list[Positive], key("levels at these rates, in place of a search")] = []
+    rates: Annotated[
+        list[Positive], key("Requests/s to measure instead of searching for the capacity.")
+    ] = []
 
     def single_stream_seconds_on(self, device: str | None) -> float:
         """Return the maximum time for the single-stream requests on a device."""
@@ -143,124 +184,160 @@ class Search(Table, frozen=True):
 
 
 class Engine(Table, frozen=True):
-    """An engine of others, started by a command for each of its cells."""
+    """Another project's engine, started by a command for each of its cells."""
 
-    name: Annotated[str, key("its name in reports"), Meta(pattern=r"^[A-Za-z0-9][\w.-]*$")]
-    command: Annotated[str, key("its words, split as by a shell; {model} {port} ... are filled")]
-    ready: Annotated[str, key("path that answers 200 once it serves"), Meta(pattern="^/")] = (
-        "/health"
-    )
+    name: Annotated[
+        str, key("Name of the engine in reports."), Meta(pattern=r"^[A-Za-z0-9][\w.-]*$")
+    ]
+    command: Annotated[
+        str,
+        key(
+            "Command that starts the engine, split as by a shell; {model}, {port}, ... are filled "
+            "in."
+        ),
+    ]
+    ready: Annotated[
+        str, key("Path that answers 200 once the engine serves."), Meta(pattern="^/")
+    ] = "/health"
     weights: Annotated[
-        Literal["gguf", "hf", "none"], key("{model}: GGUF file, folder (hf), name in models (none)")
+        Literal["gguf", "hf", "none"],
+        key(
+            "What {model} becomes: a GGUF file (gguf), a folder of safetensors (hf), or the name "
+            "in models (none)."
+        ),
     ] = "hf"
-    format: Annotated[str | None, key("their format; none: Q4_0 or bf16")] = None
+    format: Annotated[str | None, key("Weight format. Default: Q4_0 for gguf, bf16 for hf.")] = None
 
 
 class CampaignFile(Table, frozen=True):
     """The file as it is written."""
 
-    name: Annotated[str, key("name of the run folder")]
+    name: Annotated[str, key("Name of the run folder.")]
     models: Annotated[
-        list[str], key("sizes of the ladder, files, folders, hub ids; auto: four around the limit")
+        list[str],
+        key(
+            'Models to measure: ladder models, files, folders or hub ids; ["auto"]: four ladder '
+            "models around this machine's capacity."
+        ),
     ] = []
     formats: Annotated[
         list[str],
-        key("weight formats to measure; each model has those that it comes in; empty: its usual"),
+        key(
+            "Weight formats to test. Each engine tests those it supports; leave empty to use each "
+            "engine's default."
+        ),
     ] = []
     devices: Annotated[
-        list[Device], key("cpu, gpu: the devices to measure; empty: all that are here")
+        list[Device],
+        key("Devices to measure: cpu, gpu or both. Leave empty for all that this machine has."),
     ] = []
     backends: Annotated[
         list[str] | None,
         key(
-            "llama_cpp, onnx, torch, best (CPU: by a trial); none: llama_cpp, of a folder onnx, "
-            "and the GPU's"
+            "Engines to measure: llama_cpp, onnx, torch, or best (the fastest on the CPU, by a "
+            "trial). Default: llama_cpp, or onnx for a folder, and the GPU's engine."
         ),
     ] = None
-    engines: Annotated[list[Engine], key("engines of others; only with --trust")] = []
-    target: Annotated[Target | None, key("an endpoint that runs, in place of models")] = None
-    server: Annotated[Server, key("how the server of each cell is started")] = Server()
-    workload: Annotated[Workload, key("lengths of prompts and answers")] = DEFAULT_WORKLOAD
+    engines: Annotated[list[Engine], key("Engines of other projects; they need --trust.")] = []
+    target: Annotated[
+        Target | None, key("Endpoint that is already running, to measure instead of models.")
+    ] = None
+    server: Annotated[Server, key("Options of the server that is started for each cell.")] = (
+        Server()
+    )
+    workload: Annotated[Workload, key("Lengths of prompts and answers.")] = DEFAULT_WORKLOAD
     api: Annotated[
         Literal["auto", "completions", "chat"],
-        key("route that is measured; auto: chat where a model of your own has a chat template"),
+        key("Route to measure. auto: chat for your own model with a chat template."),
     ] = "auto"
     ignore_eos: Annotated[
         bool,
-        key("answers have the workload's lengths; false: they end where the model ends them"),
+        key(
+            "true: answers have the lengths of the workload. false: they end where the model ends "
+            "them."
+        ),
     ] = True
-    arrivals: Annotated[Arrivals, key("when requests are due")] = Poisson()
-    slo: Annotated[str | SloSpec, key("limits that a good request keeps")] = "chat"
-    search: Annotated[Search, key("how a capacity is found")] = Search()
+    arrivals: Annotated[Arrivals, key("Arrival process: when requests are scheduled.")] = Poisson()
+    slo: Annotated[str | SloSpec, key("SLO: a preset, or the limits that a request must meet.")] = (
+        "chat"
+    )
+    search: Annotated[Search, key("How the capacity is measured.")] = Search()
     budget_seconds: Annotated[
-        Positive | None, key("measuring time of all cells; none: 600 for each")
+        Positive | None,
+        key("Measuring time for all cells together, in seconds. Default: 600 per cell."),
     ] = None
-    seed: Annotated[int, key("seed of prompts and arrivals")] = 1
+    seed: Annotated[int, key("Seed of prompts and arrivals.")] = 1
     disturbance: Annotated[
-        Literal["wait", "ignore"], key("wait: measure disturbed levels again; ignore: they count")
+        Literal["wait", "ignore"],
+        key(
+            "wait: measure a level again if other processes disturbed it. ignore: count it anyway."
+        ),
     ] = "wait"
-    wait_seconds: Annotated[Seconds, key("most that a cell waits for quiet; 0: none")] = 300.0
+    wait_seconds: Annotated[
+        Seconds,
+        key("Maximum seconds a cell waits for the machine to become idle. 0 disables waiting."),
+    ] = 300.0
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured: a model, weight format and backend on a device, or an endpoint."""
+    """One configuration to measure: model, format and backend on a device, or an endpoint."""
 
     key: str
-    model: str  # its name: short, and unique in the run
-    weight_format: str  # of a best engine: the one that it is chosen in; "": any
+    model: str  # the model's name: short, and unique in the run
+    weight_format: str  # for a best engine: the format in which it is chosen; "": any
     backend: str
     slots: int | None = None
-    url: str | None = None  # the endpoint, where the runner starts none
-    engine: str = ""  # its name, where it is one of others (`engines` of the campaign)
-    is_best: bool = False  # the engine is the CPU's best, chosen when the cell starts
-    # None: of an endpoint or an engine of others, whose engine reports it; before a run has begun,
-    # that of a campaign which names no devices; in runs that were written before cells named one.
+    url: str | None = None  # the endpoint, if the runner does not start a server
+    engine: str = ""  # the name of one of the campaign's `engines`
+    is_best: bool = False  # the engine is the CPU's fastest, chosen when the cell starts
+    # None for an endpoint or another project's engine, which reports its device; before a run has
+    # begun, if the campaign names no devices; and in runs of earlier versions.
     device: Device | None = None
-    identity: ModelIdentity | None = None  # of a model that the ladder does not have
+    identity: ModelIdentity | None = None  # None: a ladder model
 
     @property
     def source(self) -> str:
-        """What `crossover serve` and `resolve` take."""
+        """Return the model's name for `crossover serve` and `resolve`."""
         return self.model if self.identity is None else self.identity.source
 
     @property
     def spec(self) -> ModelSpec | None:
-        """The model's shape; None: not known."""
+        """Return the model's shape; None: not known."""
         if self.identity is not None:
             return self.identity.spec
         return rung(self.model).spec if self.url is None and is_rung(self.model) else None
 
     @property
     def known(self) -> ModelIdentity:
-        """What the model is."""
+        """Return what the model is."""
         return self.identity or identify(self.model)
 
 
 class Campaign(CampaignFile, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """The file with its SLO looked up, as the manifest keeps it."""
+    """The file with its SLO resolved, as the manifest keeps it."""
 
     slo: Slo  # type: ignore[assignment]
 
     def engine_of(self, cell: Cell) -> Engine | None:
-        """The engine of others that serves a cell."""
-        return next((one for one in self.engines if one.name == cell.engine), None)
+        """Return the other project's engine that serves a cell; None: it is one of Crossover's."""
+        return next((engine for engine in self.engines if engine.name == cell.engine), None)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A campaign, its cells in order, and the text they came from."""
+    """A campaign, its cells in order, and the text of its file."""
 
     campaign: Campaign
-    cells: list[Cell]  # none yet where the machine chooses the models
+    cells: list[Cell]  # empty until the machine has chosen the models of "auto"
     text: str
 
 
 def read_campaign(path: Path) -> Plan:
-    """The campaign in a TOML file. Raises BadCampaign: the file, and every fault in it."""
+    """Return the campaign of a TOML file. Raises BadCampaign with the file and all its faults."""
     return parse_campaign(read_toml(path, BadCampaign)[1], where=f"{path}: ")
 
 
 def campaign_of_models(models: Sequence[str]) -> Plan:
-    """The demo's campaign of these models, named after the first. Raises BadCampaign."""
+    """Return the demo campaign with these models, named after the first. Raises BadCampaign."""
     try:
         first = identify(models[0]).name.rpartition("/")[2]
     except ModelError as problem:
@@ -272,7 +349,7 @@ def campaign_of_models(models: Sequence[str]) -> Plan:
 
 
 def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") -> Plan:
-    """The campaign in a TOML text; `models` take the place of "auto". Raises BadCampaign."""
+    """Return the campaign of a TOML text; `models` replace "auto". Raises BadCampaign."""
     try:
         file = converted(parse_toml(text, BadCampaign), CampaignFile, BadCampaign)
         if faults := list(_faults(file)):
@@ -286,12 +363,12 @@ def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") ->
 
 
 def slo_of(spec: str | SloSpec) -> Slo:
-    """The SLO of a preset, changed or not, or of own limits. Raises BadCampaign."""
+    """Return the SLO of a preset, with its changes, or of your own limits. Raises BadCampaign."""
     if isinstance(spec, str):
         spec = SloSpec(preset=spec)
     if spec.preset is not None and spec.preset not in SLO_PRESETS:
         known = ", ".join(SLO_PRESETS)
-        raise BadCampaign(f"slo.preset must be one of {known}, got {spec.preset!r}")
+        raise BadCampaign(f"SLO preset {spec.preset!r} does not exist. Available presets: {known}")
     given = msgspec.structs.asdict(spec)
     del given["preset"]
     changes = {name: value for name, value in given.items() if value is not None}
@@ -303,24 +380,24 @@ def slo_of(spec: str | SloSpec) -> Slo:
 
 
 def check_trust(plan: Plan) -> None:
-    """A campaign, or its run folder, may be a stranger's: only the command line trusts it.
+    """Refuse what only a trusted campaign may use, because its file may come from anybody.
 
-    Raises BadCampaign where it names a command, code (module:Class) or the variable of a key.
+    Raises BadCampaign if it names a command, code (module:Class) or the variable of a key.
     """
     target = plan.campaign.target
     named = [engine.command for engine in plan.campaign.engines]
     named += [f"the code of {cell.backend}" for cell in plan.cells if ":" in cell.backend]
     if target is not None and target.api_key_env is not None:
-        named.append(f"the variable {target.api_key_env}, which {target.url} is sent")
+        named.append(f"the variable {target.api_key_env}, whose value is sent to {target.url}")
     if named:
         raise BadCampaign(
-            f"the campaign uses {'; '.join(map(printable, named))}; "
-            "if you trust each of them, say so: --trust"
+            f"The campaign uses {'; '.join(map(printable, named))}. "
+            "If you trust all of this, add --trust."
         )
 
 
 def _parsed_cells(file: CampaignFile) -> list[Cell]:
-    """The cells as far as the file tells them; on_this_machine() says which devices are here.
+    """Return the cells as far as the file defines them; on_this_machine() adds the devices.
 
     Raises BadCampaign for a combination that cannot be measured on any machine.
     """
@@ -373,19 +450,19 @@ def cells_of(
             slots = settings.slots if "{slots}" in engine.command else None
             cells.append(_cell(model, weight_format, engine.name, slots=slots, engine=engine.name))
     if not cells:
-        raise BadCampaign("nothing to measure: backends is empty")
+        raise BadCampaign("There is nothing to measure: backends is empty. Name a backend.")
     key, times = Counter(cell.key for cell in cells).most_common(1)[0]
     if times > 1:
-        raise BadCampaign(f"cell {key} is there twice; models and formats must differ")
+        raise BadCampaign(f"The campaign has the cell {key} twice. Models and formats must differ.")
     return cells
 
 
 def identities_of(names: Sequence[str]) -> list[ModelIdentity]:
-    """What the models of a campaign are, with unique names. Raises ModelError, BadCampaign."""
-    found = unique_names(identify(name) for name in names)
-    if len(found) < len(names):
-        raise BadCampaign(f"models = {', '.join(names)} name the same model twice")
-    return found
+    """Return the models of a campaign, with unique names. Raises ModelError, BadCampaign."""
+    identities = unique_names(identify(name) for name in names)
+    if len(identities) < len(names):
+        raise BadCampaign(f"models = {', '.join(names)} names the same model twice")
+    return identities
 
 
 def backends_on(
@@ -450,17 +527,17 @@ def nothing_on(device: str, file: CampaignFile, drivers: Sequence[str]) -> str:
         for name in able
     )
     return (
-        f"devices: nothing can be measured on the {device.upper()} with {asked or 'these keys'}; "
-        f"the backends of that device are {', '.join(known)}"
+        f"devices: Nothing can be measured on the {device.upper()} with {asked or 'these keys'}. "
+        f"Backends of this device: {', '.join(known)}"
     )
 
 
 def _devices_of(backend: str) -> tuple[str, ...]:
-    """The devices that a backend runs on. Raises BadCampaign for an unknown one."""
+    """Return the devices that a backend runs on. Raises BadCampaign for an unknown backend."""
     try:
         return spec_of(backend).devices
     except BackendUnavailable as problem:
-        raise BadCampaign(f"{problem}; {OTHER_ENGINES}") from problem
+        raise BadCampaign(f"{problem}. {OTHER_ENGINES}") from problem
 
 
 def _cells_of_backend(
@@ -481,7 +558,7 @@ def _cells_of_backend(
         for engine in engines_on(model, backend, file.formats):
             yield _cell(model, engine.weight_format, backend, **about)
     except BackendUnavailable as problem:
-        raise BadCampaign(f"{problem}; {OTHER_ENGINES}") from problem
+        raise BadCampaign(f"{problem}. {OTHER_ENGINES}") from problem
 
 
 def _cell(
@@ -504,20 +581,20 @@ def _cell(
 
 
 def cell_of_target(target: Target) -> Cell:
-    """The cell of an endpoint that is there already."""
-    # An id may hold line feeds, and what a terminal would obey.
+    """Return the cell of an endpoint that is already running."""
+    # The id is untrusted: it may contain line feeds and control characters.
     model = printable(" ".join((target.model or "").split())) or "default"
     key = plain(f"{model}@{target.url.split('://')[-1]}")
     return Cell(key=key, model=model, weight_format="", backend="external", url=target.url)
 
 
 def plain(text: str) -> str:
-    """As a file name."""
+    """Return the text as a file name."""
     return "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")
 
 
 def _faults(file: CampaignFile) -> Iterator[str]:
-    """What no single value says: combinations that cannot be."""
+    """Yield the combinations of keys that are impossible."""
     server, target = file.server, file.target
     try:
         slo_of(file.slo)
@@ -528,40 +605,47 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         own = ("models", "engines", "formats", "devices", "backends", "server", "api", "ignore_eos")
         for name in own:
             if getattr(file, name) != getattr(bare, name):
-                yield f"target is an endpoint that is there already: it goes without {name}"
+                yield f"target is an endpoint that is already running, so {name} must not be set"
         try:
             check_target(target)
         except LoadError as problem:
             yield f"target: {problem}"
     elif not file.models:
-        yield "nothing to measure: give models, or a target with a url"
+        yield "there is nothing to measure: give models, or a target with a url"
     if file.search.starts > 1 and (file.search.rates or target is not None):
-        yield f"search.starts = {file.search.starts} is of a search on servers started here"
+        yield (
+            f"search.starts = {file.search.starts} is possible only for a search on servers that "
+            "the campaign starts: remove search.rates and target"
+        )
     for name in NOT_OF_SERVER:
         if (value := getattr(server, name)) != getattr(Server(), name):
-            yield f"server.{name} = {value!r} is not said here, but {SAID_BY.get(name, 'of cells')}"
+            instead = INSTEAD_OF_SERVER[name].rstrip(".")
+            yield f"server.{name} = {value!r} is not allowed in [server]. {instead}"
     if len(set(file.devices)) < len(file.devices):
         yield f"devices names a device twice: {', '.join(file.devices)}"
     if file.devices and file.backends == []:
-        yield "devices are of our engines: an engine of [[engines]] runs where its command says"
+        yield (
+            "devices apply only to Crossover's own engines; an engine of [[engines]] runs on the "
+            "device that its command chooses"
+        )
     if AUTO in file.models and (len(file.models) > 1 or file.engines):
-        yield "models 'auto' are rungs that a measurement chooses: no other models, and no engines"
+        yield "models = ['auto'] cannot be combined with other models or with engines"
     if BEST in (file.backends or ()) and server.options:
-        yield f"{BEST!r} chooses among the engines of a device: it goes without server.options"
-    for one in file.formats:
+        yield f"{BEST!r} chooses among several engines, so server.options must not be set"
+    for weight_format in file.formats:
         try:
-            known_format(one)
+            known_format(weight_format)
         except UnsupportedModel as problem:
             yield f"formats: {problem}"
     lengths = file.workload
     try:
         if lengths.has_sessions:
             yield (
-                "workload: conversations are not simulated yet, and a campaign estimates a "
-                "capacity; `crossover load --workload conversation` measures them at a rate"
+                "workload: a campaign cannot estimate the capacity for conversations yet. Use "
+                "`crossover load --workload conversation` to measure them at one rate"
             )
     except LoadError:
-        pass  # said of the file below
+        pass  # the loop below reports it
     arrivals = file.arrivals.path if isinstance(file.arrivals, Trace) else None
     named = {"arrivals.path": arrivals, "workload.file": lengths.file}
     for name, path in (named | {"workload.replay": lengths.replay}).items():
@@ -579,7 +663,7 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         if prompt and output and context and prompt + output > context and target is None:
             yield (
                 f"workload: prompts of {prompt} and outputs of {output} tokens do not fit in "
-                f"{name} = {context}: raise it or lower the caps"
+                f"{name} = {context}. Raise it, or lower the maximum lengths"
             )
     for position, engine in enumerate(file.engines):
         yield from (f"engines[{position}].{what}" for what in _faults_of(engine))
@@ -587,13 +671,15 @@ def _faults(file: CampaignFile) -> Iterator[str]:
 
 def _faults_of(engine: Engine) -> Iterator[str]:
     if engine.name in (*BACKENDS, BEST, "external"):
-        yield f"name {engine.name!r} is of an engine of ours"
+        yield f"name {engine.name!r} is the name of a built-in engine; choose another one"
     try:
         shlex.split(engine.command)
     except ValueError as problem:
         yield f"command cannot be split into words: {str(problem).lower()}"
     places = re.findall(r"\{([A-Za-z_]+)\}", engine.command)
     if "port" not in places:
-        yield "command has no {port}: the runner chooses a free one"
-    known = ", ".join(f"{{{one}}}" for one in FILLED)
-    yield from (f"command: {{{one}}} is not one of {known}" for one in places if one not in FILLED)
+        yield "command has no {port}, which the runner replaces by a free port"
+    known = ", ".join(f"{{{place}}}" for place in FILLED)
+    for place in places:
+        if place not in FILLED:
+            yield f"command: {{{place}}} is not one of {known}"

@@ -1,4 +1,4 @@
-"""What `crossover load` and a Locust started by hand send, as options, and the plan they are."""
+"""The options of `crossover load`, and of Locust started by hand, and the load plan they define."""
 
 from __future__ import annotations
 
@@ -25,30 +25,39 @@ _WORKLOAD = re.compile(
 
 
 class LoadOptions(Target, frozen=True, kw_only=True):
-    """What is sent, where to and when."""
+    """The requests to send: where to, when, and how long."""
 
     rate: Annotated[
         Annotated[float, Meta(gt=0, le=100_000)] | None,
-        option("", "Requests per second, sent when due whatever comes back (open loop)."),
+        option(
+            "",
+            "Offered rate in requests per second. Requests are sent on schedule, whether or not "
+            "earlier ones have been answered (open loop).",
+        ),
     ] = None
     workload: Annotated[
         str,
         option(
             "",
-            "Lengths: chat, code, sharegpt, summarise; chat:512:64: prompts of at most 512 and "
-            "answers of at most 64 tokens; 256x64: all the same. conversation, agent: sessions of "
-            "several turns, whose --rate is of sessions; FILE.jsonl: rows of your own.",
+            "Lengths of prompts and answers: a preset (chat, code, sharegpt, summarise), a preset "
+            "with maximum tokens of prompts and answers (chat:512:64), or fixed lengths (256x64). "
+            "conversation and agent are sessions of several turns, and --rate counts sessions. "
+            "FILE.jsonl has your own requests.",
         ),
     ] = "chat:1024:256"
     arrivals: Annotated[
         Literal["poisson", "constant", "gamma"],
-        option("", "When requests are due; gamma: in bursts (coefficient of variation 2)."),
+        option(
+            "",
+            "Arrival process: Poisson, constant intervals, or gamma for bursts (coefficient of "
+            "variation 2).",
+        ),
     ] = "poisson"
-    seed: Annotated[int, option("", "Seed of arrivals, lengths and texts.")] = 1
+    seed: Annotated[int, option("", "Seed of arrivals, lengths and texts of requests.")] = 1
 
 
 def plan_of(options: LoadOptions, **level: Any) -> LoadPlan:
-    """The plan of options. `level`: LoadPlan's other fields. Raises LoadError naming the option."""
+    """Return the load plan. `level`: LoadPlan's other fields. Raises LoadError with the option."""
     target = Target(*(getattr(options, name) for name in Target.__struct_fields__))
     check_target(target)
     return LoadPlan(
@@ -62,8 +71,8 @@ def plan_of(options: LoadOptions, **level: Any) -> LoadPlan:
 
 
 def add_options(parser: Any) -> None:
-    """LoadOptions on Locust's command line. Its page, on loopback by default, sets none of them:
-    whoever reaches it would send keys where they do not belong.
+    """Add LoadOptions to Locust's command line. Its web page, on loopback by default, cannot change
+    them, so that nobody who reaches the page can send API keys elsewhere.
     """
     parser.set_defaults(web_host="127.0.0.1", run_time="30s")
     kinds = {int: int, float | None: float}
@@ -79,21 +88,20 @@ def add_options(parser: Any) -> None:
 
 
 def parse_workload(text: str) -> Workload:
-    """ "chat", "chat:512:64" (at most 512 prompt and 64 output tokens) or "256x64" (fixed).
-
-    Raises LoadError for anything else.
+    """Return the workload of "chat", "chat:512:64" (at most 512 prompt and 64 output tokens), or
+    "256x64" (fixed lengths). Raises LoadError for anything else.
     """
     if text.endswith(".jsonl"):
         return Workload(file=text)
-    found = _WORKLOAD.fullmatch(text)
-    known = {name: value for name, value in found.groupdict().items() if value} if found else {}
+    match = _WORKLOAD.fullmatch(text)
+    keys = {name: value for name, value in match.groupdict().items() if value} if match else {}
     try:
-        lengths = {key: _number(value) for key, value in known.items() if key != "preset"}
-        return converted(known | lengths, Workload, LoadError)
+        lengths = {key: _number(value) for key, value in keys.items() if key != "preset"}
+        return converted(keys | lengths, Workload, LoadError)
     except LoadError as problem:
         raise LoadError(
-            f"--workload {text!r}: {problem}; write a preset (chat), caps behind it "
-            "(chat:512:64), or 256x64"
+            f"--workload {text!r}: {str(problem).rstrip('.')}. Write a preset (chat), a preset "
+            "with maximum lengths (chat:512:64), or fixed lengths (256x64)."
         ) from problem
 
 

@@ -47,43 +47,46 @@ BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # waits before it is asked again
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where load is sent to: a table of a campaign, and options of `crossover load`."""
+    """The endpoint to load: a table of a campaign, and options of `crossover load`."""
 
     url: Annotated[
         str,
         option(
             "",
-            "The endpoint's base URL. Its routes are below the path of the URL, or below /v1 where "
-            "that has none, e.g. http://127.0.0.1:8000.",
+            "Base URL of the endpoint, such as http://127.0.0.1:8000. Its routes are below the "
+            "path of the URL, or below /v1 if the URL has no path.",
             is_argument=True,
         ),
     ]
     model: Annotated[
-        str | None, option("", "model name; none: the first that /v1/models lists")
+        str | None, option("", "Model name. Default: the first model that /v1/models lists.")
     ] = None
-    api: Annotated[Literal["completions", "chat"], option("", "the route that is measured")] = (
-        "completions"
-    )
+    api: Annotated[Literal["completions", "chat"], option("", "Route to measure.")] = "completions"
     ignore_eos: Annotated[
         bool,
         option(
-            "", "answers have the workload's lengths; without, they end where the model ends them"
+            "",
+            "Make answers as long as the workload says. Without it, they end where the model ends "
+            "them.",
         ),
     ] = True
     api_key_env: Annotated[
         str | None,
         option(
             "",
-            "environment variable that holds the key; a campaign reads it only with --trust",
+            "Environment variable that holds the API key. A campaign reads it only with --trust.",
             metavar="NAME",
         ),
     ] = None
     extra_body: Annotated[
-        dict[str, Any], option("", "added to every request", metavar="KEY=VALUE")
+        dict[str, Any],
+        option("", "Key and value to add to the body of every request.", metavar="KEY=VALUE"),
     ] = {}
-    timeout_seconds: Annotated[Positive, option("", "limit of one request")] = 600.0
+    timeout_seconds: Annotated[
+        Positive, option("", "Maximum seconds that one request may take.")
+    ] = 600.0
     ready_seconds: Annotated[
-        Positive, option("", "how long to wait for the endpoint's first answer")
+        Positive, option("", "Maximum seconds to wait until the endpoint answers.")
     ] = 60.0
 
 
@@ -124,7 +127,9 @@ def route_words(facts: TargetFacts) -> str:
     if facts.api == "chat":
         parts.append("requests go through the model's chat template (/v1/chat/completions)")
     if not facts.ignore_eos and not any("ignore_eos" in note for note in facts.notes):
-        parts.append("answers end where the model ends them, at most at the workload's lengths")
+        parts.append(
+            "answers end where the model ends them, at the latest at the workload's lengths"
+        )
     elif parts:
         parts.append("answers have the workload's lengths (ignore_eos)")
     return "; ".join(parts)
@@ -135,7 +140,8 @@ def pool_for(target: Target) -> Pool:
     key = None
     if target.api_key_env is not None and not (key := os.environ.get(target.api_key_env)):
         raise TargetUnusable(
-            f"api_key_env names {target.api_key_env!r}, and that environment variable is not set"
+            f"api_key_env: The environment variable {target.api_key_env!r} is not set. Set it to "
+            "the API key"
         )
     return connect(target.url, api_key=key)
 

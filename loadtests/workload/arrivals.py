@@ -1,8 +1,8 @@
-"""When requests are due: arrival processes as seeded sequences of times.
+"""Arrival processes: when requests are scheduled, as seeded sequences of times.
 
     >>> times = due_times(Poisson(), rate=20.0, duration_seconds=60.0, seed=1)
 
-Every process has the asked mean rate (requests per second); its other settings give the shape.
+Every process has the requested mean rate (requests per second); its settings define the shape.
 
 In a campaign file: `arrivals = { kind = "gamma", cv = 2.0 }`.
 """
@@ -41,26 +41,26 @@ class Poisson(_Process, frozen=True, tag="poisson"):
 class Gamma(_Process, frozen=True, tag="gamma"):
     """Renewal with gamma gaps of coefficient of variation `cv` (1: Poisson), in equilibrium."""
 
-    cv: Annotated[float, Meta(gt=0, description="coefficient of variation; 1: Poisson")] = 2.0
+    cv: Annotated[float, Meta(gt=0, description="Coefficient of variation; 1: Poisson.")] = 2.0
 
 
 class Trace(_Process, frozen=True, tag="trace"):
-    """Replay of recorded stamps, time stretched to the asked rate, repeated when it ends.
+    """Replays recorded timestamps, stretched in time to the offered rate and repeated at the end.
 
-    Coarse stamps (Mooncake: 3 s) are spread over their step.
+    Coarse timestamps (Mooncake: 3 s) are spread over their step.
     """
 
-    path: Annotated[str, Meta(description="file with the recorded stamps")]
+    path: Annotated[str, Meta(description="File with the recorded timestamps.")]
 
 
 Arrivals = Constant | Poisson | Gamma | Trace
 
 
 def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: int) -> Times:
-    """Ascending times in [0, duration_seconds) at which requests are due: float64 [n], seconds.
+    """Return the scheduled times of requests in [0, duration_seconds), ascending: float64 [n].
 
-    `rate`: mean, requests per second. A longer duration only adds times at the end. Raises
-    LoadError for a rate or duration that is not above 0, and for a trace that cannot be replayed.
+    `rate`: mean requests per second. A longer duration only adds times at the end. Raises LoadError
+    for a rate or duration that is not above 0, and for a trace that cannot be replayed.
     """
     for name, value in (("rate", rate), ("duration_seconds", duration_seconds)):
         if not (math.isfinite(value) and value > 0):

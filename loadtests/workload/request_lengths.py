@@ -105,46 +105,50 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     preset: Annotated[
         str | None,
         key(
-            "chat, code, sharegpt, summarise: lengths of a shipped trace; conversation, reasoning, "
-            "agent: of a public catalogue"
+            "Preset of lengths: chat, code, sharegpt or summarise (from a shipped trace), or "
+            "conversation, reasoning or agent (from a public catalog)."
         ),
     ] = None
-    prompt_tokens: Annotated[
-        Tokens | None, key("every prompt has this length; with output_tokens")
-    ] = None
-    output_tokens: Annotated[
-        Tokens | None, key("every answer has this length; with prompt_tokens")
-    ] = None
-    file: Annotated[str | None, key("a file with rows of lengths, taken in random order")] = None
+    prompt_tokens: Annotated[Tokens | None, key("Length of every prompt; needs output_tokens.")] = (
+        None
+    )
+    output_tokens: Annotated[Tokens | None, key("Length of every answer; needs prompt_tokens.")] = (
+        None
+    )
+    file: Annotated[str | None, key("File with rows of lengths, drawn in random order.")] = None
     replay: Annotated[
-        str | None, key('such a file, row by row; use it with arrivals of kind "trace"')
+        str | None, key('File of this kind, read row by row; needs arrivals of kind "trace".')
     ] = None
     scale: Annotated[
         float,
-        Meta(gt=0, description="multiplies all lengths, and keeps their shape (a cap does not)"),
+        Meta(gt=0, description="Factor for all lengths; unlike a maximum, it keeps their shape."),
     ] = 1.0
-    max_prompt_tokens: Annotated[Tokens | None, key("cap of a prompt's length")] = None
-    max_output_tokens: Annotated[Tokens | None, key("cap of an answer's length")] = None
+    max_prompt_tokens: Annotated[Tokens | None, key("Maximum tokens of a prompt.")] = None
+    max_output_tokens: Annotated[Tokens | None, key("Maximum tokens of an answer.")] = None
     shared_prefix_tokens: Annotated[
         int,
-        Meta(ge=0, description="tokens that begin each prompt, the same in all: a system prompt"),
+        Meta(ge=0, description="Tokens of a prefix that all prompts share, as a system prompt."),
     ] = 0
     turns: Annotated[
-        Spread | Turns | None, key("turns of a conversation: a number, or mean, sd, min, max, kind")
+        Spread | Turns | None,
+        key("Turns of a conversation: a number, or mean, sd, min, max and kind."),
     ] = None
     think_seconds: Annotated[
-        Spread | Seconds | None, key("from an answer's end to the next turn; none: 45 on average")
+        Spread | Seconds | None,
+        key("Seconds between an answer's end and the next turn. Default: 45 on average."),
     ] = None
     turn_tokens: Annotated[
-        Spread | Tokens | None, key("what a later turn's prompt adds; none: 50 on average")
+        Spread | Tokens | None,
+        key("Prompt tokens that each later turn adds. Default: 50 on average."),
     ] = None
     context_tokens: Annotated[
-        Tokens | None, key("a conversation's oldest turns are left out beyond it; none: never")
+        Tokens | None,
+        key("Maximum tokens of a conversation; older turns are dropped. Default: no maximum."),
     ] = None
 
     def __post_init__(self) -> None:
         if (self.prompt_tokens is None) != (self.output_tokens is None):
-            raise ValueError("prompt_tokens and output_tokens belong together: give both")
+            raise ValueError("prompt_tokens and output_tokens must both be given")
         if [self.preset, self.file, self.replay, self.prompt_tokens].count(None) != 3:
             raise ValueError("give one of preset, file, replay, prompt_tokens with output_tokens")
         if self.preset is not None and self.preset not in (*PRESETS, *SESSION_PRESETS):

@@ -60,83 +60,98 @@ max_output_tokens = 256
 
 
 class BadPlan(ReportError):
-    """A plan file that cannot be; the message names key and value."""
+    """A plan file is invalid; the message names key and value."""
 
 
 class ForecastKeys(Table, frozen=True, kw_only=True):
     """The rate: exactly one of peak_rate, mean_rate and users."""
 
-    peak_rate: Annotated[Positive | None, key("requests/s, mean of the busiest hour")] = None
-    mean_rate: Annotated[Positive | None, key("requests/s, mean of the month")] = None
-    users: Annotated[Positive | None, key("people; with requests_per_user")] = None
-    requests_per_user: Annotated[Positive | None, key("a day, by each of the users")] = None
+    peak_rate: Annotated[Positive | None, key("Requests/s in the busiest hour, on average.")] = None
+    mean_rate: Annotated[Positive | None, key("Requests/s over the month, on average.")] = None
+    users: Annotated[Positive | None, key("Number of users; needs requests_per_user.")] = None
+    requests_per_user: Annotated[Positive | None, key("Requests per user and day.")] = None
     day: Annotated[
         Literal["flat", "people", "office", "night"] | list[Annotated[float, Meta(ge=0, le=1e9)]],
-        key("flat, people, office, night, or the rates of its hours"),
+        key("Shape of a day: flat, people, office, night, or a list with a rate for each hour."),
     ] = "flat"
     weekend: Annotated[
         Annotated[float, Meta(ge=0, le=1e9)],
-        key("rate of a weekend's hour over that of a weekday's"),
+        key("Rate in an hour of the weekend relative to that hour on a weekday."),
     ] = 1.0
     arrivals: Annotated[
-        Constant | Poisson | Gamma, key("inside an hour: poisson, constant, gamma")
+        Constant | Poisson | Gamma,
+        key("Arrival process within an hour: poisson, constant or gamma."),
     ] = Poisson()
 
 
 class MachineKeys(Table, frozen=True, kw_only=True):
     """One machine: exactly one of run, file and device."""
 
-    run: Annotated[str | None, key("a run folder with this machine's measured capacity")] = None
-    file: Annotated[str | None, key("a machine.json that `crossover calibrate` wrote")] = None
-    device: Annotated[str | None, key("a name of `crossover plan --devices`")] = None
-    name: Annotated[str | None, key("what to call it; none: its own name")] = None
-    owned: Annotated[Annotated[int, Meta(ge=0)], key("how many of it are there")] = 1
+    run: Annotated[str | None, key("Run folder with the measured capacity of this machine.")] = None
+    file: Annotated[str | None, key("machine.json written by `crossover calibrate`.")] = None
+    device: Annotated[str | None, key("Device, as listed by `crossover plan --devices`.")] = None
+    name: Annotated[str | None, key("Name in the plan. Default: the machine's own name.")] = None
+    owned: Annotated[Annotated[int, Meta(ge=0)], key("How many of these machines you have.")] = 1
     dollars_per_hour: Annotated[
-        Positive | None, key("rent of one; none: of a machine with a GPU the GPU's list price")
+        Positive | None,
+        key("Rent of one machine, in $/h. Default: for a machine with a GPU, its list price."),
     ] = None
     is_paid: Annotated[
         bool | None,
         key(
-            "true: those that are there cost their energy alone; false: they are rented at "
-            "dollars_per_hour all month; none: true, but false where the machine has a GPU"
+            "true: the machines that you have cost only their energy. false: they are rented at "
+            "dollars_per_hour all month. Default: true, but false for a machine with a GPU."
         ),
     ] = None
-    watts: Annotated[Positive | None, key("under load, at the wall")] = None
+    watts: Annotated[Positive | None, key("Power under load in watts, at the wall.")] = None
 
 
 class PlanFile(Table, frozen=True, kw_only=True):
     """The file as it is written."""
 
-    name: Annotated[str, key("what to call the plan")] = ""
-    model: Annotated[str, key("of the ladder, a GGUF file, a folder, a hub id, or a run's model")]
+    name: Annotated[str, key("Name of the plan.")] = ""
+    model: Annotated[
+        str, key("A ladder model, a GGUF file, a folder, a hub id, or the model of a run.")
+    ]
     format: Annotated[
         str | None,
-        key("weight format on CPUs that no run measured; none: a run's, a file's own, else Q4_0"),
+        key(
+            "Weight format on CPUs without a run. Default: the format of a run or of the model's "
+            "file, else Q4_0."
+        ),
     ] = None
-    gpu_format: Annotated[str, key("weight format on GPUs")] = "bf16"
-    forecast: Annotated[ForecastKeys, key("how many requests come, and when")]
+    gpu_format: Annotated[str, key("Weight format on GPUs.")] = "bf16"
+    forecast: Annotated[ForecastKeys, key("How many requests arrive, and when.")]
     workload: Annotated[
-        Workload | None, key("how long they are; none: those of the run, else the preset chat")
+        Workload | None,
+        key("Lengths of prompts and answers. Default: those of the run, else the preset chat."),
     ] = None
     slo: Annotated[
-        str | SloSpec | None, key("what a good request is; none: that of the run, else chat")
+        str | SloSpec | None,
+        key("SLO that requests must meet. Default: that of the run, else chat."),
     ] = None
     spares: Annotated[
-        Annotated[int, Meta(ge=0)], key("machines that may fail with the SLO kept: 1 is N+1")
+        Annotated[int, Meta(ge=0)],
+        key("Machines that may fail while the SLO is still met; 1 means N+1."),
     ] = 0
-    machines: Annotated[list[MachineKeys], key("those you have, and others by file or name")] = []
+    machines: Annotated[
+        list[MachineKeys], key("Your machines, and others by file or device name.")
+    ] = []
     devices: Annotated[
         list[str] | None,
-        key("to consider for rent; none: all GPUs that have a price, or one in prices"),
+        key("Devices to consider for rent. Default: all GPUs with a list price or one in prices."),
     ] = None
-    prices: Annotated[dict[str, Positive], key("$/h of a device, in place of its list price")] = {}
+    prices: Annotated[
+        dict[str, Positive], key("Price of a device in $/h, instead of its list price.")
+    ] = {}
     dollars_per_kwh: Annotated[
-        Annotated[float, Meta(ge=0, le=1e9)], key("of energy for machines that you own")
+        Annotated[float, Meta(ge=0, le=1e9)],
+        key("Energy price in $/kWh for machines that you own."),
     ] = 0.15
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A plan file, read: what is asked, without the machines."""
+    """The inputs of a plan file without the machines."""
 
     keys: PlanFile
     spec: ModelSpec

@@ -1,4 +1,4 @@
-"""Which engines can run a model, and in which weight formats: by what the model is.
+"""Which engines can run a model, and in which weight formats, depending on what the model is.
 
 engines_of(identify("model-Q5_K_M.gguf"))        # (("llama_cpp", "Q5_K_M"),)
 engines_of(identify("./folder"), formats=["int4"])       # (("onnx", "int4"),)
@@ -82,12 +82,12 @@ def _formats(model: ModelIdentity, backend: str) -> tuple[str, ...] | None:
 
 
 def refusal(model: ModelIdentity, backends: Sequence[str] | None, formats: Sequence[str]) -> str:
-    """Why nothing runs it, and what would."""
+    """Return why no engine of the campaign can run the model, and which engines could."""
     what: str = {
-        "ladder": "a model of the ladder",
+        "ladder": "a ladder model",
         "gguf": "a GGUF file",
         "safetensors": "a folder of safetensors",
-        "onnx": "a folder of an ONNX graph",
+        "onnx": "a folder with an ONNX graph",
     }[model.kind]
     if model.weight_format:
         what += f" in {model.weight_format}"
@@ -96,11 +96,14 @@ def refusal(model: ModelIdentity, backends: Sequence[str] | None, formats: Seque
         for name, values in (("backends", backends), ("formats", formats))
         if values
     )
-    would = ", ".join(
+    able = ", ".join(
         f"{one.backend} ({', '.join(filter(None, _formats(model, one.backend) or ()))})"
         for one in usual_engines(model)
     )
     more = ""
     if model.kind == "gguf" and model.name == PACKAGED:
-        more = "; onnx and torch run its folder of safetensors, or its hub id"
-    return f"{model.name} is {what}, which {asked or 'nothing here'} cannot run; {would} can{more}"
+        more = ". onnx and torch run its folder of safetensors, or its hub id"
+    return (
+        f"{model.name} is {what}, which {asked or 'no engine here'} cannot run. "
+        f"Engines that can: {able}{more}"
+    )

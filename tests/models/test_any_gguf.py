@@ -50,7 +50,7 @@ def test_any_type_that_llama_cpp_writes_is_taken(kind: str, whole: Path, tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (b"GGUF", b"GGML", "is no GGUF file"),
+        (b"GGUF", b"GGML", "is not a GGUF file"),
         (b"llama", b"lxama", "foreign.gguf: unknown model architecture: 'lxama'"),
         (b"gpt2", b"gpt9", "foreign.gguf: .*gpt9"),
         (b"token_embd.weight", b"token_embx.weight", "no embedding matrix token_embd.weight"),

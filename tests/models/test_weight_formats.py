@@ -59,5 +59,5 @@ def test_the_ladder_has_the_published_numbers_of_parameters() -> None:
     assert counts == [one.published_parameters for one in LADDER] == sorted(counts)
     names = [name for one in LADDER for name in (one.spec.name, *one.aliases)]
     assert len(names) == len(set(names)) and rung("8B") == rung("llama-3.1-8b")
-    with pytest.raises(UnknownModel, match=r"'9b' is no rung.*smollm2-135m or 135m.*or 70b"):
+    with pytest.raises(UnknownModel, match=r"'9b' is not a ladder.*smollm2-135m or 135m.*or 70b"):
         rung("9b")

@@ -205,7 +205,7 @@ def test_what_names_no_model_is_said_to_be_so(tmp_path: Path) -> None:
             asked(tmp_path, content)
     with pytest.raises(ServingError, match="no-such.toml: No such file"):
         asked(tmp_path, models_file=str(tmp_path / "no-such.toml"))
-    with pytest.raises(ServingError, match="no model to serve"):
+    with pytest.raises(ServingError, match="There is no model to serve"):
         asked(tmp_path)
 
 

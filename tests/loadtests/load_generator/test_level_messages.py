@@ -14,7 +14,7 @@ from models.errors import CrossoverError
 def test_workloads_as_people_write_them() -> None:
     assert parse_workload("256x64") == Workload(prompt_tokens=256, output_tokens=64)
     assert parse_workload("chat::64") == Workload(preset="chat", max_output_tokens=64)
-    with pytest.raises(LoadError, match="give one of preset.*; write a preset"):
+    with pytest.raises(LoadError, match="give one of preset.*Write a preset"):
         parse_workload("chat*x")
     with pytest.raises(LoadError, match="'tea' is not one of"):
         parse_workload("tea")

@@ -39,7 +39,7 @@ def test_a_mixture_keeps_its_experts_and_an_older_file_has_none(tmp_path: Path) 
     assert read_machine_file(file) == machine_file()
     raw["models"][0]["law"]["experts"] = {"count": 8, "used": 9}
     file.write_bytes(msgspec.json.encode(raw))
-    with pytest.raises(BadMachineFile, match="9 experts of 8 cannot be used; 1 to 8 can"):
+    with pytest.raises(BadMachineFile, match="9 of 8 experts cannot be used; use 1 to 8"):
         read_machine_file(file)
 
 

@@ -81,14 +81,14 @@ def test_a_plan_of_a_file_is_of_its_own_format_and_says_what_experts_mean(
     [
         ("make", "Missing argument"),
         ("plan", "Missing argument"),
-        ("make 9b", "'9b' is not a model that is known here. Did you mean"),
+        ("make 9b", "'9b' is not a known model. Did you mean"),
         ("make 1b --format Q9", "'gguf' has no weight format 'Q9'"),
         ("make 1b --backend tpu", "unknown backend 'tpu'"),
         ("plan 8b --memory lots", "--memory 'lots' is not a size"),
         ("plan 8b --vram 24", "--vram '24' is not a size"),
-        ("plan 8b --format Q9", "'Q9' is not a weight format that is known here; give"),
+        ("plan 8b --format Q9", "'Q9' is not a known weight format. Examples"),
         ("plan 8b --kv-dtype int2", "No such option"),
-        ("plan 9b", "'9b' is not a model that is known here. Did you mean"),
+        ("plan 9b", "'9b' is not a known model. Did you mean"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(models: Ask, words: str, complaint: str) -> None:

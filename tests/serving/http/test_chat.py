@@ -152,7 +152,7 @@ def test_what_a_template_has_no_place_for_is_text(
     ("fields", "param", "words"),
     [
         ({"tools": [NOW]}, "tools", "needs a chat template in a tool format"),
-        ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice", "has no function 'order'"),
+        ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice", "contains no function 'order'"),
         (
             {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
             *("response_format", "cannot be combined with forced"),

@@ -166,8 +166,8 @@ def test_whole_numbers_and_nulls_of_a_text(port: int, supervisor: FakeSupervisor
 
 # path, what is sent, the key that the error names, words of it
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    (CHAT, {"max_tokens": 2.5}, "max_tokens", "must be a whole number"),
-    (CHAT, {"max_tokens": "2"}, "max_tokens", "must be a whole number, and it is a text"),
+    (CHAT, {"max_tokens": 2.5}, "max_tokens", "must be an integer"),
+    (CHAT, {"max_tokens": "2"}, "max_tokens", "must be an integer, but it is a string"),
     (CHAT, {"max_tokens": 1e300}, "max_tokens", ""),
     (CHAT, {"n": 1.0, "seed": 1.5}, "seed", "whole number"),
     (CHAT, {"max_tokens": 0.0}, "max_tokens", "at least 1"),
@@ -179,7 +179,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (TEXT, {"echo": True}, "echo", "POST /tokenize"),
     (TEXT, {"best_of": 2}, "best_of", "does not support this"),
     (TEXT, {"temperature": 3}, "temperature", "This must be at most 2."),
-    (TEXT, {"temperature": True}, "temperature", "must be a number, and it is true or false"),
+    (TEXT, {"temperature": True}, "temperature", "must be a number, but it is true or false"),
     (TEXT, {"stop": ["x"] * 65}, "stop", "At most 64 entries"),
     (TEXT, {"stop": ""}, "stop", "At least 1 characters"),
     (
@@ -201,7 +201,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"continue_final_message": True}, "continue_final_message", "add_generation_prompt"),
     (
         *(CHAT, {"continue_final_message": True, "add_generation_prompt": False}),
-        *("continue_final_message", "must be a text of the assistant"),
+        *("continue_final_message", "must be a text message of the assistant"),
     ),
 ]
 
