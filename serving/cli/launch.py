@@ -116,7 +116,7 @@ async def _run(
         if not asked.is_set():
             asked.set()
             running = _requests(registry.in_flight)
-            narrator.say(f"draining {running}; a second signal aborts them")
+            narrator.say(f"draining {running}; a second signal aborts")
         else:
             aborting.append(asyncio.ensure_future(registry.stop(False, 0.0)))
             narrator.say("aborting")

@@ -30,7 +30,11 @@ _NOUNS = {
     "null": "null",
 }
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
-_UNITS = {"str": "characters", "array": "entries", "object": "entries"}
+_UNITS = {  # one, several
+    "str": ("character", "characters"),
+    "array": ("entry", "entries"),
+    "object": ("entry", "entries"),
+}
 # Keys of OpenAI's API that this server does not support, and what to use instead.
 NOT_OFFERED = {
     "audio": "This server answers with text only.",
@@ -73,7 +77,8 @@ def explain(complaint: str, request: type) -> tuple[str, str]:
     if bound := _BOUND.fullmatch(what):
         kind, sign, limit = bound.groups()
         if kind in _UNITS:
-            return path, f"This must have {_BOUNDS[sign]} {limit} {_UNITS[kind]}."
+            unit = _UNITS[kind][limit != "1"]
+            return path, f"This must have {_BOUNDS[sign]} {limit} {unit}."
         return path, f"This must be {_BOUNDS[sign]} {float(limit):g}."
     if value := _VALUE.fullmatch(what):
         choices = ", ".join(dict.fromkeys(map(repr, _choices(request, path))))

@@ -88,10 +88,10 @@ def test_words_of_a_command_are_split_and_filled_without_a_shell() -> None:
     [
         (
             'name = "x"\n[target]\nurl = "http://h:1"\napi_key_env = "HF_TOKEN"',
-            "the variable HF_TOKEN, which http://h:1 is sent; .* --trust",
+            "the variable HF_TOKEN, whose value is sent to http://h:1.*--trust",
         ),
-        (f'{ONE}backends = ["a.b:C"]', "the code of a.b:C; .* --trust"),
-        (with_engine(command="vllm \u202e {port}"), r"uses vllm \ufffd \{port\}; .* --trust"),
+        (f'{ONE}backends = ["a.b:C"]', "the code of a.b:C. .* --trust"),
+        (with_engine(command="vllm \u202e {port}"), r"uses vllm \ufffd \{port\}. .* --trust"),
     ],
 )
 def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: str) -> None:
@@ -300,6 +300,6 @@ def test_a_model_of_an_endpoint_has_a_name_of_one_line():
 @pytest.mark.parametrize("workload", ['preset = "agent"', 'preset = "chat"\nturns = 3'])
 def test_conversations_are_refused_until_they_are_simulated(workload):
     text = f'name = "a"\nmodels = ["135m"]\n[workload]\n{workload}\n'
-    with pytest.raises(BadCampaign, match="not simulated yet.*crossover load --workload"):
+    with pytest.raises(BadCampaign, match="for conversations yet.*crossover load --workload"):
         parse_campaign(text)
     assert parse_campaign(text.replace(workload, 'preset = "reasoning"')).cells

@@ -137,7 +137,7 @@ def test_the_example_is_short_and_can_be_read() -> None:
         ({"model": "9x"}, "9x"),
         ({"spares": -1}, "spares must be at least 0, got -1"),
         ({"format": "Q9"}, "format: 'Q9' is not a known weight format"),
-        ({"slo": "fast"}, "got 'fast'"),
+        ({"slo": "fast"}, "SLO preset 'fast' does not exist"),
         ({"machines": [{"owned": 2}]}, "machines[0]: give one of run, file, device; got none"),
         ({"prices": {"NVIDIA L4": -1}}, "prices.NVIDIA L4 must be above 0, got -1"),
         ({"prices": {"NVIDIA A10": 1, "NVIDIA L4": 0}}, "prices.NVIDIA L4 must be above 0, got 0"),

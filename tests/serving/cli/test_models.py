@@ -82,7 +82,7 @@ def test_a_plan_of_a_file_is_of_its_own_format_and_says_what_experts_mean(
         ("make", "Missing argument"),
         ("plan", "Missing argument"),
         ("make 9b", "'9b' is not a known model. Did you mean"),
-        ("make 1b --format Q9", "'gguf' has no weight format 'Q9'"),
+        ("make 1b --format Q9", "'Q9' cannot be made for files of kind 'gguf'"),
         ("make 1b --backend tpu", "unknown backend 'tpu'"),
         ("plan 8b --memory lots", "--memory 'lots' is not a size"),
         ("plan 8b --vram 24", "--vram '24' is not a size"),

@@ -150,7 +150,7 @@ def test_it_serves_says_where_and_why_and_drains(tmp_path: Path) -> None:
         late = threads.submit(completion, url, 100)
         wait_until(lambda: is_running(url), 20)
         one.process.send_signal(signal.SIGTERM)
-        one.wait_said("draining 1 requests")
+        one.wait_said("draining 1 request;")
         refused = completion(url)
         assert refused.status == 503 and "draining" in refused.body.decode()
         assert "retry-after" in refused.headers
@@ -182,7 +182,7 @@ def test_a_second_signal_aborts_the_drain(tmp_path: Path) -> None:
         threads.submit(completion, url, 1500)
         wait_until(lambda: is_running(url), 20)
         one.process.send_signal(signal.SIGINT)
-        one.wait_said("draining 1 requests")
+        one.wait_said("draining 1 request;")
         assert one.process.poll() is None
         started = time.monotonic()
         assert one.end(signal.SIGINT) == 1

@@ -52,7 +52,7 @@ def test_one_thread_for_each_physical_core_unless_told_otherwise(tmp_path: Path)
 
 
 def test_a_core_that_is_not_allowed_is_named() -> None:
-    with pytest.raises(ServingError, match=r"--cores names core 9.*allowed: 0-1,4"):
+    with pytest.raises(ServingError, match=r"--cores names core 9.*Allowed cores: 0-1,4"):
         split_cores((0, 1, 4), (9,))
     with pytest.raises(ServingError, match="--api-cores names core 2"):
         split_cores((0, 1), (), (2,))

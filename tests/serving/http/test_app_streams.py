@@ -112,7 +112,7 @@ def test_a_failure_before_the_first_byte_is_an_answer_with_a_status(
         head, _, body = read_until(client, b"}}").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 503 ") and b"retry-after" in head
     assert json.loads(body)["error"]["code"] == "engine_failed"
-    assert json.loads(body)["error"]["message"] == "the engine died"
+    assert json.loads(body)["error"]["message"] == "the engine died."
 
 
 def test_a_failure_inside_a_stream_is_an_error_event_and_no_done(
@@ -128,7 +128,7 @@ def test_a_failure_inside_a_stream_is_an_error_event_and_no_done(
     assert b"[DONE]" not in found
     last = [line for line in found.split(b"\n") if line.startswith(b"data: ")][-1]
     error = json.loads(last[6:])["error"]
-    assert (error["message"], error["code"]) == ("the engine died", "engine_failed")
+    assert (error["message"], error["code"]) == ("the engine died.", "engine_failed")
     wait_until(lambda: 2 in supervisor.cancelled)  # nobody reads the other answer any more
 
 
@@ -145,7 +145,7 @@ def test_what_the_engine_refuses_names_its_parameter(
         found = read_until(client, b"}}")
     assert found.startswith(b"HTTP/1.1 400 ") != begun and b"[DONE]" not in found
     error = json.loads(found[found.index(b'{"error"') :].split(b"\n")[0])["error"]
-    assert (error["message"], error["param"]) == (why, "response_format")
+    assert (error["message"], error["param"]) == (f"{why}.", "response_format")
 
 
 def test_a_deadline_is_an_error_and_not_a_short_answer(
