@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from models.errors import UnknownModel
-from models.model_spec import CachedLayers, Experts, ModelSpec, RopeScaling
+from models.model_spec import CachedLayers, Experts, ModelSpec, RopeScaling, Scratch
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -48,8 +48,9 @@ PACKAGED = "smollm2-135m-instruct"
 _BY_NAME = {name: one for one in LADDER for name in (one.spec.name, *one.aliases)}
 
 
-# Shapes that people run and that no weights are made of here: mixtures of experts. They are sized
-# (`crossover models plan`), and served from a GGUF file. Totals are those of the model cards.
+# Shapes that people run and that no weights are made of here: mixtures of experts, hybrids, sliding
+# windows. They are sized (`crossover models plan`), and served from a GGUF file. The numbers are
+# those that a header of this shape gives (tests/gguf_shapes.py).
 SIZED: tuple[Rung, ...] = (
     Rung(
         ModelSpec(
@@ -95,6 +96,76 @@ SIZED: tuple[Rung, ...] = (
         ("20b",),
         20_914_757_184,
         "openai/gpt-oss-20b",
+    ),
+    Rung(
+        ModelSpec(
+            name="gemma-4-26b-a4b",
+            family="gemma4",
+            layers=30,
+            hidden=2816,
+            heads=16,
+            kv_heads=8,
+            head_dim=512,
+            intermediate=2112,
+            vocabulary=262144,
+            context=262144,
+            tied=True,
+            rope_theta=1_000_000.0,
+            counted_parameters=25_233_142_046,
+            experts=Experts(128, 8, 30 * 128 * (3 * 2816 * 704 + 1)),  # each has a scale
+            cached_layers=(CachedLayers(25, 2048, 2048, 1024), CachedLayers(5, 1024, 1024)),
+            scratch=Scratch(attention_elements=39_232, largest_elements=58_880),
+        ),
+        ("26b-a4b",),
+        25_233_142_046,
+        "google/gemma-4-26B-A4B-it",
+    ),
+    Rung(
+        ModelSpec(
+            name="qwen3.5-4b",
+            family="qwen35",
+            layers=32,
+            hidden=2560,
+            heads=16,
+            kv_heads=4,
+            head_dim=256,
+            intermediate=9216,
+            vocabulary=248320,
+            context=262144,
+            tied=True,
+            rope_theta=10_000_000.0,
+            counted_parameters=4_205_751_296,
+            cached_layers=(CachedLayers(8, 1024, 1024),),  # the other 24 are delta nets
+            state_bytes_per_slot=52_690_944,
+            scratch=Scratch(attention_elements=22_016, largest_elements=64_512),
+        ),
+        (),
+        4_205_751_296,
+        "Qwen/Qwen3.5-4B",
+    ),
+    Rung(
+        ModelSpec(
+            name="gemma-4-e4b",
+            family="gemma4",
+            layers=42,
+            hidden=2560,
+            heads=8,
+            kv_heads=2,
+            head_dim=512,
+            intermediate=10240,
+            vocabulary=262144,
+            context=131072,
+            tied=True,
+            rope_theta=1_000_000.0,
+            counted_parameters=7_518_069_290,
+            idle_parameters=262144 * 42 * 256,  # the embedding of each layer
+            # The last 18 layers use the KV cache of earlier ones.
+            cached_layers=(CachedLayers(20, 512, 512, 512), CachedLayers(4, 1024, 1024)),
+            scratch=Scratch(attention_elements=33_536, largest_elements=61_440),
+        ),
+        ("e4b",),
+        7_518_069_290,
+        "google/gemma-4-E4B-it",
     ),
 )
 

@@ -56,6 +56,15 @@ class CachedLayers(msgspec.Struct, frozen=True):
     window: int | None = None  # tokens that these layers attend to; None: the whole context
 
 
+class Scratch(msgspec.Struct, frozen=True):
+    """float32 elements that llama.cpp's compute buffer has for each token of a step, beside masks
+    and the scores of attention, where they do not follow from the usual tensors. Read from
+    llama.cpp (`no_alloc`)."""
+
+    attention_elements: int  # while attention is computed
+    largest_elements: int  # at most elsewhere
+
+
 class Routing(msgspec.Struct, frozen=True):
     """How a mixture of experts routes: each token goes through `used` of `count` experts."""
 
@@ -123,6 +132,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Layers that attend, by what they cache of a token. None: all of them do, alike; (): none does.
     cached_layers: tuple[CachedLayers, ...] | None = None
     state_bytes_per_slot: int = 0  # of recurrent layers, the same for any context
+    scratch: Scratch | None = None  # None: as its tensors make it
 
     def tensors(self) -> list[TensorShape]:
         """Every weight tensor, by its Hugging Face name, in the order of the forward pass."""

@@ -56,7 +56,8 @@ FORMATS: dict[str, tuple[str, ...]] = {
 }
 DEFAULT_FORMATS = {"gguf": "Q4_0", "hf": "bf16", "onnx": "int8", "none": ""}
 # Bits of a weight; int4 has one float32 scale for 32 weights (MatMulNBits), int8 one for an output.
-_BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0, "int4": 5.0, "int8": 8.0}
+# Bits of a weight, about. Q4_K_M has some matrices in 6 bits: 4.85 in published files.
+_BITS = {"bf16": 16.0, "fp16": 16.0, "fp32": 32.0, "int4": 5.0, "int8": 8.0, "Q4_K_M": 4.85}
 # What a row that is no multiple of 256 falls back to.
 _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 

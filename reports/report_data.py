@@ -73,20 +73,30 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     weight_bytes: int | None = None
     kv_bytes: int | None = None
+    state_bytes: int | None = None  # recurrent states and checkpoints
+    buffer_bytes: int | None = None  # of a step's computation
     overhead_bytes: int | None = None
     peak_bytes: int | None = None  # measured: the engine's peak RSS
     # measured: the most of the GPU in use, by whomever; None for what ran on the CPU
     gpu_bytes: int | None = None
 
     @property
-    def parts(self) -> tuple[int | None, int | None, int | None]:
-        """Predicted: weights, KV cache, overhead."""
-        return self.weight_bytes, self.kv_bytes, self.overhead_bytes
+    def parts(self) -> dict[str, int | None]:
+        """Predicted, by what holds it. Runs that were recorded before states and buffers were
+        predicted have them in the overhead, or not at all."""
+        return {
+            "weights": self.weight_bytes,
+            "KV cache": self.kv_bytes,
+            "recurrent state": self.state_bytes,
+            "buffers": self.buffer_bytes,
+            "overhead": self.overhead_bytes,
+        }
 
     @property
     def predicted_bytes(self) -> int | None:
-        known = [one for one in self.parts if one is not None]
-        return sum(known) if len(known) == len(self.parts) else None
+        if self.weight_bytes is None or self.kv_bytes is None or self.overhead_bytes is None:
+            return None
+        return sum(size for size in self.parts.values() if size is not None)
 
     @property
     def measured_bytes(self) -> int | None:
@@ -545,6 +555,8 @@ def _memory(
     return Memory(
         weight_bytes=predicted.get("weight_bytes"),
         kv_bytes=predicted.get("kv_bytes"),
+        state_bytes=predicted.get("state_bytes"),
+        buffer_bytes=predicted.get("buffer_bytes"),
         overhead_bytes=predicted.get("overhead_bytes"),
         peak_bytes=max((one for one in engines if one is not None), default=None),
         gpu_bytes=max((one for one in gpus if one is not None), default=None),

@@ -11,6 +11,7 @@ converter writes them.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -46,6 +47,11 @@ class Sizes:
     state: int = 32  # of a recurrent head
     groups: int = 2  # of a recurrent layer
     context: int = 4096
+    vocabulary: int = VOCABULARY
+    mamba_inner: int = 0  # width inside a Mamba layer; 0: twice the hidden size
+    mamba_head: int = 0  # length of a head of it; 0: as an attention head's
+    value_heads: int = 4  # of a gated delta net
+    shared_inner: int = 0  # of the expert that every token uses; 0: as the others'
     type: str = "Q8_0"  # of matrices
     expert_type: str = ""  # of the experts' matrices; "": as the others
     parts: int = 1  # files that the model is split into
@@ -62,12 +68,20 @@ class Sizes:
     @property
     def wide(self) -> int:
         """Width inside a Mamba layer."""
-        return 2 * self.hidden
+        return self.mamba_inner or 2 * self.hidden
+
+    @property
+    def mamba_heads(self) -> int:
+        return self.wide // (self.mamba_head or self.head)
+
+    @property
+    def shared(self) -> int:
+        return self.shared_inner or self.expert_inner
 
     @property
     def delta_values(self) -> int:
-        """Width of the values of a gated delta net, of four heads."""
-        return 4 * self.state
+        """Width of the values of a gated delta net."""
+        return self.value_heads * self.state
 
 
 # --- parts of layers
@@ -120,13 +134,13 @@ def experts(s: Sizes, norm: str = "ffn_norm", shared: bool = False, gate: bool =
     if gate:
         shapes["ffn_gate_exps"] = (count, inner, hidden)
     if shared:
-        shapes |= {"ffn_up_shexp": (inner, hidden), "ffn_down_shexp": (hidden, inner)}
-        shapes |= {"ffn_gate_shexp": (inner, hidden)} if gate else {}
+        shapes |= {"ffn_up_shexp": (s.shared, hidden), "ffn_down_shexp": (hidden, s.shared)}
+        shapes |= {"ffn_gate_shexp": (s.shared, hidden)} if gate else {}
     return shapes
 
 
 def mamba2(s: Sizes) -> Shapes:
-    heads, convolved = s.wide // s.head, s.wide + 2 * s.groups * s.state
+    heads, convolved = s.mamba_heads, s.wide + 2 * s.groups * s.state
     return {
         "attn_norm": (s.hidden,),
         "ssm_in": (s.wide + convolved + heads, s.hidden),
@@ -143,16 +157,17 @@ def mamba2(s: Sizes) -> Shapes:
 def delta_net(s: Sizes, joined: bool = False) -> Shapes:
     """Qwen's gated delta net; `joined`: alpha and beta in one matrix, as Qwen3-Next has them."""
     both = 2 * s.groups * s.state + s.delta_values
-    gates: Shapes = {"ssm_ba": (8, s.hidden)}
+    heads = s.value_heads
+    gates: Shapes = {"ssm_ba": (2 * heads, s.hidden)}
     if not joined:
-        gates = {"ssm_alpha": (4, s.hidden), "ssm_beta": (4, s.hidden)}
+        gates = {"ssm_alpha": (heads, s.hidden), "ssm_beta": (heads, s.hidden)}
     return {
         "attn_norm": (s.hidden,),
         "attn_qkv": (both, s.hidden),
         "attn_gate": (s.delta_values, s.hidden),
         "ssm_conv1d": (both, 4),
-        "ssm_dt.bias": (4,),
-        "ssm_a.": (4,),
+        "ssm_dt.bias": (heads,),
+        "ssm_a.": (heads,),
         "ssm_norm": (s.state,),
         "ssm_out": (s.hidden, s.delta_values),
         **gates,
@@ -185,7 +200,7 @@ def attends(s: Sizes) -> Metadata:
 
 def mixes(s: Sizes, shared: bool = False) -> Metadata:
     keys = {"expert_count": s.experts, "expert_used_count": s.used}
-    shared_inner = {"expert_shared_feed_forward_length": s.expert_inner} if shared else {}
+    shared_inner = {"expert_shared_feed_forward_length": s.shared} if shared else {}
     return keys | {"expert_feed_forward_length": s.expert_inner} | shared_inner
 
 
@@ -195,13 +210,13 @@ def has_state(s: Sizes, inner: int, rank: int) -> Metadata:
 
 
 def has_mamba(s: Sizes) -> Metadata:
-    return has_state(s, s.wide, s.wide // s.head)
+    return has_state(s, s.wide, s.mamba_heads)
 
 
 def has_delta_nets(s: Sizes) -> Metadata:
     quarter, eighth = s.head // 4, s.head // 8
     sections = {"rope.dimension_sections": [quarter, eighth, eighth, 0]}
-    return has_state(s, s.delta_values, 4) | sections | {"full_attention_interval": 4}
+    return has_state(s, s.delta_values, s.value_heads) | sections | {"full_attention_interval": 4}
 
 
 # --- families: a layer's tensors, and the metadata
@@ -259,7 +274,7 @@ def gemma4_metadata(s: Sizes) -> Metadata:
 
 def gemma4_more(s: Sizes) -> Shapes:
     return {
-        "per_layer_token_embd": (VOCABULARY, 32 * s.layers),
+        "per_layer_token_embd": (s.vocabulary, 32 * s.layers),
         "per_layer_model_proj": (32 * s.layers, s.hidden),
         "per_layer_proj_norm": (32,),
         "rope_freqs": (s.head,),
@@ -437,13 +452,24 @@ def without_norm(shapes: Shapes) -> Shapes:
 def write_family(name: str, folder: Path, sizes: Sizes | None = None) -> Path:
     """Write the file of a family; the first part where it is split."""
     family = FAMILIES[name]
-    s = sizes or replace(Sizes(), **dict(family.sizes or {}))
+    return write_file(name, folder, family, sizes or replace(Sizes(), **dict(family.sizes or {})))
+
+
+def write_file(
+    name: str, folder: Path, family: Family, s: Sizes, *, has_weights: bool = True
+) -> Path:
+    """Write `name`.gguf of a family with these sizes; return the first part where it is split.
+
+    Without weights the file has a whole header and, in place of weights and vocabulary, a hole as
+    long as they are: enough for llama.cpp to size the model, in 100 kB of disk for 30 billion
+    parameters.
+    """
     architecture = family.architecture or name
-    outside: Shapes = {"token_embd": (VOCABULARY, s.hidden)}
-    if name != "lfm2":
+    outside: Shapes = {"token_embd": (s.vocabulary, s.hidden)}
+    if architecture != "lfm2":
         outside["output_norm"] = (s.hidden,)
     if not family.is_tied:
-        outside["output"] = (VOCABULARY, s.hidden)
+        outside["output"] = (s.vocabulary, s.hidden)
     outside |= family.more(s) if family.more is not None else {}
     tensors = {_full_name(one): shape for one, shape in outside.items()}
     for layer in range(s.layers):
@@ -459,18 +485,33 @@ def write_family(name: str, folder: Path, sizes: Sizes | None = None) -> Path:
     usual = {"context_length": s.context, "embedding_length": s.hidden, "block_count": s.layers}
     usual |= {"attention.layer_norm_rms_epsilon": 1e-5}
     for key, value in (usual | family.metadata(s)).items():
-        kinds = {bool: "bool", int: "uint32", float: "float32", list: "array"}
+        kinds = {bool: "bool", int: "uint32", float: "float32", list: "array", str: "string"}
         getattr(writer, f"add_{kinds[type(value)]}")(f"{architecture}.{key}", value)
-    _add_vocabulary(writer)
+    if has_weights:
+        _add_vocabulary(writer)
+    else:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_vocab_size(s.vocabulary)
     random = np.random.default_rng(s.seed)
     for tensor, shape in tensors.items():
         stored = _stored_type(tensor, shape, s)
-        data = gguf.quants.quantize(_values(tensor, shape, random), stored)
-        writer.add_tensor(tensor, data, raw_dtype=stored)
+        if has_weights:
+            data = gguf.quants.quantize(_values(tensor, shape, random), stored)
+            writer.add_tensor(tensor, data, raw_dtype=stored)
+        else:
+            size = math.prod(gguf.quants.quant_shape_to_byte_shape(shape, stored))
+            writer.add_tensor_info(tensor, shape, np.dtype(np.float32), size, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    if has_weights:
+        writer.write_tensors_to_file()
+    else:
+        writer.write_ti_data_to_file()
+        sizes = [writer.ggml_pad(one.nbytes, writer.data_alignment) for one in writer.tensors[0].values()]
     writer.close()
+    if not has_weights:
+        begin = writer.ggml_pad(path.stat().st_size, writer.data_alignment)
+        os.truncate(path, begin + sum(sizes))
     return folder / f"{name}-00001-of-{s.parts:05}.gguf" if s.parts > 1 else path
 
 

@@ -1,4 +1,5 @@
-"""Memory: weights, KV cache and overhead of each model, predicted, beside the measured peak."""
+"""Memory of each model by what holds it (weights, KV cache, recurrent state, buffers, overhead),
+predicted, beside the measured peak."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from reports.headline import Answer
 from reports.report_data import GPU, SIDES, CellData, ReportData
 from reports.sections.section import Chart, Section, table
 
-PARTS = {"weights": "#0072b2", "KV cache": "#56b4e9", "overhead": "#c3ccd5"}
+PARTS = {
+    "weights": "#0072b2",
+    "KV cache": "#56b4e9",
+    "recurrent state": "#009e73",
+    "buffers": "#e69f00",
+    "overhead": "#c3ccd5",
+}
 CARDS_GIB = (8, 12, 16, 24, 32, 48, 80, 96, 141)  # GPUs that one can buy
 NAME_SHARE = 0.11  # of the chart's width, that the name of a card takes
 TITLES = {GPU: "GPU memory"}
@@ -24,6 +31,8 @@ def memory(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
     if not cells:
         return None
     sides = [side for side in SIDES if any(cell.side == side for cell in cells)]
+    # A column for a part that some model has: most have no recurrent state.
+    parts = [part for part in PARTS if any(cell.memory.parts[part] for cell in cells)]
     charts: list[Chart] = []
     for side in sides:
         own = [cell for cell in cells if cell.side == side]
@@ -36,14 +45,18 @@ def memory(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
         grades=("predicted", "measured"),
         table=table(
             (
-                *("model", "device", "weights", "KV cache", "overhead", "together, predicted"),
-                *("measured peak", "measured over predicted"),
+                "model",
+                "device",
+                *parts,
+                "together, predicted",
+                "measured peak",
+                "measured over predicted",
             ),
             (
                 (
                     _name(cell),
                     cell.device_words,
-                    *map(formatting.size, cell.memory.parts),
+                    *(_part_size(cell, part) for part in parts),
                     formatting.size(cell.memory.predicted_bytes),
                     formatting.size(cell.memory.measured_bytes),
                     _difference(cell),
@@ -57,6 +70,12 @@ def memory(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
         "resident memory, in which a KV cache counts once it was used, on a GPU the most of its "
         "memory in use. Gray lines: memory of GPUs that one can buy.",
     )
+
+
+def _part_size(cell: CellData, part: str) -> str:
+    """What a part takes; a dash where the model has none, or nobody predicted it."""
+    size = cell.memory.parts[part]
+    return formatting.size(size) if size else "–"
 
 
 def _name(cell: CellData) -> str:
@@ -112,8 +131,8 @@ def _charts(cells: Sequence[CellData], title: str, *, with_cards: bool) -> tuple
     bars: list[Row] = [
         {"model": name, "part": part, "gib": size / GIB, "order": order}
         for name, one in rows
-        for order, (part, size) in enumerate(zip(PARTS, one.parts, strict=True))
-        if size is not None
+        for order, part in enumerate(PARTS)
+        if (size := one.parts[part])
     ]
     if not bars:
         return ()
@@ -131,7 +150,9 @@ def _charts(cells: Sequence[CellData], title: str, *, with_cards: bool) -> tuple
     x = alt.X("gib:Q", title="GiB", scale=alt.Scale(domain=[0, most], nice=False))
     y = alt.Y("model:N", title=None, sort=[name for name, _ in rows])
     order = alt.Order("order:Q")
-    layers = [data(bars).mark_bar().encode(x=x, y=y, color=palette("part:N", PARTS), order=order)]
+    drawn = {bar["part"] for bar in bars}
+    shown = {part: color for part, color in PARTS.items() if part in drawn}
+    layers = [data(bars).mark_bar().encode(x=x, y=y, color=palette("part:N", shown), order=order)]
     if marks:
         layers.append(data(marks).mark_tick(color=INK, thickness=3).encode(x=x, y=y))
     cards = _cards(most)

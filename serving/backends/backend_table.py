@@ -21,6 +21,7 @@ from models.errors import UnsupportedModel
 from models.model_spec import ModelSpec
 from models.weight_formats import BLOCKS, DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, spelt, tensor_type
 from serving.backends.backend_probe import BackendProbe
+from serving.backends.llama_cpp.cache_layout import buffer_bytes as llama_buffer_bytes
 from serving.backends.llama_cpp.cache_layout import kv_bytes as llama_kv_bytes
 from serving.backends.llama_cpp.cache_layout import state_bytes as llama_state_bytes
 from serving.backends.torch.memory_overhead import overhead_bytes as torch_overhead_bytes
@@ -148,18 +149,6 @@ def _llama_extra(model: ModelSpec, weight_format: str, isa: Collection[str]) -> 
     return embedding.elements // block.weights * block.bytes
 
 
-def _llama_buffer(model: ModelSpec, attended: int, slots: int) -> int:
-    """llama.cpp's compute buffer without flash attention, of a model of which there is no file: the
-    scores of each head of a step's tokens for all tokens that they attend to, and their mask;
-    beside them rows of the hidden state and the MLP, or the logits. Llama-3.1-8B, 4 slots of 32,768
-    tokens: 2,156 MiB, as llama.cpp says. A file is asked (llama_cpp.dry_load)."""
-    row_bytes = 4 * 512  # float32, of a step's tokens
-    masks = 1 + (model.window_tokens is not None)
-    attention = (model.heads + masks) * attended * row_bytes if model.heads else 0
-    rows = row_bytes * (2 * model.hidden + model.intermediate)
-    return attention + max(rows, 4 * slots * model.vocabulary)
-
-
 # Overheads. llama_cpp on the CPU: libraries and what does not depend on the context, measured with
 # tiny models, 135M and 360M (4 slots of 512 and 2,048 tokens: 54 to 65 MiB); weights are read into
 # memory. onnx: the file stays mapped, matrices are packed
@@ -176,7 +165,7 @@ BACKENDS: dict[str, BackendSpec] = {
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
         },
         extra_bytes=_llama_extra,
-        buffer_bytes=_llama_buffer,
+        buffer_bytes=llama_buffer_bytes,
         kv_bytes=llama_kv_bytes,
         state_bytes=llama_state_bytes,
         options=("flash_attention", "mlock", "gpu_layers"),

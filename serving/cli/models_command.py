@@ -1,6 +1,6 @@
 """`crossover models`: list the model ladder, make weights, and plan the memory of a model.
 
-    crossover models list
+    crossover models list                                   # shapes, total and active parameters
     crossover models make 135m 1b --format Q4_K_M
     crossover models plan 8b                                # on this machine
     crossover models plan 8b --memory 64GiB --vram 24GiB    # on another machine
@@ -64,19 +64,26 @@ Cache = Annotated[
 
 @app.command("list")
 def list_models(cache: Cache = None) -> None:
-    """List the model ladder: parameters, file sizes, KV cache per 1,000 tokens, the hub id of the
-    published weights, and what is cached."""
+    """List published shapes by total parameters: active parameters, file sizes, KV cache per 1,000
+    tokens, the hub id of the published weights, and what is cached.
+
+    Total parameters decide the memory. Active parameters, which one token multiplies with, decide
+    the speed. No random weights are made of a shape "for sizing": `plan` sizes it, and it is served
+    from its GGUF file.
+    """
     root, size = cache_dir(cache), formatting.size
-    typer.echo(f"Model ladder (cache: {root})")
-    layout = "{:16}{:>16}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
-    heads = ("model", "parameters", *LISTED_FORMATS, "KV / 1k", "context", "real weights", "cached")
-    typer.echo(layout.format(*heads))
-    for one in (*LADDER, *SIZED):
+    typer.echo(f"Published shapes, by total parameters (cache: {root})")
+    layout = "{:16}{:>16}{:>8}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
+    heads = ("model", "parameters", "active", *LISTED_FORMATS)
+    typer.echo(layout.format(*heads, "KV / 1k", "context", "real weights", "cached"))
+    for one in sorted((*LADDER, *SIZED), key=lambda one: one.spec.parameters):
         spec, made = one.spec, root.glob(f"synthetic/{one.spec.name}/[!.]*")
+        counts = (f"{spec.parameters:,}", formatting.parameters(spec.active_parameters))
         weights = [size(weight_bytes(spec, each)) for each in LISTED_FORMATS]
-        told = (spec.name, f"{spec.parameters:,}", *weights, size(1000 * spec.kv_bytes_per_token()))
+        tokens = (size(1000 * spec.kv_bytes_per_token()), f"{spec.context:,}")
         cached = ",".join(sorted(one.name for one in made if one.suffix != ".json"))
-        typer.echo(layout.format(*told, f"{spec.context:,}", one.repository, cached))
+        cached = "for sizing" if one in SIZED else cached
+        typer.echo(layout.format(spec.name, *counts, *weights, *tokens, one.repository, cached))
 
 
 @app.command("make")
@@ -142,7 +149,8 @@ def plan_models(
         model = identify(name, fetch=True)
         if model.spec is None:
             raise ModelError(f"The memory of {model.name} is unknown: {model.missing}")
-        typer.echo(f"{model.name}: {model.spec.parameters:,} parameters")
+        active = formatting.parameters(model.spec.active_parameters)
+        typer.echo(f"{model.name}: {model.spec.parameters:,} parameters, {active} active")
         if model.spec.experts_text:
             typer.echo(f"  {model.spec.experts_text}")
         request = PlacementRequest(

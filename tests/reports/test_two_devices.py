@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,8 @@ import crossover
 from loadtests.comparison.compare_runs import compare, read
 from loadtests.errors import NotComparable
 from loadtests.records.journal_events import Capacity
+from loadtests.records.run_folder import EVENTS
+from models import formatting
 from reports import first_screen_png, headline, html_page, markdown, report_files, slo_sliders
 from reports.answer_tables import answer_row, columns_of, levels_table, side_heads
 from reports.check_conditions import checked
@@ -33,6 +36,7 @@ from reports.plan.plan_machines import asked_of, candidates_of
 from reports.plan.plan_text import as_text, choice_sentence
 from reports.report_data import ReportData, read_report
 from reports.sections.crossover_map import crossover_map
+from reports.sections.memory import memory
 from reports.sections.section import Section
 from tests.bench.device_fit.own_runs import table_of
 from tests.reports.runs import shown
@@ -139,6 +143,29 @@ def test_memory_of_a_configuration_is_that_of_its_device() -> None:
     assert [row[-1] for row in memory.table.rows if row[1] == "GPU"] == ["+1.3 %", "+0.1 %"]
     assert [chart.slug for chart in memory.charts] == ["memory-cpu", "memory-gpu"]
     assert "24 GB" in json.dumps(memory.charts[1].spec) and "on the GPU" in memory.charts[1].label
+
+
+def test_memory_has_a_column_for_states_and_buffers_where_placement_predicted_them(
+    tmp_path: Path,
+) -> None:
+    """As `crossover serve` predicts a hybrid's: the run below has it beside models without."""
+    run = tmp_path / "run"
+    shutil.copytree(RUN, run)
+    journal = run / EVENTS
+    told = '"overhead_bytes":427355136'
+    parts = f'"state_bytes":{3 << 30},"buffer_bytes":{1 << 30},{told}'
+    assert journal.read_text().count(told) == 1
+    journal.write_text(journal.read_text().replace(told, parts))
+    data = read_report(run)
+    section = memory(data, headline.answers_of(data))
+    assert section is not None
+    names = section.table.columns
+    assert names[2:7] == ("weights", "KV cache", "recurrent state", "buffers", "overhead")
+    hybrid, dense = section.table.rows[0], section.table.rows[2]
+    assert (hybrid[0], *hybrid[4:6]) == ("llama-3.2-1b int8", "3 GiB", "1 GiB")
+    assert dense[4] == dense[5] == "–"
+    weights, cache, overhead = 1235814400, 4294967296, 427355136
+    assert hybrid[7] == formatting.size(weights + cache + overhead + (4 << 30))
 
 
 def test_energy_is_of_the_device_that_served_and_not_of_a_gpu_that_idles_beside_a_cpu() -> None:

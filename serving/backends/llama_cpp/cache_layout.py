@@ -1,4 +1,5 @@
-"""What llama.cpp keeps of a context, layer by layer: KV cache, windows of it, checkpoints. Pure."""
+"""What llama.cpp keeps of a context, layer by layer: KV cache, windows of it, checkpoints; and the
+buffer that a step computes in. Pure functions of a model's shape."""
 
 from __future__ import annotations
 
@@ -54,6 +55,36 @@ def checkpoint_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) ->
         if window is not None and keeps_windows_only(window, tokens // slots)
     )
     return spec.state_bytes_per_slot + int(windows * KV_ELEMENT_BYTES[kv_dtype])
+
+
+def buffer_bytes(spec: ModelSpec, attended: int, slots: int) -> int:
+    """Bytes of llama.cpp's compute and output buffers without flash attention, for a model of which
+    there is no file. A file is asked (dry_load).
+
+    `attended`: the tokens that a row attends to. In float32, with R rows a step, n tokens attended
+    to, h the hidden size, q and v the width of queries and values, f that of the MLP, k of E
+    experts:
+
+        R * (masks * n + max(heads * n + 3h + 2q + 2v, 3h + 3f + 2v)) + slots * vocabulary
+
+    With experts the second part is 4h + 2kh + 2v + 2E. A mask is as long as the cache of its layers.
+    llama.cpp 0.5's allocator gives exactly this for llama, qwen2, qwen3 and qwen3moe; a shape with
+    other tensors says its own elements (`ModelSpec.scratch`).
+    """
+    windows = {one.window for one in spec.cache_groups}
+    masks = sum(attended if one is None else kept_window_tokens(one, attended) for one in windows)
+    queries, values = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    if spec.scratch is not None:
+        attention, largest = spec.scratch.attention_elements, spec.scratch.largest_elements
+    else:
+        attention = 3 * spec.hidden + 2 * queries + 2 * values
+        largest = 3 * spec.hidden + 3 * spec.intermediate + 2 * values
+        if spec.experts is not None:
+            largest = 4 * spec.hidden + 2 * spec.experts.used * spec.hidden
+            largest += 2 * values + 2 * spec.experts.count
+    scores = spec.heads * attended + attention if spec.cache_groups else 0
+    rows = min(PASS_TOKENS, slots * attended)
+    return 4 * (rows * (masks + max(scores, largest)) + slots * spec.vocabulary)
 
 
 def _layers(spec: ModelSpec) -> list[tuple[int, int | None]]:

@@ -35,9 +35,13 @@ def test_make_then_list(models: Ask) -> None:
     assert "smollm2-135m: 134,515,008 parameters, Q4_0" in made.stdout
     assert "writing smollm2-135m-Q4_0.gguf" in made.stderr
     rows = {row.split()[0]: row for row in models("list").stdout.splitlines()[2:]}
-    listed = [*LADDER, *SIZED]
+    listed = sorted((*LADDER, *SIZED), key=lambda one: one.spec.parameters)
     assert list(rows) == [one.spec.name for one in listed]
     assert all(f"{one.spec.parameters:,}" in rows[one.spec.name] for one in listed)
+    sized = [name for name, row in rows.items() if row.endswith("for sizing")]
+    assert sized == "qwen3.5-4b gemma-4-e4b gpt-oss-20b gemma-4-26b-a4b qwen3-30b-a3b".split()
+    active = [rows[name].split()[2] for name in sized]
+    assert active == ["4.2B", "4.7B", "3.6B", "3.8B", "3.0B"]
     cached = [name for name, row in rows.items() if row.endswith(" smollm2-135m-Q4_0.gguf")]
     assert cached == ["smollm2-135m"]
 

@@ -1,0 +1,114 @@
+"""The memory of published shapes, by their headers alone: what the formulas say beside what
+llama.cpp plans to hold (`no_alloc`), at the slots and contexts that people serve with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from models.gguf_reader import read_header
+from models.model_ladder import rung, sized
+from models.model_spec import ModelSpec
+from serving.backends.backend_interface import HeldMemory
+from serving.backends.llama_cpp.cache_layout import buffer_bytes, kv_bytes, state_bytes
+from serving.backends.llama_cpp.dry_load import held_memory
+from serving.hardware.machine_facts import hardware_facts
+from serving.performance.scheduler_settings import RequestedSettings
+from serving.placement.placement_policy import PlacementRequest, predicted
+from tests.gguf_shapes import SHAPES, write_dense, write_shape
+
+SERVED = ((4, 2048), (16, 2048), (4, 8192), (4, 32768))  # slots, context tokens
+LISTED = ("qwen3-30b-a3b", "gpt-oss-20b", "gemma-4-26b-a4b", "gemma-4-e4b", "qwen3.5-4b")
+# Whose step has other tensors than attention and an MLP; without a file their buffer is estimated.
+OTHER_STEPS = ("granite-4.0-h-tiny", "falcon-h1-7b", "nemotron-3-nano-30b-a3b")
+ON_EVERY_RUN = ("gpt-oss-20b", "qwen3.5-4b")  # windows with experts, a hybrid
+MIB = 1 << 20
+
+
+def listed_spec(name: str) -> ModelSpec:
+    """The shape that `crossover models list` has."""
+    found = sized(name)
+    return rung(name).spec if found is None else found.spec
+
+
+def held_of(file: Path, spec: ModelSpec, slots: int, context: int) -> HeldMemory:
+    asked = RequestedSettings(slots=slots, context_tokens=context)
+    (held,) = held_memory(str(file), spec, asked, prefix_reuse=False)
+    return held
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ON_EVERY_RUN else [pytest.mark.slow])
+        for name in SHAPES
+    ],
+)
+def test_the_layers_of_a_published_shape_are_what_llama_cpp_holds(
+    name: str, tmp_path: Path
+) -> None:
+    """KV cache and states are exact. Without a file the buffer is within 5 %, or, of a hybrid, an
+    error in it within 1.5 % of the whole."""
+    file = write_shape(name, tmp_path)
+    header = read_header(file)
+    spec = header.spec(name)
+    planned = listed_spec(name) if name in LISTED else spec
+    for slots, context in SERVED if name in LISTED else SERVED[1:]:
+        held = held_of(file, spec, slots, context)
+        tokens = slots * context
+        log_rounding = 0.03 * MIB  # llama.cpp says MiB with two decimals
+        counted = kv_bytes(planned, tokens, slots, "fp16")
+        assert held.kv_bytes == pytest.approx(counted, rel=0.001, abs=log_rounding)
+        assert held.state_bytes == state_bytes(planned, tokens, slots, "fp16", saves=False)
+        buffer = buffer_bytes(planned, context, slots)
+        whole = header.file_bytes + held.kv_bytes + held.state_bytes + held.buffer_bytes
+        assert buffer == pytest.approx(held.buffer_bytes, rel=0.05, abs=0.015 * whole)
+        if name not in (*OTHER_STEPS, "qwen3.5-4b"):
+            assert buffer == pytest.approx(held.buffer_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_listed_shape_is_that_of_its_file(name: str, tmp_path: Path) -> None:
+    header = read_header(write_shape(name, tmp_path))
+    spec, listed = header.spec(name), listed_spec(name)
+    for field in ("family", "layers", "hidden", "heads", "kv_heads", "vocabulary", "context"):
+        assert getattr(listed, field) == getattr(spec, field), field
+    for field in ("parameters", "active_parameters", "state_bytes_per_slot", "is_recurrent"):
+        assert getattr(listed, field) == getattr(spec, field), field
+    assert set(listed.cache_groups) == set(spec.cache_groups)
+    assert listed.tied == spec.tied
+    if spec.experts is not None and listed.experts is not None:
+        assert listed.experts.routing == spec.experts.routing
+        assert listed.experts.parameters == spec.experts.parameters
+
+
+def test_placement_with_and_without_the_file_agrees(tmp_path: Path) -> None:
+    """Of a hybrid with experts and windows in no part more than 5 % of the whole apart."""
+    for name in ("gemma-4-e4b", "qwen3.5-4b"):
+        file = write_shape(name, tmp_path)
+        header = read_header(file)
+        settings = RequestedSettings(slots=16, context_tokens=4096)
+        request = PlacementRequest(
+            model=header.spec(name),
+            settings=settings,
+            weight_bytes=header.file_bytes,
+            held=held_memory(str(file), header.spec(name), settings),
+        )
+        listed = msgspec.structs.replace(request, model=listed_spec(name), held=())
+        facts = hardware_facts()
+        of_file, of_shape = (predicted(one, facts, "llama_cpp", None) for one in (request, listed))
+        assert of_file.state_bytes == pytest.approx(of_shape.state_bytes, rel=0.001)
+        assert of_file.kv_bytes == pytest.approx(of_shape.kv_bytes, rel=0.001)
+        assert of_file.need_bytes == pytest.approx(of_shape.need_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["135m", "1b", "qwen3-4b"])
+def test_the_buffer_of_a_dense_shape_follows_from_its_tensors(name: str, tmp_path: Path) -> None:
+    """At a short context the MLP needs most, at a longer one attention does."""
+    spec = rung(name).spec
+    file = write_dense(spec, tmp_path)
+    for slots, context in ((1, 256), (4, 512), (16, 2048)):
+        held = held_of(file, read_header(file).spec(name), slots, context)
+        assert buffer_bytes(spec, context, slots) == pytest.approx(held.buffer_bytes, rel=0.005)
