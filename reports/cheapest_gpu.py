@@ -81,8 +81,8 @@ def fitting(spec: ModelSpec, traffic: Traffic, most: int) -> list[Service]:
 
 
 def best_cells(data: ReportData) -> dict[str, dict[str, CellData]]:
-    """Model, smallest first -> side -> its configuration with the highest confirmed rate, then
-    limit. Configurations on a CPU and on a GPU are never ranked against each other."""
+    """Model, fewest active parameters first -> side -> its configuration with the highest confirmed
+    rate, then limit. Configurations on a CPU and on a GPU are never ranked against each other."""
 
     def rank(cell: CellData) -> tuple[float, float]:
         return cell.held or 0.0, cell.limit or 0.0

@@ -55,7 +55,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def answers_of(data: ReportData) -> list[Answer]:
-    """One for each model, smallest first."""
+    """One for each model, that with the fewest active parameters first."""
     found = []
     for model, sides in best_cells(data).items():
         cpu = sides.get(CPU)

@@ -343,8 +343,9 @@ def read_report(folder: Path, slo: Slo | None = None) -> ReportData:
     asked = slo or _converted(run.manifest, "slo", Slo)
 
     def order(cell: CellData) -> tuple[float, str, str, str, str]:
+        """From quick to slow models, as "serves up to" means it: by active parameters."""
         name = cell.model, cell.side, cell.weight_format, cell.backend
-        return cell.parameters or math.inf, *name
+        return (math.inf if cell.spec is None else cell.spec.active_parameters), *name
 
     return ReportData(
         manifest=run.manifest,

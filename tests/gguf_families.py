@@ -507,7 +507,9 @@ def write_file(
         writer.write_tensors_to_file()
     else:
         writer.write_ti_data_to_file()
-        sizes = [writer.ggml_pad(one.nbytes, writer.data_alignment) for one in writer.tensors[0].values()]
+        sizes = [
+            writer.ggml_pad(one.nbytes, writer.data_alignment) for one in writer.tensors[0].values()
+        ]
     writer.close()
     if not has_weights:
         begin = writer.ggml_pad(path.stat().st_size, writer.data_alignment)

@@ -124,7 +124,9 @@ def _nemotron_metadata(s: Sizes) -> Metadata:
     }
 
 
-GEMMA4 = Family(_gemma4, _gemma4_metadata, architecture="gemma4", is_tied=True, more=_gemma4_outside)
+GEMMA4 = Family(
+    _gemma4, _gemma4_metadata, architecture="gemma4", is_tied=True, more=_gemma4_outside
+)
 
 SHAPES: dict[str, tuple[Family, Sizes]] = {
     "llama-3.1-8b": (

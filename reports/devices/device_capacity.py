@@ -104,22 +104,24 @@ class Service(msgspec.Struct, frozen=True):
     traffic: Traffic
     devices: int = 1
 
-    def needed_bytes(self, kv_tokens: float) -> float:
-        """Memory of all devices that serving takes with so much KV."""
+    def needed_bytes(self, kv_tokens: float, states: int = 1) -> float:
+        """Memory of all devices that serving takes with so much KV and so many requests' recurrent
+        states: with all weights, whichever experts a token uses."""
         weights = weight_bytes(self.spec, self.weight_format)
         held = weights + kv_tokens * self.spec.kv_bytes_per_token("fp16")
+        held += states * self.spec.state_bytes_per_slot
         if self.machine.is_served_by_vllm:
             logits = VLLM_LOGIT_BYTES * self.machine.slots * self.spec.vocabulary
             return (held + self.devices * (logits + VLLM_OUTSIDE_BYTES)) / VLLM_MEMORY_SHARE
         return held + self.devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
 
     def policy(self) -> SchedulerSettings:
-        """With the KV cache that its memory leaves room for. Raises ReportError where it is too
-        small for the longest request."""
+        """With the KV cache that its memory leaves room for, and as many slots as there is room for
+        their recurrent states. Raises ReportError where it is too small for the longest request."""
         machine = self.machine
         if machine.policy is not None:
             return machine.policy
-        kv_tokens = None
+        kv_tokens, slots = None, machine.slots
         if machine.memory_bytes is not None:
             least = self.needed_bytes(self.traffic.longest)
             whole = machine.memory_bytes * self.devices
@@ -128,10 +130,16 @@ class Service(msgspec.Struct, frozen=True):
                     f"needs {least / GIB:.1f} GiB, {machine.name} has {whole / GIB:.1f} GiB"
                 )
             share = VLLM_MEMORY_SHARE if machine.is_served_by_vllm else 1.0
-            free = (whole - self.needed_bytes(0)) * share
-            kv_tokens = int(free / self.spec.kv_bytes_per_token("fp16"))
+            free = (whole - self.needed_bytes(0, states=0)) * share
+            token_bytes = self.spec.kv_bytes_per_token("fp16")
+            state_bytes = self.spec.state_bytes_per_slot
+            if state_bytes:
+                fitting = free / (state_bytes + self.traffic.longest * token_bytes)
+                slots = min(slots, max(1, int(fitting)))
+            left = free - slots * state_bytes
+            kv_tokens = int(left / token_bytes) if token_bytes else None  # None: nothing attends
         return SchedulerSettings(
-            slots=machine.slots,
+            slots=slots,
             context_tokens=int(self.traffic.longest),
             prefill_tokens=PREFILL_TOKENS,
             step_tokens=PREFILL_TOKENS,

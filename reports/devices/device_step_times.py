@@ -121,6 +121,8 @@ def predicted_law(
     peak = peak16 * {"16": 1, "fp4": 4}.get(kind, 2)
     bandwidth = by.bandwidth_share * device.bandwidth_gb_per_second * 1e9 * devices
     products = 2 * spec.active_parameters  # of a token, without attention
+    cached = sum(group.layers for group in spec.cache_groups)
+    attending = cached if spec.is_recurrent else spec.layers
 
     def read(tokens: Array) -> Array:
         """Bytes of weights that a pass of so many tokens reads."""
@@ -134,7 +136,7 @@ def predicted_law(
 
     def prefill(tokens: Array) -> Array:
         reach = by.prompt_peak_share[kind]
-        attention = by.attention * 2 * spec.layers * spec.heads * spec.head_dim * tokens**2
+        attention = by.attention * 2 * attending * spec.heads * spec.head_dim * tokens**2
         work = products * tokens / (reach * peak) + attention / (reach * peak16)
         seconds: Array = (
             np.hypot(work, read(tokens) / bandwidth) + spec.layers * by.prompt_layer_seconds

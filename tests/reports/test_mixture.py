@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadtests.campaign.campaign_file import Plan
 from loadtests.records.journal_events import Calibrated, of_kind
 from loadtests.records.run_folder import read_records
 from loadtests.simulation.step_law_fit import StepLaw
@@ -15,6 +16,7 @@ from models.model_spec import Routing
 from reports.headline import answers_of
 from reports.html_page import page, sections_of
 from reports.report_data import CellData, read_report
+from reports.sections.crossover_map import crossover_map
 from reports.sections.speeds import batch_size, batching_sentence
 from tests.loadtests.campaign.simulated import Simulated, campaign, with_experts
 from tests.loadtests.simulation.known_server import EXPERTS_LAW, SETTINGS, KnownServer
@@ -51,6 +53,24 @@ def test_its_law_has_experts_and_the_report_says_what_they_mean(tmp_path: Path) 
     # A step whose weights all rows share is fast for many too.
     shared = msgspec.structs.replace(FOUR_BIT, base_seconds=0.02, row_seconds=1e-5)
     assert sentence(cell, shared).startswith("Batching 16 requests of qwen3-30b-a3b on the CPU")
+
+
+def test_models_stand_by_their_active_parameters_and_the_mixture_before_a_dense_8b(
+    tmp_path: Path,
+) -> None:
+    """The axis is speed: 30 billion parameters of which 3 are active are before 8 billion."""
+    plan = campaign(300, models='["1b", "8b"]', more='devices = ["cpu"]')
+    mixture = with_experts(Plan(plan.campaign, plan.cells[:1], plan.text), SPEC).cells
+    world = Simulated(policy=SETTINGS)
+    folder = world.run(Plan(plan.campaign, [*plan.cells[1:], *mixture], plan.text), tmp_path)
+    data = read_report(folder)
+    names = ["qwen3-30b-a3b", "llama-3.1-8b"]
+    assert [cell.model for cell in data.cells] == names
+    answers = answers_of(data)
+    assert [answer.model for answer in answers] == names
+    chart = crossover_map(answers, data)
+    assert chart is not None
+    assert chart.svg.index("31B, 3.0B active") < chart.svg.index("8.0B")
 
 
 def sentence(cell: CellData, law: StepLaw) -> str:

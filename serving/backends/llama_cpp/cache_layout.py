@@ -67,9 +67,9 @@ def buffer_bytes(spec: ModelSpec, attended: int, slots: int) -> int:
 
         R * (masks * n + max(heads * n + 3h + 2q + 2v, 3h + 3f + 2v)) + slots * vocabulary
 
-    With experts the second part is 4h + 2kh + 2v + 2E. A mask is as long as the cache of its layers.
-    llama.cpp 0.5's allocator gives exactly this for llama, qwen2, qwen3 and qwen3moe; a shape with
-    other tensors says its own elements (`ModelSpec.scratch`).
+    With experts the second part is 4h + 2kh + 2v + 2E. A mask is as long as the cache of its
+    layers. llama.cpp 0.5's allocator gives exactly this for llama, qwen2, qwen3 and qwen3moe; a
+    shape with other tensors says its own elements (`ModelSpec.scratch`).
     """
     windows = {one.window for one in spec.cache_groups}
     masks = sum(attended if one is None else kept_window_tokens(one, attended) for one in windows)

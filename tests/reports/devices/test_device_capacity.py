@@ -7,7 +7,7 @@ import pytest
 
 from loadtests.analysis.slo import Slo
 from loadtests.simulation.simulated_capacity import Lengths
-from models.model_ladder import rung
+from models.model_ladder import rung, sized
 from models.weight_formats import weight_bytes
 from reports.devices.device_capacity import (
     Machine,
@@ -84,3 +84,43 @@ def test_asking_the_whole_list_takes_seconds() -> None:
         except Exception as problem:  # does not fit: said in one sentence
             assert "GiB" in str(problem)
     assert time.monotonic() - began < 20
+
+
+def listed(name: str, machine: Machine, weight_format: str = "Q4_0") -> Service:
+    found = sized(name)
+    assert found is not None
+    return Service(machine, found.spec, weight_format, TRAFFIC)
+
+
+def test_a_mixture_needs_a_gpu_for_all_experts_and_is_as_fast_as_the_active_ones() -> None:
+    """Qwen3-30B-A3B: memory by 30.5 billion parameters, speed by 3.0 billion."""
+    refused = capacity_of(listed("qwen3-30b-a3b", T4), CHAT)
+    assert refused.rate is None and "GiB, NVIDIA T4 has 15.0 GiB" in refused.reason
+    big = machine_of(device_named("NVIDIA L40S"))
+    dense = Service(big, rung("qwen2.5-32b").spec, "Q4_0", TRAFFIC)
+    mixture = listed("qwen3-30b-a3b", big)
+    assert mixture.needed_bytes(0) == pytest.approx(dense.needed_bytes(0), rel=0.1)
+    alone = [
+        float(law.seconds(1, 0, 0))
+        for law, _ in (
+            big.law(one.spec, "Q4_0", 16, 1)
+            for one in (mixture, dense, Service(big, rung("3b").spec, "Q4_0", TRAFFIC))
+        )
+    ]
+    assert alone[0] < alone[1] / 3 and alone[0] < 2.5 * alone[2]
+
+
+def test_a_hybrid_has_the_slots_whose_states_fit_beside_its_weights_and_kv_cache() -> None:
+    hybrid = listed("qwen3.5-4b", T4, "bf16")
+    state, token = hybrid.spec.state_bytes_per_slot, 8 * 2 * 1024 * 2
+    (policy, roomy) = (hybrid.policy(), listed("qwen3.5-4b", H100, "bf16").policy())
+    assert roomy.slots == H100.slots and 1 < policy.slots < T4.slots
+    assert T4.memory_bytes is not None
+    held = hybrid.needed_bytes(policy.pool_tokens, states=policy.slots)
+    assert 0.9 * T4.memory_bytes < held <= T4.memory_bytes
+    assert hybrid.needed_bytes(0, states=2) - hybrid.needed_bytes(0) == pytest.approx(
+        state, rel=0.12
+    )  # within vLLM's share of the memory
+    assert hybrid.needed_bytes(1000) - hybrid.needed_bytes(0) == pytest.approx(
+        1000 * token, rel=0.12
+    )

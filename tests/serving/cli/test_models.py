@@ -70,8 +70,8 @@ def test_a_plan_of_a_file_is_of_its_own_format_and_says_what_experts_mean(
     assert "each token goes through 2 of 8 experts" in shown
     assert "16 requests together use 99% of the experts in each step" in shown
     sized = models("plan", "gpt-oss-20b", "--memory", "64GiB", "--context", "32768", "--slots", "4")
-    # llama.cpp says 4,261 MiB of buffers for the real shape, and half of the KV with windows only.
-    assert re.search(r"Q4_K_M .*KV 3.0\d GiB .*buffers 4.1\d GiB .*: fits", sized.stdout)
+    # llama.cpp says 4,202 MiB of buffers for the real shape, and half of the KV with windows only.
+    assert re.search(r"Q4_K_M .*KV 3.0\d GiB .*buffers 4.1\d? GiB .*: fits", sized.stdout)
     assert "torch" not in sized.stdout
     refused = models("make", "qwen3-30b-a3b")
     assert refused.returncode == 2 and "is listed only for planning memory" in refused.stderr
