@@ -1,5 +1,4 @@
-"""Memory of each model by what holds it (weights, KV cache, recurrent state, buffers, overhead),
-predicted, beside the measured peak."""
+"""Memory of each model, predicted by part (weights, KV cache, state, buffers), and measured."""
 
 from __future__ import annotations
 

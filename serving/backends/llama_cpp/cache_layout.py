@@ -1,5 +1,4 @@
-"""What llama.cpp keeps of a context, layer by layer: KV cache, windows of it, checkpoints; and the
-buffer that a step computes in. Pure functions of a model's shape."""
+"""Memory of llama.cpp by a model's shape: KV cache, windows, states, checkpoints, buffers. Pure."""
 
 from __future__ import annotations
 
