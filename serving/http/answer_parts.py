@@ -22,6 +22,7 @@ from serving.http.body_types import CalledFunction, ToolCall
 
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
+FUNCTION = "<function="  # Qwen3-Coder leaves <tool_call> before it out now and then
 TRAILING_CALL = "<|tool_call|>"  # Granite 3: a JSON list up to the end
 GEMMA_THINK, GEMMA_THOUGHT = "<|channel>", "<channel|>"
 _GEMMA_CALL, _GEMMA_CALLED, _GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -46,6 +47,7 @@ class Form(NamedTuple):
     dialect: Dialect = "tags"
     parameters: Mapping[str, Mapping[str, Any]] = _NO_SCHEMAS  # JSON schemas, by function
     dropped: tuple[str, ...] = ()  # marks around content that say nothing more
+    is_tagged: bool = False  # the template teaches calls as <function=f>
 
 
 def form_of(
@@ -68,11 +70,11 @@ def form_of(
         is_open = end.endswith(f"{GEMMA_THINK}thought")
         return Form("open" if is_open else "maybe", calls, names, dialect, parameters)
     dropped = tuple(mark for mark in RESPONSE_MARKS if mark in template)
+    is_tagged = calls == "hermes" and FUNCTION in template
+    form = Form(None, calls, names, dialect, parameters, dropped, is_tagged)
     if THOUGHT not in template:
-        is_plain = calls is None and not dropped
-        return None if is_plain else Form(None, calls, names, dialect, parameters, dropped)
-    reasoning: Literal["open", "maybe"] = "open" if end.endswith(THINK) else "maybe"
-    return Form(reasoning, calls, names, dialect, parameters, dropped)
+        return None if calls is None and not dropped else form
+    return form._replace(reasoning="open" if end.endswith(THINK) else "maybe")
 
 
 class Part(NamedTuple):
@@ -102,6 +104,8 @@ class Splitter:
         if opened is not None:
             self._marks["content"][opened] = "call"
             self._marks["call"] = {CALLED: "content"} if opened == CALL else {}
+        if form.is_tagged:  # of these functions only: a text may have such a tag
+            self._marks["content"] |= {f"{FUNCTION}{name}>": "call" for name in form.names}
         if form.dialect == "gemma":
             self._openers = {GEMMA_THINK: "reasoning"}
             self._marks = {
@@ -170,6 +174,9 @@ class Splitter:
             shown = text
             if self._opened == CALL:
                 shown = f"{CALL}{text}{mark}"
+            elif self._opened.startswith(FUNCTION):
+                text = f"{self._opened}{text}"
+                is_whole, shown = True, f"{text}{mark}"
             parts += self._calls(text if is_whole else "", shown)
         elif text and self._kind in ("reasoning", "content"):
             parts.append(Part("reasoning" if self._kind == "reasoning" else "content", text))

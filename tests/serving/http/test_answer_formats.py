@@ -16,11 +16,20 @@ from serving.http.tool_calls import readable_calls
 PARAMETERS: dict[str, dict[str, Any]] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "now": {},
+    "edit": {
+        "properties": {
+            "path": {"type": "string"},
+            "text": {"type": "string"},
+            "lines": {"type": "array"},
+            "dry": {"type": "boolean"},
+        }
+    },
 }
 # What each template has of the marks that it teaches; the rest of it is of no matter here.
 HARMONY = "<|start|>assistant<|channel|>analysis<|message|>{{ m }}<|end|> to=functions."
 GEMMA = '<|turn>model\n<|channel>thought\n<channel|> <|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>'
 QWEN35 = "<think>\n</think> <tool_call>\n<function=f>\n<parameter=a>\n</parameter></function>"
+QWEN3_CODER = QWEN35.removeprefix("<think>\n</think> ")
 GRANITE3 = "<think></think> <response></response> <|tool_call|>[]"
 GRANITE4 = '<tool_call>{"name": <n>, "arguments": <a>}</tool_call>'
 PLAIN = "{{ m.content }}"
@@ -153,6 +162,25 @@ CASES: dict[str, tuple[str, str, str, Parts]] = {
         "</think><tool_call><function=rm></function></tool_call>",
         [("content", "<tool_call><function=rm></function></tool_call>")],
     ),
+    "qwen3-coder calls without the mark before it": (
+        QWEN3_CODER,
+        "assistant\n",
+        "I will look.\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2"
+        "\n</parameter>\n</function>\n</tool_call>",
+        [("content", "I will look.\n"), WEATHER],
+    ),
+    "qwen3-coder calls without a mark before or behind it": (
+        QWEN3_CODER,
+        "assistant\n",
+        "<function=now>\n</function>",
+        [("call", "now", {})],
+    ),
+    "qwen3-coder speaks of a function that it does not have": (
+        QWEN3_CODER,
+        "assistant\n",
+        "Write <function=f> there.",
+        [("content", "Write <function=f> there.")],
+    ),
     "granite 4 calls": (
         GRANITE4,
         "assistant",
@@ -175,15 +203,153 @@ CASES: dict[str, tuple[str, str, str, Parts]] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 4, 10_000])
-@pytest.mark.parametrize("name", CASES)
-def test_an_answer_is_split_as_its_family_writes_it(name: str, size: int) -> None:
-    template, end, text, expected = CASES[name]
+# Whole answers, as these models write them when they work on something.
+CODE = 'def f(a):\n    """Return <b>."""\n    return {"a": a < 2} if a else [\'</p>\', "{}"]\n'
+EDIT = (
+    "call",
+    "edit",
+    {"path": "a/b.py", "text": CODE.rstrip("\n"), "lines": [1, 2], "dry": False},
+)
+GEMMA_EDIT = ("call", "edit", {"path": "a/b.py", "text": CODE, "lines": [1, 2], "dry": False})
+SMOLLM2 = (  # SmolLM2-135M-Instruct, greedy
+    '```python\ndef is_even(num):\n    """Return True if the given number is even, False if it\'s odd.'
+    '"""\n    if num % 2 == 0:\n        return "Even"\n    else:\n        return "Odd"\n```\n\nThis '
+    "function uses the modulo operator (`%`) to check if the given number is even or odd. If it's "
+    'even, it returns "Even". If it\'s odd, it returns "Odd".'
+)
+WHOLE: dict[str, tuple[str, str, str, Parts]] = {
+    "gpt-oss works": (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>The user wants an edit.\n\nWe need `edit`; it takes "
+        '{"path": ...}. Then check the weather < 3 days.<|end|><|start|>assistant<|channel|>'
+        "commentary<|message|>I change the file, then I look.\n\n1. edit\n2. look<|end|><|start|>"
+        f"assistant<|channel|>commentary to=functions.edit <|constrain|>json<|message|>"
+        f"{json.dumps(GEMMA_EDIT[2])}<|call|><|start|>assistant to=functions.weather<|channel|>"
+        f"commentary json<|message|>{json.dumps(WEATHER[2], indent=1)}<|call|>",
+        [
+            (
+                "reasoning",
+                "The user wants an edit.\n\nWe need `edit`; it takes "
+                '{"path": ...}. Then check the weather < 3 days.',
+            ),
+            ("content", "I change the file, then I look.\n\n1. edit\n2. look"),
+            GEMMA_EDIT,
+            WEATHER,
+        ],
+    ),
+    "gpt-oss thinks twice and answers in Markdown": (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>First.<|end|><|start|>assistant<|channel|>analysis<|message|>"
+        "Then: a|b.<|end|><|start|>assistant<|channel|>final<|message|>| a | b |\n|---|---|\n| `<|` | "
+        "1 < 2 |\n\n```html\n<p>&lt;</p>\n```<|return|>",
+        [
+            ("reasoning", "First.Then: a|b."),
+            ("content", "| a | b |\n|---|---|\n| `<|` | 1 < 2 |\n\n```html\n<p>&lt;</p>\n```"),
+        ],
+    ),
+    "gpt-oss answers with JSON that it was held to": (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>JSON.<|end|><|start|>assistant<|channel|>final <|constrain|>"
+        'json<|message|>{"a": [1, 2]}<|return|>',
+        [("reasoning", "JSON."), ("content", '{"a": [1, 2]}')],
+    ),
+    "gpt-oss calls from its analysis": (
+        HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>analysis "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "Oslo", "days": 2}<|call|>',
+        [("reasoning", "Look."), WEATHER],
+    ),
+    "qwen3.5 works": (
+        QWEN35,
+        END_THINK,
+        "The user wants an edit: if a < 2 then <b>.\n\nLet me do so.\n</think>\n\nI change the file, "
+        "then I look.\n\n<tool_call>\n<function=edit>\n<parameter=path>\na/b.py\n</parameter>\n"
+        f"<parameter=text>\n{CODE}</parameter>\n<parameter=lines>\n[1, 2]\n</parameter>\n"
+        "<parameter=dry>\nfalse\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+        "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+        [
+            ("reasoning", "The user wants an edit: if a < 2 then <b>.\n\nLet me do so.\n"),
+            ("content", "I change the file, then I look.\n\n"),
+            EDIT,
+            WEATHER,
+        ],
+    ),
+    "qwen3.5 thinks and answers in Markdown": (
+        QWEN35,
+        END_THINK,
+        "Is 1 < 2?\n</think>\n\nYes: `1 < 2`.\n\n```html\n<p></p>\n```",
+        [("reasoning", "Is 1 < 2?\n"), ("content", "Yes: `1 < 2`.\n\n```html\n<p></p>\n```")],
+    ),
+    "qwen3-coder works": (
+        QWEN3_CODER,
+        "assistant\n",
+        "I change the file.\n<tool_call>\n<function=edit>\n<parameter=path>\na/b.py\n</parameter>\n"
+        f"<parameter=text>\n{CODE}</parameter>\n<parameter=lines>\n[1, 2]\n</parameter>\n"
+        "<parameter=dry>\nfalse\n</parameter>\n</function>\n</tool_call>",
+        [("content", "I change the file.\n"), EDIT],
+    ),
+    "gemma works": (
+        GEMMA,
+        "<|turn>model\n",
+        "<|channel>thought\nThe user wants an edit: a < 2, {b}.\n\nLet me do so.\n<channel|>I change "
+        'the file.\n<|tool_call>call:edit{path:<|"|>a/b.py<|"|>,text:<|"|>'
+        f'{CODE}<|"|>,lines:[1,2],dry:false}}<tool_call|><|tool_call>call:weather{{city:<|"|>Oslo<|"|>,'
+        "days:2}<tool_call|>",
+        [
+            ("reasoning", "The user wants an edit: a < 2, {b}.\n\nLet me do so.\n"),
+            ("content", "I change the file.\n"),
+            GEMMA_EDIT,
+            WEATHER,
+        ],
+    ),
+    "granite 4 works": (
+        GRANITE4,
+        "assistant",
+        f"I change the file.\n<tool_call>\n{json.dumps({'name': 'edit', 'arguments': GEMMA_EDIT[2]})}"
+        f"\n</tool_call>\n<tool_call>\n{json.dumps({'name': 'weather', 'arguments': WEATHER[2]})}\n"
+        "</tool_call>",
+        [("content", "I change the file.\n"), GEMMA_EDIT, WEATHER],
+    ),
+    "granite 4 passes the arguments as a text": (
+        GRANITE4,
+        "assistant",
+        '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\", \\"days\\": 2}"}'
+        "</tool_call>",
+        [WEATHER],
+    ),
+} | {
+    f"an answer of SmolLM2, which has no marks, where {name} is expected": (
+        template,
+        "assistant\n",
+        SMOLLM2,
+        [("content", SMOLLM2)],
+    )
+    for name, template in (
+        ("gpt-oss", HARMONY),
+        ("gemma", GEMMA),
+        ("qwen3.5", QWEN35),
+        ("qwen3-coder", QWEN3_CODER),
+        ("granite 3", GRANITE3),
+        ("granite 4", GRANITE4),
+    )
+}
+MARKS = ("<|", "<think>", "</think>", "<tool_call", "</tool_call", "<function", "<channel|>")
+
+
+def split(name: str, cases: dict[str, tuple[str, str, str, Parts]], *pieces: int) -> Parts:
+    """The parts of a case's answer that comes in pieces of these sizes, the last size repeated."""
+    template, end, text, _ = cases[name]
     calls = readable_calls(template)
     form = form_of(template, f"a prompt {end}", calls, PARAMETERS, is_free=True)
     assert form is not None
-    splitter, found = Splitter(form), list[tuple[Any, ...]]()
-    for start in range(0, len(text), size):
+    splitter, found, start, sizes = Splitter(form), list[tuple[Any, ...]](), 0, [*pieces]
+    while start < len(text):
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
         for part in splitter.push(text[start : start + size], start + size >= len(text)):
             if part.call is not None:
                 call = part.call.function
@@ -192,8 +358,28 @@ def test_an_answer_is_split_as_its_family_writes_it(name: str, size: int) -> Non
                 found[-1] = (part.kind, found[-1][1] + part.text)
             else:
                 found.append((part.kind, part.text))
-    found = [one for one in found if one[0] == "call" or one[1].strip()]
+        start += size
+    return [one for one in found if one[0] == "call" or one[1].strip()]
+
+
+@pytest.mark.parametrize("size", [1, 4, 10_000])
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_is_split_as_its_family_writes_it(name: str, size: int) -> None:
+    assert split(name, CASES, size) == CASES[name][3]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_answer_is_split_alike_wherever_it_is_cut_and_leaves_no_mark(name: str) -> None:
+    """In two pieces, cut at each place, and in even pieces of each size to 40 characters."""
+    *_, text, expected = WHOLE[name]
+    found = split(name, WHOLE, len(text))
     assert found == expected
+    shown = "".join(str(part[1]) for part in found if part[0] != "call").replace("`<|`", "")
+    assert not [mark for mark in MARKS if mark in shown]
+    for cut in range(1, len(text)):
+        assert split(name, WHOLE, cut, len(text)) == expected, cut
+    for size in range(1, 41):
+        assert split(name, WHOLE, size) == expected, size
 
 
 def test_a_template_without_marks_and_an_answer_held_to_a_grammar_are_content_alone() -> None:
