@@ -165,8 +165,8 @@ CASES: dict[str, tuple[str, str, str, Parts]] = {
     "qwen3-coder calls without the mark before it": (
         QWEN3_CODER,
         "assistant\n",
-        "I will look.\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2"
-        "\n</parameter>\n</function>\n</tool_call>",
+        "I will look.\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n"
+        "2\n</parameter>\n</function>\n</tool_call>",
         [("content", "I will look.\n"), WEATHER],
     ),
     "qwen3-coder calls without a mark before or behind it": (
@@ -212,10 +212,10 @@ EDIT = (
 )
 GEMMA_EDIT = ("call", "edit", {"path": "a/b.py", "text": CODE, "lines": [1, 2], "dry": False})
 SMOLLM2 = (  # SmolLM2-135M-Instruct, greedy
-    '```python\ndef is_even(num):\n    """Return True if the given number is even, False if it\'s odd.'
-    '"""\n    if num % 2 == 0:\n        return "Even"\n    else:\n        return "Odd"\n```\n\nThis '
-    "function uses the modulo operator (`%`) to check if the given number is even or odd. If it's "
-    'even, it returns "Even". If it\'s odd, it returns "Odd".'
+    '```python\ndef is_even(num):\n    """Return True if the given number is even, False if it\'s '
+    'odd."""\n    if num % 2 == 0:\n        return "Even"\n    else:\n        return "Odd"\n```\n\n'
+    "This function uses the modulo operator (`%`) to check if the given number is even or odd. If "
+    'it\'s even, it returns "Even". If it\'s odd, it returns "Odd".'
 )
 WHOLE: dict[str, tuple[str, str, str, Parts]] = {
     "gpt-oss works": (
@@ -242,8 +242,8 @@ WHOLE: dict[str, tuple[str, str, str, Parts]] = {
         HARMONY,
         "<|start|>assistant",
         "<|channel|>analysis<|message|>First.<|end|><|start|>assistant<|channel|>analysis<|message|>"
-        "Then: a|b.<|end|><|start|>assistant<|channel|>final<|message|>| a | b |\n|---|---|\n| `<|` | "
-        "1 < 2 |\n\n```html\n<p>&lt;</p>\n```<|return|>",
+        "Then: a|b.<|end|><|start|>assistant<|channel|>final<|message|>| a | b |\n|---|---|\n| "
+        "`<|` | 1 < 2 |\n\n```html\n<p>&lt;</p>\n```<|return|>",
         [
             ("reasoning", "First.Then: a|b."),
             ("content", "| a | b |\n|---|---|\n| `<|` | 1 < 2 |\n\n```html\n<p>&lt;</p>\n```"),
@@ -266,8 +266,9 @@ WHOLE: dict[str, tuple[str, str, str, Parts]] = {
     "qwen3.5 works": (
         QWEN35,
         END_THINK,
-        "The user wants an edit: if a < 2 then <b>.\n\nLet me do so.\n</think>\n\nI change the file, "
-        "then I look.\n\n<tool_call>\n<function=edit>\n<parameter=path>\na/b.py\n</parameter>\n"
+        "The user wants an edit: if a < 2 then <b>.\n\nLet me do so.\n</think>\n\nI change the "
+        "file, then I look.\n\n<tool_call>\n<function=edit>\n<parameter=path>\na/b.py\n"
+        "</parameter>\n"
         f"<parameter=text>\n{CODE}</parameter>\n<parameter=lines>\n[1, 2]\n</parameter>\n"
         "<parameter=dry>\nfalse\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
         "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n"
@@ -296,8 +297,8 @@ WHOLE: dict[str, tuple[str, str, str, Parts]] = {
     "gemma works": (
         GEMMA,
         "<|turn>model\n",
-        "<|channel>thought\nThe user wants an edit: a < 2, {b}.\n\nLet me do so.\n<channel|>I change "
-        'the file.\n<|tool_call>call:edit{path:<|"|>a/b.py<|"|>,text:<|"|>'
+        "<|channel>thought\nThe user wants an edit: a < 2, {b}.\n\nLet me do so.\n<channel|>I "
+        'change the file.\n<|tool_call>call:edit{path:<|"|>a/b.py<|"|>,text:<|"|>'
         f'{CODE}<|"|>,lines:[1,2],dry:false}}<tool_call|><|tool_call>call:weather{{city:<|"|>Oslo<|"|>,'
         "days:2}<tool_call|>",
         [
@@ -310,8 +311,9 @@ WHOLE: dict[str, tuple[str, str, str, Parts]] = {
     "granite 4 works": (
         GRANITE4,
         "assistant",
-        f"I change the file.\n<tool_call>\n{json.dumps({'name': 'edit', 'arguments': GEMMA_EDIT[2]})}"
-        f"\n</tool_call>\n<tool_call>\n{json.dumps({'name': 'weather', 'arguments': WEATHER[2]})}\n"
+        "I change the file.\n<tool_call>\n"
+        f"{json.dumps({'name': 'edit', 'arguments': GEMMA_EDIT[2]})}\n</tool_call>\n"
+        f"<tool_call>\n{json.dumps({'name': 'weather', 'arguments': WEATHER[2]})}\n"
         "</tool_call>",
         [("content", "I change the file.\n"), GEMMA_EDIT, WEATHER],
     ),
