@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -22,7 +23,8 @@ from serving.backends.backend_table import (
     spec_of,
 )
 from serving.errors import Cause
-from serving.hardware.cpu_topology import cores_text, split_cores
+from serving.hardware.core_speeds import CoreSpeeds, measure_core_speeds
+from serving.hardware.cpu_topology import cores_text, physical_of, split_cores
 from serving.hardware.gpus import render_nodes
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 
@@ -40,6 +42,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     cache: str  # the folder, or why there is none
     cache_free_bytes: int | None
     warnings: dict[str, str]
+    core_speeds: CoreSpeeds | None = None  # None: not measured
 
 
 def doctor() -> None:
@@ -64,14 +67,24 @@ def examine() -> Diagnosis:
     said = {one.backend: advice(one, has_compiler, has_gpu) for one in backends}
     cache, free_bytes = _cache()
     works = any(one.works for one in backends)
-    return Diagnosis(
-        facts,
-        backends,
-        {name: text for name, text in said.items() if text},
-        cache,
-        free_bytes,
-        dict(warnings_of(facts, works, free_bytes)),
+    speeds = _core_speeds(facts)
+    warnings = dict(warnings_of(facts, works, free_bytes))
+    physical_cores = len(set(physical_of(facts.allowed_cores).values()))
+    warnings |= dict(warnings_of_cores(physical_cores, speeds)) | dict(
+        warnings_of_builds(facts, backends)
     )
+    texts = {name: text for name, text in said.items() if text}
+    return Diagnosis(facts, backends, texts, cache, free_bytes, warnings, speeds)
+
+
+def _core_speeds(facts: HardwareFacts) -> CoreSpeeds | None:
+    """Those of the CPUs that the quota allows at the same time; None where they cannot be had."""
+    cpus = facts.allowed_cores
+    usable = cpus[: whole_cores(len(cpus), facts.cgroup_cores)]
+    try:
+        return measure_core_speeds(usable, facts.usable_memory_bytes // 4)
+    except (MemoryError, OSError):
+        return None
 
 
 def _cache() -> tuple[str, int | None]:
@@ -127,11 +140,68 @@ def warnings_of(
         yield "no_backend", "no backend works, so nothing can be served. Follow the advice above."
 
 
+def warnings_of_cores(physical_cores: int, speeds: CoreSpeeds | None) -> Iterator[tuple[str, str]]:
+    """The warning that CPUs are hyperthreads which the kernel shows as cores; a pure function.
+
+    `physical_cores`: those that the kernel shows of the CPUs that this process may use.
+    """
+    if speeds is not None and speeds.equivalent_cores < min(physical_cores, speeds.cpus):
+        fitting = speeds.equivalent_cores
+        yield (
+            "hyperthreads",
+            f"{speeds.cpus} CPUs behave like {fitting} cores: they are probably hyperthreads that "
+            f"this virtual machine shows as cores; --threads {fitting} may be as quick, and "
+            "--backend best measures both",
+        )
+
+
+# CPU flags as Linux and as llama.cpp call them, of instructions that make its products quicker.
+LLAMA_CPP_INSTRUCTIONS = {
+    "avx2": "AVX2",
+    "avx_vnni": "AVX_VNNI",
+    "avx512f": "AVX512",
+    "avx512_vnni": "AVX512_VNNI",
+    "avx512_bf16": "AVX512_BF16",
+    "amx_int8": "AMX_INT8",
+    "asimddp": "DOTPROD",
+    "i8mm": "MATMUL_INT8",
+    "sve": "SVE",
+}
+
+
+def unused_instructions(isa: Iterable[str], system_info: str) -> list[str]:
+    """The instructions of the CPU, as llama.cpp calls them, that its build does not use."""
+    used = set(re.findall(r"(\w+) = 1", system_info))
+    wanted = [LLAMA_CPP_INSTRUCTIONS[flag] for flag in isa if flag in LLAMA_CPP_INSTRUCTIONS]
+    return [name for name in wanted if name not in used]
+
+
+def amx_in_words(isa: Iterable[str], system_info: str) -> str:
+    """Whether llama.cpp multiplies with AMX here, and why not."""
+    if "AMX_INT8 = 1" in system_info:
+        return "active"
+    return "not in this build" if "amx_int8" in isa else "not on this CPU"
+
+
+def warnings_of_builds(
+    facts: HardwareFacts, backends: Iterable[BackendProbe]
+) -> Iterator[tuple[str, str]]:
+    """The warning that a build leaves instructions of this CPU unused; a pure function."""
+    for probe in backends:
+        info = probe.details.get("system_info")
+        if info and (unused := unused_instructions(facts.isa, info)):
+            yield (
+                "slow_build",
+                f"this CPU has {', '.join(unused)}, which this build of {probe.backend} does not "
+                f"use; compile it on this machine: {spec_of(probe.backend).reinstall}",
+            )
+
+
 def page(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the diagnosis for people, line by line."""
     facts, size = diagnosis.facts, formatting.size
     yield "This machine"
-    for name, value in machine_rows(facts):
+    for name, value in (*machine_rows(facts), *speed_rows(diagnosis.core_speeds)):
         yield f"  {name:16}{value}"
     free = diagnosis.cache_free_bytes
     yield f"  {'cache':16}{diagnosis.cache}" + ("" if free is None else f" ({size(free)} free)")
@@ -140,6 +210,8 @@ def page(diagnosis: Diagnosis) -> Iterator[str]:
         works, version = ("no", "yes"), f", {probe.version}" if probe.version else ""
         yield f"  {probe.backend:16}CPU {works[probe.works]}, GPU {works[probe.gpu]}{version}"
         details = "; ".join(f"{key} {value}" for key, value in probe.details.items())
+        if info := probe.details.get("system_info"):
+            details += f"; AMX: {amx_in_words(facts.isa, info)}"
         yield from (f"{'':18}{line}" for line in (probe.problem, probe.gpu_note, details) if line)
         if text := diagnosis.advice.get(probe.backend):
             yield f"{'':18}-> {text}"
@@ -167,3 +239,16 @@ def machine_rows(facts: HardwareFacts) -> Iterator[tuple[str, str]]:
     if not facts.gpus:
         yield "GPU", facts.gpu_note or "none"
     yield "system", f"{facts.system}, Linux {facts.kernel}, Python {facts.python}"
+
+
+def speed_rows(speeds: CoreSpeeds | None) -> Iterator[tuple[str, str]]:
+    """Name and value of the lines about measured speeds; a pure function."""
+    if speeds is None:
+        return
+    reads = speeds.read_gigabytes_per_second
+    rates = ", ".join(f"{count}: {rate:.0f}" for count, rate in reads.items())
+    yield "memory reads", f"{rates} GB/s by threads"
+    if speeds.cpus > 1:
+        cores = "1 core" if speeds.equivalent_cores == 1 else f"{speeds.equivalent_cores} cores"
+        times = f"{speeds.compute[speeds.cpus]:.1f} times what one does"
+        yield "together", f"{speeds.cpus} CPUs behave like {cores} (they compute {times})"

@@ -12,13 +12,16 @@ the one before left.
   The first accepted token that min-p and top-p keep is the draw. At least 1 of 64 proposals is
   accepted. This takes exp of V / 64 numbers instead of V.
 - top-p keeps a proposed token where the weight of all tokens above it is less than top-p of the
-  whole: one exp of V numbers a row, with top-p only.
+  whole. The groups whose best tokens weigh most give bounds of both weights, which decide nearly
+  every token of a language model. Where they do not, as for nearly uniform logits, exp of V numbers
+  decides. The margin of a bound is far above what sums round, so that both always decide alike.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +40,33 @@ Ids = npt.NDArray[np.int64]
 MEMBERS = 64  # tokens in a group
 ROUNDS = (64, 256, 1024, 4096)  # proposals of each round, until one is taken
 _COUNTERS = [proposal_counters([(lane, count)]) for lane, count in enumerate(ROUNDS)]
+# Groups whose best token weighs at least this share of the row's best are summed token by token,
+# where they are at most so many; the others enter the bounds of top-p by their best token alone.
+MIN_HEAVY_WEIGHT, MAX_HEAVY_GROUPS = 1e-3, 256
+MAX_GROUPS_AHEAD = 32  # with a better token than a proposed one, to be summed for it alone
+MARGIN = 1e-3  # of the bounds, relative: sums of V weights of 32 bits round by less than 1e-4
 
 
 @lru_cache(maxsize=2)
-def _scratch(vocabulary: int) -> tuple[Logits, Logits, npt.NDArray[np.bool_]]:
+def _scratch(vocabulary: int) -> tuple[Logits, Logits, Logits]:
     """Weights, ones and a mask of a row: fresh ones cost more in page faults than the work."""
     ones = np.ones(vocabulary, np.float32)
-    return np.empty_like(ones), ones, np.empty(vocabulary, np.bool_)
+    return np.empty_like(ones), ones, np.empty_like(ones)
+
+
+class Groups(NamedTuple):
+    """The groups of some rows. A token of logit l weighs exp((l - best) / temperature)."""
+
+    maxima: Logits  # [rows, groups + 1], as group_maxima returns them
+    weights: Logits  # of the maxima
+    sums: npt.NDArray[np.float64]  # cumulative, of the weights
+
+    def rows(self, places: list[int]) -> Groups:
+        return Groups(self.maxima[places], self.weights[places], self.sums[places])
+
+    def row(self, place: int) -> Groups:
+        """Those of one row, without the dimension of rows."""
+        return Groups(self.maxima[place], self.weights[place], self.sums[place])
 
 
 def draw_tokens(works: list[Logits], rows: list[Row]) -> list[int]:
@@ -62,13 +85,17 @@ def draw_tokens(works: list[Logits], rows: list[Row]) -> list[int]:
             sorting.append((index, top_ids(work, row.sampling.top_k, maxima[index])))
         else:
             left.append(index)
+    groups = weigh(maxima[left], [rows[index] for index in left])
     for counters in _COUNTERS:
         if not left:
             break
         some = [works[index] for index in left], [rows[index] for index in left]
-        for index, token in zip(left, _propose(*some, maxima[left], counters), strict=True):
+        drawn = _propose(*some, groups, counters)
+        for index, token in zip(left, drawn, strict=True):
             tokens[index] = token
-        left = [index for index in left if tokens[index] < 0]
+        if places := [place for place, token in enumerate(drawn) if token < 0]:
+            groups = groups.rows(places)
+        left = [left[place] for place in places]
     # What is left then: hardly any proposal is taken.
     sorting += [(index, top_ids(works[index], len(works[index]))) for index in left]
     if sorting:
@@ -96,10 +123,21 @@ def top_ids(work: Logits, count: int, maxima: Logits | None = None) -> Ids:
     count = min(count, len(work))
     if maxima is None:
         maxima = group_maxima(work)
-    # The count-th largest group maximum is a bound that at least `count` tokens reach.
-    values = maxima if count * 4 < len(maxima) else work
-    bound = np.partition(values, len(values) - count)[len(values) - count]
-    ids = np.flatnonzero(work >= max(bound, np.finfo(np.float32).min))
+    least = np.finfo(np.float32).min
+    if count * 4 < len(maxima):
+        # At least `count` tokens reach the count-th largest maximum, all in groups that reach it.
+        bound = max(np.partition(maxima, len(maxima) - count)[len(maxima) - count], least)
+        count_of_groups = len(work) // MEMBERS
+        groups = np.flatnonzero(maxima >= bound)
+        whole = groups[groups < count_of_groups]
+        ids = np.append(
+            np.arange(MEMBERS)[:, None] * count_of_groups + whole,
+            np.arange(count_of_groups * MEMBERS, len(work)),
+        )
+        ids = ids[work[ids] >= bound]
+    else:
+        bound = max(np.partition(work, len(work) - count)[len(work) - count], least)
+        ids = np.flatnonzero(work >= bound)
     return ids[np.argsort(-work[ids], kind="stable")[:count]]
 
 
@@ -115,55 +153,147 @@ def _inverse_cdf(work: Logits, ids: Ids, sampling: Sampling, uniform: float) -> 
     return int(ids[min(int(place), len(sums) - 1)])
 
 
+def weigh(maxima: Logits, rows: list[Row]) -> Groups:
+    """The weights of the groups of rows without top-k."""
+    scale = np.array([1 / row.sampling.temperature for row in rows], np.float32)[:, None]
+    best = maxima.max(axis=1, keepdims=True, initial=-np.inf)
+    # Far below the best at a tiny temperature: exp(-inf) = 0, as it should be.
+    with np.errstate(over="ignore", under="ignore"):
+        weights = np.exp((maxima - best) * scale)
+    return Groups(maxima, weights, np.cumsum(weights.astype(np.float64), axis=1))
+
+
 def _propose(
-    works: list[Logits], rows: list[Row], maxima: Logits, counters: npt.NDArray[np.int64]
+    works: list[Logits], rows: list[Row], groups: Groups, counters: npt.NDArray[np.int64]
 ) -> list[int]:
-    """For each row without top-k the first proposal of a round that is taken; -1: none is."""
-    vocabulary, groups = len(works[0]), len(works[0]) // MEMBERS
+    """For each row without top-k the first of these proposals that is taken; -1: none is."""
+    vocabulary, count = len(works[0]), len(works[0]) // MEMBERS
     scale = np.array([1 / row.sampling.temperature for row in rows])[:, None]
     bits, member = proposal_bits(keys_of(rows), counters)
     which, acceptance = bits * FRACTION
-    best = maxima.max(axis=1, keepdims=True)
-    # Far below the best at a tiny temperature: exp(-inf) = 0, as it should be.
+    wanted = which * groups.sums[:, -1:]
+    places = [np.searchsorted(s, w, side="right") for s, w in zip(groups.sums, wanted, strict=True)]
+    group = np.minimum(np.stack(places), count)
+    token = np.where(group < count, member * count + group, count * MEMBERS + member)
+    exists = token < vocabulary
+    np.minimum(token, vocabulary - 1, out=token)
+    logit = np.stack([work[ids] for work, ids in zip(works, token, strict=True)])
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        weights = np.exp((maxima - best) * scale.astype(np.float32))
-        sums = np.cumsum(weights.astype(np.float64), axis=1)
-        wanted = which * sums[:, -1:]
-        places = [np.searchsorted(s, w, side="right") for s, w in zip(sums, wanted, strict=True)]
-        group = np.minimum(np.stack(places), groups)
-        token = np.where(group < groups, member * groups + group, groups * MEMBERS + member)
-        exists = token < vocabulary
-        np.minimum(token, vocabulary - 1, out=token)
-        logit = np.stack([work[ids] for work, ids in zip(works, token, strict=True)])
-        share = np.exp((logit - np.take_along_axis(maxima, group, axis=1)) * scale)
+        share = np.exp((logit - np.take_along_axis(groups.maxima, group, axis=1)) * scale)
     taken = exists & (acceptance < share)
     return [
-        _first(work, row.sampling, float(top[0]), ids[fine].tolist())
-        for work, row, top, ids, fine in zip(works, rows, best, token, taken, strict=True)
+        _first(work, row.sampling, groups.row(place), ids[fine].tolist())
+        for place, (work, row, ids, fine) in enumerate(zip(works, rows, token, taken, strict=True))
     ]
 
 
-def _first(work: Logits, sampling: Sampling, best: float, tokens: list[int]) -> int:
-    """The first of the accepted proposals that min-p and top-p keep: the weight above it is less
-    than top-p of the whole."""
+def _first(work: Logits, sampling: Sampling, groups: Groups, tokens: list[int]) -> int:
+    """The first of the accepted proposals that min-p and top-p keep. `groups`: of this row."""
     least = -math.inf  # logits below are cut
     if sampling.min_p > 0:
-        least = best + sampling.temperature * math.log(sampling.min_p)
+        least = float(groups.maxima.max()) + sampling.temperature * math.log(sampling.min_p)
         tokens = [token for token in tokens if work[token] >= least]
     if not tokens or sampling.top_p >= 1:
         return tokens[0] if tokens else -1
-    weights, ones, mask = _scratch(len(work))
-    with np.errstate(over="ignore", under="ignore"):
-        np.subtract(work, np.float32(best), out=weights)
-        np.multiply(weights, np.float32(1 / sampling.temperature), out=weights)
-        np.exp(weights, out=weights)
-    if sampling.min_p > 0:
-        weights[work < least] = 0
-    allowed = sampling.top_p * float(np.dot(weights, ones))
+    bounds: TopPBounds | None = None
+    exact: TopP | None = None
     for token in tokens:
-        if work[token] >= least:
-            ahead = np.flatnonzero(np.greater(work, work[token], out=mask))
-            if float(weights[ahead].sum()) < allowed:
-                return token
-            least = float(work[token])
+        logit = work[token]
+        if logit < least:  # not above the logit of one that top-p cut
+            continue
+        if is_surely_kept(logit, work, sampling, groups):
+            return token
+        bounds = bounds or TopPBounds(work, sampling, groups, least)
+        is_kept = bounds.keeps(logit)
+        if is_kept is None:
+            exact = exact or TopP(work, sampling, float(groups.maxima.max()), least)
+            is_kept = exact.keeps(logit)
+        if is_kept:
+            return token
+        least = float(logit)
     return -1
+
+
+def _members(work: Logits, groups: Ids) -> Logits:
+    """The logits of all tokens of these groups, given in ascending order; see group_maxima."""
+    count = len(work) // MEMBERS
+    whole = work[: count * MEMBERS].reshape(MEMBERS, count)
+    if not len(groups) or groups[-1] < count:
+        return whole.take(groups, axis=1).ravel()
+    return np.append(whole.take(groups[:-1], axis=1), work[count * MEMBERS :])
+
+
+def _weights(logits: Logits, sampling: Sampling, best: float) -> Logits:
+    """What tokens of these logits weigh beside the best."""
+    weights = logits - np.float32(best)
+    weights *= np.float32(1 / sampling.temperature)
+    with np.errstate(over="ignore", under="ignore"):
+        np.exp(weights, out=weights)
+    return weights
+
+
+def is_surely_kept(logit: np.float32, work: Logits, sampling: Sampling, groups: Groups) -> bool:
+    """Whether top-p keeps a token of this logit even if only the best tokens of the groups weighed
+    anything. False says nothing."""
+    ahead = np.flatnonzero(groups.maxima > logit)
+    if len(ahead) > MAX_GROUPS_AHEAD:
+        return False
+    above = _members(work, ahead)
+    weights = _weights(above[above > logit], sampling, groups.maxima.max())
+    total = groups.sums[-1]  # at least so much
+    if sampling.min_p > 0:
+        total = groups.weights[groups.weights >= sampling.min_p].sum()
+    return bool(weights.sum() < sampling.top_p * total * (1 - MARGIN))
+
+
+class TopPBounds:
+    """Whether top-p keeps a token, from the tokens of the heavy groups: light ones, above the token
+    or not, weigh between nothing and their number times their group's best."""
+
+    def __init__(self, work: Logits, sampling: Sampling, groups: Groups, least: float) -> None:
+        """`least`: logits below are cut by min-p."""
+        self._top_p = sampling.top_p
+        heavy = np.flatnonzero(groups.weights >= MIN_HEAVY_WEIGHT)
+        self._can_tell = len(heavy) <= MAX_HEAVY_GROUPS
+        if not self._can_tell:
+            return
+        self._logits = _members(work, heavy)
+        if sampling.min_p > 0:
+            self._logits = self._logits[self._logits >= least]
+        self._weights = _weights(self._logits, sampling, groups.maxima.max())
+        self._total, self._light = float(self._weights.sum()), 0.0
+        if sampling.min_p < MIN_HEAVY_WEIGHT:  # otherwise min-p cuts all that is light
+            beside = groups.sums[-1] - groups.weights[heavy].sum(dtype=np.float64)
+            self._light = MEMBERS * max(0.0, float(beside))
+
+    def keeps(self, logit: np.float32) -> bool | None:
+        """None where the bounds do not tell."""
+        if not self._can_tell:
+            return None
+        ahead = float(np.dot(self._weights, self._logits > logit))
+        # All that is light lies above the token, which speaks most against it ...
+        most = self._top_p * (self._total + self._light)
+        if ahead + self._light < most * (1 - MARGIN):
+            return True
+        # ... or not above it, which speaks most for it.
+        return False if ahead > most * (1 + MARGIN) else None
+
+
+class TopP:
+    """Whether top-p keeps a token, from the weights of all tokens that min-p keeps."""
+
+    def __init__(self, work: Logits, sampling: Sampling, best: float, least: float) -> None:
+        self._work = work
+        self._weights, ones, self._mask = _scratch(len(work))
+        with np.errstate(over="ignore", under="ignore"):
+            np.subtract(work, np.float32(best), out=self._weights)
+            np.multiply(self._weights, np.float32(1 / sampling.temperature), out=self._weights)
+            np.exp(self._weights, out=self._weights)
+        if sampling.min_p > 0:
+            self._weights[work < least] = 0
+        self._allowed = sampling.top_p * float(np.dot(self._weights, ones))
+
+    def keeps(self, logit: np.float32) -> bool:
+        """Whether the tokens above this logit weigh less than top-p of all."""
+        np.greater(self._work, logit, out=self._mask)
+        return float(np.dot(self._weights, self._mask)) < self._allowed

@@ -9,7 +9,18 @@ import pytest
 
 from serving.backends.backend_probe import BackendProbe
 from serving.cli import doctor_command
-from serving.cli.doctor_command import Diagnosis, advice, page, warnings_of
+from serving.cli.doctor_command import (
+    Diagnosis,
+    advice,
+    amx_in_words,
+    page,
+    speed_rows,
+    unused_instructions,
+    warnings_of,
+    warnings_of_builds,
+    warnings_of_cores,
+)
+from serving.hardware.core_speeds import CoreSpeeds
 from serving.hardware.gpus import GpuFacts
 from tests.serving.placement.test_plan import GIB, machine
 
@@ -76,3 +87,48 @@ def test_a_user_without_a_home_is_told_of_everything_else(monkeypatch: pytest.Mo
     warnings = dict(warnings_of(machine(), True, free_bytes))
     shown = "\n".join(page(Diagnosis(machine(), (WORKS,), {}, cache, free_bytes, warnings)))
     assert "Test CPU" in shown and "CROSSOVER_CACHE" in shown and "little_disk" not in shown
+
+
+HYPERTHREADS = CoreSpeeds(
+    cpus=16,
+    read_gigabytes_per_second={1: 12.0, 8: 59.0, 16: 62.0},
+    compute={1: 1.0, 8: 7.4, 16: 8.1},
+    half_compute=7.6,
+)
+
+
+def test_cpus_that_are_hyperthreads_are_said_to_be_fewer_cores() -> None:
+    shown = dict(speed_rows(HYPERTHREADS))
+    assert shown["memory reads"] == "1: 12, 8: 59, 16: 62 GB/s by threads"
+    assert shown["together"].startswith("16 CPUs behave like 8 cores")
+    warned = dict(warnings_of_cores(16, HYPERTHREADS))
+    assert "--threads 8" in warned["hyperthreads"]
+    # Where the kernel shows the siblings, an engine has a thread for each core anyway.
+    assert not dict(warnings_of_cores(8, HYPERTHREADS))
+
+
+def test_cpus_that_are_cores_need_no_warning() -> None:
+    cores = msgspec.structs.replace(HYPERTHREADS, compute={1: 1.0, 8: 7.4, 16: 13.9})
+    assert dict(speed_rows(cores))["together"].startswith("16 CPUs behave like 16 cores")
+    assert not dict(warnings_of_cores(16, cores)) and not dict(warnings_of_cores(16, None))
+
+
+@pytest.mark.parametrize(
+    ("isa", "system_info", "unused", "amx"),
+    [
+        (("avx2", "amx_int8"), "AVX2 = 1 | AMX_INT8 = 1 | REPACK = 1", [], "active"),
+        (("avx2", "amx_int8"), "AVX2 = 1 | REPACK = 1", ["AMX_INT8"], "not in this build"),
+        (("avx2",), "AVX2 = 1", [], "not on this CPU"),
+        (("avx2", "avx512_vnni"), "AVX2 = 1 | AVX512 = 1", ["AVX512_VNNI"], "not on this CPU"),
+    ],
+)
+def test_doctor_says_which_instructions_llama_cpp_leaves_unused(
+    isa: tuple[str, ...], system_info: str, unused: list[str], amx: str
+) -> None:
+    assert unused_instructions(isa, system_info) == unused
+    assert amx_in_words(isa, system_info) == amx
+    facts = machine(isa=isa)
+    probe = msgspec.structs.replace(WORKS, details={"system_info": system_info})
+    warned = dict(warnings_of_builds(facts, (probe,)))
+    assert list(warned) == (["slow_build"] if unused else [])
+    assert f"AMX: {amx}" in "\n".join(page(Diagnosis(facts, (probe,), {}, "/cache", None, warned)))

@@ -17,6 +17,7 @@ from scipy.special import log_softmax, softmax
 
 from serving.sampling.batch_sampler import sample
 from serving.sampling.step_inputs import NO_TOKEN, Row, Sampling
+from serving.sampling.top_k_top_p import TopP, TopPBounds, group_maxima, is_surely_kept, weigh
 
 F32 = npt.NDArray[np.float32]
 
@@ -166,6 +167,47 @@ def test_no_token_outside_of_the_definition_is_ever_drawn(
     assert top_k == 0 or better < top_k
     left = np.sort(probabilities[probabilities >= least])[::-1][: top_k or None]
     assert top_p == 1.0 or left[:better].sum() / left.sum() < top_p + 1e-4
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    vocabulary=st.integers(65, 6000),
+    spread=st.floats(0.1, 6.0),
+    temperature=st.floats(0.1, 2.0),
+    top_p=st.floats(0.02, 0.99),
+    min_p=st.sampled_from([0.0, 1e-5, 0.01, 0.3]),
+)
+@settings(max_examples=150, deadline=None)
+def test_bounds_of_top_p_decide_what_the_sum_of_all_tokens_decides(
+    seed: int, vocabulary: int, spread: float, temperature: float, top_p: float, min_p: float
+) -> None:
+    random = np.random.default_rng(seed)
+    work = (random.standard_normal(vocabulary) * spread).astype(np.float32)
+    work[random.integers(0, vocabulary, 20)] += random.exponential(4.0, 20).astype(np.float32)
+    sampling = Sampling(temperature=temperature, top_p=top_p, min_p=min_p)
+    groups = weigh(group_maxima(work)[None], [make_row(sampling)]).row(0)
+    best = float(work.max())
+    least = best + temperature * np.log(min_p) if min_p > 0 else -np.inf
+    bounds, exact = TopPBounds(work, sampling, groups, least), TopP(work, sampling, best, least)
+    ranked = np.sort(work[work >= least])[::-1]
+    edge = ranked[: min(len(ranked), 400)]
+    for logit in np.unique(edge)[:: max(1, len(edge) // 40)]:
+        is_kept = exact.keeps(logit)
+        assert not is_surely_kept(logit, work, sampling, groups) or is_kept
+        assert bounds.keeps(logit) in (None, is_kept)
+
+
+def test_bounds_of_top_p_tell_of_nearly_every_token_of_a_language_model() -> None:
+    """A few tokens far above tens of thousands, as after a prompt that leaves few continuations."""
+    random = np.random.default_rng(11)
+    work = (random.standard_normal(128_256) * 2.5).astype(np.float32)
+    work[random.integers(0, len(work), 200)] = 18 - random.exponential(4.0, 200)
+    sampling = Sampling(temperature=0.8, top_p=0.95)
+    groups = weigh(group_maxima(work)[None], [make_row(sampling)]).row(0)
+    bounds = TopPBounds(work, sampling, groups, -np.inf)
+    likely = np.argsort(-work)[:300]
+    told = [bounds.keeps(work[token]) is not None for token in likely]
+    assert float(softmax(work / np.float32(0.8))[likely][told].sum()) > 0.95
 
 
 # --- independence of batch mates
