@@ -52,7 +52,8 @@ from serving.placement.fastest_backend import BEST
 from serving.server_options import SharedOptions
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
-FILLED = ("model", "port", "host", "slots", "context", "kv_tokens", "threads")
+RECIPES = Path(__file__).parents[1] / "engines"  # shipped third-party engines, one a file
+FILLED = ("model", "port", "host", "slots", "context", "kv_tokens", "threads", "cores")
 AUTO = "auto"  # in place of models: the ladder models around this machine's capacity
 # A GPU answers dozens of requests a second, so less time gives as much evidence.
 SINGLE_STREAM_SECONDS, GPU_SINGLE_STREAM_SECONDS, GPU_LEVEL_SECONDS = 20.0, 8.0, 20.0
@@ -207,6 +208,14 @@ class Engine(Table, frozen=True):
         ),
     ] = "hf"
     format: Annotated[str | None, key("Weight format. Default: Q4_0 for gguf, bf16 for hf.")] = None
+    api_path: Annotated[
+        Annotated[str, Meta(pattern="^/")] | None,
+        key("Path of its OpenAI routes, such as /v3. Default: /v1."),
+    ] = None
+    install: Annotated[
+        str | None,
+        key("How to install it. The campaign prints this if the program is missing."),
+    ] = None
 
 
 class CampaignFile(Table, frozen=True):
@@ -239,6 +248,10 @@ class CampaignFile(Table, frozen=True):
         ),
     ] = None
     engines: Annotated[list[Engine], key("Engines of other projects; they need --trust.")] = []
+    recipes: Annotated[
+        list[str],
+        key("Engines of loadtests/engines to measure, by file name; they need --trust."),
+    ] = []
     target: Annotated[
         Target | None, key("Endpoint that is already running, to measure instead of models.")
     ] = None
@@ -352,6 +365,8 @@ def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") ->
     """Return the campaign of a TOML text; `models` replace "auto". Raises BadCampaign."""
     try:
         file = converted(parse_toml(text, BadCampaign), CampaignFile, BadCampaign)
+        engines = [*file.engines, *map(read_recipe, dict.fromkeys(file.recipes))]
+        file = msgspec.structs.replace(file, engines=engines)
         if faults := list(_faults(file)):
             raise BadCampaign("; ".join(faults))
         if models and AUTO in file.models:
@@ -360,6 +375,19 @@ def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") ->
         return Plan(campaign, [] if AUTO in file.models else _parsed_cells(file), text)
     except BadCampaign as problem:
         raise BadCampaign(f"{where}{problem}") from problem
+
+
+def recipe_names() -> list[str]:
+    """The engines of others that are shipped."""
+    return sorted(file.stem for file in RECIPES.glob("*.toml"))
+
+
+def read_recipe(name: str) -> Engine:
+    """A shipped engine of others. Raises BadCampaign for a name that is not shipped."""
+    if name not in recipe_names():
+        known = ", ".join(recipe_names())
+        raise BadCampaign(f"recipes: there is no recipe {name!r}. Available recipes: {known}.")
+    return converted(read_toml(RECIPES / f"{name}.toml", BadCampaign)[0], Engine, BadCampaign)
 
 
 def slo_of(spec: str | SloSpec) -> Slo:
@@ -602,7 +630,17 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         yield str(problem)
     if target is not None:
         bare = CampaignFile(name="")
-        own = ("models", "engines", "formats", "devices", "backends", "server", "api", "ignore_eos")
+        own = (
+            "models",
+            "engines",
+            "recipes",
+            "formats",
+            "devices",
+            "backends",
+            "server",
+            "api",
+            "ignore_eos",
+        )
         for name in own:
             if getattr(file, name) != getattr(bare, name):
                 yield f"target is an endpoint that is already running, so {name} must not be set"

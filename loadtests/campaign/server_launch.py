@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 import time
@@ -92,8 +93,15 @@ class Server:
         )
 
     def _start_engine(self, engine: Engine, layout: Layout, say: Say) -> str:
-        """Makes or finds its weights, starts it, waits until `ready` answers 200; its URL."""
+        """Makes or finds its weights, starts it, waits until `ready` answers 200; its URL.
+
+        Raises ServerFailed where its program is not installed.
+        """
         model, server = self._cell.source, self._campaign.server
+        program = program_of(engine.command)
+        if shutil.which(program) is None:
+            how = f" Install it: {engine.install}" if engine.install else ""
+            raise ServerFailed(f"{engine.name} needs the program {program!r}, not found.{how}")
         try:
             if engine.weights != "none":
                 weights = {"kind": engine.weights, "weight_format": self._cell.weight_format}
@@ -112,6 +120,7 @@ class Server:
             "context": settings.context_tokens,
             "kv_tokens": settings.pool_tokens,
             "threads": server.threads or layout.engine_threads,
+            "cores": cores_text(layout.engine),
         }
         self._words, url = filled(engine.command, values), f"http://{HOST}:{port}"
         ours = ["-u", "PYTHONPATH", "-u", "PYTHONSAFEPATH"]  # of our processes, not of its
@@ -125,7 +134,7 @@ class Server:
 
         with connect(url) as pool:
             self._start(["env", *ours, *self._words], layout.engine, look, say)
-        return url
+        return url + (engine.api_path or "")
 
     def _start(
         self, command: list[str], cores: tuple[int, ...], look: Callable[[], str], say: Say
@@ -222,6 +231,14 @@ def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
     except OSError:
         return False
     return any(name.startswith(GPU_FILES) for name in held)
+
+
+def program_of(command: str) -> str:
+    """The program that a command starts, behind `env` and its variables."""
+    words = shlex.split(command)
+    if words[0] == "env":
+        words = [word for word in words[1:] if not re.match(r"\w+=", word)]
+    return words[0] if words else "env"
 
 
 def filled(command: str, values: Mapping[str, object]) -> list[str]:

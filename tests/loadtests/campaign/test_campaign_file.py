@@ -18,10 +18,12 @@ from loadtests.campaign.campaign_file import (
     check_trust,
     parse_campaign,
     read_campaign,
+    read_recipe,
+    recipe_names,
     slo_of,
 )
 from loadtests.campaign.resume_state import new_run
-from loadtests.campaign.server_launch import filled
+from loadtests.campaign.server_launch import filled, program_of
 from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign
 from loadtests.load_generator.openai_endpoint import Target
@@ -29,6 +31,7 @@ from loadtests.workload.arrivals import Gamma
 from serving.hardware.machine_facts import hardware_facts
 from tests.campaign_template import STARTED, campaign_template
 
+PEERS = DEMO.parent / "peers.toml"
 ONE = 'name = "x"\nmodels = ["135m"]\n'
 COMMAND = "vllm serve {model} --port {port}"
 ENGINE = f'{ONE}backends = []\n[[engines]]\nname = "vllm"\n'
@@ -303,3 +306,41 @@ def test_conversations_are_refused_until_they_are_simulated(workload):
     with pytest.raises(BadCampaign, match="for conversations yet.*crossover load --workload"):
         parse_campaign(text)
     assert parse_campaign(text.replace(workload, 'preset = "reasoning"')).cells
+
+
+def test_each_shipped_engine_of_others_is_one_that_a_campaign_can_start() -> None:
+    assert {"llama-server", "ik-llama-server", "vllm-cpu", "sglang-cpu"} <= {*recipe_names()}
+    for name in recipe_names():
+        plan = parse_campaign(f'{ONE}backends = []\nrecipes = ["{name}"]')
+        (engine,) = plan.campaign.engines
+        assert engine == read_recipe(name) and engine.name == name and engine.install
+        (cell,) = plan.cells
+        assert cell.engine == name and cell.weight_format
+        with pytest.raises(BadCampaign, match="--trust"):
+            check_trust(plan)
+        values = dict.fromkeys(("model", "host", "port", "slots", "context", "kv_tokens"), "9")
+        words = filled(engine.command, {**values, "threads": 4, "cores": "0-3"})
+        assert "{" not in "".join(words) and program_of(engine.command) in words
+
+
+def test_the_shipped_campaign_of_peers_measures_them_beside_our_engines() -> None:
+    plan = read_campaign(PEERS)
+    assert {cell.engine for cell in plan.cells} == {None, *recipe_names()}
+    assert len({cell.model for cell in plan.cells}) == 1
+
+
+def test_a_recipe_that_is_not_shipped_is_refused_with_those_that_are() -> None:
+    with pytest.raises(BadCampaign, match=r"'vlm'. Available recipes: .*llama-server.*vllm-cpu"):
+        parse_campaign(f'{ONE}recipes = ["vlm"]')
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("vllm serve {model}", "vllm"),
+        ("env A=1 B_2=0-3 python -m x --port {port}", "python"),
+        ("env A=1", "env"),
+    ],
+)
+def test_the_program_of_a_command_is_behind_its_variables(command: str, program: str) -> None:
+    assert program_of(command) == program
