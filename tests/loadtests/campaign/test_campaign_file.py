@@ -325,7 +325,7 @@ def test_each_shipped_engine_of_others_is_one_that_a_campaign_can_start() -> Non
 
 def test_the_shipped_campaign_of_peers_measures_them_beside_our_engines() -> None:
     plan = read_campaign(PEERS)
-    assert {cell.engine for cell in plan.cells} == {None, *recipe_names()}
+    assert {cell.engine for cell in plan.cells} == {"", *recipe_names()}
     assert len({cell.model for cell in plan.cells}) == 1
 
 
