@@ -1,5 +1,4 @@
-"""Runs work in child processes: their memory is returned, and native code that aborts ends only
-them.
+"""Runs work in child processes: their memory is returned, and a crash ends only the child.
 
 run_aside("models.convert_to_onnx:make_onnx", progress, "model.gguf", "folder", "int8")
 ran = run_python("-m", "serving.hardware.gpus", "nvml", timeout_seconds=10)

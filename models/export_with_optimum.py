@@ -1,5 +1,4 @@
-"""Exports checkpoints of architectures that models.convert_to_onnx does not support, with
-optimum-onnx.
+"""Exports checkpoints that models.convert_to_onnx does not support, with optimum-onnx.
 
     export_graph(Path("gpt2"), Path("gpt2-int8"), "int8", say)
 

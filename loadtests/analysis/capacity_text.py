@@ -1,11 +1,11 @@
-"""A capacity in words: the only place that words one, for terminal, report and plan alike.
+"""The words for a capacity, in the terminal, the report and the plan alike.
 
     >>> from loadtests.records.journal_events import Capacity
     >>> found = Capacity(state="holds", held=2.1, limit=2.42, low=2.04, high=2.87, method="law")
     >>> in_words(found)
-    'holds 2.1/s, limit about 2.4/s (2.0–2.9)'
+    'confirmed 2.1/s, estimated capacity 2.4/s (2.0–2.9)'
 
-"Holds" is said of `held` alone: a rate that ran, long enough, and met the SLO.
+Only a rate that ran long enough and met the SLO is called confirmed (`held`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from collections.abc import Iterable
 from loadtests.records.journal_events import Capacity
 from models import formatting
 
-NEAR = 0.7  # of a limit: what may be confirmed later is read in the same unit
+NEAR = 0.7  # of an estimate: a rate that may be confirmed later is shown in the same unit
 
 
 def common_rate(found: Iterable[Capacity | None]) -> float | None:
-    """The rate in whose unit (`like`) all of these are read, so that they can be compared: per
-    second where none is below 1/s, else a minute, or an hour where none reaches ten a minute."""
-    both = [(one.held or NEAR * (one.limit or 0.0), one.limit) for one in found if one]
+    """Return the rate whose unit (`like`) all of these are shown in, so that they can be compared:
+    per second if none is below 1/s, else per minute, or per hour if none reaches ten a minute."""
+    both = [
+        (capacity.held or NEAR * (capacity.limit or 0.0), capacity.limit)
+        for capacity in found
+        if capacity
+    ]
     known = [rate for rates in both for rate in rates if rate]
     if not known or min(known) >= 0.9995:
         return max(known, default=None)
@@ -29,27 +33,29 @@ def common_rate(found: Iterable[Capacity | None]) -> float | None:
 
 
 def in_words(found: Capacity | None, like: float | None = None) -> str:
-    """The state and the limit, in one unit; None: not measured."""
+    """Return the confirmed rate and the estimated capacity in one unit; None: not measured."""
     if found is None or found.state == "not_even_alone":
         return state_words(found)
     like = like or common_rate([found])
-    about = "about " if found.method == "law" and found.limit else ""
-    return f"{state_words(found, like)}, limit {about}{limit(found, like)}"
+    kind = "estimated capacity" if found.method == "law" else "capacity"
+    return f"{state_words(found, like)}, {kind} {limit(found, like)}"
 
 
 def state_words(found: Capacity | None, like: float | None = None) -> str:
-    """`holds 2.1/s`, `no rate confirmed`, `not even alone`."""
+    """Return `confirmed 2.1/s`, `no rate confirmed` or `misses the SLO unloaded`."""
     if found is None:
         return formatting.NOT_MEASURED
     if found.state == "holds":
-        return f"holds {formatting.rate(found.held, rounded='down', like=like)}"
-    is_once = found.state == "not_even_alone" and found.starts < 2
-    return found.state.replace("_", " ") + (" (on one start)" if is_once else "")
+        return f"confirmed {formatting.rate(found.held, rounded='down', like=like)}"
+    if found.state == "not_even_alone":
+        return "misses the SLO unloaded" + (" (on one start)" if found.starts < 2 else "")
+    return found.state.replace("_", " ")
 
 
 def limit(found: Capacity | None, like: float | None = None) -> str:
-    """`2.4/s (2.0–2.9)`; by levels alone `2.0–2.9/s`; `none` where not even requests one at a time
-    are good by the law; `not known`; `–`: there is none to tell of."""
+    """Return the capacity with its 90 % interval: `2.4/s (2.0–2.9)`; from load levels alone
+    `2.0–2.9/s`; `none` if single requests miss the SLO by the step-time model; `not known`; `–` if
+    the SLO is missed unloaded."""
     if found is None or found.state == "not_even_alone":
         return "–"
     low, high, like = found.low, found.high, like or found.held
@@ -62,15 +68,16 @@ def limit(found: Capacity | None, like: float | None = None) -> str:
 
 
 def held_words(found: Capacity) -> str:
-    """What the confirmed rate rests on: `90 s, 214 requests, 98 % good, 2 starts`."""
+    """Return the evidence for the confirmed rate: `90 s, 214 requests, 98 % attainment, 2 starts`,
+    or why there is none."""
     if not found.holds:
         return found.reason
     asked, good = formatting.count(found.held_requests), formatting.share(found.held_share)
     starts = f", {found.starts} starts" if found.starts > 1 else ""
-    return f"{formatting.seconds(found.held_seconds)}, {asked} requests, {good} good{starts}"
+    return f"{formatting.seconds(found.held_seconds)}, {asked} requests, {good} attainment{starts}"
 
 
 def speed_words(found: Capacity) -> str:
-    """ "" for a machine whose speed was not seen to change."""
+    """Return how much the machine's speed changed during the run; "": no change was seen."""
     moved = found.speed_moved
-    return f"this machine's speed moved by {moved:.0%} while it was measured" if moved else ""
+    return f"this machine's speed changed by {moved:.0%} during the measurement" if moved else ""

@@ -55,7 +55,7 @@ def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Dis
     taken: dict[str, float] = {}
     if stalled is not None and seen is not None:
         named = busiest(stranger for part in parts for stranger in part.strangers)
-        who = f"`{named[0].name}` (pid {named[0].pid})" if named else "processes that are not seen"
+        who = f"`{named[0].name}` (pid {named[0].pid})" if named else "unidentified processes"
         taken[who] = min(stalled * strangers / others, strangers) if others else 0.0
     if stolen is not None and busy is not None:
         taken["the hypervisor"] = stolen * busy / (busy + others) if busy + others else 0.0
@@ -78,5 +78,5 @@ def is_slight(found: Disturbance) -> bool:
 
 
 def in_words(found: Disturbance) -> str:
-    """What makes a level disturbed: "`make` (pid 123) took 34 % of ..."."""
-    return f"{found.who} took {found.share or 0.0:.0%} of the CPU time that the engine wanted"
+    """Return what disturbed a level: "`make` (pid 123) took 34 % of ..."."""
+    return f"{found.who} took {found.share or 0.0:.0%} of the CPU time that the engine needed"

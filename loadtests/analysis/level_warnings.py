@@ -1,4 +1,4 @@
-"""Reasons to read a level with care. A serious one leaves the level out.
+"""Warnings about a level. A level with a serious warning does not count.
 
 for warning in level_warnings(level, slo, samples):
     warning.code, warning.seriousness, warning.text, warning.advice
@@ -30,16 +30,16 @@ PROMPTS_OFF_SHARE = 0.02
 
 DISTURBED = "Disturbed"
 ADVICE = {
-    "GeneratorBusy": "give it a core or a machine of its own",
-    "LateSends": "give the load generator a core of its own",
+    "GeneratorBusy": "give it its own core or machine",
+    "LateSends": "give the load generator its own core",
     "Swapping": "use a smaller model or format, fewer slots, or free memory",
     "Unsteady": "measure longer, or at a lower rate",
     "FellBack": "see the server's placement",
-    "TokensUnknown": "ask the endpoint for stream_options.include_usage",
+    "TokensUnknown": "use an endpoint that supports stream_options.include_usage",
     "ShortAnswers": "the endpoint ignores ignore_eos, or has its own limit",
-    "PromptsOff": "the tokenizer is not the server's, or its chat template adds tokens",
-    "Throttled": "raise the power cap or the cooling",
-    DISTURBED: 'measure on a quiet machine, or take this one as it is with disturbance = "ignore"',
+    "PromptsOff": "the server uses another tokenizer, or its chat template adds tokens",
+    "Throttled": "raise the power cap or improve the cooling",
+    DISTURBED: 'measure on an idle machine, or accept this one with disturbance = "ignore"',
 }
 
 
@@ -101,16 +101,18 @@ def _of_load(level: Level, slo: Slo) -> Found:
     """How it was sent, and whether the server kept up."""
     busy = (level.finished and level.finished.generator_busy_share) or 0.0
     if busy > CLIENT_BUSY_SHARE:
-        yield "GeneratorBusy", SERIOUS, f"the load generator was at work {busy:.0%} of the time"
+        yield "GeneratorBusy", SERIOUS, f"the load generator was busy {busy:.0%} of the time"
     lag, median = send_lag_p99(level), distribution(level.ttft[level.counted]).median_or_mean
     # Below 1 % of the TTFT limit a late send decides no request.
     most = max(LATE_FLOOR_SECONDS, LATE_SHARE * max(median or 0.0, slo.ttft_seconds or 0.0))
     if lag is not None and median is not None and lag > most:
-        text = f"requests left {formatting.seconds(lag, 3)} after they were due (p99)"
+        text = f"requests were sent {formatting.seconds(lag, 3)} after their scheduled time (p99)"
         yield "LateSends", SERIOUS, text
     if level.judge(slo).steady is False:
         first, last = level.in_flight_at_ends
-        text = f"the server does not keep up: from {first:.1f} to {last:.1f} requests in flight"
+        text = (
+            f"the server does not keep up: requests in flight rose from {first:.1f} to {last:.1f}"
+        )
         yield "Unsteady", WARNING, text
 
 
@@ -121,19 +123,19 @@ def _of_answers(level: Level) -> Found:
         yield "FellBack", SERIOUS, f"answers came from more than one backend: {named}"
     ok = level.counted & ~level.failed
     if unknown := int(np.isnan(level.output_tokens[ok]).sum()):
-        text = f"{unknown} of {int(ok.sum())} answers came without a token count"
-        yield "TokensUnknown", WARNING, f"{text}: chunks stand for tokens in their TPOT"
+        text = f"{unknown} of {int(ok.sum())} answers have no token count"
+        yield "TokensUnknown", WARNING, f"{text}, so their TPOT counts chunks as tokens"
     told = ok & np.isfinite(level.output_tokens) & np.isfinite(level.asked_output_tokens)
     short = int((level.output_tokens[told] < level.asked_output_tokens[told]).sum())
     if short > SHORT_SHARE * told.sum():
-        text = f"{short} of {int(told.sum())} answers were shorter than asked"
+        text = f"{short} of {int(told.sum())} answers were shorter than requested"
         yield "ShortAnswers", WARNING, f"{text}: the load is lighter than the workload says"
     both = level.counted & np.isfinite(level.prompt_tokens) & (level.asked_prompt_tokens > 0)
     if both.any():
         counted = float(level.prompt_tokens[both].mean())
         asked = float(level.asked_prompt_tokens[both].mean())
         if abs(counted - asked) > PROMPTS_OFF_SHARE * asked:
-            text = f"the server counted {counted:.0f} tokens per prompt, {asked:.0f} were asked"
+            text = f"the server counted {counted:.0f} tokens per prompt instead of {asked:.0f}"
             yield "PromptsOff", WARNING, text
 
 
@@ -145,7 +147,7 @@ def _of_machine(level: Level, samples: Sequence[ResourceSample]) -> Found:
     held = [one for one in samples if one.gpu_throttled]
     if len(held) > HELD_BACK_SHARE * len(samples):
         why = ", ".join(sorted({reason for one in held for reason in one.gpu_throttled or ()}))
-        text = f"the GPU's clock was held down in {len(held)} of {len(samples)} samples ({why})"
+        text = f"the GPU's clock was throttled in {len(held)} of {len(samples)} samples ({why})"
         yield "Throttled", WARNING, text
     found = level.finished and level.finished.disturbance
     if found and found.is_disturbed:

@@ -1,13 +1,13 @@
-"""The SLO: when a request is good, and when a level of load meets it.
+"""The SLO: when a request meets it, and when a level of load does.
 
     >>> requests_to_hold(SLO_PRESETS["chat"])      # 2 s, 0.1 s, 95 %
     52
 
-A request is good when it had no error and kept every limit that there is: time to first token
-(TTFT), time per output token (TPOT, over reasoning and answer alike), time to the first token of
-the answer itself (TTFA), and the time of the whole answer (E2E). A level
-holds when the share of good requests among all that were due is at least `target`, at the stated
-confidence; it fails when the share is below `target` at that confidence; else it is unresolved.
+A request meets the SLO if it had no error and met every limit: time to first token (TTFT), time per
+output token (TPOT, over reasoning and answer alike), time to the first token of the answer itself
+(TTFA), and time of the complete answer (E2E). SLO attainment is the share of all scheduled requests
+that do. A level holds if the attainment is at least `target` at the stated confidence, it fails if
+the attainment is below `target` at that confidence, and else it is unresolved.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def parse_slo(text: str) -> Slo:
         if not sign or key not in (*LIMITS.values(), "target"):
             raise ValueError(
                 f"{text!r} is neither a preset ({', '.join(SLO_PRESETS)}) nor limits in seconds, "
-                f"such as ttft=2,tpot=0.1; there are {', '.join(LIMITS)} and target"
+                f"such as ttft=2,tpot=0.1. Limits are {', '.join(LIMITS)} and target."
             )
         try:
             given[key] = float(value)

@@ -1,14 +1,14 @@
-"""Runs a campaign from its first cell to its last; it may be killed at any moment and resumed.
+"""Runs a campaign from its first cell to its last; it can be killed at any moment and resumed.
 
     folder = run(read_campaign(path), Path("runs"), progress)
-    resume(folder, progress)                        # confirm=True: what was only estimated, too
+    resume(folder, progress)                        # confirm=True: also confirm estimated cells
 
-All state is the run folder, which is read once, at resume. A level that was not finished is
-abandoned, and measured again under another name. Whatever this process starts ends with it.
+All state is in the run folder, which is read once, at resume. An unfinished level is abandoned and
+measured again under another name. All processes that this process starts end with it.
 
-Where more than one start must confirm, cells are measured in blocks: in each block every cell gets
-a server of its own, in an order drawn anew, and its part of the budget. So a drift of the machine
-is no difference between cells.
+If more than one server start must confirm a rate, cells are measured in blocks: in each block every
+cell gets a new server, in a new random order, and its part of the budget. A drift of the machine
+then does not look like a difference between cells.
 """
 
 from __future__ import annotations
@@ -110,21 +110,23 @@ def resume(
         )
         done = sum(state.ended is not None for state in states)
         if done == len(states) and journal.of_kind(opened.events, journal.RunFinished):
-            what = "every cell is confirmed, or cannot be" if confirm else "nothing to do"
+            what = "no cell is left to confirm" if confirm else "there is nothing to do"
             progress.say(f"{folder} is complete: {what}")
             return folder
         facts = msgspec.to_builtins(sitting.facts)
         if found := machine_differences(opened.manifest, facts):
-            apart = "; ".join(f"{one.name} {one.first} then, {one.second} now" for one in found)
-            raise BadRunFolder(f"{folder} was begun on another machine ({apart}): start a new run")
-        _close_open_level(opened, "the runner ended within it")
+            apart = "; ".join(f"{one.name} was {one.first}, is {one.second}" for one in found)
+            raise BadRunFolder(
+                f"{folder} was started on another machine ({apart}). Start a new run here."
+            )
+        _close_open_level(opened, "the runner ended during the level")
         last = opened.events[-1] if opened.events else None
         if not isinstance(last, journal.RunFinished | journal.Interrupted) or last.cell:
             opened.event(journal.Interrupted(reason="the runner was killed"))
         opened.event(journal.RunStarted())
         confirming = f", {len(sitting.again)} to confirm" if sitting.again else ""
         progress.say(
-            f"going on with {folder}: {done} of {len(cells)} cells and {len(levels)} levels are "
+            f"resuming {folder}: {done} of {len(cells)} cells and {len(levels)} levels are "
             f"done{confirming}"
         )
         for damage in opened.damage():
@@ -206,21 +208,21 @@ class _Sitting:
                             self._part(state, block)
             except KeyboardInterrupt:
                 self._interrupted("stopped by the user")
-                raise self._incomplete("stopped, and what was measured is kept") from None
+                raise self._incomplete("Stopped. All finished measurements are kept") from None
             except BaseException as problem:
                 self._interrupted(f"{type(problem).__name__}: {problem}")
                 raise
         skipped = [one.ended for one in self._states if isinstance(one.ended, journal.CellSkipped)]
         if len(skipped) == len(self._states):
             self._interrupted("nothing was measured")
-            raise self._incomplete(f"nothing was measured: {skipped[0].reason}")
+            raise self._incomplete(f"Nothing was measured: {str(skipped[0].reason).rstrip('.')}")
         self._run.event(journal.RunFinished())
         self._progress.quiet()
         missing = f"; skipped: {', '.join(one.cell for one in skipped)}" if skipped else ""
         self._progress.say(f"complete: {self._run.folder}{missing}")
 
     def _incomplete(self, why: str) -> Incomplete:
-        return Incomplete(f"{why}; go on with: crossover campaign resume {self._run.folder}")
+        return Incomplete(f"{why}. To continue: crossover campaign resume {self._run.folder}")
 
     def _interrupted(self, reason: str) -> None:
         self._progress.quiet()
@@ -265,7 +267,7 @@ class _Sitting:
         until = round(state.spent_seconds + share, 3)
         part = state.event(journal.CellStarted(cell=state.key, block=block, until_seconds=until))
         which = f", start {block} of {self._blocks}" if 1 < self._blocks >= block else ""
-        self._progress.say(f"{place}{which}: at most {formatting.duration(share)} of measuring")
+        self._progress.say(f"{place}{which}: measuring for at most {formatting.duration(share)}")
         return part
 
     def _share(self, state: CellState) -> float:

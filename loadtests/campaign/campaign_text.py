@@ -1,4 +1,4 @@
-"""A run, finished or not, printed."""
+"""Prints a run, finished or not."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from models.errors import printable
 
 
 def show_run(folder: Path, console: Console | None = None, *, levels: bool = True) -> None:
-    """Print the answer's table, and with `levels` all that was measured. Raises BadRunFolder.
+    """Print the table of results, and with `levels` all measurements. Raises BadRunFolder.
 
-    Of a cell that is not done it says what its levels so far tell.
+    For an unfinished cell it shows the result of its levels so far.
     """
     console = console or console_of()
     run = read_records(folder)
@@ -41,7 +41,7 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     for what in run.damage():
         console.print(f"left out: {what}", style="yellow")
     table = Table(
-        *("model", "one at a time (measured)", "holds", "limit (estimated)", "grade"),
+        *("model", "single request (TTFT, TPOT)", "confirmed", "estimated capacity", "grade"),
         box=None,
         pad_edge=False,
     )
@@ -63,13 +63,13 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
     console.print(table)
     if confirming:
         console.print(
-            f"Confirming what is estimated would take about {formatting.duration(confirming)}: "
+            f"To confirm the estimates, which takes about {formatting.duration(confirming)}: "
             f"crossover campaign resume {folder} --confirm"
         )
 
 
 def _asked(campaign: Campaign) -> str:
-    """The SLO, and the lengths under which it is to be kept."""
+    """Return the SLO and the lengths of requests in words."""
     slo = campaign.slo
     limits = [("TTFT", slo.ttft_seconds), ("TPOT", slo.tpot_seconds)]
     told = [f"{name} {formatting.limit(value)}" for name, value in limits if value is not None]
@@ -80,14 +80,14 @@ def _asked(campaign: Campaign) -> str:
 
 
 def _capacity_of(state: CellRecord) -> journal.Capacity | None:
-    """By the cell's last word; before it by its levels so far; None: there is none."""
+    """Return the final capacity of a cell, or else that of its levels so far; None: neither."""
     if isinstance(state.ended, journal.CellFinished):
         return state.ended.capacity
     return capacity_of(state) if state.counted else None
 
 
 def _capacity_cells(found: journal.Capacity, like: float | None) -> list[str]:
-    """holds, limit, grade."""
+    """Return confirmed rate, estimated capacity and grade."""
     limit = capacity_text.limit(found, like)
     if found.state == "not_even_alone":
         return [capacity_text.state_words(found), limit, "confirmed" if found.starts > 1 else ""]
@@ -100,7 +100,7 @@ def _capacity_cells(found: journal.Capacity, like: float | None) -> list[str]:
 
 
 def _alone(state: CellRecord) -> str:
-    """Median TTFT and TPOT of the last single-stream requests that count."""
+    """Return median TTFT and TPOT of the last single-stream requests that count."""
     alone = [one for one in state.counted if one.is_single_stream and one.counts]
     if not alone:
         return "-"

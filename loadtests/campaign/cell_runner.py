@@ -100,7 +100,9 @@ class CellRun:
                 with open_bench(state) as self.bench:
                     if self._measure():
                         break
-                self.progress.say("  not even alone: a second start must say so too")
+                self.progress.say(
+                    "  the SLO is missed even without load; restarting the server to verify"
+                )
             except (LevelInterrupted, ServerLost) as problem:
                 lost += 1
                 state.event(journal.Interrupted(cell=state.key, reason=str(problem)))
@@ -300,7 +302,7 @@ class CellRun:
         )
         state.event(made)
         limit = capacity_text.in_words(capacity_of(state))
-        words = limit if found.law is not None else f"no law, {found.reason}"
+        words = limit if found.law is not None else f"no step-time model, {found.reason}"
         self.progress.say(f"  calibrated in {formatting.duration(took)}: {words}")
 
     def _level_that_counts(self, asked: LevelAsk) -> Level | None:
@@ -320,13 +322,13 @@ class CellRun:
             by = in_words(taken)
             if not is_patient:
                 state.event(journal.NeverQuiet(cell=state.key, reason=by))
-                say(f"  never quiet: {by}; nothing more is measured", style="yellow")
+                say(f"  the machine was never idle: {by}; measuring nothing more", style="yellow")
                 return None
             pauses += 1
             left = max(0.0, patience - state.lost_seconds)
             pause = round(min(2.0**pauses, MOST_WAIT_SECONDS, left), 3)
             took = formatting.duration(pause)
-            say(f"  disturbed: {by}; waiting for a quiet machine, {took}", style="yellow")
+            say(f"  disturbed: {by}; waiting for an idle machine, {took}", style="yellow")
             self.bench.rest(pause)
             state.event(journal.Waited(cell=state.key, reason=by, spent_seconds=pause))
 

@@ -1,4 +1,4 @@
-"""Which cells can be measured here, on which devices, engine and cores, and for how long.
+"""Which cells this machine can measure, on which device, engine and cores, and for how long.
 
 on_this_machine(plan, machine, facts, progress)     # the devices that are here, models for "auto"
 why_not(cell, campaign, facts)           # None, or the reason with its arithmetic
@@ -67,7 +67,7 @@ from serving.placement.placement_policy import PlacementRequest, plan
 from serving.registry.engine_config import Machine
 from serving.server_options import Policy
 
-CELL_SECONDS = 600.0  # of measuring, where the campaign does not say
+CELL_SECONDS = 600.0  # measuring time of a cell if the campaign sets no budget
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
 # On a GPU, measured on an H200 (64 slots, 1B and 8B): bursts 2 to 3 s, a level 7 to 8 s longer than
 # its window.
@@ -80,13 +80,13 @@ STEPS = (
 )
 MEASURED = "llama-3.2-1b"
 BACKEND, FORMAT = USUAL[0]  # its weights are made in seconds
-RUNGS = 4  # at most: the largest that keep the SLO alone, and the first that does not
-RUNGS_BESIDE_GPU = 3  # of the CPU, where the GPU takes its part of the same budget
-DISK_SHARE = 0.9  # of what is free on the disk, that the weights of a model may take
+RUNGS = 4  # at most: the largest that meet the SLO unloaded, and the first that does not
+RUNGS_BESIDE_GPU = 3  # for the CPU if the GPU takes its part of the same budget
+DISK_SHARE = 0.9  # of the free disk space, for the weights of a model
 
 
 def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
-    """With the arithmetic; None when the cell can run here, or when only trying tells."""
+    """Return why a cell cannot run here, with the arithmetic; None: it can, or a trial decides."""
     known = BACKENDS.get(cell.backend)
     if cell.spec is None or known is None or not known.has_weights:
         return None
@@ -163,9 +163,9 @@ def fastest_engine(
             f"{' '.join(one)} {formatting.of_requests(formatting.rate(rate, like=like))}"
             for one, rate in rates.items()
         )
-        reason = f"the highest limit by step times: {told}"
+        reason = f"it has the highest capacity by step times: {told}"
     elif rates:
-        reason = f"none keeps the SLO by its step times; without one, {reason}"
+        reason = f"no engine meets the SLO by its step times; without an SLO, {reason}"
     reason += "".join(f"; not {one.name}: {one.why_not}" for one in found.candidates if one.why_not)
     progress.say(f"{cell.key}: engine {' '.join(best)}: {reason}")
     return EngineChosen(cell=cell.key, backend=best[0], weight_format=best[1], reason=reason)
@@ -345,7 +345,7 @@ def gpu_drivers(
     if able:
         told = nothing_on("gpu", campaign, able).removeprefix("devices: ")
     if campaign.devices:
-        raise BadCampaign(f"devices: the GPU cannot be measured here: {told}; there is cpu")
+        raise BadCampaign(f"devices: The GPU cannot be measured here: {told}. Use ['cpu']")
     progress.say(f"the GPU ({facts.gpus[0].name}) is not measured: {told}", style="yellow")
     return []
 
@@ -367,7 +367,9 @@ def _models_of(
             fitting = fitting_on_gpu(campaign, drivers, facts)
             beside = models.get("cpu")
             if not fitting:
-                progress.say("the GPU measures no model: none of the ladder fits", style="yellow")
+                progress.say(
+                    "no model is measured on the GPU: no ladder model fits", style="yellow"
+                )
             chosen = fitting[-RUNGS:]
             if beside is not None:
                 chosen = [name for name in fitting if name in (*beside, fitting[-1])]
@@ -407,19 +409,19 @@ def _around_the_cpus_limit(
 ) -> list[str]:
     """Return the rungs around the CPU's limit, by the step times of MEASURED."""
     if BACKEND in (missing := missing_backends()):
-        raise BadCampaign(f"models 'auto' are chosen by {BACKEND}: {missing[BACKEND]}")
+        raise BadCampaign(f"models = ['auto'] needs {BACKEND}: {missing[BACKEND]}")
     cell = Cell(key=MEASURED, model=MEASURED, weight_format="", backend=BEST, device="cpu")
     engine = EngineCandidate(backend=BACKEND, weight_format=FORMAT)
     question = question_of(cell, campaign)
     times = known_times(question, engine, facts, progress.say, progress.tick)
     assert times is not None  # they were measured
     chosen = around_the_limit(law_of_times(times), campaign, facts, count)
-    progress.say(f"models auto: {len(chosen)} rungs, by the step times of {MEASURED}")
+    progress.say(f"models auto: {len(chosen)} models, chosen by the step times of {MEASURED}")
     like = min(filter(None, (found.rate for found in chosen.values())), default=None)
     for name, found in chosen.items():
         rate = formatting.of_requests(formatting.rate(found.rate, like=like))
-        alone = f"{formatting.share(found.alone_share)} of requests are good one at a time"
-        progress.say(f"  {name}: limit {rate if found.rate else 'none'} (predicted), {alone}")
+        alone = f"{formatting.share(found.alone_share)} SLO attainment unloaded"
+        progress.say(f"  {name}: capacity {rate if found.rate else 'none'} (predicted), {alone}")
     return list(chosen)
 
 

@@ -252,7 +252,7 @@ def judged(
 
 
 def level_text(level: Level, slo: Slo, like: float | None = None) -> str:
-    """A level for people: load, in the unit of `like`, counts, medians, verdict."""
+    """Return a level as a line: load in the unit of `like`, counts, medians, verdict."""
     start, found, end = level.started, level.judge(slo), level.finished
     if start.is_burst:
         return f"a burst of {len(level.due)}"
@@ -261,7 +261,7 @@ def level_text(level: Level, slo: Slo, like: float | None = None) -> str:
         words = ""  # twenty requests prove no share of 90 %
     if end is not None:
         if not level.is_whole:
-            words = f"does not count: {len(level.due)} of its {end.due} requests are in the records"
+            words = f"does not count: only {len(level.due)} of {end.due} requests are recorded"
         elif level.is_set_aside:
             words = "disturbed"
         elif not end.is_valid:
@@ -271,10 +271,10 @@ def level_text(level: Level, slo: Slo, like: float | None = None) -> str:
     ttft, tpot = (formatting.seconds(level.quantile(one, 0.5), 3, "-") for one in times)
     failed = ", ".join(f"{count} {why}" for why, count in level.failures.items())
     rate = formatting.rate(level.offered_rate, 3, like=like or level.rate)
-    came = f" asked, {rate} came" if level.rate else ""
+    came = f" offered, {rate} achieved" if level.rate else ""
     return (
         f"{formatting.load(start.rate_per_second, start.concurrency, 3, like)}{came}: "
-        f"{found.good}{share} of {found.due} good, median TTFT {ttft}, TPOT {tpot}"
+        f"{found.good}{share} of {found.due} met the SLO, median TTFT {ttft}, TPOT {tpot}"
         f"{failed and f', failed: {failed}'}{words and f' -> {words}'}"
     )
 
@@ -290,5 +290,5 @@ def wait_until_it_serves(server: Server, progress: Progress) -> TargetFacts:
         except LoadError as problem:
             if isinstance(problem, EndpointRefuses) or time.monotonic() > until:
                 raise
-        progress.tick(f"waiting until {server.target.url} serves")
+        progress.tick(f"waiting for {server.target.url}")
         time.sleep(0.2)

@@ -187,9 +187,11 @@ def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
         cells = msgspec.convert(manifest.cells, list[Cell])
     except msgspec.ValidationError as problem:
         raise BadRunFolder(
-            f"the manifest of run {manifest.run_id} holds a campaign of another version: {problem}"
+            f"The manifest of run {manifest.run_id} has a campaign of another version: {problem}"
         ) from problem
     for cell in cells:
         if cell.key != plain(cell.key):  # it names files
-            raise BadRunFolder(f"the manifest of run {manifest.run_id} has a cell {cell.key!r}")
+            raise BadRunFolder(
+                f"The manifest of run {manifest.run_id} has an invalid cell key {cell.key!r}"
+            )
     return campaign, cells

@@ -1,4 +1,4 @@
-"""The server of a cell: a child process on cores of its own, ours or not, or an endpoint.
+"""The server of a cell: a child process on its own cores, or an endpoint that is already running.
 
 server = Server(cell, campaign, folder / "logs")
 server.wait_ready(say)
@@ -107,7 +107,7 @@ class Server:
                 weights = {"kind": engine.weights, "weight_format": self._cell.weight_format}
                 model = resolve(model, **weights, cache=server.cache, progress=say).path
         except ModelError as problem:
-            raise ServerFailed(f"no weights for {engine.name}: {problem}") from problem
+            raise ServerFailed(f"There are no weights for {engine.name}: {problem}") from problem
         with socket.socket() as one:  # a port that nobody listens on now
             one.bind((HOST, 0))
             port = one.getsockname()[1]
@@ -143,12 +143,12 @@ class Server:
         began, seconds = time.monotonic(), self._campaign.server.ready_seconds
         self._child = child = Child(command, cores=cores, log=self.log)
         self.pid = child.pid
-        until, said = began + seconds, f"all it said is in logs/{self.log.name}"
+        until, said = began + seconds, f"its output is in logs/{self.log.name}"
         while missing := look():
             if (status := child.poll()) is not None:
                 how = f"({child.how_it_ended()}); {said}"
                 if status < 0:
-                    raise ServerLost(f"{self.name} was killed while it started {how}")
+                    raise ServerLost(f"{self.name} was killed while starting {how}")
                 raise ServerFailed(f"{self.name} did not start {how}")
             if time.monotonic() > until:
                 raise ServerFailed(

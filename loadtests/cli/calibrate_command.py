@@ -1,4 +1,4 @@
-"""The verb `calibrate`: step laws of models on this machine, as machine.json for use elsewhere."""
+"""The verb `calibrate`: step-time models of this machine, as machine.json for use elsewhere."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from loadtests.simulation.machine_file import MachineFile
 
 CAMPAIGN = Path(__file__).parents[1] / "calibrate.toml"
-CELL_SECONDS = 120.0  # of measuring, at most, for each model
-CONTEXT_TOKENS = 256.0  # of each stream whose speed is told
+CELL_SECONDS = 120.0  # maximum measuring time for each model
+CONTEXT_TOKENS = 256.0  # of each stream whose speed is printed
 
 
 class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,30 +33,33 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         option(
             "",
-            "Sizes of the ladder (135m), files, folders, hub ids. Default: smollm2-135m and -360m.",
+            "Models to measure: ladder models (135m), files, folders or hub ids. Default: "
+            "smollm2-135m and smollm2-360m.",
             metavar="MODEL...",
             is_argument=True,
         ),
     ] = ("smollm2-135m", "smollm2-360m")
     backend: Annotated[
         str | None,
-        option("", "The engine; best: the CPU's fastest. Default: the model's usual one."),
+        option(
+            "", "Engine; best chooses the fastest on this CPU. Default: the model's default engine."
+        ),
     ] = None
-    slots: Annotated[Count, option("", "Sequences that run at the same time.")] = 8
-    out: Annotated[str, option("", "The file to write.", metavar="FILE")] = "machine.json"
+    slots: Annotated[Count, option("", "Maximum sequences that run at the same time.")] = 8
+    out: Annotated[str, option("", "File to write.", metavar="FILE")] = "machine.json"
 
 
 def _calibrate(options: CalibrateOptions) -> None:
-    """Measure this machine in a minute a model: what it would serve, as a file for plans.
+    """Measure this machine, about a minute per model, and write a file for plans.
 
-    Starts a server of each model, sends requests one at a time and in two bursts, and fits the
-    seconds of a step to what came back. Nothing else should run meanwhile. The file names the CPU,
-    its memory and software versions; no host, user, path or serial number.
+    For each model it starts a server, sends requests one at a time and in two bursts, and fits a
+    step-time model to the results. Nothing else should run meanwhile. The file contains the CPU,
+    its memory and software versions, but no host, user, path or serial number.
 
     \b
     crossover calibrate          # two small models, about two minutes; writes machine.json
     crossover calibrate 135m 1b 3b --backend best --out lab.json
-    crossover plan plan.toml --machine lab.json          # then, also on another machine
+    crossover plan plan.toml --machine lab.json          # afterward, here or on another machine
     """
     from loadtests.campaign.campaign_runner import run
     from loadtests.campaign.progress import Progress
@@ -65,7 +68,7 @@ def _calibrate(options: CalibrateOptions) -> None:
 
     out = Path(options.out).resolve()
     if not out.parent.is_dir():
-        raise LoadError(f"--out {options.out!r}: there is no folder {str(out.parent)!r}")
+        raise LoadError(f"--out {options.out!r}: The folder {str(out.parent)!r} does not exist")
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         made = run(plan_of(options), Path(folder), progress)
         found = machine_of(read_records(made))
@@ -74,7 +77,7 @@ def _calibrate(options: CalibrateOptions) -> None:
 
 
 def plan_of(options: CalibrateOptions) -> Plan:
-    """A campaign that calibrates each model and confirms nothing. Raises BadCampaign."""
+    """Return a campaign that calibrates each model and confirms no rate. Raises BadCampaign."""
     from loadtests.campaign.campaign_file import parse_campaign
 
     models = list(dict.fromkeys(options.models))
@@ -87,7 +90,7 @@ def plan_of(options: CalibrateOptions) -> Plan:
 
 
 def machine_of(run: RunRecords) -> MachineFile:
-    """What the run's calibrations say of this machine. Raises LoadError where none has a law."""
+    """Return the calibrations of a run as a machine file. Raises LoadError if one failed."""
     from loadtests.campaign.resume_state import CellRecord, campaign_of
     from loadtests.records.journal_events import CellReady, of_kind
     from loadtests.simulation.machine_file import MachineFile, ModelSteps, hardware_of
@@ -101,11 +104,11 @@ def machine_of(run: RunRecords) -> MachineFile:
         made, cell = state.calibrated, state.cell
         if made is None or made.law is None or made.policy is None:
             why = getattr(state.ended, "reason", "") or (made and made.reason)
-            raise LoadError(f"{cell.key} has no step law: {why or 'it was not calibrated'}")
+            raise LoadError(f"{cell.key} has no step-time model: {why or 'it was not calibrated'}")
         ready = of_kind(run.events, CellReady, cell.key)[-1]
         spec = cell.spec or ready.spec
         if spec is None:
-            raise LoadError(f"the shape of {cell.model} is not known: {cell.known.missing}")
+            raise LoadError(f"The shape of {cell.model} is unknown: {cell.known.missing}")
         library = spec_of(cell.backend).distribution
         models.append(
             ModelSteps(
@@ -133,7 +136,7 @@ def machine_of(run: RunRecords) -> MachineFile:
 
 
 def in_words(found: MachineFile) -> list[str]:
-    """What was measured, for people: a line for each model."""
+    """Return a line for each measured model."""
     from models.formatting import significant
 
     lines = []
@@ -149,8 +152,8 @@ def in_words(found: MachineFile) -> list[str]:
         )
     if found.taken_share is not None and found.taken_share > 0.03:
         lines.append(
-            f"warning: others took up to {found.taken_share:.0%} of the CPU time that the engine "
-            "wanted: its steps are quicker on a quiet machine; calibrate again then"
+            f"warning: other processes took up to {found.taken_share:.0%} of the CPU time that the "
+            "engine needed, so its steps are faster on an idle machine. Calibrate again then."
         )
     return lines
 

@@ -20,11 +20,11 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Allow what the campaign names: commands, module:Class, the variable of a key. The "
-        "file may be a stranger's: without --trust it is refused, and says what it would use.",
+        help="Allow the commands, the code (module:Class) and the variables with keys that the "
+        "campaign names. Without --trust such a campaign is refused, and the error lists them.",
     ),
 ]
-Folder = Annotated[Path, typer.Argument(help="The run's folder.")]
+Folder = Annotated[Path, typer.Argument(help="Folder of the run.")]
 
 campaign = typer.Typer(
     add_completion=False,
@@ -45,8 +45,8 @@ def init_campaign() -> None:
 
 
 WHAT = (
-    "A campaign file (TOML), or models: sizes of the ladder, GGUF files, folders, hub ids. "
-    "Default: four models of the ladder around this machine's limit, in 8 minutes."
+    "A campaign file (TOML), or models: ladder models, GGUF files, folders or hub ids. "
+    "Default: four ladder models around this machine's capacity, in 8 minutes."
 )
 
 
@@ -55,15 +55,15 @@ def run_campaign(
     what: Annotated[
         list[str] | None, typer.Argument(help=WHAT, metavar="[FILE | MODEL...]")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder for run folders.")] = Path("runs"),
     trust: Trust = False,
 ) -> None:
-    """Measure every cell of a campaign (a model on an engine) into one folder below --out.
+    """Measure every cell of a campaign (a model on an engine) into a new folder below --out.
 
-    For each cell: start the server, measure single streams and two bursts, estimate the limit from
-    the step times, and confirm a rate below it.
-    Models in place of a file are measured with the demo's settings (loadtests/demo.toml).
-    A run that was killed goes on by `crossover campaign resume FOLDER`; nothing is measured twice.
+    For each cell: start the server, measure single streams and two bursts, estimate the capacity
+    from the step times, and confirm a rate below it.
+    Models given instead of a file are measured with the demo's settings (loadtests/demo.toml).
+    `crossover campaign resume FOLDER` continues a run that was killed; nothing is measured twice.
 
     \b
     crossover campaign run campaign.toml
@@ -82,7 +82,7 @@ def run_campaign(
 
 
 def _plan_of(what: list[str]) -> Plan:
-    """The campaign of a file, or of models. Raises BadCampaign."""
+    """Return the campaign of a file, or of models. Raises BadCampaign."""
     from loadtests.campaign.campaign_file import DEMO, campaign_of_models, read_campaign
 
     files = [one for one in what if one.lower().endswith(".toml")]
@@ -92,13 +92,13 @@ def _plan_of(what: list[str]) -> Plan:
         return campaign_of_models(what)
     if len(what) > 1:
         raise BadCampaign(
-            f"give one campaign file or models, not {' and '.join(what)}; a campaign of several "
-            "models lists them under `models`"
+            f"Give one campaign file or models, not {' and '.join(what)}. A campaign file lists "
+            "several models under `models`."
         )
     return read_campaign(Path(files[0]))
 
 
-CONFIRM = "Confirm also what was only estimated, however long that takes."
+CONFIRM = "Also confirm the cells that are only estimated, however long that takes."
 
 
 @campaign.command("resume")
@@ -107,9 +107,9 @@ def resume_campaign(
     confirm: Annotated[bool, typer.Option("--confirm", help=CONFIRM)] = False,
     trust: Trust = False,
 ) -> None:
-    """Go on with a run that was stopped or killed.
+    """Continue a run that was stopped or killed.
 
-    Finished levels are kept; the one that was running is measured again.
+    Finished levels are kept; the level that was running is measured again.
     """
     from loadtests.campaign.campaign_runner import resume
     from loadtests.campaign.progress import Progress
@@ -123,12 +123,12 @@ def _answer(folder: Path) -> None:
     from loadtests.campaign.campaign_text import show_run
 
     show_run(folder, levels=False)
-    typer.echo(f"The report: crossover report {folder}")
+    typer.echo(f"To write the report: crossover report {folder}")
 
 
 @campaign.command("show")
 def show(folder: Folder) -> None:
-    """Cells, levels, verdicts and capacities of a run, finished or not."""
+    """Show cells, levels, verdicts and capacities of a run, finished or not."""
     from loadtests.campaign.campaign_text import show_run
 
     show_run(folder)

@@ -24,32 +24,34 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover compare`."""
 
     first: Annotated[
-        Path, option("", "A run folder, or a folder of runs.", metavar="A", is_argument=True)
+        Path,
+        option("", "Run folder, or folder of runs, as baseline.", metavar="A", is_argument=True),
     ]
     second: Annotated[
-        Path, option("", "The same, of what is compared with it.", metavar="B", is_argument=True)
+        Path,
+        option("", "Run folder, or folder of runs, to compare.", metavar="B", is_argument=True),
     ]
     allow: Annotated[
         list[str] | None,
         option(
             "",
-            "A fact that may differ, e.g. format or cpu_model. May be given several times.",
+            "A fact that may differ, such as format or cpu_model. Repeat for several.",
             metavar="FACT",
         ),
     ] = None
     fail_on: Annotated[
         Literal["slower"] | None,
-        option("", "End with status 1 where anything is slower, 2 where that is not known."),
+        option("", "Exit with status 1 if anything is slower, and 2 if that is not known."),
     ] = None
 
 
 def _compare(options: CompareOptions) -> None:
-    """Say where the runs of one folder are faster or slower than those of another.
+    """Tell where the runs of one folder are faster or slower than those of another.
 
-    At least three runs a side, begun in turns; with fewer the differences are shown and the verdict
-    is "not known". Compared are TTFT, TPOT, E2E and the output at loads that both sides measured,
-    and the limit. Runs that differ in a fact (machine, workload, settings) are refused with both
-    values, unless --allow names it.
+    Each side needs at least three runs, started alternately; with fewer, the differences are shown
+    and the verdict is "not known". Compared are TTFT, TPOT, E2E and output tokens/s at loads that
+    both sides measured, and the capacity. Runs that differ in a fact (machine, workload, settings)
+    are refused with both values, unless --allow names it.
 
     \b
     crossover compare old-version/ new-version/
@@ -61,7 +63,7 @@ def _compare(options: CompareOptions) -> None:
     found = compare(*arms, allow=options.allow or ())
     show_comparison(found, Console(width=None if sys.stdout.isatty() else 200))
     if options.fail_on is not None and found.verdict == "not known":
-        raise LoadError(f"--fail-on slower: not known: {found.reason}")
+        raise LoadError(f"--fail-on slower: It is not known whether B is slower: {found.reason}")
     if options.fail_on is not None and found.verdict in ("slower", "different"):
         raise typer.Exit(1)
 
@@ -71,7 +73,7 @@ comparison.command("compare")(command_of(CompareOptions, _compare))
 
 
 def show_comparison(found: Comparison, console: Console) -> None:
-    """Print in what two arms of runs differ."""
+    """Print the differences between two sets of runs."""
     words = f"{found.verdict}: {found.reason}" if found.reason else found.verdict
     console.print(f"second against first: {words}", style="bold", markup=False)
     for note in found.notes:

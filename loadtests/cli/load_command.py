@@ -1,4 +1,4 @@
-"""The verb `load`: one level of load, sent to a URL. Options in, lines and an exit status out."""
+"""The verb `load`: sends one level of load to a URL. Options in, lines and an exit status out."""
 
 from __future__ import annotations
 
@@ -32,27 +32,32 @@ class CommandOptions(LoadOptions, frozen=True, kw_only=True):
 
     concurrency: Annotated[
         Count | None,
-        option("", "Users that each send the next request when the last one ends (closed loop)."),
+        option(
+            "",
+            "Number of users; each sends its next request when the last one has been answered "
+            "(closed loop).",
+        ),
     ] = None
     duration: Annotated[
-        Positive, option("", "Seconds of load; all count. Then answers have 60 s more to end.")
+        Positive,
+        option("", "Seconds of load. Requests that are still running then get 60 s to finish."),
     ] = 30.0
     slo: Annotated[
         str,
         option(
             "",
-            "A preset: chat (TTFT 2 s, TPOT 0.1 s), interactive (0.5 s, 0.03 s), reading (5 s, 0.2 "
-            "s), batch (no limits). Or limits of your own, in seconds, all of which must be kept: "
-            "ttft=2,tpot=0.1,ttfa=10,e2e=60,target=0.95 (ttfa: to the first token behind all "
-            "reasoning; e2e: of the whole answer).",
+            "SLO: a preset (chat: TTFT 2 s, TPOT 0.1 s; interactive: 0.5 s, 0.03 s; reading: 5 s, "
+            "0.2 s; batch: no limits), or your own limits in seconds, all of which a request must "
+            "meet: ttft=2,tpot=0.1,ttfa=10,e2e=60,target=0.95 (ttfa: time to the first token after "
+            "reasoning; e2e: time of the complete answer).",
         ),
     ] = "chat"
 
 
 def _load(options: CommandOptions) -> None:
-    """Send one level of load to a URL and say what came back: TTFT, TPOT, good requests, verdict.
+    """Send one level of load to a URL and report TTFT, TPOT, SLO attainment and a verdict.
 
-    To keep every request on record, write a campaign with a [target] and search.rates.
+    To record every request, use a campaign with a [target] and search.rates.
 
     \b
     crossover load http://127.0.0.1:8000 --rate 2
@@ -60,11 +65,11 @@ def _load(options: CommandOptions) -> None:
     crossover load https://api.example.com/v1 --api chat --api-key-env KEY --rate 0.5
     """
     if (options.rate is None) == (options.concurrency is None):
-        raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
+        raise LoadError("Give either --rate (open loop) or --concurrency (closed loop)")
     if options.concurrency is not None and options.arrivals != "poisson":
-        raise LoadError("--arrivals go with --rate: a closed loop sends as answers end")
+        raise LoadError("--arrivals needs --rate: a closed loop sends when answers end")
     if options.concurrency is not None and parse_workload(options.workload).has_sessions:
-        raise LoadError("conversations begin at a --rate of their own: no --concurrency")
+        raise LoadError("Conversations need --rate (conversations/s) instead of --concurrency")
     try:
         slo = parse_slo(options.slo)
     except ValueError as problem:
@@ -81,7 +86,7 @@ load = command_of(CommandOptions, _load)
 
 
 def measured(options: CommandOptions) -> Level:
-    """The level, when its last answer has come. Raises LoadError."""
+    """Return the level when its last answer has arrived. Raises LoadError."""
     more = {"concurrency": options.concurrency, "window_seconds": options.duration}
     with (
         Progress() as progress,
@@ -109,14 +114,14 @@ def measured(options: CommandOptions) -> Level:
 
 
 def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
-    """Print what one level showed."""
+    """Print the results of one level."""
     console, judged, counted = console_of(120), level.judge(slo), level.counted
-    asked = "" if level.rate is None else f"{formatting.requests(level.rate, 3)} asked, "
+    asked = "" if level.rate is None else f"{formatting.requests(level.rate, 3)} offered, "
     if has_sessions:
-        asked = f"{level.rate:.3g} conversations/s begun, "
+        asked = f"{level.rate:.3g} conversations/s started, "
     console.print(
         f"{judged.due} requests in {formatting.duration(level.window_seconds)} "
-        f"({asked}{formatting.requests(level.offered_rate, 3)} came out)"
+        f"({asked}{formatting.requests(level.offered_rate, 3)} achieved)"
     )
     if level.failures:
         failed = ", ".join(f"{count} {kind}" for kind, count in level.failures.items())
@@ -128,7 +133,7 @@ def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
         ("TPOT", level.tpot[counted]),
         ("ITL", level.itl),
         ("E2E", level.e2e[counted]),
-        ("send lag", level.send_lag[counted]),
+        ("send delay", level.send_lag[counted]),
     ):
         found = distribution(values)
         shown = (found.mean, *(getattr(found, name) for name, _ in PERCENTILES))
@@ -139,7 +144,8 @@ def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
         console.print(f"{tokens:.1f} output tokens/s; {in_flight:.1f} requests in flight")
     share = "none" if judged.share is None else f"{judged.share:.1%}"
     console.print(
-        f"SLO {slo.name}: {share} good ({judged.low:.1%}-{judged.high:.1%}): {judged.verdict}",
+        f"SLO {slo.name}: {share} SLO attainment ({judged.low:.1%}-{judged.high:.1%}): "
+        f"{judged.verdict}",
         style="bold",
     )
     for warning in level_warnings(level, slo):

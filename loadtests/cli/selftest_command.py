@@ -1,4 +1,4 @@
-"""The verb `selftest`: the accuracy of the load generator. A table out."""
+"""The verb `selftest`: a table of the load generator's accuracy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def selftest() -> None:
-    """Check the accuracy of the load generator on this machine against servers of known truth.
+    """Check the accuracy of the load generator on this machine against servers of known timing.
 
-    A table in a minute; exit status 1 when something fails.
+    Prints a table after a minute; the exit status is 1 if a check fails.
     """
     from loadtests.campaign.progress import Progress
     from loadtests.selftest.selftest import run_selftest
@@ -28,7 +28,7 @@ def selftest() -> None:
 
 
 def show_selftest(rows: Sequence[Row]) -> None:
-    """Print a line a check."""
+    """Print a line for each check."""
     from rich.console import Console
     from rich.table import Table
 
@@ -47,4 +47,4 @@ def show_selftest(rows: Sequence[Row]) -> None:
     passed = sum(row.passed for row in rows)
     console.print(f"{passed} of {len(rows)} checks pass")
     if passed < len(rows):
-        console.print("other work on the machine makes times late: repeat on a quiet one")
+        console.print("Other work on the machine delays requests. Repeat this on an idle machine.")

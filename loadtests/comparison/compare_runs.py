@@ -150,7 +150,7 @@ def compare(
         ours, others = _of_arm(first, mine), _of_arm(second, theirs)
         own = [_row(cell, at, ours[at], others[at]) for at in ours if at in others]
         if not any(row.load not in ("", "alone") for row in own):
-            notes.append(f"{cell}: no rate was measured in both arms: `search.rates` gives some")
+            notes.append(f"{cell}: no rate was measured on both sides; set `search.rates`")
         rows += own
     rows = _judged(rows)
     said = {row.verdict for row in rows}
@@ -158,7 +158,7 @@ def compare(
     verdict: Verdict | Literal["different"] = next((w for w in order if w in said), "not known")
     if {"faster", "slower"} <= said:
         verdict = "different"
-    few = f"{len(first)} and {len(second)} runs; {LEAST_RUNS} an arm that have a metric are needed"
+    few = f"{len(first)} and {len(second)} runs; each side needs {LEAST_RUNS} with the same metric"
     reason = few if verdict == "not known" else ""
     return Comparison(verdict=verdict, reason=reason, rows=rows, notes=notes)
 
@@ -168,23 +168,23 @@ def _check(
 ) -> list[str]:
     """Notes of what differs, and may. Raises NotComparable for what may not."""
     if unknown := sorted(set(allow) - set(FACTS)):
-        raise NotComparable(f"--allow {unknown[0]!r} is no fact; there are {', '.join(FACTS)}")
+        raise NotComparable(f"--allow {unknown[0]!r} is not a fact. Facts are {', '.join(FACTS)}")
     run_id, times = Counter(run.manifest.run_id for run in (*first, *second)).most_common(1)[0]
     if times > 1:
-        raise NotComparable(f"run {run_id} is named {times} times: a run is one value of one arm")
+        raise NotComparable(f"Run {run_id} is given {times} times. Give each run once")
     notes: list[str] = []
     within = [(arm[0], run) for arm in (first, second) for run in arm[1:]]
     for one, other in [*within, (first[0], second[0])]:
         for apart in differences(one.manifest, other.manifest):
             what = f"{apart.name}: {apart.first} and {apart.second}"
-            how = f"compare them all the same with --allow {apart.fact}"
+            how = f"To compare them anyway, add --allow {apart.fact}"
             if (one, other) in within:  # the same thing, measured twice
-                how = f"an arm is of one {apart.name}: name them in different arms"
+                how = f"Runs of one side must have the same {apart.name}"
             elif apart.fact in allow:
                 notes.append(f"differs: {what}")
                 continue
             ids = f"{one.manifest.run_id} and {other.manifest.run_id}"
-            raise NotComparable(f"runs {ids} differ in {what}; {how}")
+            raise NotComparable(f"Runs {ids} differ in {what}. {how}.")
     return notes
 
 
@@ -208,8 +208,8 @@ def _pairs(
     both = zip(CELL, next(iter(ours)), next(iter(others)), strict=True)
     name, one, other = next(one for one in both if one[1] != one[2] and one[0] not in allow)
     raise NotComparable(
-        f"no cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}: their "
-        f"first cells differ in {name}, {one!r} and {other!r}; allow it with --allow {name}"
+        f"No cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}: their "
+        f"first cells differ in {name}, {one!r} and {other!r}. To allow it, add --allow {name}."
     )
 
 

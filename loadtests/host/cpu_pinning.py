@@ -39,7 +39,7 @@ def divide_cores(
     count = engine_cores or most
     if not 1 <= count <= most or engine_cores == 0:
         raise ValueError(
-            f"{engine_cores} cores for the engine, and this machine can give it 1 to {most}"
+            f"{engine_cores} cores are not available for the engine; this machine has 1 to {most}"
         )
     engine = tuple(core for group in physical[:count] for core in group)
     threads = whole_cores(count, quota)

@@ -40,12 +40,12 @@ def machine_lock(what: str, *, file: Path | None = None) -> Iterator[None]:
         lock = take_lock(path, _holder(what))
     except OSError as problem:
         raise MachineBusy(
-            f"{path}, the lock of this machine, cannot be taken: {problem.strerror}"
+            f"The lock file of this machine, {path}, cannot be opened: {problem.strerror}"
         ) from problem
     if isinstance(lock, str):
         raise MachineBusy(
-            f"Another measurement runs on this machine: {lock}. Two at once would disturb each "
-            "other. Wait until it ends; `campaign show`, `report` and `plan` work meanwhile."
+            f"Another measurement is running on this machine: {lock}. Two at once would disturb "
+            "each other. Wait until it ends; `campaign show`, `report` and `plan` work meanwhile."
         )
     try:
         yield

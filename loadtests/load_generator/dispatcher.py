@@ -205,9 +205,9 @@ class Dispatcher:
         self._idle.wait(max(0.0, min(patience, end + patience - clock())))
         late = list(self._running)
         if late:
-            why = f"no end {patience:g} s after the last was due"
+            why = f"not finished {patience:g} s after the last scheduled request"
             if not self._counted:
-                why = "it was due after the window: every answer that counts is there"
+                why = "scheduled after the window; all requests that count have ended"
             gevent.killall(late, exception=GaveUp(why), block=False)
             gevent.joinall(late, timeout=END_SECONDS)
 

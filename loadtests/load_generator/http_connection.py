@@ -139,7 +139,7 @@ class Connection:
             self._closed()
             return
         if self._bytes > MOST_BYTES:
-            self._end(ConnectionError(f"an answer of more than {MOST_BYTES} bytes"))
+            self._end(ConnectionError(f"the response has more than {MOST_BYTES} bytes"))
             return
         try:
             if self._state == _FLOWING and len(self._unread) < LATER:
@@ -154,7 +154,7 @@ class Connection:
                 self._parser.feed_data(_view[:count])
         except _NO_HTTP as problem:
             why = problem.__context__ or problem
-            self._end(ConnectionError(f"an answer that is no HTTP: {why}"))
+            self._end(ConnectionError(f"the response is not valid HTTP: {why}"))
             return
         if self._state == _WHOLE and self._waiter is not None:
             self._waiter.switch(None)
@@ -167,7 +167,7 @@ class Connection:
             if self._waiter is not None:
                 self._waiter.switch(None)
             return
-        place = "within its answer" if self._bytes else "before it answered"
+        place = "during the response" if self._bytes else "before it answered"
         self._end(ConnectionResetError(f"the server closed the connection {place}"))
 
     def _parse_unread(self) -> None:
@@ -236,7 +236,7 @@ class Pool:
             port = parts.port or (443 if parts.scheme == "https" else 80)
             host = ascii_host(parts.hostname or "")
         except ValueError as problem:  # UnicodeError is one
-            raise TargetUnusable(f"{url!r} has no good host or port: {problem}") from problem
+            raise TargetUnusable(f"{url!r} has no valid host or port: {problem}") from problem
         if parts.query:
             raise TargetUnusable(
                 f"{url!r} holds a query (?{parts.query}), which requests would not carry: leave it "

@@ -106,7 +106,7 @@ class Bench:
             until = time.monotonic() + 30
             while not (text := log.read_text()).endswith("\n"):
                 if child.poll() is not None or time.monotonic() > until:
-                    raise LoadError(f"the reference server did not start ({child.how_it_ended()})")
+                    raise LoadError(f"The reference server did not start ({child.how_it_ended()})")
                 time.sleep(0.01)
             yield f"http://127.0.0.1:{int(text)}"
 
@@ -243,7 +243,7 @@ def run_selftest(progress: Progress) -> list[Row]:
             found = part(bench)
             missed = [row for row in found if not row.passed]
             if missed and all(row.limit for row in missed):
-                progress.say(f"once more, {missed[0].world}: {missed[0].what} is off")
+                progress.say(f"repeating {missed[0].world}: {missed[0].what} is off")
                 found = part(bench)
             rows += found
     return rows
@@ -332,7 +332,7 @@ def arrival_row(world: str, arrived: npt.NDArray[np.float64], rate: float) -> Ro
 def lag_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) -> Row:
     """How late the requests left, p99."""
     lag = send_lag_p99(level_of(records))
-    return Row(world, "send lag p99, s", None, lag, limit_seconds)
+    return Row(world, "send delay p99, s", None, lag, limit_seconds)
 
 
 def capacity_rows(
@@ -347,7 +347,7 @@ def capacity_rows(
         note = f"{'' if holds else 'wrong '}interval {found.low:.3g} to {found.high:.3g}"
     share = max(CAPACITY_SHARE * truth, most * (1 + CAPACITY_SHARE) - truth)
     return [
-        Row(world, "limit, requests/s", truth, found.limit, share, note),
+        Row(world, "capacity, requests/s", truth, found.limit, share, note),
         Row(world, "confirmed, requests/s", None, found.held, most * (1 + CONFIRMED_SHARE)),
     ]
 

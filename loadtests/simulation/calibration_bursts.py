@@ -151,7 +151,7 @@ class _Seen:
         Where there is none: None and why.
         """
         if not self.has_steps:
-            return None, "chunks of several tokens, or none: the server's steps cannot be told"
+            return None, "the server's chunks have several tokens or none, so its steps are unknown"
         before, streams = self.observations, min(slots or 0, MOST_STREAMS)
         found: list[StepLaw] = []
         while len(found) < PAIRS and not (found and found[-1].fits):
@@ -163,7 +163,7 @@ class _Seen:
             except LoadError as problem:
                 return None, str(problem)
         law = min(found, key=lambda one: one.error or 0.0)
-        off = f"steps are {law.error:.0%} off the law where it was not fitted ({FITS:.0%} at most)"
+        off = f"its error on steps left out of the fit is {law.error:.0%} ({FITS:.0%} at most)"
         return (law, "") if law.fits else (None, off)
 
     def burst(self, streams: int, seconds: float, real_lengths: bool) -> None:

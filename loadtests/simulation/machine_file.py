@@ -83,8 +83,8 @@ def read_machine_file(path: Path) -> MachineFile:
     version = raw.get("version") if isinstance(raw, dict) else None
     if version != VERSION:
         raise BadMachineFile(
-            f"{path} is no machine file of version {VERSION}: version is {version!r}; "
-            "`crossover calibrate` writes one anew on that machine"
+            f"{path} is not a machine file of version {VERSION}: its version is {version!r}. Run "
+            "`crossover calibrate` again on that machine."
         )
     try:
         return converted(raw, MachineFile, BadMachineFile)

@@ -187,7 +187,7 @@ class Server:
             part = played.due / seconds
             counts = (part >= WARM_UP) & (part < 1.0 - COOL_DOWN)
             if not counts.any():
-                raise LoadError("the arrivals leave too long without a request to simulate")
+                raise LoadError("The arrivals have gaps that are too long to simulate")
             columns = (played.due, played.ttft, played.tpot)
             self.played[rate] = Simulated(*(column[counts] for column in columns))
         return self.played[rate]

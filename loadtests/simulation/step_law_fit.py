@@ -150,7 +150,7 @@ def fit_law(
     `expert_passes` were counted. Raises LoadError for fewer than five observations.
     """
     if len(observations) < LEAST_OBSERVATIONS:
-        raise LoadError(f"{len(observations)} observations are too few for a step law")
+        raise LoadError(f"{len(observations)} observations are too few for a step-time model")
     features = np.array(
         [
             (o.steps, o.rows, o.prompt_tokens, o.context_tokens, o.passes, o.expert_passes)

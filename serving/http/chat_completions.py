@@ -1,5 +1,4 @@
-"""POST /v1/chat/completions: renders a chat as a prompt; the answer has content, reasoning and tool
-calls."""
+"""POST /v1/chat/completions: a chat becomes a prompt, the answer content, reasoning and calls."""
 
 from __future__ import annotations
 

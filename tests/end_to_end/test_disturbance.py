@@ -118,7 +118,7 @@ def test_a_disturbed_level_is_measured_again_and_the_disturber_is_named(tmp_path
     ]
     assert lost and all("Disturbed" in one.warnings for one in lost)
     assert of_kind(events, Waited)
-    assert f"(pid {busy[0]}" in said and "waiting for a quiet machine" in said
+    assert f"(pid {busy[0]}" in said and "waiting for an idle machine" in said
     rates = [
         one.rate_per_second
         for one in of_kind(events, LevelStarted)

@@ -49,7 +49,7 @@ def test_a_calibration_alone_is_an_estimate_with_its_interval() -> None:
     )
     reach = math.exp(1.645 * sd_of(0) * STEEPNESS)
     assert FIRST.low == pytest.approx(LIMIT / reach) and FIRST.high == pytest.approx(LIMIT * reach)
-    assert FIRST.reason == "no level of open load that counts was measured"
+    assert FIRST.reason == "no valid level of open-loop load was measured"
     assert FIRST.confirm_seconds == confirming_seconds(SLO, 0.8 * LIMIT)
 
 
@@ -219,7 +219,7 @@ def test_without_a_law_the_limit_is_between_what_held_and_what_failed() -> None:
     assert found.limit == pytest.approx(math.sqrt(5))
     open_end = estimate([held], SLO)
     assert open_end.holds and open_end.high is None and open_end.limit is None
-    assert open_end.reason == "no rate was seen to break the SLO"
+    assert open_end.reason == "no measured rate missed the SLO"
     only_failed = estimate([failed], SLO)
     assert only_failed.state == "no_rate_confirmed" and only_failed.high == 2.5
     assert only_failed.low is None and only_failed.limit is None
@@ -233,5 +233,5 @@ def test_without_a_law_the_limit_is_between_what_held_and_what_failed() -> None:
 def test_a_law_by_which_nothing_holds_says_so() -> None:
     slow = StepLaw(base_seconds=0.5)
     found = estimate([alone()], SLO, law=slow, policy=POLICY, workload=LENGTHS)
-    assert found.limit is None and "0 % of requests are good one at a time" in found.reason
+    assert found.limit is None and "SLO attainment unloaded is only 0 %" in found.reason
     assert found.confirm_seconds is None, "no level could confirm a rate"

@@ -100,10 +100,10 @@ def test_it_names_who_took_most() -> None:
     hog, small = Stranger("make (j8)", 12, 0.5), Stranger("cron", 3, 0.01)
     busy = {"work_seconds": 0.4, "stalled_seconds": 0.6, "strangers_seconds": 0.55}
     assert in_words(found_in(part(**busy, strangers=[hog, small]))) == (
-        "`make (j8)` (pid 12) took 58% of the CPU time that the engine wanted"
+        "`make (j8)` (pid 12) took 58% of the CPU time that the engine needed"
     )
     for parts, who in (
-        (busy, "processes that are not seen"),
+        (busy, "unidentified processes"),
         ({"steal_seconds": 0.25}, "the hypervisor"),
         ({"throttled_seconds": 0.25}, "the CPU quota"),
     ):

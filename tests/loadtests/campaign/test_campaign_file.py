@@ -111,7 +111,7 @@ def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: st
         ('models = ["135m"]', "^name is missing$"),
         ('name = "x"', "nothing to measure"),
         ('name = "x"\n[target]\nurl = "http://u:p@h"', "target: the url holds a user"),
-        ('name = "x"\n[target]\nurl = "http://[::1"', r"target: 'http://\[::1' has no good host"),
+        ('name = "x"\n[target]\nurl = "http://[::1"', r"target: 'http://\[::1' has no valid host"),
         (f'{ONE}workload.file = "/no.csv"', "workload.file: trace /no.csv: there is no such file"),
         (f'{ONE}[target]\nurl = "http://x"', "so models must not be set"),
         ('name = "x"\nformats = ["Q8_0"]\n[target]\nurl = "http://x"', "so formats must not"),

@@ -204,7 +204,7 @@ def test_another_machine_or_version_does_not_go_on(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     before = kinds(folder)
     world.facts = msgspec.structs.replace(world.facts, cpu_model="another CPU")
-    with pytest.raises(BadRunFolder, match="begun on another machine .*another CPU now"):
+    with pytest.raises(BadRunFolder, match="started on another machine .*another CPU"):
         world.resume(folder)
     assert kinds(folder) == before
     text = (folder / MANIFEST).read_text()
@@ -286,7 +286,7 @@ def test_two_campaigns_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.M
     world = Simulated()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # a machine of its own
     with machine_lock("runs/other"):
-        with pytest.raises(MachineBusy, match=r"runs on this machine: runs/other \("):
+        with pytest.raises(MachineBusy, match=r"is running on this machine: runs/other \("):
             run(campaign(), tmp_path / "runs", Progress(world.said), world=world.world)
         assert not (tmp_path / "runs").exists()
     run(campaign(), tmp_path / "runs", Progress(world.said), world=world.world)

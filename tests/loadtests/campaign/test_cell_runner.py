@@ -123,7 +123,7 @@ def test_only_the_smallest_are_confirmed_and_the_others_say_what_that_takes(tmp_
     assert found_in(folder).state == "holds"
     assert len(started(folder)) == measured + 1, "the law of the first sitting is kept"
     world.resume(folder, confirm=True)
-    assert "every cell is confirmed" in world.said.getvalue()
+    assert "no cell is left to confirm" in world.said.getvalue()
 
 
 @pytest.mark.parametrize("budget", [30.0, 100.0, 300.0])
@@ -154,7 +154,7 @@ def test_disturbed_levels_are_measured_again_and_cost_no_budget(tmp_path: Path) 
     waited = of_kind(read_records(folder).events, Waited)
     assert waited and "`hog` (pid 7" in waited[0].reason
     assert found_in(folder).state == "holds"
-    assert "waiting for a quiet machine" in world.said.getvalue()
+    assert "waiting for an idle machine" in world.said.getvalue()
 
 
 def test_a_machine_that_is_never_quiet_is_named_and_not_waited_for_for_ever(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_cell_that_cannot_fit_is_skipped_with_the_arithmetic() -> None:
 
 def test_more_cores_than_there_are() -> None:
     plan = parse_campaign(f"{ONE}server.cores = 4096")
-    said = "server.cores: 4096 cores for the engine, and this machine can give it 1 to"
+    said = "server.cores: 4096 cores are not available for the engine; this machine has 1 to"
     with pytest.raises(BadCampaign, match=said):
         layout_of(plan.cells[0], plan.campaign, (0, 1))
 
@@ -143,8 +143,8 @@ def test_the_machine_chooses_rungs_and_says_why(kept: Path) -> None:
     plan = on_this_machine(plan_of(kept), here, hardware_facts(), Progress(said))
     models = [cell.model for cell in plan.cells]
     assert models[0] == "smollm2-135m" and len(models) >= 2
-    assert "rungs, by the step times of llama-3.2-1b" in said.getvalue()
-    assert "smollm2-135m: limit " in said.getvalue()
+    assert "models, chosen by the step times of llama-3.2-1b" in said.getvalue()
+    assert "smollm2-135m: capacity " in said.getvalue()
     demo = parse_campaign(read_campaign(DEMO).text, models=["1b", "135m"])
     assert [cell.model for cell in demo.cells] == ["llama-3.2-1b", "smollm2-135m"]
     assert all(cell.is_best for cell in demo.cells)
@@ -170,7 +170,7 @@ def test_the_fastest_engine_is_the_one_that_would_hold_most(kept: Path, tmp_path
     (choice,) = of_kind(read_records(folder).events, EngineChosen)
     assert (choice.backend, choice.weight_format) == ("onnx", "int8")
     assert "llama_cpp Q4_0 " in choice.reason and "onnx int8 " in choice.reason
-    assert "the highest limit by step times: " in world.said.getvalue()
+    assert "the highest capacity by step times: " in world.said.getvalue()
     run = read_records(folder)
     campaign, cells = campaign_of(run.manifest)
     cell = CellRecord(run.events, campaign, cells[0]).cell

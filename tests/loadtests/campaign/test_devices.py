@@ -105,7 +105,7 @@ def test_a_machine_without_a_gpu_measures_as_before() -> None:
 @pytest.mark.parametrize(
     ("more", "facts", "said"),
     [
-        ('devices = ["gpu"]', FACTS, "the GPU cannot be measured here: .*; there is cpu$"),
+        ('devices = ["gpu"]', FACTS, "The GPU cannot be measured here: .*Use .'cpu'.$"),
         ('devices = ["cpu", "gpu"]\nbackends = ["onnx"]', None, "on the GPU with backends = onnx"),
         ('devices = ["gpu"]\nformats = ["Q4_0"]', None, r"formats = Q4_0. .* torch \(bf16, fp16"),
         ('devices = ["tpu"]', None, r"devices\[0\] must be one of 'cpu', 'gpu', got 'tpu'"),

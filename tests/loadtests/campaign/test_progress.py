@@ -48,6 +48,6 @@ def test_the_answer_is_a_table_with_grades_and_what_confirming_takes(tmp_path: P
     said = out.getvalue()
     for part in (
         *("TTFT 1 s, TPOT 200 ms for 90 % of requests", "confirmed", "estimated", "1.5/s"),
-        *("--confirm", "Confirming what is estimated would take about "),
+        *("--confirm", "To confirm the estimates, which takes about "),
     ):
         assert part in said, part

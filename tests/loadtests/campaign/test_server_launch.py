@@ -145,7 +145,7 @@ def test_an_engine_that_is_killed_while_it_starts_may_be_started_again(start: St
     def kill(what: str, fraction: float | None) -> None:
         os.kill(server.pid or 0, signal.SIGKILL)
 
-    with pytest.raises(ServerLost, match="scripted was killed while it started .*SIGKILL"):
+    with pytest.raises(ServerLost, match="scripted was killed while starting .*SIGKILL"):
         server.wait_ready(kill)
 
 

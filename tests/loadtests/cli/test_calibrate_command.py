@@ -53,4 +53,4 @@ def test_a_file_is_told_in_a_line_a_model() -> None:
     lines = in_words(machine_file(taken_share=0.2))
     assert "smollm2-135m Q4_0 on llama_cpp: prompts 712 tokens/s" in lines[0]
     assert "148 with 1, 199 with 8 (steps within 10%)" in lines[0]
-    assert "others took up to 20%" in lines[2]
+    assert "other processes took up to 20%" in lines[2]

@@ -32,7 +32,12 @@ def test_a_level_is_shown(truth_server: Start) -> None:
     child = started(truth_server(ttft=0.02, case="load"), "--duration", "2")
     said = child.communicate(timeout=60)[0]
     assert child.returncode == 0, said
-    for part in ("30.0 requests/s asked", "SLO chat: 100.0% good", "TTFT", "send lag"):
+    for part in (
+        "30.0 requests/s offered",
+        "SLO chat: 100.0% SLO attainment",
+        "TTFT",
+        "send delay",
+    ):
         assert part in said, part
     assert "# reqs" not in said  # Locust's own tables
 

@@ -70,7 +70,7 @@ def test_without_repeats_nothing_is_known() -> None:
     servers = Servers(0.02, seed=3)
     found = compare(servers.arm("a", 1), servers.arm("b", 1, slower=2.0))
     assert found.verdict == "not known"
-    assert found.reason == "1 and 1 runs; 3 an arm that have a metric are needed"
+    assert found.reason == "1 and 1 runs; each side needs 3 with the same metric"
     assert {row.verdict for row in found.rows} == {"not known"}
     row = next(row for row in found.rows if row.metric == "TPOT mean")
     assert row.ratio == pytest.approx(2.0, rel=0.1) and (row.p, row.low) == (None, None)
@@ -107,7 +107,7 @@ def test_runs_that_differ_in_a_fact_are_refused_with_both_values(
         compare([a], [b])
     (apart,) = differences(a.manifest, b.manifest)
     assert any(apart.name in note for note in compare([a], [b], allow=[apart.fact]).notes)
-    with pytest.raises(NotComparable, match="differ in .*an arm is of one"):
+    with pytest.raises(NotComparable, match="differ in .*of one side must have the same"):
         compare([a, b], [run("c")], allow=[apart.fact])
 
 
@@ -116,7 +116,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     for arms, allow, message in (
         (([a, b], [a]), (), "run a is named 2 times"),
         (([a], [b]), (), "differ in format, 'Q4_0' and 'Q8_0'"),
-        (([a], [b]), ("colour",), "--allow 'colour' is no fact; there are cpu_model"),
+        (([a], [b]), ("colour",), "--allow 'colour' is not a fact. Facts are cpu_model"),
     ):
         with pytest.raises(NotComparable, match=message):
             compare(*arms, allow=allow)
@@ -125,7 +125,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 def test_what_is_left_out_is_said() -> None:
     found = compare([run("a")], [run("b", load="1.01/s")])
-    assert not found.rows and any("no rate was measured in both arms" in one for one in found.notes)
+    assert not found.rows and any(
+        "no rate was measured on both sides" in one for one in found.notes
+    )
     one, other = manifest("a", torch="2.13.0"), manifest("b", torch="2.14.0")
     assert differences(one, other) == [], "versions are what one compares"
 

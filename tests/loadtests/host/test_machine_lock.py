@@ -47,7 +47,7 @@ def test_a_second_campaign_is_refused_and_told_who_measures(tmp_path: Path) -> N
 
 def test_a_lock_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
     with (
-        pytest.raises(MachineBusy, match="cannot be taken"),
+        pytest.raises(MachineBusy, match="cannot be opened"),
         machine_lock("x", file=tmp_path / "no" / "folder"),
     ):
         pass

@@ -25,11 +25,11 @@ def test_workloads_as_people_write_them() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "give either --rate"),
+        ({}, "Give either --rate"),
         ({"rate": 1.0, "extra_body": ["{"]}, "--extra-body '{' is not of the form key=value"),
         ({"rate": 1e12}, "--rate must be at most 100000, got"),
-        ({"url": "http://[::1", "rate": 1.0}, r"'http://\[::1' has no good host or port"),
-        ({"concurrency": 1, "arrivals": "constant"}, "--arrivals go with --rate"),
+        ({"url": "http://[::1", "rate": 1.0}, r"'http://\[::1' has no valid host or port"),
+        ({"concurrency": 1, "arrivals": "constant"}, "--arrivals needs --rate"),
         ({"concurrency": 0}, "--concurrency must be at least 1, got 0"),
     ],
 )

@@ -41,9 +41,9 @@ def test_the_table_has_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> Non
     rows = [
         Row("w", "TTFT p50, s", 0.060, 0.0602, 0.001),
         Row("bad", "answers", 100, 98, 0),
-        Row("bad", "send lag p99, s", None, 0.02, 0.01),
+        Row("bad", "send delay p99, s", None, 0.02, 0.01),
     ]
     show_selftest(rows)
     said = capsys.readouterr().out
     assert "TTFT p50" in said and "at most 0.01" in said and "equal" in said
-    assert "1 of 3 checks pass" in said and "repeat on a quiet one" in said
+    assert "1 of 3 checks pass" in said and "Repeat this on an idle machine" in said

@@ -121,10 +121,10 @@ def test_arrivals_that_are_not_poisson_are_caught() -> None:
     ("low", "limit", "high", "held", "wrong"),
     [
         (5.5, 6.89, 7.0, 4.8, set()),
-        (5.5, 6.91, 7.5, 4.8, {"limit, requests/s"}),  # 15 % off, however wide the interval
-        (6.1, 6.5, 7.0, 4.8, {"limit, requests/s"}),  # near, and too sure of it
+        (5.5, 6.91, 7.5, 4.8, {"capacity, requests/s"}),  # 15 % off, however wide the interval
+        (6.1, 6.5, 7.0, 4.8, {"capacity, requests/s"}),  # near, and too sure of it
         (5.5, 6.0, 7.0, 6.4, {"confirmed, requests/s"}),  # more than there is
-        (None, None, None, None, {"limit, requests/s", "confirmed, requests/s"}),
+        (None, None, None, None, {"capacity, requests/s", "confirmed, requests/s"}),
     ],
 )
 def test_a_capacity_may_be_off_by_15_percent_and_no_more_is_confirmed_than_there_is(
@@ -142,7 +142,7 @@ def test_a_capacity_may_be_off_by_15_percent_and_no_more_is_confirmed_than_there
     ("low", "limit", "high", "held", "wrong"),
     [
         (6.5, 7.4, 8.0, 7.3, set()),  # the server was measured while it was fast
-        (7.1, 8.1, 8.5, 7.4, {"limit, requests/s", "confirmed, requests/s"}),
+        (7.1, 8.1, 8.5, 7.4, {"capacity, requests/s", "confirmed, requests/s"}),
     ],
 )
 def test_a_server_of_two_speeds_may_be_seen_at_its_fast_one(

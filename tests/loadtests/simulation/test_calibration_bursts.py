@@ -107,7 +107,7 @@ def test_several_tokens_a_chunk_have_no_law():
 def test_an_engine_that_the_law_does_not_describe_has_none():
     skewed = Skewed(1, spread=0.9)
     made = calibrated(KnownServer(lambda *counts: skewed() * LAW.seconds(*counts)))
-    assert made.law is None and "off the law" in made.reason
+    assert made.law is None and "left out of the fit" in made.reason
 
 
 def test_bursts_that_something_ran_beside_are_asked_again():

@@ -46,7 +46,7 @@ def test_a_mixture_keeps_its_experts_and_an_older_file_has_none(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"version": 1}, "version is 1; `crossover calibrate` writes one anew"),
+        ({"version": 1}, "version is 1. Run `crossover calibrate` again"),
         ({"models": []}, "models"),
         ({"taken_share": -3}, "taken_share must be at least 0, got -3"),
         ({"measured_on": "today"}, "measured_on"),

@@ -96,5 +96,5 @@ def test_what_it_says_nothing_of_is_refused(path: Path) -> None:
     with pytest.raises(ReportError, match="not shared"):
         machine.law(rung("1b").spec, "Q4_0", 8, 2)
     path.write_text('{"version": 1}')
-    with pytest.raises(ReportError, match="version is 1; `crossover calibrate` writes one anew"):
+    with pytest.raises(ReportError, match="version is 1. Run `crossover calibrate` again"):
         calibrated_machine(path)
