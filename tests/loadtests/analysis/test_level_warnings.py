@@ -58,7 +58,7 @@ def test_a_quiet_level_has_no_warning() -> None:
         (requests(120, 120, lag=0.004), {"seconds": 120.0}, "LateSends", None, ""),
         # 6 ms cannot turn an SLO of 2 s
         (requests(120, 120, lag=0.006), {"seconds": 120.0}, "LateSends", None, ""),
-        (requests(120, 120, lag=0.021), {"seconds": 120.0}, "LateSends", SERIOUS, "left 21"),
+        (requests(120, 120, lag=0.021), {"seconds": 120.0}, "LateSends", SERIOUS, "sent 21"),
         (requests(60, 60, lag=0.0009, ttft=0.01), {}, "LateSends", None, ""),  # a millisecond
         (requests(100, 1, lag=0.5), {"seconds": 120.0}, "LateSends", None, ""),  # beyond the p99
         (requests(100, 2, lag=0.5), {"seconds": 120.0}, "LateSends", SERIOUS, "500 ms"),
@@ -74,9 +74,9 @@ def test_a_quiet_level_has_no_warning() -> None:
         (answers(3, cut=7), {"seconds": 200.0}, "ShortAnswers", WARNING, "3 of 193 answers"),
         # 100 were counted: two per cent off are allowed
         (requests(50, 50, asked_prompt_tokens=99), {}, "PromptsOff", None, ""),
-        (requests(50, 50, asked_prompt_tokens=98), {}, "PromptsOff", WARNING, "98 were"),
+        (requests(50, 50, asked_prompt_tokens=98), {}, "PromptsOff", WARNING, "instead of 98"),
         (requests(50, 50, asked_prompt_tokens=102), {}, "PromptsOff", None, ""),
-        (requests(50, 50, asked_prompt_tokens=103), {}, "PromptsOff", WARNING, "103 were"),
+        (requests(50, 50, asked_prompt_tokens=103), {}, "PromptsOff", WARNING, "instead of 103"),
         (requests(50, 50, asked_prompt_tokens=0), {}, "PromptsOff", None, ""),
         (
             [request(i, 0.5 * i, ttft=0.1 + 0.007 * i) for i in range(240)],

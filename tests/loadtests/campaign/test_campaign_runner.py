@@ -136,7 +136,7 @@ def test_a_run_in_which_nothing_was_measured_is_not_complete(tmp_path: Path) -> 
         raise ServerFailed("it did not start: giving up: no such model")
 
     world = Simulated(opening=opening)
-    why = "nothing was measured: .*no such model; go on with"
+    why = "Nothing was measured: .*no such model. To continue"
     with pytest.raises(Incomplete, match=why):
         world.run(campaign(), tmp_path)
     (folder,) = tmp_path.iterdir()

@@ -71,4 +71,4 @@ def test_ctrl_c_ends_in_order(truth_server: Start) -> None:
     time.sleep(4.0)
     child.send_signal(signal.SIGINT)
     said = child.communicate(timeout=30)[0]
-    assert child.returncode == 2 and said.endswith("crossover: stopped\n")
+    assert child.returncode == 2 and said.endswith("crossover: stopped.\n")

@@ -85,9 +85,9 @@ def run(name: str, cell: Facts = CELL, load: str = "1/s", **changes: Any) -> Run
     [
         (
             {"machine": MACHINE | {"isa": ["avx2"]}},
-            "differ in instruction sets: not known and avx2; .* --allow isa",
+            "differ in instruction sets: not known and avx2. .* --allow isa",
         ),
-        ({"machine": MACHINE | {"cpu_model": "Xeon"}}, "CPU: EPYC and Xeon; .* --allow cpu_model"),
+        ({"machine": MACHINE | {"cpu_model": "Xeon"}}, "CPU: EPYC and Xeon. .* --allow cpu_model"),
         ({"machine": MACHINE | {"memory_total_bytes": 8 << 30}}, "differ in memory: 24.* and 8"),
         (
             {"campaign": CAMPAIGN | {"workload": {"preset": "code"}}},
@@ -95,7 +95,7 @@ def run(name: str, cell: Facts = CELL, load: str = "1/s", **changes: Any) -> Run
         ),
         (
             {"campaign": CAMPAIGN | {"server": {"slots": 4, "context_tokens": 256}}},
-            "differ in server: slots 8 and slots 4; .* --allow server",
+            "differ in server: slots 8 and slots 4. .* --allow server",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_runs_that_differ_in_a_fact_are_refused_with_both_values(
 def test_what_cannot_be_compared_is_refused() -> None:
     a, b = run("a"), run("b", cell=(CELL[0], "Q8_0", *CELL[2:]))
     for arms, allow, message in (
-        (([a, b], [a]), (), "run a is named 2 times"),
+        (([a, b], [a]), (), "Run a is given 2 times"),
         (([a], [b]), (), "differ in format, 'Q4_0' and 'Q8_0'"),
         (([a], [b]), ("colour",), "--allow 'colour' is not a fact. Facts are cpu_model"),
     ):

@@ -34,7 +34,7 @@ def test_a_part_that_is_off_is_run_once_more(
     with Progress(said) as progress:
         rows = selftest.run_selftest(progress)
     assert [(row.measured, row.passed) for row in rows] == [(second, second < 2.0)]
-    assert "once more, w: TTFT is off" in said.getvalue()
+    assert "repeating w: TTFT is off" in said.getvalue()
 
 
 def test_the_table_has_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
