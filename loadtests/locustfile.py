@@ -26,7 +26,7 @@ from locust.runners import MasterRunner, WorkerRunner
 from loadtests.errors import LoadError
 from loadtests.load_generator.dispatcher import Dispatcher
 from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.level_messages import Failed, LoadPlan, Recorded, Started, Wire
+from loadtests.load_generator.level_messages import Failed, LoadPlan, Recorded, Started, WireMessage
 from loadtests.load_generator.load_options import BY_HAND, LoadOptions, add_options, plan_of
 from loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE
 from loadtests.records.request_record import RequestRecord
@@ -49,7 +49,7 @@ def obey(environment: Environment, pipe: socket.socket) -> None:
     """The runner's plans, one after the other, until it closes the pipe."""
     sending = threading.Lock()  # another greenlet may be in the middle of a message
 
-    def tell(wire: Wire) -> None:
+    def tell(wire: WireMessage) -> None:
         with sending:
             pipe.sendall(msgspec.json.encode(wire) + b"\n")
 
@@ -147,7 +147,7 @@ class ByHand:
         self._environment.events.request.fire(
             request_type="POST",
             name="answer, from due to end",
-            response_time=((record.ended_seconds or 0.0) - record.due_seconds) * 1000,
+            response_time=((record.ended_seconds or 0.0) - record.scheduled_seconds) * 1000,
             response_length=0,
             exception=error,
             context={},

@@ -1,7 +1,7 @@
 """Converts checkpoints, or random weights of a shape, to ONNX graphs, tensor by tensor.
 
     make_onnx(Path("SmolLM2-135M"), Path("smollm2-135m-int8"), "int8")
-    make_random_onnx(rung("8b").spec, Path("llama-3.1-8b-int8"), "int8")
+    make_random_onnx(ladder_model("8b").spec, Path("llama-3.1-8b-int8"), "int8")
 
 Of Llama, Mistral, Qwen2 and Qwen3 the graph is written here: attention by GroupQueryAttention, with
 a KV cache updated in place and logits of each row's last token. No more of the weights is in memory

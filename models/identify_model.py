@@ -26,7 +26,15 @@ from models.errors import ModelError, UnknownModel, UnsupportedModel, files_in_w
 from models.export_with_optimum import foreign_spec
 from models.gguf_reader import is_gguf_file, model_name, read_header
 from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
-from models.model_ladder import LADDER, PACKAGED, SIZED, is_rung, packaged_file, rung, sized
+from models.model_ladder import (
+    LADDER,
+    PACKAGED,
+    SIZED,
+    is_ladder_model,
+    ladder_model,
+    packaged_file,
+    sized,
+)
 from models.model_spec import ModelSpec
 from models.safetensors_reader import check_tensors
 from models.weight_formats import FORMATS
@@ -86,8 +94,8 @@ def identify(name: str, *, fetch: bool = False) -> ModelIdentity:
 
 
 def _identity(name: str, fetch: bool) -> ModelIdentity:
-    if is_rung(name):
-        spec = rung(name).spec
+    if is_ladder_model(name):
+        spec = ladder_model(name).spec
         return ModelIdentity(
             name=spec.name, kind="ladder", source=spec.name, spec=spec, is_random=True
         )
@@ -124,8 +132,8 @@ def is_gguf(path: Path) -> bool:
 def name_of(name: str) -> str:
     """What the model is called, where it may be on another machine: nothing is looked up."""
     match = HUB_ID.fullmatch(name)
-    if is_rung(name):
-        return rung(name).spec.name
+    if is_ladder_model(name):
+        return ladder_model(name).spec.name
     if match is not None and not os.path.exists(name):
         return model_name(Path(match[2])) if match[2] else match[1]
     is_path = name.endswith(".gguf") or "/" in name
@@ -184,7 +192,7 @@ def _short_name(path: Path) -> str:
     """The file's stem or the folder's name; said to be one where the ladder has that name."""
     is_file = is_gguf(path)
     name = model_name(path) if is_file else path.name or str(path)
-    if not is_rung(name):
+    if not is_ladder_model(name):
         return name
     return f"{name}-file" if is_file else f"{name}-folder"
 
@@ -247,7 +255,7 @@ def _has_template(folder: Path) -> bool:
 def _of_hub(name: str, fetch: bool) -> ModelIdentity:
     """A model of the hub, as far as the hub library's cache knows it, or the hub says."""
     if name.lower() == PACKAGED:  # where the package is not installed
-        repository, file, called = rung("135m").repository, None, PACKAGED
+        repository, file, called = ladder_model("135m").repository, None, PACKAGED
     else:
         match = HUB_ID.fullmatch(name)
         if match is None or ".." in name:

@@ -1,11 +1,11 @@
 """The ladder: published model shapes from 135 million to 70 billion parameters.
 
-    >>> rung("1b").spec.name
+    >>> ladder_model("1b").spec.name
     'llama-3.2-1b'
 
 Shapes (models/data/ladder.csv) are those of the published config.json; `published_parameters` is
-the model card's total, and a test compares both. A rung's own name means random weights of its
-shape (`models.random_weights`), which take as long to read and to multiply; published ones are
+the model card's total, and a test compares both. A ladder model's own name means random weights of
+its shape (`models.random_weights`), which take as long to read and to multiply; published ones are
 served by their hub id, and one as "smollm2-135m-instruct" from a Python package.
 """
 
@@ -22,7 +22,7 @@ from models.errors import UnknownModel
 from models.model_spec import CachedLayers, Experts, ModelSpec, RopeScaling, Scratch
 
 
-class Rung(msgspec.Struct, frozen=True):
+class LadderModel(msgspec.Struct, frozen=True):
     """One published model of the ladder."""
 
     spec: ModelSpec
@@ -31,18 +31,18 @@ class Rung(msgspec.Struct, frozen=True):
     repository: str  # on the hub, with the config.json that has the shape
 
 
-def _rung(row: dict[str, Any]) -> Rung:
+def _ladder_model(row: dict[str, Any]) -> LadderModel:
     aliases, parameters = row.pop("aliases").split(), int(row.pop("parameters"))
     repository, factor = row.pop("repository"), row.pop("rope_factor")
     row |= {"qkv_bias": row["family"] == "qwen2", "qk_norm": row["family"] == "qwen3"}
     if factor:  # the rest is alike in all of Llama 3
         row["rope_scaling"] = RopeScaling(float(factor), 1.0, 4.0, 8192)
     spec = msgspec.convert(row, ModelSpec, strict=False)
-    return Rung(spec, tuple(aliases), parameters, repository)
+    return LadderModel(spec, tuple(aliases), parameters, repository)
 
 
 _TABLE = (Path(__file__).parent / "data" / "ladder.csv").read_text(encoding="utf-8")
-LADDER: tuple[Rung, ...] = tuple(map(_rung, csv.DictReader(_TABLE.splitlines())))
+LADDER: tuple[LadderModel, ...] = tuple(map(_ladder_model, csv.DictReader(_TABLE.splitlines())))
 
 PACKAGED = "smollm2-135m-instruct"
 _BY_NAME = {name: one for one in LADDER for name in (one.spec.name, *one.aliases)}
@@ -51,8 +51,8 @@ _BY_NAME = {name: one for one in LADDER for name in (one.spec.name, *one.aliases
 # Shapes that people run and that no weights are made of here: mixtures of experts, hybrids, sliding
 # windows. They are sized (`crossover models plan`), and served from a GGUF file. The numbers are
 # those that a header of this shape gives (tests/gguf_shapes.py).
-SIZED: tuple[Rung, ...] = (
-    Rung(
+SIZED: tuple[LadderModel, ...] = (
+    LadderModel(
         ModelSpec(
             name="qwen3-30b-a3b",
             family="qwen3moe",
@@ -74,7 +74,7 @@ SIZED: tuple[Rung, ...] = (
         30_532_122_624,
         "Qwen/Qwen3-30B-A3B",
     ),
-    Rung(
+    LadderModel(
         ModelSpec(
             name="gpt-oss-20b",
             family="gpt-oss",
@@ -97,7 +97,7 @@ SIZED: tuple[Rung, ...] = (
         20_914_757_184,
         "openai/gpt-oss-20b",
     ),
-    Rung(
+    LadderModel(
         ModelSpec(
             name="gemma-4-26b-a4b",
             family="gemma4",
@@ -120,7 +120,7 @@ SIZED: tuple[Rung, ...] = (
         25_233_142_046,
         "google/gemma-4-26B-A4B-it",
     ),
-    Rung(
+    LadderModel(
         ModelSpec(
             name="qwen3.5-4b",
             family="qwen35",
@@ -143,7 +143,7 @@ SIZED: tuple[Rung, ...] = (
         4_205_751_296,
         "Qwen/Qwen3.5-4B",
     ),
-    Rung(
+    LadderModel(
         ModelSpec(
             name="gemma-4-e4b",
             family="gemma4",
@@ -170,19 +170,19 @@ SIZED: tuple[Rung, ...] = (
 )
 
 
-def sized(name: str) -> Rung | None:
+def sized(name: str) -> LadderModel | None:
     """The model of a name that is only sized."""
     return next((one for one in SIZED if name.lower() in (one.spec.name, *one.aliases)), None)
 
 
-def is_rung(name: str) -> bool:
-    """True where `rung(name)` would find something; letter case does not matter."""
+def is_ladder_model(name: str) -> bool:
+    """True where `ladder_model(name)` would find something; letter case does not matter."""
     return name.lower() in _BY_NAME
 
 
-def rung(name: str) -> Rung:
-    """The rung of a name ("smollm2-135m") or alias ("135m"). Raises UnknownModel."""
-    if not is_rung(name):
+def ladder_model(name: str) -> LadderModel:
+    """The ladder model of a name ("smollm2-135m") or alias ("135m"). Raises UnknownModel."""
+    if not is_ladder_model(name):
         known = ", ".join(" or ".join((one.spec.name, *one.aliases)) for one in LADDER)
         raise UnknownModel(f"{name!r} is not a ladder model. Ladder models: {known}")
     return _BY_NAME[name.lower()]

@@ -1,7 +1,7 @@
 """The shape of a model, and what follows from it: tensors, parameters, bytes of the KV cache.
 
->>> from models.model_ladder import rung
->>> rung("smollm2-135m").spec.parameters
+>>> from models.model_ladder import ladder_model
+>>> ladder_model("smollm2-135m").spec.parameters
 134515008
 """
 

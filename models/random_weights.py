@@ -1,7 +1,7 @@
 """Seeded random weights of a published shape: GGUF files and Hugging Face folders.
 
-    write_gguf(rung("3b").spec, Path("3b.gguf"), "Q4_0")  # streamed, 1.9 GB
-    write_hf_folder(rung("135m").spec, Path("135m"), "bf16")  # for transformers 4 and 5
+    write_gguf(ladder_model("3b").spec, Path("3b.gguf"), "Q4_0")  # streamed, 1.9 GB
+    write_hf_folder(ladder_model("135m").spec, Path("135m"), "bf16")  # for transformers 4 and 5
 
 Tensors, types and bytes a token are a real file's (`models.weight_formats`): so are time and
 memory; text is noise. Spreads keep the size of activations through any number of layers, with

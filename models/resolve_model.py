@@ -10,7 +10,7 @@
 What is made lies in the cache. What was not finished, or was made by an earlier version, is made
 again. Nothing that can run code is read: no pickles, no remote code.
 
-CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    a rung, by models.random_weights
+CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    a ladder model, by models.random_weights
 CACHE/synthetic/smollm2-135m/smollm2-135m-onnx-int4/   by models.convert_to_onnx
 CACHE/synthetic/tokenizers/...                         the shipped tokenizer, by vocabulary
 CACHE/converted/FINGERPRINT/...                        of a folder of safetensors, to ONNX
@@ -38,7 +38,7 @@ from models.identify_model import (
     shape_of,
     unknown_model,
 )
-from models.model_ladder import PACKAGED, is_rung, packaged_file, rung, sized
+from models.model_ladder import PACKAGED, is_ladder_model, ladder_model, packaged_file, sized
 from models.model_spec import ModelSpec
 from models.random_weights import GENERATOR
 from models.safetensors_reader import INDEX, WEIGHTS, check_tensors, weight_files
@@ -107,9 +107,13 @@ def _resolved(
             f"{name} is listed only for planning memory (crossover models plan). To serve it, give "
             "its GGUF file, or a file of the hub as org/name:file.gguf."
         )
-    if is_rung(name):
+    if is_ladder_model(name):
         return _random(
-            rung(name).spec, kind, asked or DEFAULT_FORMATS[kind], cache_dir(cache), progress
+            ladder_model(name).spec,
+            kind,
+            asked or DEFAULT_FORMATS[kind],
+            cache_dir(cache),
+            progress,
         )
     found = find_local(name)
     if found is None or (kind != "gguf" and found[0] == packaged_file(name)):  # no safetensors
@@ -125,7 +129,7 @@ def _resolved(
 def _random(
     spec: ModelSpec, kind: str, weight_format: str, cache: Path, progress: Progress | None
 ) -> ResolvedModel:
-    """A rung, made on demand."""
+    """A ladder model, made on demand."""
     middle, suffix = "-onnx-" if kind == "onnx" else "-", ".gguf" if kind == "gguf" else ""
     path = cache / "synthetic" / spec.name / f"{spec.name}{middle}{weight_format}{suffix}"
     made_by = f"{converter(weight_format)}, {GENERATOR}" if kind == "onnx" else GENERATOR
@@ -135,8 +139,9 @@ def _random(
 
 
 def _without_weights(name: str, cache: Path) -> ResolvedModel:
-    """A rung's shape and a tokenizer that fits it, for a backend that has no weights of its own."""
-    spec = rung("135m" if name == "fake" else name).spec
+    """A ladder model's shape and a tokenizer that fits it, for a backend that has no weights of its
+    own."""
+    spec = ladder_model("135m" if name == "fake" else name).spec
     if name == "fake":
         spec = msgspec.structs.replace(spec, name="fake", vocabulary=8192)
     return ResolvedModel(spec.name, spec, "", "", str(_tokenizer(spec, cache)), True)
@@ -233,7 +238,7 @@ def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
     """The hub's safetensors and JSON, or one GGUF file with all its parts, in the hub library's own
     cache; and what the model is called."""
     is_packaged = name.lower() == PACKAGED
-    hub_id = rung("135m").repository if is_packaged else name
+    hub_id = ladder_model("135m").repository if is_packaged else name
     match = HUB_ID.fullmatch(hub_id)
     if match is None or ".." in hub_id:
         raise unknown_model(name)

@@ -1,9 +1,9 @@
 """Weight formats: those that are made here, those that are read, and the bytes they take.
 
-    >>> from models.model_ladder import rung
-    >>> {t.type for t in gguf_tensors(rung("8b").spec, "Q4_K_M")} == {"F32", "Q4_K", "Q6_K"}
+    >>> from models.model_ladder import ladder_model
+    >>> {t.type for t in gguf_tensors(ladder_model("8b").spec, "Q4_K_M")} == {"F32", "Q4_K", "Q6_K"}
     True
-    >>> round(weight_bytes(rung("135m").spec, "Q4_0") / 2**20)
+    >>> round(weight_bytes(ladder_model("135m").spec, "Q4_0") / 2**20)
     86
 
 A GGUF file that others made may be of any type that the gguf library knows. What is made here has

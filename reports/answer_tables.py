@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 
 from loadtests.analysis import capacity_text
-from loadtests.analysis.slo import Slo
-from loadtests.simulation.batching_simulator import Simulated
-from loadtests.simulation.simulated_capacity import Server
 from models import formatting
 from reports.headline import Answer, machine_words
 from reports.report_data import CPU, GPU, SIDE_NAMES, CellData, ReportData
 from reports.sections.section import Grade, Table, table
+from serving.capacity.batching_simulator import Simulated
+from serving.capacity.simulated_capacity import Server
+from serving.capacity.slo import Slo
 
 STATES = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not begun"}
 
@@ -177,10 +177,10 @@ def _alone(cell: CellData, slo: Slo) -> Cell:
 
 @lru_cache(maxsize=32)
 def _simulated_alone(cell: CellData) -> Simulated | None:
-    """Requests one at a time by the cell's step law; None: it has none."""
-    if cell.law is None or cell.policy is None or cell.traffic is None:
+    """Requests one at a time by the cell's step-time model; None: it has none."""
+    if cell.step_times is None or cell.policy is None or cell.traffic is None:
         return None
-    return Server(cell.law, cell.policy, cell.traffic.lengths, cell.traffic.arrivals).alone()
+    return Server(cell.step_times, cell.policy, cell.traffic.lengths, cell.traffic.arrivals).alone()
 
 
 def _held(cell: CellData, slo: Slo) -> Cell:
@@ -189,10 +189,10 @@ def _held(cell: CellData, slo: Slo) -> Cell:
     if found is None:
         text = formatting.NOT_MEASURED if cell.state == "measured" else STATES[cell.state]
         return Cell(text=text, detail=cell.reason)
-    if found.holds:
-        text = formatting.rate(found.held, rounded="down", like=cell.like)
+    if found.is_confirmed:
+        text = formatting.rate(found.confirmed_rate, rounded="down", like=cell.like)
         return Cell(text=text, grade="confirmed", detail=capacity_text.held_words(found))
-    if found.state == "not_even_alone":
+    if found.state == "misses_slo_unloaded":
         return Cell(text="misses the SLO unloaded", detail=found.reason)
     parts = [found.reason] if found.reason else []
     if found.confirm_seconds is not None:
@@ -208,9 +208,12 @@ def _limit(cell: CellData, slo: Slo) -> Cell:
     if found is None or text in ("–", "not known"):
         return Cell(text=text)
     detail = "between levels that held and failed"
-    if found.method == "law":
+    if found.method == "step_times":
         how = "simulated from step times that this run measured; 90 % confidence interval"
-        parts = (found.reason if found.limit is None else how, capacity_text.speed_words(found))
+        parts = (
+            found.reason if found.estimated_rate is None else how,
+            capacity_text.speed_words(found),
+        )
         detail = "; ".join(filter(None, parts))
     return Cell(text=text, grade="estimated", detail=detail)
 
@@ -250,7 +253,13 @@ def levels_table(data: ReportData) -> Table:
             if not one.level.counts:
                 notes.append("does not count")
             tokens = one.level.output_tokens_per_second
-            times = [("ttft", 0.5), ("ttft", 0.9), ("tpot", 0.5), ("tpot", 0.9), ("send_lag", 0.99)]
+            times = [
+                ("ttft", 0.5),
+                ("ttft", 0.9),
+                ("tpot", 0.5),
+                ("tpot", 0.9),
+                ("send_delay", 0.99),
+            ]
             *latencies, lag = (formatting.seconds(one.quantile(*which)) for which in times)
             rows.append(
                 (

@@ -13,7 +13,6 @@ import math
 
 import msgspec
 
-from loadtests.analysis.slo import Slo
 from models.model_spec import ModelSpec
 from reports.devices.device_capacity import (
     SLOW,
@@ -29,9 +28,10 @@ from reports.devices.device_capacity import (
 from reports.devices.device_catalog import priced_gpus
 from reports.errors import ReportError
 from reports.report_data import GPU, CellData, ReportData
+from serving.capacity.slo import Slo
 
 ABOVE = 1.1  # times the CPU's limit: what a GPU that takes over holds at least
-LEAST_RATE = 1 / 3600  # requests/s: one an hour, where the CPU holds nothing
+MIN_RATE = 1 / 3600  # requests/s: one an hour, where the CPU holds nothing
 GPU_FORMAT = "bf16"  # what a GPU is taken to serve in: 16 bits
 
 
@@ -47,9 +47,9 @@ def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:
     """For a configuration on a CPU, whatever GPU the machine has; None where its shape, its
     requests or its limit is not known, and for a configuration on a GPU."""
     spec, traffic = cell.spec, cell.traffic
-    if spec is None or traffic is None or cell.limit is None or cell.side == GPU:
+    if spec is None or traffic is None or cell.estimated_rate is None or cell.side == GPU:
         return None
-    asked = max(cell.limit * ABOVE, LEAST_RATE)
+    asked = max(cell.estimated_rate * ABOVE, MIN_RATE)
     offers = [
         ((one.dollars_per_hour or math.inf) * count, count, one)
         for one in priced_gpus()
@@ -85,7 +85,7 @@ def best_cells(data: ReportData) -> dict[str, dict[str, CellData]]:
     rate, then limit. Configurations on a CPU and on a GPU are never ranked against each other."""
 
     def rank(cell: CellData) -> tuple[float, float]:
-        return cell.held or 0.0, cell.limit or 0.0
+        return cell.confirmed_rate or 0.0, cell.estimated_rate or 0.0
 
     best: dict[str, dict[str, CellData]] = {}
     for cell in data.cells:

@@ -1,7 +1,8 @@
 """Conditions for CI: `crossover report RUN --check "1b:capacity>=0.5"`.
 
-    checked("1b:held>=0.5", answers)    # Checked(holds=True, text="1b:held>=0.5: held is 0.57")
-    checked("1b:gpu:held>=20", answers)
+    checked("1b:confirmed>=0.5", answers)
+    # Checked(holds=True, text="1b:confirmed>=0.5: confirmed is 0.57")
+    checked("1b:gpu:confirmed>=20", answers)
 
 MODEL:QUANTITY OP NUMBER, or MODEL:DEVICE:QUANTITY OP NUMBER where the model was measured on the CPU
 and on the GPU. Each condition must hold. A value that is not known fails, and says so.
@@ -17,7 +18,7 @@ import msgspec
 
 from models import formatting
 from models.formatting import GIB
-from models.model_ladder import is_rung, rung
+from models.model_ladder import is_ladder_model, ladder_model
 from reports.errors import ReportError
 from reports.headline import Answer
 from reports.report_data import SIDE_NAMES, CellData
@@ -46,7 +47,7 @@ def _alone(cell: CellData, name: str) -> float | None:
 
 def _capacity(cell: CellData) -> float | None:
     found = cell.capacity
-    return cell.held if found is None or cell.held else found.low
+    return cell.confirmed_rate if found is None or cell.confirmed_rate else found.low
 
 
 def _memory(cell: CellData) -> float | None:
@@ -56,8 +57,8 @@ def _memory(cell: CellData) -> float | None:
 
 # name -> what it is, how it is read
 QUANTITIES: dict[str, tuple[str, Callable[[CellData], float | None]]] = {
-    "held": ("the confirmed rate, requests/s", lambda cell: cell.held),
-    "limit": ("the estimated capacity, requests/s", lambda cell: cell.limit),
+    "confirmed": ("the confirmed rate, requests/s", lambda cell: cell.confirmed_rate),
+    "estimated": ("the estimated capacity, requests/s", lambda cell: cell.estimated_rate),
     "capacity": ("the confirmed rate, else the low end of the estimate, requests/s", _capacity),
     "ttft": ("median TTFT of a single request, s", lambda cell: _alone(cell, "ttft_seconds")),
     "tpot": ("median TPOT of a single request, s", lambda cell: _alone(cell, "tpot_seconds")),
@@ -89,7 +90,7 @@ def checked(condition: str, answers: Sequence[Answer]) -> Checked:
 
 
 def _answer(model: str, answers: Sequence[Answer], condition: str) -> Answer:
-    names = {model, rung(model).spec.name} if is_rung(model) else {model}
+    names = {model, ladder_model(model).spec.name} if is_ladder_model(model) else {model}
     for one in answers:
         if names & {one.model, one.cell.spec.name if one.cell.spec else one.model}:
             return one

@@ -2,10 +2,10 @@
 
     export_run(Path("runs/ID"), Path("shared"))     # a run folder; report and plan read it
 
-Kept: times, counts, rates, sizes, states, laws, names of the ladder's models, formats and engines,
-the CPU's and the GPUs' names. Everything else (hosts, users, paths, addresses, commands, error
-texts, reasons, processes, the campaign's own text) is left out. `crossover report shared` makes the
-same page.
+Kept: times, counts, rates, sizes, states, step-time models, names of the ladder's models, formats
+and engines, the CPU's and the GPUs' names. Everything else (hosts, users, paths, addresses,
+commands, error texts, reasons, processes, the campaign's own text) is left out. `crossover report
+shared` makes the same page.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 import msgspec
 
-from loadtests.analysis.slo import SLO_PRESETS
-from loadtests.records.journal_events import CellFinished, Event
+from loadtests.records.journal_events import FORMAT_VERSION, CellFinished, Event
 from loadtests.records.run_folder import (
     EVENTS,
     MANIFEST,
@@ -29,9 +28,10 @@ from loadtests.records.run_folder import (
     read_records,
 )
 from models import formatting
-from models.model_ladder import is_rung
+from models.model_ladder import is_ladder_model
 from models.weights_manifest import write_atomically
 from reports.errors import ReportError
+from serving.capacity.slo import SLO_PRESETS
 
 # Keys whose texts are kept, since our own code writes them, and keys of which nothing but a number
 # is. Numbers and booleans under any other key are kept, texts are not.
@@ -41,7 +41,7 @@ KEPT = frozenset(
 )
 LEFT_OUT = frozenset(
     "command campaign_text url target placement layout sampling hostname error_message request_id "
-    "strangers engines options cache details reason reasons file replay path "
+    "other_processes engines options cache details reason reasons file replay path "
     "cpu_name api_key_env gpu_note uuid endpoint_notes device_name cell_levels source "
     "missing".split()
 )
@@ -51,8 +51,8 @@ FACTS = (
     *("memory_total_bytes", "virtualisation", "system"),
 )
 GPU_FACTS = ("name", "vendor", "total_bytes", "power_limit_watts")
-MANIFEST_KEYS = ("format_version", "created", "crossover_version", "versions")
-MOST_TEXT = 80
+MANIFEST_KEYS = ("created", "crossover_version", "versions")
+MAX_TEXT = 80
 
 
 def export_run(folder: Path, out: Path) -> list[str]:
@@ -66,6 +66,7 @@ def export_run(folder: Path, out: Path) -> list[str]:
     samples = [_kept(msgspec.to_builtins(one), own) for one in run.samples]
     manifest = _manifest(run, own)
     digest = hashlib.sha256(b"".join(map(msgspec.json.encode, requests))).hexdigest()[:10]
+    manifest["format_version"] = FORMAT_VERSION
     manifest["run_id"] = f"{run.manifest.created[:10]}-{digest}"
     files = {MANIFEST: msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"}
     for name, records in ((EVENTS, events), (REQUESTS, requests), (SAMPLES, samples)):
@@ -90,7 +91,7 @@ def _own_names(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     own: dict[str, str] = {}
     for number, cell in enumerate(cells, 1):
         model = str(cell.get("model"))
-        is_own = cell.get("identity") is not None or not is_rung(model)
+        is_own = cell.get("identity") is not None or not is_ladder_model(model)
         if cell.get("url") or is_own:
             own[str(cell["key"])] = f"cell {number}"
         if is_own:
@@ -135,8 +136,8 @@ def _event(event: Event, own: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _kept(value: Any, own: Mapping[str, str]) -> Any:
-    """Numbers, and texts of known keys; a model that is no rung is called `model N`, its cell
-    `cell N`."""
+    """Numbers, and texts of known keys; a model that is no ladder model is called `model N`, its
+    cell `cell N`."""
     if isinstance(value, Mapping):
         found = {}
         for key, item in value.items():
@@ -146,7 +147,7 @@ def _kept(value: Any, own: Mapping[str, str]) -> Any:
                 found[key] = _kept(item, own)
             elif key in KEPT:
                 text = _renamed(item, own) if key in NAMED else item
-                if len(text) <= MOST_TEXT and "/" not in text:
+                if len(text) <= MAX_TEXT and "/" not in text:
                     found[key] = text
         return found
     if isinstance(value, list | tuple):

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.analysis.slo import Slo
 from models import formatting
 from reports.cheapest_gpu import TakeOver, best_cells, takes_over
 from reports.devices.device_capacity import DeviceCapacity
 from reports.report_data import CPU, GPU, CellData, ReportData
+from serving.capacity.slo import Slo
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -93,7 +93,11 @@ def _of_one_side(measured: Sequence[Answer], data: ReportData, side: str) -> str
         return f"{said}{_needs_gpu(beyond[0])}."
     if answer.takeover_gpu is not None:
         gpu = answer.takeover_gpu
-        limit = "that" if not top.held else f"about {formatting.rate(top.limit, like=top.like)}"
+        limit = (
+            "that"
+            if not top.confirmed_rate
+            else f"about {formatting.rate(top.estimated_rate, like=top.like)}"
+        )
         return f"{said}; above {limit} {_article(gpu.name)} {_priced(gpu)} takes over."
     return f"{said}."
 
@@ -136,11 +140,11 @@ def _of_both_sides(measured: Sequence[Answer], data: ReportData) -> str:
 def _misses_unloaded(cell: CellData | None) -> bool:
     """Even one request at a time misses the SLO."""
     found = None if cell is None else cell.capacity
-    return found is not None and found.state == "not_even_alone"
+    return found is not None and found.state == "misses_slo_unloaded"
 
 
 def _best_rate(cell: CellData | None) -> float:
-    return 0.0 if cell is None else cell.limit or cell.held or 0.0
+    return 0.0 if cell is None else cell.estimated_rate or cell.confirmed_rate or 0.0
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -153,28 +157,30 @@ def _listed(names: Sequence[str]) -> str:
 def _rate_in_words(cell: CellData) -> str:
     """`23 requests/s, confirmed`; `about 1.6 requests/s (1.3–1.9), estimated`."""
     found, like = cell.capacity, cell.like
-    if cell.held or found is None:
-        held = formatting.rate(cell.held, rounded="down", like=like)
+    if cell.confirmed_rate or found is None:
+        held = formatting.rate(cell.confirmed_rate, rounded="down", like=like)
         return f"{formatting.of_requests(held)}, confirmed"
-    ends = formatting.rate_with_interval(found.limit, found.low, found.high, like)
+    ends = formatting.rate_with_interval(found.estimated_rate, found.low, found.high, like)
     return f"about {formatting.of_requests(ends)}, estimated"
 
 
 def _short_rate(cell: CellData) -> str:
     """`a confirmed 23 requests/s`, `an estimated 1.6 requests/s`."""
-    if cell.held:
-        held = formatting.rate(cell.held, rounded="down", like=cell.held)
+    if cell.confirmed_rate:
+        held = formatting.rate(cell.confirmed_rate, rounded="down", like=cell.confirmed_rate)
         return f"a confirmed {formatting.of_requests(held)}"
-    return f"an estimated {formatting.of_requests(formatting.rate(cell.limit))}"
+    return f"an estimated {formatting.of_requests(formatting.rate(cell.estimated_rate))}"
 
 
 def _both_rates(cell: CellData) -> str:
     """`23/s confirmed, about 31/s estimated`."""
     parts = []
-    if cell.held:
-        parts.append(f"{formatting.rate(cell.held, rounded='down', like=cell.like)} confirmed")
-    if cell.limit and cell.limit != cell.held:
-        parts.append(f"about {formatting.rate(cell.limit, like=cell.like)} estimated")
+    if cell.confirmed_rate:
+        parts.append(
+            f"{formatting.rate(cell.confirmed_rate, rounded='down', like=cell.like)} confirmed"
+        )
+    if cell.estimated_rate and cell.estimated_rate != cell.confirmed_rate:
+        parts.append(f"about {formatting.rate(cell.estimated_rate, like=cell.like)} estimated")
     return ", ".join(parts)
 
 

@@ -11,7 +11,7 @@ from reports.report_data import ReportData
 from reports.report_warnings import alerts_of, warnings_of
 from reports.sections.section import Section
 
-MOST_BYTES = 6_000
+MAX_BYTES = 6_000
 _LINE_ENDS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")  # names may hold them
 
 
@@ -40,7 +40,7 @@ def markdown(data: ReportData, answers: Sequence[Answer], sections: Sequence[Sec
     lines += ["", *(f"- {w.code} ({w.seriousness.value}): {w.text}" for w in warnings_of(data)), ""]
     kept: list[str] = []
     for line in (_LINE_ENDS.sub(" ", line) for line in lines):
-        if sum(len(one.encode()) + 1 for one in (*kept, line)) > MOST_BYTES - 60:
+        if sum(len(one.encode()) + 1 for one in (*kept, line)) > MAX_BYTES - 60:
             kept.append("- ... the rest is on the page")
             break
         kept.append(line)

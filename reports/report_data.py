@@ -2,7 +2,7 @@
 
     data = read_report(Path("runs/20261124-demo"))
     for cell in data.cells:                       # smallest model first
-        cell.capacity, cell.alone.ttft_seconds, cell.law
+        cell.capacity, cell.alone.ttft_seconds, cell.step_times
 
 Page, Markdown, CSV, JSON, PNG and plan show these values; nothing is worded here. Times are
 seconds, sizes bytes, rates per second. Missing is None, shown as "not measured".
@@ -19,13 +19,12 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from loadtests.analysis.capacity_estimate import LEAST_SECONDS, estimate
+from loadtests.analysis.capacity_estimate import MIN_SECONDS, estimate
 from loadtests.analysis.capacity_text import common_rate
 from loadtests.analysis.level_columns import Judged, Level, levels_of
 from loadtests.analysis.level_warnings import NamedWarning, level_warnings
-from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import Search
-from loadtests.errors import BadRunFolder, LoadError
+from loadtests.errors import BadRunFolder
 from loadtests.records.journal_events import (
     Calibrated,
     Capacity,
@@ -44,19 +43,21 @@ from loadtests.records.journal_events import (
 )
 from loadtests.records.resource_sample import ResourceSample
 from loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
-from loadtests.simulation.simulated_capacity import LOADED, QUICK_REQUESTS, lengths_of
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.workload.arrivals import Poisson, Trace, process_of
-from loadtests.workload.request_lengths import Workload
 from models import formatting
 from models.identify_model import ModelIdentity
-from models.model_ladder import is_rung, rung
+from models.model_ladder import is_ladder_model, ladder_model
 from models.model_spec import ModelSpec, Routing
 from reports.devices.device_capacity import Traffic
 from reports.devices.device_catalog import Device, device_of_driver_name
 from reports.errors import BadRun
 from reports.watts import Power, power_of
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import LOADED, QUICK_REQUESTS, lengths_of
+from serving.capacity.slo import Slo
+from serving.capacity.step_time_model import StepTimeModel
+from serving.errors import WorkloadError
+from serving.workload.arrivals import Poisson, Trace, process_of
+from serving.workload.request_lengths import Workload
 
 CPU, GPU = "cpu", "gpu"  # the two sides of a crossover
 SIDES = (CPU, GPU)
@@ -65,7 +66,7 @@ CPU_BACKENDS = ("onnx",)  # that drive no GPU
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
 T = TypeVar("T")
-LEAST_ALONE = 5  # requests one at a time, fewer of which tell nothing of a share
+MIN_ALONE = 5  # requests one at a time, fewer of which tell nothing of a share
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +132,7 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return formatting.load(self.level.rate, self.level.started.concurrency, like=like)
 
     def quantile(self, name: str, q: float) -> float | None:
-        """Of `ttft`, `tpot`, `e2e` or `send_lag`."""
+        """Of `ttft`, `tpot`, `e2e` or `send_delay`."""
         return self.level.quantile(getattr(self.level, name), q)
 
 
@@ -154,8 +155,8 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
     capacity: Capacity | None = None  # None: not measured
     like: float | None = None  # the rate in whose unit all rates on its side are read
-    least_seconds: float = LEAST_SECONDS  # of the shortest level that confirms
-    law: StepLaw | None = None  # under load: this run's, slower by the levels' factor
+    least_seconds: float = MIN_SECONDS  # of the shortest level that confirms
+    step_times: StepTimeModel | None = None  # under load: this run's, slower by the levels' factor
     policy: SchedulerSettings | None = None
     traffic: Traffic | None = None  # None: the run does not say what was asked
     memory: Memory = Memory()
@@ -165,19 +166,23 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     busy: str = ""  # by whom the machine was disturbed until the search gave up
 
     @property
-    def held(self) -> float | None:
+    def confirmed_rate(self) -> float | None:
         """The confirmed rate, requests/s."""
-        return self.capacity.held if self.capacity is not None and self.capacity.holds else None
+        return (
+            self.capacity.confirmed_rate
+            if self.capacity is not None and self.capacity.is_confirmed
+            else None
+        )
 
     @property
-    def limit(self) -> float | None:
+    def estimated_rate(self) -> float | None:
         """The best guess of the capacity, requests/s; 0.0: not even alone; None: not known."""
         found = self.capacity
         if found is None:
             return None
-        if found.limit is None and found.method == "law" and not found.holds:
+        if found.estimated_rate is None and found.method == "step_times" and not found.is_confirmed:
             return 0.0  # by its step times requests one at a time miss the SLO
-        return self.held if found.limit is None else found.limit
+        return self.confirmed_rate if found.estimated_rate is None else found.estimated_rate
 
     @property
     def side(self) -> str:
@@ -197,7 +202,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def is_served(self) -> bool:
         """Some rate is confirmed or estimated."""
-        return bool(self.held or self.limit)
+        return bool(self.confirmed_rate or self.estimated_rate)
 
     @property
     def engine_words(self) -> str:
@@ -219,7 +224,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def experts(self) -> Routing | None:
         """Of a mixture of experts; None: a dense model, or not known."""
-        return None if self.law is None else self.law.experts
+        return None if self.step_times is None else self.step_times.experts
 
     @property
     def loaded(self) -> tuple[LevelData, ...]:
@@ -228,15 +233,15 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return tuple(sorted(at_rate, key=lambda one: one.level.rate or 0.0))
 
     def _is_good_alone(self, judged: Judged) -> bool | None:
-        if self.capacity is not None and self.capacity.state == "not_even_alone":
+        if self.capacity is not None and self.capacity.state == "misses_slo_unloaded":
             return False
-        if self.held:  # kept beside others, so it is kept alone
+        if self.confirmed_rate:  # kept beside others, so it is kept alone
             return True
-        if self.limit == 0.0 or judged.due < LEAST_ALONE:
+        if self.estimated_rate == 0.0 or judged.due < MIN_ALONE:
             return None
-        if judged.verdict == "fails":
+        if judged.verdict == "misses":
             return False
-        return True if judged.verdict == "holds" or judged.good == judged.due else None
+        return True if judged.verdict == "meets" or judged.good == judged.due else None
 
     @property
     def alone(self) -> Alone | None:
@@ -391,7 +396,7 @@ def _traffic(manifest: RunManifest, workload: Workload) -> Traffic | None:
         arrivals = Poisson()
     try:
         return Traffic(lengths_of(workload, QUICK_REQUESTS, seed=1), arrivals)
-    except LoadError:  # a trace file that is not here
+    except WorkloadError:  # a trace file that is not here
         return None
 
 
@@ -414,9 +419,13 @@ def _cell_of(
     backend = str(info.name or chosen.get("backend") or "")
     state, reason = _state(events, levels)
     finished, calibrated = _last(events, CellFinished), _last(events, Calibrated)
-    law = policy = None
-    if calibrated is not None and calibrated.law is not None and calibrated.policy is not None:
-        law, policy = calibrated.law, calibrated.policy
+    step_times = policy = None
+    if (
+        calibrated is not None
+        and calibrated.step_times is not None
+        and calibrated.policy is not None
+    ):
+        step_times, policy = calibrated.step_times, calibrated.policy
     search = msgspec.convert(run.manifest.campaign.get("search") or {}, Search)
     found, least_seconds = None, search.level_seconds_on(device_of(said.get("device"), ready))
     levels_since = finished and of_kind(events[events.index(finished) :], LevelFinished)
@@ -426,7 +435,7 @@ def _cell_of(
         found = estimate(
             levels,
             slo,
-            law=law,
+            step_times=step_times,
             policy=policy,
             reused_share=0.0 if calibrated is None else calibrated.reused_share,
             workload=None if traffic is None else workload,
@@ -459,7 +468,7 @@ def _cell_of(
         ),
         capacity=found,
         least_seconds=least_seconds,
-        law=None if law is None else law.slower(factor),
+        step_times=None if step_times is None else step_times.slower(factor),
         policy=policy,
         traffic=traffic,
         memory=_memory(info.predicted or {}, samples, device),
@@ -484,8 +493,8 @@ def _shape_of(said: Mapping[str, Any], ready: CellReady | None) -> ModelSpec | N
         return identity.spec
     if ready is not None and ready.spec is not None:
         return ready.spec
-    is_of_ladder = identity is None and is_rung(model)
-    return rung(model).spec if is_of_ladder else None
+    is_of_ladder = identity is None and is_ladder_model(model)
+    return ladder_model(model).spec if is_of_ladder else None
 
 
 E = TypeVar("E", bound=Event)

@@ -68,7 +68,7 @@ def _answer_record(one: Answer, data: ReportData) -> dict[str, Any]:
 def _cell_record(cell: CellData) -> dict[str, Any]:
     same = (
         *("model", "parameters", "weight_format", "device", "slots", "state"),
-        *("alone", "capacity", "law", "memory"),
+        *("alone", "capacity", "step_times", "memory"),
     )
     return {
         "cell": cell.key,
@@ -89,7 +89,7 @@ def _level_record(cell: CellData, one: LevelData) -> dict[str, Any]:
     level, judged = one.level, one.judged
     times = {
         f"{name}_p{q * 100:.0f}_seconds": one.quantile(name, q)
-        for name in ("ttft", "tpot", "e2e", "send_lag")
+        for name in ("ttft", "tpot", "e2e", "send_delay")
         for q in (0.5, 0.9, 0.99)
     }
     return {

@@ -68,7 +68,7 @@ def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
         for one in cell.levels:
             for warning in one.warnings:
                 # a level that fails by far is unsteady by nature
-                if one.judged.verdict != "fails" or warning.code != "Unsteady":
+                if one.judged.verdict != "misses" or warning.code != "Unsteady":
                     load = one.load(cell.like)
                     own = _named(cell, data)
                     name = f"{own} {load if load == 'alone' else f'at {load}'}"

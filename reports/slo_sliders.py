@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.analysis.capacity_estimate import confirmed_rate
-from loadtests.analysis.slo import Slo
-from loadtests.simulation.simulated_capacity import Server
 from models import formatting
 from reports.answer_tables import alone_words
-from reports.cheapest_gpu import ABOVE, LEAST_RATE, fitting
+from reports.cheapest_gpu import ABOVE, MIN_RATE, fitting
 from reports.devices.device_capacity import SLOW, simulated
 from reports.headline import Answer
 from reports.report_data import CellData, ReportData
+from serving.capacity.simulated_capacity import Server
+from serving.capacity.slo import Slo
 
 TTFT = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
 TPOT = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -46,12 +46,13 @@ class Lattice(msgspec.Struct, frozen=True, kw_only=True):
     target: tuple[float, ...]
     run: dict[str, int]
     sides: tuple[str, ...]  # the devices that were measured
-    # One for each model and device that has a law; of others nothing is known under other SLOs.
+    # One for each model and device that has a step-time model; of others nothing is known under
+    # other SLOs.
     entries: tuple[dict[str, Any], ...]
 
 
 def lattice_of(answers: Sequence[Answer], data: ReportData) -> Lattice | None:
-    """None where no configuration has a law, or the SLO has not both limits."""
+    """None where no configuration has a step-time model, or the SLO has not both limits."""
     slo = data.slo
     if slo.ttft_seconds is None or slo.tpot_seconds is None:
         return None
@@ -78,17 +79,21 @@ def lattice_of(answers: Sequence[Answer], data: ReportData) -> Lattice | None:
 
 def _entry(cell: CellData, answer: Answer, grid: Grid, own: int) -> dict[str, Any] | None:
     slo = answer.slo
-    if cell.law is None or cell.policy is None or cell.traffic is None:
+    if cell.step_times is None or cell.policy is None or cell.traffic is None:
         return None
     lengths, arrivals = cell.traffic.lengths, cell.traffic.arrivals
-    alone, limits = _limits(Server(cell.law, cell.policy, lengths, arrivals, count=REQUESTS), grid)
-    if cell.limit and limits[own] > 0:  # so that it says what the table says under the run's SLO
-        limits *= cell.limit / limits[own]
+    alone, limits = _limits(
+        Server(cell.step_times, cell.policy, lengths, arrivals, count=REQUESTS), grid
+    )
+    if (
+        cell.estimated_rate and limits[own] > 0
+    ):  # so that it says what the table says under the run's SLO
+        limits *= cell.estimated_rate / limits[own]
     held = np.array(_held(cell, grid, slo, limits))
     gpus: list[dict[str, str]] = []
     over = np.full(len(grid), -1)
     if cell.spec is not None and answer.gpu is None:
-        wanted = np.maximum(limits * ABOVE, LEAST_RATE)
+        wanted = np.maximum(limits * ABOVE, MIN_RATE)
         for service in fitting(cell.spec, cell.traffic, GPUS):
             slow, machine = simulated(service, SLOW), service.machine
             over = np.where((over < 0) & (_limits(slow, grid)[1] >= wanted), len(gpus), over)

@@ -16,7 +16,7 @@ import msgspec
 from loadtests.records.resource_sample import ResourceSample
 
 LONGEST_SECONDS = 5.0  # between two samples (usually 1 s), for the second to tell of the time
-LEAST_COVERED = 0.9  # of the time, for the power to count
+MIN_COVERED = 0.9  # of the time, for the power to count
 
 
 class Power(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ def power_of(
         if watts is not None:
             gpu += watts * inside
             gpu_seconds += inside
-    least = LEAST_COVERED * (end_unix_seconds - start_unix_seconds)
+    least = MIN_COVERED * (end_unix_seconds - start_unix_seconds)
     return Power(
         cpu_watts=cpu / cpu_seconds if cpu_seconds >= least > 0 else None,
         gpu_watts=gpu / gpu_seconds if gpu_seconds >= least > 0 else None,

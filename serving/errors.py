@@ -64,6 +64,10 @@ class EngineFailed(ServingError):
     """The backend is in a state that only a restart can repair; the engine process must end."""
 
 
+class WorkloadError(ServingError):
+    """Lengths, arrivals or step times from which no capacity can be computed."""
+
+
 class KvFull(ServingError):
     """A step did not fit in the KV pool; the KV cache is as it was before the step."""
 

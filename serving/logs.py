@@ -1,6 +1,6 @@
 """The server's log for people and log collectors: lines, progress and the events of engines.
 
-narrator = Narrator(sys.stderr)
+narrator = ConsoleLog(sys.stderr)
 narrator.say("listening")
 """
 
@@ -17,7 +17,7 @@ _QUIET = ("started", "ready")  # other lines report these in more detail
 _BETWEEN_SECONDS = 3.0  # the minimum time between two lines of the same progress
 
 
-class Narrator:
+class ConsoleLog:
     """Writes lines to `out`, from any thread.
 
     `name_models`: start each event with the name of its model, for servers with several models.

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
 from serving.errors import ServingError
 from serving.option_help import (
     ENGINE,
@@ -34,7 +35,6 @@ from serving.option_help import (
     flags_of,
     option,
 )
-from serving.performance.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
 
 # Panels of the help page.
 QUEUE, HTTP = "Queue and faults", "HTTP"

@@ -20,8 +20,8 @@ from loadtests.campaign.campaign_file import (
     SloSpec,
 )
 from loadtests.load_generator.openai_endpoint import Target
-from loadtests.workload.arrivals import Arrivals
-from loadtests.workload.request_lengths import Workload
+from serving.workload.arrivals import Arrivals
+from serving.workload.request_lengths import Workload
 
 # Table of the file -> its struct, and the keys that init sets in it.
 SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {

@@ -10,11 +10,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from loadtests.analysis.slo import SLO_PRESETS
 from loadtests.campaign.campaign_file import CampaignFile
-from loadtests.workload.arrivals import Arrivals
-from loadtests.workload.request_lengths import PRESETS
 from reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
+from serving.capacity.slo import SLO_PRESETS
+from serving.workload.arrivals import Arrivals
+from serving.workload.request_lengths import PRESETS
 from tests.campaign_template import LISTS, SECTIONS, keys_of, toml_value
 
 TOML_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from loadtests.toml_files import read_toml
 from reports.check_conditions import QUANTITIES
 from reports.plan.plan_costs import make_plan
 from reports.plan.plan_file import BadPlan
 from reports.plan.plan_machines import asked_of, candidates_of
 from reports.plan.plan_text import as_text
+from serving.toml_files import read_toml
 from tests.campaign_template import campaign_template
 from tests.docs_of_structs import campaign_keys, plan_keys
 from tests.house import PACKAGES

@@ -1,4 +1,4 @@
-"""The release as a stranger gets it: python -m tests.release_check
+"""The release as a user gets it: python -m tests.release_check
 
 Builds sdist and wheel by `python -m build`, installs the wheel with the extras llama-cpp and load
 alone into a clean environment, and there, in an empty folder, runs doctor, serve, load, a campaign

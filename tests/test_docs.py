@@ -81,7 +81,7 @@ def test_every_file_that_is_linked_is_in_the_repository(page: Path) -> None:
 NAMING = (  # pages, and what else names files and symbols of this project
     *PAGES,
     ROOT / "CONTRIBUTING.md",
-    ROOT / "loadtests/workload/data/README.md",
+    ROOT / "serving/workload/data/README.md",
     *sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.md")),
 )
 NO_SOURCES = (".md", ".xz", ".png", ".jsonl", ".csv")

@@ -1,15 +1,15 @@
 """What is known of a cell's capacity: the highest rate that meets the SLO. The one place. Pure.
 
-    found = estimate(levels, slo, law=law, policy=policy, workload=workload)
-    found.state, found.held, found.limit, found.low, found.high
+    found = estimate(levels, slo, step_times=law, policy=policy, workload=workload)
+    found.state, found.confirmed_rate, found.estimated_rate, found.low, found.high
 
-The law measures, a level confirms. The limit is simulated from step times (*estimated*), with one
-factor from the levels near it, how much longer their steps took than the law says, in which the
-calibration counts as up to half a level: their errors are independent. Its interval is
-limit x exp(+-1.645 sd), sd = what was measured with so many levels x the steepness d ln limit /
-d ln step time, cut by what levels exclude. Without a law the limit lies between the highest rate
-that held and the lowest that failed. Only what ran, undisturbed, steady and long enough, is held
-(*confirmed*).
+The step-time model measures, a level confirms. The limit is simulated from step times
+(*estimated*), with one factor from the levels near it, how much longer their steps took than the
+step-time model says, in which the calibration counts as up to half a level: their errors are
+independent. Its interval is limit x exp(+-1.645 sd), sd = what was measured with so many levels x
+the steepness d ln limit / d ln step time, cut by what levels exclude. Without a step-time model the
+limit lies between the highest rate that held and the lowest that failed. Only what ran,
+undisturbed, steady and long enough, is held (*confirmed*).
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from loadtests.analysis.good_share import LEAST_AS_ONE, wilson
 from loadtests.analysis.level_columns import Judged, Level
-from loadtests.analysis.slo import Slo, requests_to_hold
+from loadtests.analysis.slo_attainment import MIN_AS_ONE, wilson
 from loadtests.records.journal_events import Capacity
-from loadtests.simulation.simulated_capacity import (
-    LEAST_TELLING,
+from loadtests.simulation.step_observation import level_factor, two_speeds
+from models.formatting import share
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import (
     LOADED,
+    MIN_TELLING,
     MOVED,
     Lengths,
     SimulatedCapacity,
@@ -35,29 +37,28 @@ from loadtests.simulation.simulated_capacity import (
     common_factor,
     sd_of,
 )
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.simulation.step_observation import level_factor, two_speeds
-from loadtests.workload.arrivals import Arrivals
-from loadtests.workload.request_lengths import Workload
-from models.formatting import share
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.slo import Slo, requests_to_hold
+from serving.capacity.step_time_model import StepTimeModel
+from serving.workload.arrivals import Arrivals
+from serving.workload.request_lengths import Workload
 
 CONFIRMING_SHARE = 0.8  # of the limit: where a level confirms, and tells the factor
-MOST_TELLING = 1.4  # times the limit: above, queues say little of steps
+MAX_TELLING = 1.4  # times the limit: above, queues say little of steps
 Z_90 = 1.645  # standard deviations to either end of a 90 % interval
 
-LEAST_SECONDS = 60.0  # of a level that confirms; twice that, to tell the factor to 6 %, below ...
+MIN_SECONDS = 60.0  # of a level that confirms; twice that, to tell the factor to 6 %, below ...
 SLOW_RATE = 3.0  # requests/s
 TTFT_LIMITS = 30.0  # of which such a level is long: an overload of 1/30 shows within it
 ANSWERS = 20.0  # E2E times of a single-stream request that it is long, too
 ROUNDING = 0.98  # of the time asked: a window ends with a request
-# Requests that count as one where no law says that the limit is higher. A level of four minutes at
-# the limit, or two at 1.1 x the limit, has only good requests in 25 to 30 % of cases by the luck of
-# its arrivals; with this floor 2 to 7 % of levels at 1.1 x the limit hold (1.3: 3 to 23 %).
+# Requests that count as one where no step-time model says that the limit is higher. A level of four
+# minutes at the limit, or two at 1.1 x the limit, has only good requests in 25 to 30 % of cases by
+# the luck of its arrivals; with this floor 2 to 7 % of levels at 1.1 x the limit hold (1.3: 3 to 23
+# %).
 AS_ONE_BY_LEVELS = 4.0
 NEAR = 1.1  # rates apart by less are tries of one
-LEAST_ALONE = 20  # single-stream requests before "not even alone" ...
-LEAST_BAD = 5  # ... or so many bad ones: at 99 % one slow one of five proves nothing
+MIN_ALONE = 20  # single-stream requests before "not even alone" ...
+MIN_BAD = 5  # ... or so many bad ones: at 99 % one slow one of five proves nothing
 
 
 class Counted(NamedTuple):
@@ -72,12 +73,12 @@ def estimate(
     levels: Sequence[Level],
     slo: Slo,
     *,
-    law: StepLaw | None = None,
+    step_times: StepTimeModel | None = None,
     policy: SchedulerSettings | None = None,
     reused_share: float = 0.0,
     workload: Lengths | Workload | None = None,
     arrivals: Arrivals | None = None,
-    least_seconds: float = LEAST_SECONDS,
+    least_seconds: float = MIN_SECONDS,
 ) -> Capacity:
     """The capacity by all finished levels of a cell, in whatever order; by levels alone where no
     law that fits is given.
@@ -88,16 +89,21 @@ def estimate(
     if (found := _not_even_alone(seen, slo)) is not None:
         return found
     loaded, failed = _loaded(seen)
-    found = Capacity(state="no_rate_confirmed")
-    if law is not None and policy is not None and workload is not None and law.fits:
-        told = [(one.rate, factor) for one in loaded if (factor := _factor(law, one.level, policy))]
-        speeds = [one for each in loaded for one in _speeds(law, each.level, policy)]
-        # Whatever the law says, the limit is not far above a rate that missed the target.
+    found = Capacity(state="not_confirmed")
+    if step_times is not None and policy is not None and workload is not None and step_times.fits:
+        told = [
+            (one.rate, factor)
+            for one in loaded
+            if (factor := _factor(step_times, one.level, policy))
+        ]
+        speeds = [one for each in loaded for one in _speeds(step_times, each.level, policy)]
+        # Whatever the step-time model says, the limit is not far above a rate that missed the
+        # target.
         short = [one.rate for one in loaded if one.judged.good < slo.target * one.judged.due]
 
         def simulate(factor: float) -> SimulatedCapacity:
             return _simulated(
-                law.slower(factor),
+                step_times.slower(factor),
                 policy,
                 workload,
                 slo,
@@ -105,16 +111,16 @@ def estimate(
                 reused_share=reused_share,
             )
 
-        found = _by_law(simulate, told, speeds, min(short, default=math.inf))
+        found = _by_step_times(simulate, told, speeds, min(short, default=math.inf))
     return _confirmed(_below(found, failed), seen, slo, least_seconds)
 
 
 def confirmed_rate(
-    levels: Sequence[Level], slo: Slo, limit: float, least_seconds: float = LEAST_SECONDS
+    levels: Sequence[Level], slo: Slo, limit: float, least_seconds: float = MIN_SECONDS
 ) -> float | None:
     """The rate that is confirmed where the simulated limit is this; None: none is."""
-    found = Capacity(state="no_rate_confirmed", limit=limit)
-    return _confirmed(found, _counted(levels, slo), slo, least_seconds).held
+    found = Capacity(state="not_confirmed", estimated_rate=limit)
+    return _confirmed(found, _counted(levels, slo), slo, least_seconds).confirmed_rate
 
 
 # A cell is asked for again after each level, and once more by a report.
@@ -131,7 +137,7 @@ def _counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
 def _loaded(seen: Sequence[Counted]) -> tuple[list[Counted], float]:
     """The levels at a rate, and the lowest rate that clearly failed; inf: none did."""
     loaded = [one for one in seen if one.rate and one.judged.due]
-    failed = [one.rate for one in loaded if one.judged.verdict == "fails"]
+    failed = [one.rate for one in loaded if one.judged.verdict == "misses"]
     return loaded, min(failed, default=math.inf)
 
 
@@ -141,19 +147,19 @@ def confirming_seconds(
     alone_seconds: float | None = None,
     *,
     by_levels: bool = False,
-    least_seconds: float = LEAST_SECONDS,
+    least_seconds: float = MIN_SECONDS,
 ) -> float:
     """The window with which a level at `rate` proves that it holds, and tells the factor.
 
-    `alone_seconds`: E2E of a request alone. `by_levels`: without a law. As many requests are
-    expected to be good as lie three quarters of the way from the target to all.
+    `alone_seconds`: E2E of a request alone. `by_levels`: without a step-time model. As many
+    requests are expected to be good as lie three quarters of the way from the target to all.
     """
     # Wilson's lower bound of a share s reaches the target p at z^2 p (1 - p) / (s - p)^2 requests.
     needed = requests_to_hold(slo) / 0.75**2
     return max(
         least_seconds * (2 if rate < SLOW_RATE else 1),
         shortest_level(slo, alone_seconds, least_seconds),
-        (AS_ONE_BY_LEVELS if by_levels else LEAST_AS_ONE) * needed / rate,
+        (AS_ONE_BY_LEVELS if by_levels else MIN_AS_ONE) * needed / rate,
     )
 
 
@@ -171,27 +177,27 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
         if level.is_single_stream:
             start = level.name if level.started.start is None else level.started.start
             starts.setdefault(start, []).append(judged)
-    if not starts or any(one.rate and one.judged.verdict == "holds" for one in seen):
+    if not starts or any(one.rate and one.judged.verdict == "meets" for one in seen):
         return None
     missed = asked = 0
     for own in starts.values():
         good, due = sum(one.good for one in own), sum(one.due for one in own)
-        is_enough = due >= LEAST_ALONE or due - good >= LEAST_BAD or (not good and due >= 2)
+        is_enough = due >= MIN_ALONE or due - good >= MIN_BAD or (not good and due >= 2)
         if not is_enough or wilson(good, due, slo.confidence)[1] >= slo.target:
             return None
         missed, asked = missed + due - good, asked + due
     where = "one start" if len(starts) == 1 else f"{len(starts)} starts"
     return Capacity(
-        state="not_even_alone",
+        state="misses_slo_unloaded",
         starts=len(starts),
-        limit=0.0,
+        estimated_rate=0.0,
         low=0.0,
         high=0.0,
         reason=f"{missed} of {asked} single-stream requests missed the SLO, on {where}",
     )
 
 
-def _by_law(
+def _by_step_times(
     simulate: Callable[[float], SimulatedCapacity],
     told: Sequence[tuple[float, float]],
     speeds: Sequence[float],
@@ -206,7 +212,7 @@ def _by_law(
     found = simulate(factor)
     for _ in range(3):
         least = min(least, found.rate)
-        ends = LEAST_TELLING * least, MOST_TELLING * found.rate
+        ends = MIN_TELLING * least, MAX_TELLING * found.rate
         now = [one for at, one in told if ends[0] <= at <= ends[1]]
         if not now or now == near:
             break
@@ -215,8 +221,8 @@ def _by_law(
         found = simulate(factor)
     if found.rate <= 0:
         return Capacity(
-            state="no_rate_confirmed",
-            method="law",
+            state="not_confirmed",
+            method="step_times",
             reason=f"by the step-time model, SLO attainment unloaded is only "
             f"{share(found.alone_share, 2)}",
         )
@@ -229,11 +235,11 @@ def _by_law(
     if moved <= MOVED:
         seen = [factor]
     return Capacity(
-        state="no_rate_confirmed",
-        limit=found.rate,
+        state="not_confirmed",
+        estimated_rate=found.rate,
         low=found.rate * (factor / max(seen)) ** found.steepness / reach,
         high=found.rate * (factor / min(seen)) ** found.steepness * reach,
-        method="law",
+        method="step_times",
         steepness=found.steepness,
         factor=factor if near else None,
         speed_moved=moved if moved > MOVED else None,
@@ -244,11 +250,12 @@ def _below(found: Capacity, failed: float) -> Capacity:
     """A rate that clearly failed bounds the limit from above; inf: none did."""
     if failed == math.inf or (found.high is not None and found.high <= failed):
         return found
-    low, limit = found.low, found.limit
+    low, limit = found.low, found.estimated_rate
     if limit is not None and low is not None:
-        # Where the law says more than what failed, it is wrong by what is left of its interval.
+        # Where the step-time model says more than what failed, it is wrong by what is left of its
+        # interval.
         low, limit = min(low, failed * low / limit), min(limit, failed)
-    return msgspec.structs.replace(found, low=low, limit=limit, high=failed)
+    return msgspec.structs.replace(found, low=low, estimated_rate=limit, high=failed)
 
 
 def _confirmed(
@@ -260,34 +267,36 @@ def _confirmed(
     known = [seconds for seconds in e2e if seconds is not None]
     alone = sum(known) / len(known) if known else None
     least = ROUNDING * shortest_level(slo, alone, least_seconds)
-    is_law = found.limit is not None  # else the levels alone say
+    is_by_step_times = found.estimated_rate is not None  # else the levels alone say
     fit = [one for one in loaded if one.judged.steady and one.level.window_seconds >= least]
     for rate in sorted({one.rate for one in fit if one.rate < failed}, reverse=True):
         own = [one for one in fit if one.rate == rate]
-        if rate <= (found.limit or math.inf) and _is_proven(own, loaded, slo, is_law):
+        if rate <= (found.estimated_rate or math.inf) and _is_proven(
+            own, loaded, slo, is_by_step_times
+        ):
             seconds = sum(one.level.window_seconds for one in own)
             due = sum(one.judged.due for one in own)
             held = min(rate, due / seconds)
             middle = None if found.high is None else math.sqrt(held * found.high)
             return msgspec.structs.replace(
                 found,
-                state="holds",
-                held=held,
-                held_seconds=seconds,
-                held_requests=due,
-                held_share=sum(one.judged.good for one in own) / due,
+                state="confirmed",
+                confirmed_rate=held,
+                confirmed_seconds=seconds,
+                confirmed_requests=due,
+                confirmed_attainment=sum(one.judged.good for one in own) / due,
                 starts=len({one.level.started.start for one in own}),
-                limit=found.limit if is_law else middle,
-                method="law" if is_law else "levels",
+                estimated_rate=found.estimated_rate if is_by_step_times else middle,
+                method="step_times" if is_by_step_times else "levels",
                 low=max(found.low or 0.0, held),
                 reason="" if found.high else "no measured rate missed the SLO",
             )
-    needed, rate = None, CONFIRMING_SHARE * (found.limit or 0.0)
+    needed, rate = None, CONFIRMING_SHARE * (found.estimated_rate or 0.0)
     if found.method == "levels" and alone:
         rate = 1 / alone
-    if rate:  # 0.0: nothing to confirm by the law
+    if rate:  # 0.0: nothing to confirm by the step-time model
         needed = confirming_seconds(
-            slo, rate, alone, by_levels=not is_law, least_seconds=least_seconds
+            slo, rate, alone, by_levels=not is_by_step_times, least_seconds=least_seconds
         )
     why = "no valid level of open-loop load was measured"
     if loaded:
@@ -300,16 +309,18 @@ def _confirmed(
     )
 
 
-def _is_proven(own: Sequence[Counted], loaded: Sequence[Counted], slo: Slo, is_law: bool) -> bool:
+def _is_proven(
+    own: Sequence[Counted], loaded: Sequence[Counted], slo: Slo, is_by_step_times: bool
+) -> bool:
     """Whether the levels at a rate hold together, on effective numbers, and so do all that ran at
     or below it.
 
     Of several levels just above the limit one holds by chance: tries near it that did not hold
     share the confidence.
     """
-    rate, as_one = own[0].rate, LEAST_AS_ONE if is_law else AS_ONE_BY_LEVELS
+    rate, as_one = own[0].rate, MIN_AS_ONE if is_by_step_times else AS_ONE_BY_LEVELS
     tries = 1 + sum(
-        1 / NEAR <= one.rate / rate <= NEAR and one.judged.verdict != "holds"
+        1 / NEAR <= one.rate / rate <= NEAR and one.judged.verdict != "meets"
         for one in loaded
         if one.rate != rate
     )

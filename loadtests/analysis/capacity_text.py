@@ -1,11 +1,12 @@
 """The words for a capacity, in the terminal, the report and the plan alike.
 
     >>> from loadtests.records.journal_events import Capacity
-    >>> found = Capacity(state="holds", held=2.1, limit=2.42, low=2.04, high=2.87, method="law")
+    >>> found = Capacity(state="confirmed", confirmed_rate=2.1, estimated_rate=2.42,
+    ...                  low=2.04, high=2.87, method="step_times")
     >>> in_words(found)
     'confirmed 2.1/s, estimated capacity 2.4/s (2.0–2.9)'
 
-Only a rate that ran long enough and met the SLO is called confirmed (`held`).
+Only a rate that ran long enough and met the SLO is called confirmed (`confirmed_rate`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def common_rate(found: Iterable[Capacity | None]) -> float | None:
     """Return the rate whose unit (`like`) all of these are shown in, so that they can be compared:
     per second if none is below 1/s, else per minute, or per hour if none reaches ten a minute."""
     both = [
-        (capacity.held or NEAR * (capacity.limit or 0.0), capacity.limit)
+        (
+            capacity.confirmed_rate or NEAR * (capacity.estimated_rate or 0.0),
+            capacity.estimated_rate,
+        )
         for capacity in found
         if capacity
     ]
@@ -34,10 +38,10 @@ def common_rate(found: Iterable[Capacity | None]) -> float | None:
 
 def in_words(found: Capacity | None, like: float | None = None) -> str:
     """Return the confirmed rate and the estimated capacity in one unit; None: not measured."""
-    if found is None or found.state == "not_even_alone":
+    if found is None or found.state == "misses_slo_unloaded":
         return state_words(found)
     like = like or common_rate([found])
-    kind = "estimated capacity" if found.method == "law" else "capacity"
+    kind = "estimated capacity" if found.method == "step_times" else "capacity"
     return f"{state_words(found, like)}, {kind} {limit(found, like)}"
 
 
@@ -45,23 +49,27 @@ def state_words(found: Capacity | None, like: float | None = None) -> str:
     """Return `confirmed 2.1/s`, `no rate confirmed` or `misses the SLO unloaded`."""
     if found is None:
         return formatting.NOT_MEASURED
-    if found.state == "holds":
-        return f"confirmed {formatting.rate(found.held, rounded='down', like=like)}"
-    if found.state == "not_even_alone":
+    if found.state == "confirmed":
+        return f"confirmed {formatting.rate(found.confirmed_rate, rounded='down', like=like)}"
+    if found.state == "misses_slo_unloaded":
         return "misses the SLO unloaded" + (" (on one start)" if found.starts < 2 else "")
-    return found.state.replace("_", " ")
+    return "no rate confirmed"
 
 
 def limit(found: Capacity | None, like: float | None = None) -> str:
     """Return the capacity with its 90 % interval: `2.4/s (2.0–2.9)`; from load levels alone
     `2.0–2.9/s`; `none` if single requests miss the SLO by the step-time model; `not known`; `–` if
     the SLO is missed unloaded."""
-    if found is None or found.state == "not_even_alone":
+    if found is None or found.state == "misses_slo_unloaded":
         return "–"
-    low, high, like = found.low, found.high, like or found.held
-    if found.method == "law":
-        known = found.limit is not None
-        return formatting.rate_with_interval(found.limit, low, high, like) if known else "none"
+    low, high, like = found.low, found.high, like or found.confirmed_rate
+    if found.method == "step_times":
+        known = found.estimated_rate is not None
+        return (
+            formatting.rate_with_interval(found.estimated_rate, low, high, like)
+            if known
+            else "none"
+        )
     return (
         "not known" if low is None and high is None else formatting.rate_interval(low, high, like)
     )
@@ -70,11 +78,14 @@ def limit(found: Capacity | None, like: float | None = None) -> str:
 def held_words(found: Capacity) -> str:
     """Return the evidence for the confirmed rate: `90 s, 214 requests, 98 % attainment, 2 starts`,
     or why there is none."""
-    if not found.holds:
+    if not found.is_confirmed:
         return found.reason
-    asked, good = formatting.count(found.held_requests), formatting.share(found.held_share)
+    asked, good = (
+        formatting.count(found.confirmed_requests),
+        formatting.share(found.confirmed_attainment),
+    )
     starts = f", {found.starts} starts" if found.starts > 1 else ""
-    return f"{formatting.seconds(found.held_seconds)}, {asked} requests, {good} attainment{starts}"
+    return f"{formatting.seconds(found.confirmed_seconds)}, {asked} requests, {good} attainment{starts}"
 
 
 def speed_words(found: Capacity) -> str:

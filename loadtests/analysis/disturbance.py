@@ -4,11 +4,11 @@
     found.share, found.is_disturbed, in_words(found)
 
 The kernel says how long a thread was ready and had no core, not who ran meanwhile. So the delay is
-shared out by the CPU time that strangers (S) and our other processes (O) had on these cores:
+shared out by the CPU time that other processes (S) and our own processes (O) had on these cores:
 
-    by_strangers = min(stalled x S / (S + O), S)
+    by_others    = min(stalled x S / (S + O), S)
     steal        = the core's steal x E / (E + S + O)     E the engine: only who runs is stolen from
-    share        = taken / (work + taken)                 taken = by_strangers + steal + throttled
+    share        = taken / (work + taken)                 taken = by_others + steal + throttled
 
 The rest of the delay is the engine behind itself or behind our API and load generator, which go
 before it where they share its cores: a matter of the layout, not of the machine. `stalled` is the
@@ -28,12 +28,12 @@ from collections.abc import Sequence
 from loadtests.records.journal_events import Disturbance
 from loadtests.records.resource_sample import CoresSample, busiest
 
-MOST_TAKEN_SHARE = 0.03  # more, and a level is disturbed
+MAX_TAKEN_SHARE = 0.03  # more, and a level is disturbed
 # More, and it counts for nothing: its rate may be so far below the capacity that the upper end of
 # an interval is too low.
-MOST_SLIGHT_SHARE = 0.1
-LEAST_TAKEN_SHARE = 0.002  # of the level's time: less delays no request by what anyone can see
-LEAST_TAKEN_SECONDS = 0.0002  # a turn: waking a thread on an idle virtual core costs 20 to 100 us
+MAX_SLIGHT_SHARE = 0.1
+MIN_TAKEN_SHARE = 0.002  # of the level's time: less delays no request by what anyone can see
+MIN_TAKEN_SECONDS = 0.0002  # a turn: waking a thread on an idle virtual core costs 20 to 100 us
 
 
 def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Disturbance | None:
@@ -49,14 +49,16 @@ def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Dis
         return sum(known) if known else None
 
     seconds, busy, work = total("seconds") or 0.0, total("busy_seconds"), total("work_seconds")
-    seen, stalled, stolen = map(total, ("strangers_seconds", "stalled_seconds", "steal_seconds"))
-    strangers = max(0.0, seen or 0.0)
-    others = strangers + (total("ours_seconds") or 0.0)
+    seen, stalled, stolen = map(
+        total, ("other_processes_seconds", "stalled_seconds", "steal_seconds")
+    )
+    other_processes = max(0.0, seen or 0.0)
+    others = other_processes + (total("ours_seconds") or 0.0)
     taken: dict[str, float] = {}
     if stalled is not None and seen is not None:
-        named = busiest(stranger for part in parts for stranger in part.strangers)
+        named = busiest(stranger for part in parts for stranger in part.other_processes)
         who = f"`{named[0].name}` (pid {named[0].pid})" if named else "unidentified processes"
-        taken[who] = min(stalled * strangers / others, strangers) if others else 0.0
+        taken[who] = min(stalled * other_processes / others, other_processes) if others else 0.0
     if stolen is not None and busy is not None:
         taken["the hypervisor"] = stolen * busy / (busy + others) if busy + others else 0.0
     if (quota := total("throttled_seconds")) is not None:
@@ -65,8 +67,8 @@ def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Dis
         return Disturbance(counts=counts)
     lost = sum(taken.values())
     share = lost / (work + lost) if lost else 0.0
-    least = max(LEAST_TAKEN_SECONDS * (total("turns") or 0), LEAST_TAKEN_SHARE * seconds)
-    if share <= MOST_TAKEN_SHARE or lost <= least:
+    least = max(MIN_TAKEN_SECONDS * (total("turns") or 0), MIN_TAKEN_SHARE * seconds)
+    if share <= MAX_TAKEN_SHARE or lost <= least:
         return Disturbance(share=round(share, 4), counts=counts)
     most = max(taken, key=lambda name: taken[name])
     return Disturbance(share=round(share, 4), who=most, is_disturbed=True, counts=counts)
@@ -74,7 +76,7 @@ def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Dis
 
 def is_slight(found: Disturbance) -> bool:
     """Whether a disturbed level counts where it meets the SLO all the same."""
-    return (found.share or 0.0) <= MOST_SLIGHT_SHARE
+    return (found.share or 0.0) <= MAX_SLIGHT_SHARE
 
 
 def in_words(found: Disturbance) -> str:

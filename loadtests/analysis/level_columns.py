@@ -23,23 +23,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.good_share import counted_as_one, grows, is_steady, wilson
-from loadtests.analysis.slo import Slo, Verdict
+from loadtests.analysis.slo_attainment import design_effect, grows, is_steady, wilson
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_folder import RunRecords
+from serving.capacity.slo import Slo, Verdict
 
 Floats = npt.NDArray[np.float64]
 
 _TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens", "first_chunk_tokens")
 _FIELDS = {  # column -> field of a record
-    "due": "due_seconds",
+    "due": "scheduled_seconds",
     "sent": "sent_seconds",
     "first": "first_content_seconds",
     "first_answer": "first_answer_seconds",
     "last": "last_content_seconds",
     "ended": "ended_seconds",
-    **{name: name for name in (*_TOKENS, "asked_prompt_tokens", "asked_output_tokens")},
+    **{name: name for name in (*_TOKENS, "requested_prompt_tokens", "requested_output_tokens")},
 }
 
 
@@ -78,8 +78,8 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     cached_tokens: Floats
     output_tokens: Floats
     first_chunk_tokens: Floats
-    asked_prompt_tokens: Floats
-    asked_output_tokens: Floats
+    requested_prompt_tokens: Floats
+    requested_output_tokens: Floats
     failure: tuple[str | None, ...]  # why a request is not ok, in one word; None: it is
     backend: tuple[str | None, ...]  # X-Crossover-Backend
 
@@ -164,7 +164,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return np.where(self.failed, np.inf, self.last - self.due)
 
     @cached_property
-    def send_lag(self) -> Floats:
+    def send_delay(self) -> Floats:
         """How late the client sent; nan: it never did."""
         return self.sent - self.due
 
@@ -214,7 +214,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """Whether the level meets the SLO. Requests one at a time count fully."""
         good = self.good(slo)[self.counted]
         total, count = len(good), int(good.sum())
-        together = 1.0 if self.is_single_stream else counted_as_one(good)
+        together = 1.0 if self.is_single_stream else design_effect(good)
         low, high = wilson(count / together, total / together, slo.confidence)
         steady: bool | None = None
         if self.rate is not None:
@@ -223,9 +223,9 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
             steady = False if grows(*self.in_flight_at_ends) else steady
         verdict: Verdict = "unresolved"
         if high < slo.target:
-            verdict = "fails"
+            verdict = "misses"
         elif low >= slo.target and steady is not False:
-            verdict = "holds"
+            verdict = "meets"
         return Judged(
             due=total,
             good=count,

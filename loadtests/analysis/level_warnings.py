@@ -16,9 +16,9 @@ import numpy as np
 from loadtests.analysis.disturbance import in_words
 from loadtests.analysis.level_columns import Level
 from loadtests.analysis.percentiles import distribution
-from loadtests.analysis.slo import Slo
 from loadtests.records.resource_sample import ResourceSample
 from models import formatting
+from serving.capacity.slo import Slo
 
 CLIENT_BUSY_SHARE = 0.80  # of one core
 LATE_SHARE = 0.01  # p99 send lag / median TTFT
@@ -90,9 +90,9 @@ def is_valid(warnings: Iterable[NamedWarning]) -> bool:
     return not any(one.is_serious and one.code != DISTURBED for one in warnings)
 
 
-def send_lag_p99(level: Level) -> float | None:
+def send_delay_p99(level: Level) -> float | None:
     """Of the counted requests, seconds, nearest rank; None where nothing was sent."""
-    lags = level.send_lag[level.counted]
+    lags = level.send_delay[level.counted]
     lags = np.sort(lags[~np.isnan(lags)])
     return float(lags[math.ceil(0.99 * len(lags)) - 1]) if len(lags) else None
 
@@ -102,7 +102,7 @@ def _of_load(level: Level, slo: Slo) -> Found:
     busy = (level.finished and level.finished.generator_busy_share) or 0.0
     if busy > CLIENT_BUSY_SHARE:
         yield "GeneratorBusy", SERIOUS, f"the load generator was busy {busy:.0%} of the time"
-    lag, median = send_lag_p99(level), distribution(level.ttft[level.counted]).median_or_mean
+    lag, median = send_delay_p99(level), distribution(level.ttft[level.counted]).median_or_mean
     # Below 1 % of the TTFT limit a late send decides no request.
     most = max(LATE_FLOOR_SECONDS, LATE_SHARE * max(median or 0.0, slo.ttft_seconds or 0.0))
     if lag is not None and median is not None and lag > most:
@@ -125,15 +125,15 @@ def _of_answers(level: Level) -> Found:
     if unknown := int(np.isnan(level.output_tokens[ok]).sum()):
         text = f"{unknown} of {int(ok.sum())} answers have no token count"
         yield "TokensUnknown", WARNING, f"{text}, so their TPOT counts chunks as tokens"
-    told = ok & np.isfinite(level.output_tokens) & np.isfinite(level.asked_output_tokens)
-    short = int((level.output_tokens[told] < level.asked_output_tokens[told]).sum())
+    told = ok & np.isfinite(level.output_tokens) & np.isfinite(level.requested_output_tokens)
+    short = int((level.output_tokens[told] < level.requested_output_tokens[told]).sum())
     if short > SHORT_SHARE * told.sum():
         text = f"{short} of {int(told.sum())} answers were shorter than requested"
         yield "ShortAnswers", WARNING, f"{text}: the load is lighter than the workload says"
-    both = level.counted & np.isfinite(level.prompt_tokens) & (level.asked_prompt_tokens > 0)
+    both = level.counted & np.isfinite(level.prompt_tokens) & (level.requested_prompt_tokens > 0)
     if both.any():
         counted = float(level.prompt_tokens[both].mean())
-        asked = float(level.asked_prompt_tokens[both].mean())
+        asked = float(level.requested_prompt_tokens[both].mean())
         if abs(counted - asked) > PROMPTS_OFF_SHARE * asked:
             text = f"the server counted {counted:.0f} tokens per prompt instead of {asked:.0f}"
             yield "PromptsOff", WARNING, text

@@ -17,14 +17,14 @@ from itertools import islice
 import msgspec
 
 from loadtests.analysis.capacity_estimate import Z_90
-from loadtests.analysis.slo import Slo
 from loadtests.records.journal_events import Capacity
-from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, capacity
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.workload.arrivals import Arrivals
-from loadtests.workload.request_lengths import Workload
 from models import formatting
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import QUICK_REQUESTS, capacity
+from serving.capacity.slo import Slo
+from serving.capacity.step_time_model import StepTimeModel
+from serving.workload.arrivals import Arrivals
+from serving.workload.request_lengths import Workload
 
 SHARP = 2.0  # an interval whose ends are further apart than this factor is wide
 MIN_SINGLE_SHARE = 0.99  # of single requests that meet the SLO: else the SLO is plainly missed
@@ -35,7 +35,7 @@ MAX_ALTERNATIVES = 2
 
 def advice(
     found: Capacity,
-    law: StepLaw,
+    step_times: StepTimeModel,
     settings: SchedulerSettings,
     workload: Workload,
     slo: Slo,
@@ -48,13 +48,17 @@ def advice(
     "" where the interval is sharp, where another reason made it wide, or where no alternative in
     reach is sharp. Simulates up to a dozen capacities, which takes seconds.
     """
-    low, high, limit, steepness = found.low, found.high, found.limit, found.steepness
-    if found.method != "law" or not (low and high and limit and steepness) or high <= SHARP * low:
+    low, high, limit, steepness = found.low, found.high, found.estimated_rate, found.steepness
+    if (
+        found.method != "step_times"
+        or not (low and high and limit and steepness)
+        or high <= SHARP * low
+    ):
         return ""
     if found.speed_moved is not None:  # the machine, not the SLO, made it wide
         return ""
     step_error = math.log(high / low) / (2 * Z_90 * steepness)
-    seen = law.slower(found.factor or 1.0)
+    seen = step_times.slower(found.factor or 1.0)
     single_share: float | None = None
 
     def sharp_ones() -> Iterator[str]:

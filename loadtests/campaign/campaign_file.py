@@ -29,27 +29,27 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from loadtests.analysis.capacity_estimate import LEAST_SECONDS
-from loadtests.analysis.slo import SLO_PRESETS, Slo
+from loadtests.analysis.capacity_estimate import MIN_SECONDS
 from loadtests.errors import BadCampaign, LoadError
 from loadtests.load_generator.level_messages import DEFAULT_WORKLOAD
 from loadtests.load_generator.openai_endpoint import Target, check_target
-from loadtests.toml_files import Table, converted, key, parse_toml, read_toml
-from loadtests.workload.arrivals import Arrivals, Poisson, Trace
-from loadtests.workload.request_lengths import Workload
-from loadtests.workload.trace_file import load_trace
 from models.errors import ModelError, UnsupportedModel, printable
 from models.identify_model import ModelIdentity, identify, unique_names
-from models.model_ladder import is_rung, rung
+from models.model_ladder import is_ladder_model, ladder_model
 from models.model_spec import ModelSpec
 from models.weight_formats import DEFAULT_FORMATS, known_format
 from serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of
 from serving.backends.model_engines import engines_on, refusal, usual_engines
-from serving.errors import BackendUnavailable, ServingError
+from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
+from serving.capacity.slo import SLO_PRESETS, Slo
+from serving.errors import BackendUnavailable, ServingError, WorkloadError
 from serving.option_help import Count, Positive, Seconds, Share
-from serving.performance.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
 from serving.placement.fastest_backend import BEST
 from serving.server_options import SharedOptions
+from serving.toml_files import Table, converted, key, parse_toml, read_toml
+from serving.workload.arrivals import Arrivals, Poisson, Trace
+from serving.workload.request_lengths import Workload
+from serving.workload.trace_file import load_trace
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
 RECIPES = Path(__file__).parents[1] / "engines"  # shipped third-party engines, one a file
@@ -180,7 +180,7 @@ class Search(Table, frozen=True):
 
     def level_seconds_on(self, device: str | None) -> float:
         """Return the length of the shortest level that confirms a rate on a device."""
-        usual = GPU_LEVEL_SECONDS if device == "gpu" else LEAST_SECONDS
+        usual = GPU_LEVEL_SECONDS if device == "gpu" else MIN_SECONDS
         return self.level_seconds or usual
 
 
@@ -318,7 +318,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Return the model's shape; None: not known."""
         if self.identity is not None:
             return self.identity.spec
-        return rung(self.model).spec if self.url is None and is_rung(self.model) else None
+        return (
+            ladder_model(self.model).spec
+            if self.url is None and is_ladder_model(self.model)
+            else None
+        )
 
     @property
     def known(self) -> ModelIdentity:
@@ -690,7 +694,7 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         try:
             if path is not None:
                 load_trace(path)
-        except LoadError as problem:
+        except WorkloadError as problem:
             yield f"{name}: {problem}"
     prompt = lengths.max_prompt_tokens or lengths.prompt_tokens or 0
     output = lengths.max_output_tokens or lengths.output_tokens or 0

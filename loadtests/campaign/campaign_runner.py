@@ -37,19 +37,19 @@ from loadtests.host.child_processes import signals_interrupt
 from loadtests.host.machine_lock import machine_lock
 from loadtests.records import journal_events as journal
 from loadtests.records.run_folder import RunFolder
-from loadtests.workload.request_lengths import notes_of
 from models import formatting
 from models.errors import CrossoverError
 from serving.hardware.machine_facts import HardwareFacts
 from serving.placement.fastest_backend import BEST
 from serving.registry.engine_config import Machine
+from serving.workload.request_lengths import notes_of
 
 CONFIRM_MARGIN = 1.5  # of the seconds that confirming is said to take, and ...
 CONFIRM_SECONDS = 60.0  # ... so many more: warm-up, last answers
 
 
 @dataclass(frozen=True)
-class World:
+class Dependencies:
     """What a sitting measures with: tests pass a simulated one."""
 
     machine: Machine = field(default_factory=Machine)
@@ -63,13 +63,13 @@ def run(
     progress: Progress,
     *,
     command: Sequence[str] = (),
-    world: World | None = None,
+    world: Dependencies | None = None,
 ) -> Path:
     """A new run in a folder of its own below `out`. A cell that cannot be measured is skipped.
 
     Raises Incomplete where nothing was measured, MachineBusy where another campaign measures here.
     """
-    world = world or World()
+    world = world or Dependencies()
     with machine_lock(f"campaign {plan.campaign.name!r}"):
         facts = world.machine.facts()
         plan = _named(plan, progress)
@@ -80,7 +80,7 @@ def run(
             for note in notes_of(plan.campaign.workload, plan.campaign.arrivals):
                 progress.say(f"note: {note}")
             states = [CellState(opened, plan.campaign, cell) for cell in plan.cells]
-            _Sitting(opened, plan.campaign, states, facts, progress, world).go()
+            CampaignSession(opened, plan.campaign, states, facts, progress, world).go()
     return opened.folder
 
 
@@ -90,7 +90,7 @@ def resume(
     *,
     confirm: bool = False,
     trust: bool = False,
-    world: World | None = None,
+    world: Dependencies | None = None,
 ) -> Path:
     """Goes on with a run; one that is complete is left as it is, but for what is to be confirmed.
 
@@ -98,14 +98,14 @@ def resume(
     `confirm`: cells with an estimate and no confirmed rate get the time that confirming takes.
     Raises Incomplete, BadRunFolder (also on another machine), BadCampaign, MachineBusy.
     """
-    world = world or World()
+    world = world or Dependencies()
     with RunFolder(folder) as opened, machine_lock(f"the run in {folder}"):
         campaign, cells = campaign_of(opened.manifest)
         if not trust:
             check_trust(Plan(campaign, cells, ""))
         levels = levels_of(opened)
         states = [CellState(opened, campaign, cell, levels) for cell in cells]
-        sitting = _Sitting(
+        sitting = CampaignSession(
             opened, campaign, states, world.machine.facts(), progress, world, confirm
         )
         done = sum(state.ended is not None for state in states)
@@ -158,7 +158,7 @@ def _named(plan: Plan, progress: Progress) -> Plan:
     return Plan(campaign, [cell_of_target(target)], plan.text)
 
 
-class _Sitting:
+class CampaignSession:
     """All cells of a run that are not done, one after the other."""
 
     def __init__(
@@ -168,7 +168,7 @@ class _Sitting:
         states: list[CellState],
         facts: HardwareFacts,
         progress: Progress,
-        world: World,
+        world: Dependencies,
         confirm: bool = False,
     ) -> None:
         """`confirm`: also cells that have ended with an estimate which a level could confirm."""
@@ -292,4 +292,4 @@ class _Sitting:
 def _is_estimated(state: CellState) -> bool:
     """A cell that has ended with an estimate that a level could confirm."""
     found = state.ended.capacity if isinstance(state.ended, journal.CellFinished) else None
-    return found is not None and not found.holds and found.confirm_seconds is not None
+    return found is not None and not found.is_confirmed and found.confirm_seconds is not None

@@ -16,9 +16,9 @@ from loadtests.campaign.progress import console_of
 from loadtests.campaign.resume_state import CellRecord, campaign_of
 from loadtests.records import journal_events as journal
 from loadtests.records.run_folder import read_records
-from loadtests.workload.request_lengths import in_words
 from models import formatting
 from models.errors import printable
+from serving.workload.request_lengths import in_words
 
 
 def show_run(folder: Path, console: Console | None = None, *, levels: bool = True) -> None:
@@ -57,7 +57,7 @@ def show_run(folder: Path, console: Console | None = None, *, levels: bool = Tru
             told = ["-", "-", printable(f"skipped: {reason}") if reason else "not measured"]
         else:
             told = _capacity_cells(found, like)
-            confirming += 0.0 if found.holds else found.confirm_seconds or 0.0
+            confirming += 0.0 if found.is_confirmed else found.confirm_seconds or 0.0
         table.add_row(state.key, _alone(state), *told)
     console.print(f"\n{_asked(campaign)}", style="bold")
     console.print(table)
@@ -89,13 +89,17 @@ def _capacity_of(state: CellRecord) -> journal.Capacity | None:
 def _capacity_cells(found: journal.Capacity, like: float | None) -> list[str]:
     """Return confirmed rate, estimated capacity and grade."""
     limit = capacity_text.limit(found, like)
-    if found.state == "not_even_alone":
+    if found.state == "misses_slo_unloaded":
         return [capacity_text.state_words(found), limit, "confirmed" if found.starts > 1 else ""]
-    if found.holds:
-        return [formatting.rate(found.held, rounded="down", like=like), limit, "confirmed"]
-    if found.method != "law":
+    if found.is_confirmed:
+        return [
+            formatting.rate(found.confirmed_rate, rounded="down", like=like),
+            limit,
+            "confirmed",
+        ]
+    if found.method != "step_times":
         return ["-", limit, found.reason]
-    why = f": {found.reason}" if found.reason and not found.limit else ""
+    why = f": {found.reason}" if found.reason and not found.estimated_rate else ""
     return ["-", limit + why, "estimated"]
 
 

@@ -1,4 +1,5 @@
-"""Measures one cell: single streams, bursts, a law, an estimate, and the level that confirms it.
+"""Measures one cell: single streams, bursts, a step-time model, an estimate, and the level that
+confirms it.
 
     capacity = CellRun(state, part, progress, clock).run(open_bench)
 
@@ -29,44 +30,44 @@ from loadtests.analysis.capacity_estimate import (
 from loadtests.analysis.disturbance import in_words
 from loadtests.analysis.level_columns import Level
 from loadtests.analysis.sharper_slo import advice
-from loadtests.analysis.slo import requests_to_hold
-from loadtests.campaign.level_runner import LevelAsk, OpenBench, ServerBench, level_text
+from loadtests.campaign.level_runner import LevelSpec, OpenBench, ServerBench, level_text
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellRecord, CellState, seed_of
 from loadtests.errors import LevelInterrupted, LoadError, ServerLost
 from loadtests.records import journal_events as journal
 from loadtests.simulation.calibration_bursts import Burst, calibrate
-from loadtests.simulation.simulated_capacity import measured_reuse
-from loadtests.workload.request_lengths import Workload, draw
+from loadtests.simulation.prefix_reuse import measured_reuse
 from models import formatting
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.slo import requests_to_hold
+from serving.workload.request_lengths import Workload, draw
 
 ENOUGH = 1.4  # a limit that is higher above the confirmed rate is worth one more level
-MOST_LEVELS = 2  # at a start: a level at 0.8 Y, and one more
-MOST_TRIES = 4  # levels while none has held
-MOST_ALONE = 4  # levels of single streams, where a few slow requests do not tell yet
+MAX_LEVELS = 2  # at a start: a level at 0.8 Y, and one more
+MAX_TRIES = 4  # levels while none has held
+MAX_ALONE = 4  # levels of single streams, where a few slow requests do not tell yet
 NEAR = 0.5  # of the limit: lower levels do not count as tries
-CALIBRATION_SECONDS, LEAST_CALIBRATION_SECONDS = 30.0, 5.0
-LEAST_WARMUP_SECONDS, MOST_WARMUP_SECONDS = 5.0, 20.0
+CALIBRATION_SECONDS, MIN_CALIBRATION_SECONDS = 30.0, 5.0
+MIN_WARMUP_SECONDS, MAX_WARMUP_SECONDS = 5.0, 20.0
 NARROW = 1.25  # between the highest rate that held and the lowest that failed
 LOWEST = 1 / 50  # of the first rate that is tried: below it requests hardly ever meet
 LOWER = 0.85  # of a rate that did not hold: where the next level is put at the highest
 
 VLLM_STEP_TOKENS = 2048
-MOST_SERVERS = 4  # starts for one cell in one block and sitting
-MOST_WAIT_SECONDS = 30.0  # until a disturbed level is tried again: 2, 4, 8 ... so many
+MAX_SERVERS = 4  # starts for one cell in one block and sitting
+MAX_WAIT_SECONDS = 30.0  # until a disturbed level is tried again: 2, 4, 8 ... so many
 BURST_TRIES = 2
 
 
 class Calibrate(NamedTuple):
-    """Bursts, within so many seconds; then the law."""
+    """Bursts, within so many seconds; then the step-time model."""
 
     seconds: float
 
 
 RESTART: Literal["restart"] = "restart"  # the server, and ask again
 # None: nothing is left to measure, or to pay for
-Step = LevelAsk | Calibrate | Literal["restart"] | None
+Step = LevelSpec | Calibrate | Literal["restart"] | None
 
 
 class CellRun:
@@ -93,7 +94,7 @@ class CellRun:
         server lost, it is started again. Raises LoadError.
         """
         state, lost = self.state, 0
-        for _ in range(MOST_SERVERS):
+        for _ in range(MAX_SERVERS):
             if state.levels and self.next_step() is None:
                 break  # decided: no server is started
             try:
@@ -107,18 +108,18 @@ class CellRun:
                 lost += 1
                 state.event(journal.Interrupted(cell=state.key, reason=str(problem)))
                 self.progress.say(f"  {problem}; measuring it again", style="yellow")
-                if lost == MOST_SERVERS:
+                if lost == MAX_SERVERS:
                     raise LoadError(f"interrupted {lost} times; the last time: {problem}") from None
         return self._advised(capacity_of(state))
 
     def _advised(self, found: journal.Capacity) -> journal.Capacity:
         """With the SLO that would be sharper, where the SLO itself makes the interval wide."""
         made = self.state.calibrated
-        if made is None or made.law is None or made.policy is None:
+        if made is None or made.step_times is None or made.policy is None:
             return found
         text = advice(
             found,
-            made.law,
+            made.step_times,
             made.policy,
             self.campaign.workload,
             self.slo,
@@ -139,9 +140,9 @@ class CellRun:
         self.alone_seconds = sum(known) / len(known) if known else None
         self.left_seconds = self.part.until_seconds - state.spent_seconds
         # two answers of an idle server: its queue has to fill first
-        warmup = max(LEAST_WARMUP_SECONDS, 2 * (self.alone_seconds or 0.0))
-        self.warmup_seconds = round(min(warmup, MOST_WARMUP_SECONDS), 1)
-        single = LevelAsk(
+        warmup = max(MIN_WARMUP_SECONDS, 2 * (self.alone_seconds or 0.0))
+        self.warmup_seconds = round(min(warmup, MAX_WARMUP_SECONDS), 1)
+        single = LevelSpec(
             requests=self.search.single_stream_requests,
             window_seconds=self.search.single_stream_seconds_on(state.device),
         )
@@ -154,72 +155,74 @@ class CellRun:
         self.found = found = capacity_of(state)
         # of the server that serves now, from 1; None: it cannot be started again
         self.start = None if state.cell.url is not None else state.starts
-        if found.state == "not_even_alone":
+        if found.state == "misses_slo_unloaded":
             if found.starts >= 2:
                 return None
             if self.start is None or all(a.started.start != self.start for a in self.alone):
                 return single
             return RESTART
-        fails_alone = self._verdict(self.alone[-1]) == "fails"
-        if fails_alone and self.left_seconds > 0 and len(self.alone) < MOST_ALONE:
+        fails_alone = self._verdict(self.alone[-1]) == "misses"
+        if fails_alone and self.left_seconds > 0 and len(self.alone) < MAX_ALONE:
             return single  # too few to say so
-        # Without a limit of latency a law tells nothing.
+        # Without a limit of latency a step-time model tells nothing.
         has_limit = self.slo.ttft_seconds is not None or self.slo.tpot_seconds is not None
         seconds = min(CALIBRATION_SECONDS, self.left_seconds)
-        if has_limit and state.calibrated is None and seconds >= LEAST_CALIBRATION_SECONDS:
+        if has_limit and state.calibrated is None and seconds >= MIN_CALIBRATION_SECONDS:
             return Calibrate(seconds)
         if not self.to_confirm or fails_alone:
             return None
-        if found.method == "law" and has_limit:
-            return self._confirming(found.limit) if found.limit else None
+        if found.method == "step_times" and has_limit:
+            return self._confirming(found.estimated_rate) if found.estimated_rate else None
         return self._searching()
 
     def _verdict(self, level: Level) -> str:
         return level.judge(self.slo).verdict
 
-    def _confirming(self, limit: float) -> LevelAsk | None:
+    def _confirming(self, limit: float) -> LevelSpec | None:
         """The level that confirms 0.8 of the estimate: one, and one more where that did not hold or
         the limit is far above it; more only while nothing holds, each lower, and the budget pays.
         """
         found = self.found
-        held = [one.rate or 0.0 for one in self.loaded if self._verdict(one) == "holds"]
+        held = [one.rate or 0.0 for one in self.loaded if self._verdict(one) == "meets"]
         asked = max(held, default=0.0)  # what came may be a little less
         block = min(self.part.block, self.search.starts)
-        is_near = bool(found.held) and limit <= ENOUGH * asked
+        is_near = bool(found.confirmed_rate) and limit <= ENOUGH * asked
         if is_near and found.starts >= block:
             return None
         here = [one for one in self.loaded if self.start in (None, one.started.start)]
         tries = [one for one in here if (one.rate or 0.0) >= NEAR * limit]
-        if len(tries) >= (MOST_LEVELS if found.held else MOST_TRIES):
+        if len(tries) >= (MAX_LEVELS if found.confirmed_rate else MAX_TRIES):
             return None
         if block > 1 and is_near:
             return self._level(asked)
-        failed = [one.rate or 0.0 for one in self.loaded if self._verdict(one) == "fails"]
+        failed = [one.rate or 0.0 for one in self.loaded if self._verdict(one) == "misses"]
         rate = CONFIRMING_SHARE * min([limit, *failed])
-        if self.loaded and not found.held:
+        if self.loaded and not found.confirmed_rate:
             rate = min(rate, LOWER * (self.loaded[-1].rate or 0.0))
         return self._level(rate)
 
-    def _searching(self) -> LevelAsk | None:
+    def _searching(self) -> LevelSpec | None:
         """By levels alone: the rate that narrows, then the level that confirms the low side."""
         tried = []
         for level in self.loaded:
             told = level.judge(self.slo)
             is_open = told.verdict == "unresolved" and told.steady is not False
             is_up = is_open and (told.share or 0.0) >= self.slo.target
-            tried.append((level.rate or 0.0, told.verdict == "holds" or is_up))
-        start = self.found.limit or (1 / self.alone_seconds if self.alone_seconds else None)
+            tried.append((level.rate or 0.0, told.verdict == "meets" or is_up))
+        start = self.found.estimated_rate or (
+            1 / self.alone_seconds if self.alone_seconds else None
+        )
         rate = None if start is None else next_rate(tried, start)
         if rate is None:
             return None
         again = sum(level.rate == rate for level in self.loaded)
-        if again and not any(self._verdict(one) == "fails" for one in self.loaded):
+        if again and not any(self._verdict(one) == "misses" for one in self.loaded):
             rate = NARROW * min(at for at, is_up in tried if not is_up)  # it bounds nothing yet
-        elif again > MOST_LEVELS or (again and self.found.holds):
+        elif again > MAX_LEVELS or (again and self.found.is_confirmed):
             return None
         return self._level(rate, by_levels=True)
 
-    def _level(self, rate: float, *, by_levels: bool = False) -> LevelAsk | None:
+    def _level(self, rate: float, *, by_levels: bool = False) -> LevelSpec | None:
         """A level as long as it takes to tell, as far as the budget pays; None: it does not.
 
         By levels alone, one in which not even all requests good would prove the rate tells nothing.
@@ -232,8 +235,8 @@ class CellRun:
         wanted = confirming_seconds(self.slo, rate, alone, by_levels=by_levels, least_seconds=least)
         return self._ask(rate, round(min(wanted, affordable), 1))
 
-    def _ask(self, rate: float, seconds: float) -> LevelAsk:
-        return LevelAsk(rate=rate, window_seconds=seconds, warmup_seconds=self.warmup_seconds)
+    def _ask(self, rate: float, seconds: float) -> LevelSpec:
+        return LevelSpec(rate=rate, window_seconds=seconds, warmup_seconds=self.warmup_seconds)
 
     # Doing it.
 
@@ -258,8 +261,8 @@ class CellRun:
         return True
 
     def _calibrate(self, seconds: float) -> None:
-        """Bursts, the law and the first estimate, on record. Those of the journal are not sent
-        again. A burst that is disturbed is sent again once, then left out.
+        """Bursts, the step-time model and the first estimate, on record. Those of the journal are
+        not sent again. A burst that is disturbed is sent again once, then left out.
         """
         state, began, spent_before = self.state, self.clock(), self.state.spent_seconds
         sent = [one for one in state.levels if one.started.is_burst and not one.is_set_aside]
@@ -273,7 +276,7 @@ class CellRun:
                 return known
             for _ in range(BURST_TRIES):
                 self.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
-                asked = LevelAsk(
+                asked = LevelSpec(
                     burst=burst, window_seconds=CALIBRATION_SECONDS, counts_slight=True
                 )
                 level = self._attempt(asked, f"burst.{number}")
@@ -295,17 +298,17 @@ class CellRun:
         made = journal.Calibrated(
             cell=state.key,
             spent_seconds=round(max(0.0, spent), 3),
-            law=found.law,
+            step_times=found.step_times,
             policy=policy,
             reused_share=measured_reuse(workload, single) if policy is not None else 0.0,
             reason=found.reason,
         )
         state.event(made)
         limit = capacity_text.in_words(capacity_of(state))
-        words = limit if found.law is not None else f"no step-time model, {found.reason}"
+        words = limit if found.step_times is not None else f"no step-time model, {found.reason}"
         self.progress.say(f"  calibrated in {formatting.duration(took)}: {words}")
 
-    def _level_that_counts(self, asked: LevelAsk) -> Level | None:
+    def _level_that_counts(self, asked: LevelSpec) -> Level | None:
         """One level, measured again after a pause where it was disturbed: that costs the cell's
         patience, not its budget. None: it is used up. Raises LevelInterrupted, LoadError.
         """
@@ -326,13 +329,13 @@ class CellRun:
                 return None
             pauses += 1
             left = max(0.0, patience - state.lost_seconds)
-            pause = round(min(2.0**pauses, MOST_WAIT_SECONDS, left), 3)
+            pause = round(min(2.0**pauses, MAX_WAIT_SECONDS, left), 3)
             took = formatting.duration(pause)
             say(f"  disturbed: {by}; waiting for an idle machine, {took}", style="yellow")
             self.bench.rest(pause)
             state.event(journal.Waited(cell=state.key, reason=by, spent_seconds=pause))
 
-    def _attempt(self, asked: LevelAsk, number: str) -> Level:
+    def _attempt(self, asked: LevelSpec, number: str) -> Level:
         """One attempt under a name of its own; an interruption is on record.
 
         Raises LevelInterrupted, ServerFailed.
@@ -353,14 +356,14 @@ class CellRun:
 
 
 def capacity_of(state: CellRecord) -> journal.Capacity:
-    """What all levels so far say: by the law, where calibration gave one that fits, else by levels
-    alone.
+    """What all levels so far say: by the step-time model, where calibration gave one that fits,
+    else by levels alone.
     """
     made, campaign = state.calibrated, state.campaign
     return estimate(
         state.counted,
         campaign.slo,
-        law=None if made is None else made.law,
+        step_times=None if made is None else made.step_times,
         policy=None if made is None else made.policy,
         reused_share=0.0 if made is None else made.reused_share,
         workload=campaign.workload,

@@ -31,13 +31,10 @@ from loadtests.campaign.progress import Progress
 from loadtests.errors import BadCampaign
 from loadtests.host.cpu_pinning import Layout, divide_cores
 from loadtests.records.journal_events import EngineChosen
-from loadtests.simulation.simulated_capacity import SimulatedCapacity, capacity
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.workload.request_lengths import draw
 from models import formatting
 from models.identify_model import identify
 from models.machine_limits import cgroup_cores
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
 from models.model_spec import ModelSpec
 from models.resolve_model import resolve
 from models.weight_formats import weight_bytes
@@ -51,9 +48,11 @@ from serving.backends.backend_table import (
     weights_of,
 )
 from serving.backends.model_engines import Engine, engines_on, usual_engines
+from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from serving.capacity.simulated_capacity import SimulatedCapacity, capacity
+from serving.capacity.step_time_model import StepTimeModel
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores
-from serving.performance.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from serving.placement.fastest_backend import (
     BEST,
     USUAL,
@@ -66,6 +65,7 @@ from serving.placement.fastest_backend import (
 from serving.placement.placement_policy import PlacementRequest, plan
 from serving.registry.engine_config import Machine
 from serving.server_options import Policy
+from serving.workload.request_lengths import draw
 
 CELL_SECONDS = 600.0  # measuring time of a cell if the campaign sets no budget
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
@@ -80,7 +80,9 @@ STEPS = (
 )
 MEASURED = "llama-3.2-1b"
 BACKEND, FORMAT = USUAL[0]  # its weights are made in seconds
-RUNGS = 4  # at most: the largest that meet the SLO unloaded, and the first that does not
+MAX_LADDER_MODELS = (
+    4  # at most: the largest that meet the SLO unloaded, and the first that does not
+)
 RUNGS_BESIDE_GPU = 3  # for the CPU if the GPU takes its part of the same budget
 DISK_SHARE = 0.9  # of the free disk space, for the weights of a model
 
@@ -142,8 +144,8 @@ def fastest_engine(
 ) -> EngineChosen:
     """The engine of the CPU that holds most under the cell's workload and SLO.
 
-    Step times of seconds, kept in this machine's table, make a law of each candidate; capacity()
-    says what each would hold. Raises CrossoverError where no engine can run the cell.
+    Step times of seconds, kept in this machine's table, make a step-time model of each candidate;
+    capacity() says what each would hold. Raises CrossoverError where no engine can run the cell.
     """
 
     def say(line: str) -> None:
@@ -152,7 +154,7 @@ def fastest_engine(
     found = fastest_backend(question_of(cell, campaign), facts, say, progress.tick)
     best, reason = (found.backend, found.weight_format), found.reason
     rates = {
-        (one.backend, one.weight_format): _held(law_of_times(one.times), campaign).rate
+        (one.backend, one.weight_format): _held(step_times_of_timings(one.times), campaign).rate
         for one in found.candidates
         if one.times is not None and not one.why_not
     }
@@ -171,15 +173,15 @@ def fastest_engine(
     return EngineChosen(cell=cell.key, backend=best[0], weight_format=best[1], reason=reason)
 
 
-def _held(law: StepLaw, campaign: Campaign) -> SimulatedCapacity:
-    return capacity(law, cpu_settings(campaign.server), campaign.workload, campaign.slo)
+def _held(step_times: StepTimeModel, campaign: Campaign) -> SimulatedCapacity:
+    return capacity(step_times, cpu_settings(campaign.server), campaign.workload, campaign.slo)
 
 
-def law_of_times(times: EngineTimes) -> StepLaw:
-    """The step law of an engine whose steps of one row and of all slots were timed."""
+def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
+    """The step-time model of an engine whose steps of one row and of all slots were timed."""
     row = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
     row = min(max(row, 0.0), times.decode_seconds)
-    return StepLaw(
+    return StepTimeModel(
         base_seconds=times.decode_seconds - row,
         row_seconds=row,
         prompt_token_seconds=1 / times.prompt_tokens_per_second,
@@ -361,7 +363,7 @@ def _models_of(
     models: dict[Device | None, list[str]] = {}
     for device in campaign.devices:
         if device == "cpu":
-            count = RUNGS if len(campaign.devices) == 1 else RUNGS_BESIDE_GPU
+            count = MAX_LADDER_MODELS if len(campaign.devices) == 1 else RUNGS_BESIDE_GPU
             models[device] = _around_the_cpus_limit(campaign, count, facts, progress)
         else:
             fitting = fitting_on_gpu(campaign, drivers, facts)
@@ -370,7 +372,7 @@ def _models_of(
                 progress.say(
                     "no model is measured on the GPU: no ladder model fits", style="yellow"
                 )
-            chosen = fitting[-RUNGS:]
+            chosen = fitting[-MAX_LADDER_MODELS:]
             if beside is not None:
                 chosen = [name for name in fitting if name in (*beside, fitting[-1])]
             models[device] = chosen
@@ -380,7 +382,8 @@ def _models_of(
 
 
 def fitting_on_gpu(campaign: Campaign, drivers: Sequence[str], facts: HardwareFacts) -> list[str]:
-    """Return the rungs that fit in the memory of the GPU, and whose weights fit on the disk."""
+    """Return the ladder models that fit in the memory of the GPU, and whose weights fit on the
+    disk."""
     backend = backends_on("gpu", campaign, drivers, identify(MEASURED))[0]
     taken = [one for one in campaign.formats if one in spec_of(backend).formats]
     weight_format = format_of(backend, taken[0] if taken else None)
@@ -393,7 +396,7 @@ def fitting_on_gpu(campaign: Campaign, drivers: Sequence[str], facts: HardwareFa
             key=name, model=name, weight_format=weight_format, backend=backend, device="gpu"
         )
         if why_not(cell, asked, facts) is None:
-            if weight_bytes(rung(name).spec, weight_format) < DISK_SHARE * free_bytes:
+            if weight_bytes(ladder_model(name).spec, weight_format) < DISK_SHARE * free_bytes:
                 found.append(name)
     return found
 
@@ -407,7 +410,7 @@ def free_disk_bytes(cache: str | None) -> int:
 def _around_the_cpus_limit(
     campaign: Campaign, count: int, facts: HardwareFacts, progress: Progress
 ) -> list[str]:
-    """Return the rungs around the CPU's limit, by the step times of MEASURED."""
+    """Return the ladder models around the CPU's limit, by the step times of MEASURED."""
     if BACKEND in (missing := missing_backends()):
         raise BadCampaign(f"models = ['auto'] needs {BACKEND}: {missing[BACKEND]}")
     cell = Cell(key=MEASURED, model=MEASURED, weight_format="", backend=BEST, device="cpu")
@@ -415,7 +418,7 @@ def _around_the_cpus_limit(
     question = question_of(cell, campaign)
     times = known_times(question, engine, facts, progress.say, progress.tick)
     assert times is not None  # they were measured
-    chosen = around_the_limit(law_of_times(times), campaign, facts, count)
+    chosen = around_the_limit(step_times_of_timings(times), campaign, facts, count)
     progress.say(f"models auto: {len(chosen)} models, chosen by the step times of {MEASURED}")
     like = min(filter(None, (found.rate for found in chosen.values())), default=None)
     for name, found in chosen.items():
@@ -426,12 +429,16 @@ def _around_the_cpus_limit(
 
 
 def around_the_limit(
-    law: StepLaw, campaign: Campaign, facts: HardwareFacts, count: int = RUNGS
+    step_times: StepTimeModel,
+    campaign: Campaign,
+    facts: HardwareFacts,
+    count: int = MAX_LADDER_MODELS,
 ) -> dict[str, SimulatedCapacity]:
-    """Of the rungs that fit in the CPU's memory: the first that fails alone, and those before it,
-    `count` at most.
+    """Of the ladder models that fit in the CPU's memory: the first that fails alone, and those
+    before it, `count` at most.
 
-    `law`: of MEASURED; another rung's steps take longer as it multiplies with more parameters.
+    `step_times`: of MEASURED; another ladder model's steps take longer as it multiplies with more
+    parameters.
     """
     server = msgspec.structs.replace(campaign.server, check_memory=True)
     on_cpu = msgspec.structs.replace(campaign, server=server)
@@ -439,8 +446,8 @@ def around_the_limit(
     for name in STEPS:
         cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND, device="cpu")
         if why_not(cell, on_cpu, facts) is None:
-            parts = (rung(one).spec.matrix_parameters for one in (name, MEASURED))
-            found[name] = _held(law.slower(next(parts) / next(parts)), on_cpu)
+            parts = (ladder_model(one).spec.matrix_parameters for one in (name, MEASURED))
+            found[name] = _held(step_times.slower(next(parts) / next(parts)), on_cpu)
             if not found[name].rate:
                 break
     return dict(list(found.items())[-count:])

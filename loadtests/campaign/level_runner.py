@@ -1,7 +1,7 @@
 """Measures levels on the server of one cell and records them.
 
     with ServerBench(state, progress).open() as bench:
-        level = bench.measure(LevelAsk(name="cell#2.1", rate=2.0, window_seconds=60.0))
+        level = bench.measure(LevelSpec(name="cell#2.1", rate=2.0, window_seconds=60.0))
         level.judge(slo).verdict
 
 A level is whole or it does not count: LevelInterrupted is raised when the engine was restarted
@@ -23,7 +23,6 @@ import msgspec
 from loadtests.analysis.disturbance import disturbance_of, is_slight
 from loadtests.analysis.level_columns import Level, LevelRows
 from loadtests.analysis.level_warnings import is_valid, level_warnings
-from loadtests.analysis.slo import Slo
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.prometheus_scrape import EngineClock
 from loadtests.campaign.resume_state import CellState
@@ -37,17 +36,18 @@ from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
 from loadtests.simulation.calibration_bursts import Burst
-from loadtests.workload.request_lengths import Ask
 from models import formatting
-from serving.performance.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from serving.capacity.slo import Slo
+from serving.workload.request_lengths import RequestSpec
 
-MOST_DRAIN_SECONDS = 300.0  # after the last due time, for answers
+MAX_DRAIN_SECONDS = 300.0  # after the last due time, for answers
 CHECK_SECONDS = 0.5
 DEATH_SECONDS = 1.0  # between connections that close and the process that ends
 A_MOMENT_SECONDS = 1e-4  # more than times are rounded by
 
 
-class LevelAsk(msgspec.Struct, frozen=True, kw_only=True):
+class LevelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A level to be measured: at a rate, one request at a time (`requests`), or a burst.
 
     What stands below `burst` is of one attempt at it.
@@ -113,7 +113,7 @@ class ServerBench:
         if sample.level is not None:
             self._samples.append(sample)
 
-    def measure(self, asked: LevelAsk) -> Level:
+    def measure(self, asked: LevelSpec) -> Level:
         """Records events, requests and samples. Raises LevelInterrupted, LoadError."""
         state, clock, plan = self.state, self._clock, self._plan(asked)
         self.progress.tick(f"{asked.name}: starting the load generator")
@@ -174,7 +174,7 @@ class ServerBench:
         state.finish(level)
         return level
 
-    def _begin(self, asked: LevelAsk, plan: LoadPlan, unix_seconds: float) -> LevelStarted:
+    def _begin(self, asked: LevelSpec, plan: LoadPlan, unix_seconds: float) -> LevelStarted:
         """The level's clock starts: samples from now on are its own."""
         started = LevelStarted(
             cell=plan.cell,
@@ -200,15 +200,15 @@ class ServerBench:
         if self._sampler.failure is not None:
             raise self._sampler.failure
 
-    def _plan(self, asked: LevelAsk) -> LoadPlan:
+    def _plan(self, asked: LevelSpec) -> LoadPlan:
         campaign, given = self.state.campaign, dict[str, Any](rate=asked.rate)
         if asked.burst is not None:
             pairs = zip(asked.burst.prompt_tokens, asked.burst.output_tokens, strict=True)
-            asks = tuple(Ask(i, prompt, output) for i, (prompt, output) in enumerate(pairs))
+            asks = tuple(RequestSpec(i, prompt, output) for i, (prompt, output) in enumerate(pairs))
             given = {"asks": asks, "due": (0.0,) * len(asks)}
         elif asked.rate is None:
             given = {"concurrency": 1, "requests": asked.requests}
-        slo, drain = campaign.slo, MOST_DRAIN_SECONDS
+        slo, drain = campaign.slo, MAX_DRAIN_SECONDS
         if slo.ttft_seconds is not None and slo.tpot_seconds is not None:
             # twice what a good answer may take
             tokens = min(campaign.workload.most_output_tokens, 1024.0)

@@ -33,8 +33,8 @@ from loadtests.records.journal_events import CellReady, EngineInfo
 from models.errors import ModelError
 from models.identify_model import ModelIdentity, identify
 from models.resolve_model import resolve
+from serving.capacity.scheduler_settings import DEFAULT_SETTINGS
 from serving.hardware.cpu_topology import cores_text
-from serving.performance.scheduler_settings import DEFAULT_SETTINGS
 from serving.server_options import arguments
 
 Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None

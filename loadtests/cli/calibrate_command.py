@@ -102,7 +102,7 @@ def machine_of(run: RunRecords) -> MachineFile:
     models = []
     for state in (CellRecord(run.events, campaign, cell) for cell in cells):
         made, cell = state.calibrated, state.cell
-        if made is None or made.law is None or made.policy is None:
+        if made is None or made.step_times is None or made.policy is None:
             why = getattr(state.ended, "reason", "") or (made and made.reason)
             raise LoadError(f"{cell.key} has no step-time model: {why or 'it was not calibrated'}")
         ready = of_kind(run.events, CellReady, cell.key)[-1]
@@ -118,7 +118,7 @@ def machine_of(run: RunRecords) -> MachineFile:
                 weight_format=cell.weight_format,
                 threads=ready.info.threads,
                 policy=made.policy,
-                law=made.law,
+                step_times=made.step_times,
                 spent_seconds=made.spent_seconds,
             )
         )
@@ -141,14 +141,15 @@ def in_words(found: MachineFile) -> list[str]:
 
     lines = []
     for one in found.models:
-        prompt = significant(512 / one.law.seconds(0, 512, 0))
+        prompt = significant(512 / one.step_times.seconds(0, 512, 0))
+        seconds_of = one.step_times.seconds
         decode = ", ".join(
-            f"{significant(rows / one.law.seconds(rows, 0, rows * CONTEXT_TOKENS))} with {rows}"
+            f"{significant(rows / seconds_of(rows, 0, rows * CONTEXT_TOKENS))} with {rows}"
             for rows in dict.fromkeys((1, one.policy.slots))
         )
         lines.append(
             f"{one.model.name} {one.weight_format} on {one.backend}: prompts {prompt} tokens/s, "
-            f"decode tokens/s by streams: {decode} (steps within {one.law.error or 0.0:.0%})"
+            f"decode tokens/s by streams: {decode} (steps within {one.step_times.error or 0.0:.0%})"
         )
     if found.taken_share is not None and found.taken_share > 0.03:
         lines.append(

@@ -12,7 +12,6 @@ from rich.table import Table
 from loadtests.analysis.level_columns import Level, LevelRows
 from loadtests.analysis.level_warnings import level_warnings
 from loadtests.analysis.percentiles import PERCENTILES, distribution
-from loadtests.analysis.slo import Slo, parse_slo
 from loadtests.campaign.progress import Progress, console_of
 from loadtests.errors import Incomplete, LoadError
 from loadtests.host.child_processes import signals_interrupt
@@ -23,6 +22,7 @@ from loadtests.load_generator.openai_endpoint import probe
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from models import formatting
+from serving.capacity.slo import Slo, parse_slo
 from serving.cli.command_of_options import command_of
 from serving.option_help import Count, Positive, option
 
@@ -133,7 +133,7 @@ def show_level(level: Level, slo: Slo, *, has_sessions: bool = False) -> None:
         ("TPOT", level.tpot[counted]),
         ("ITL", level.itl),
         ("E2E", level.e2e[counted]),
-        ("send delay", level.send_lag[counted]),
+        ("send delay", level.send_delay[counted]),
     ):
         found = distribution(values)
         shown = (found.mean, *(getattr(found, name) for name, _ in PERCENTILES))

@@ -37,9 +37,9 @@ from loadtests.records.run_folder import MANIFEST, RunManifest, RunRecords, read
 from models import formatting
 
 ALPHA = 0.05
-LEAST_RUNS = 3  # of an arm
-LEAST_SHARE = 0.01  # smaller differences are of no use to anybody
-LEAST_SPREAD = 1e-4  # standard deviation of ln(value) below which equal values are not believed
+MIN_RUNS = 3  # of an arm
+MIN_SHARE = 0.01  # smaller differences are of no use to anybody
+MIN_SPREAD = 1e-4  # standard deviation of ln(value) below which equal values are not believed
 LIMIT, TOKENS = "limit", "output tokens/s"
 
 Verdict = Literal["faster", "slower", "no difference", "not known"]
@@ -130,8 +130,8 @@ def _values(run: RunRecords, key: str, levels: Sequence[Level]) -> dict[tuple[st
             if value and value < math.inf:
                 seen[load, name].append(value)
     for ended in of_kind(run.events, CellFinished, key)[-1:]:
-        if ended.capacity.limit:
-            seen["", LIMIT].append(ended.capacity.limit)
+        if ended.capacity.estimated_rate:
+            seen["", LIMIT].append(ended.capacity.estimated_rate)
     return {name: _geometric(values) for name, values in seen.items()}
 
 
@@ -158,7 +158,7 @@ def compare(
     verdict: Verdict | Literal["different"] = next((w for w in order if w in said), "not known")
     if {"faster", "slower"} <= said:
         verdict = "different"
-    few = f"{len(first)} and {len(second)} runs; each side needs {LEAST_RUNS} with the same metric"
+    few = f"{len(first)} and {len(second)} runs; each side needs {MIN_RUNS} with the same metric"
     reason = few if verdict == "not known" else ""
     return Comparison(verdict=verdict, reason=reason, rows=rows, notes=notes)
 
@@ -232,13 +232,13 @@ def _of_arm(arm: Sequence[RunValues], cell: Facts) -> Values:
 def _row(cell: str, at: tuple[str, str], first: Sequence[float], second: Sequence[float]) -> Row:
     """One metric, tested by itself where there are runs enough."""
     found: dict[str, Any] = {}
-    if min(len(first), len(second)) >= LEAST_RUNS:
+    if min(len(first), len(second)) >= MIN_RUNS:
         from scipy import stats  # takes a second to import
 
         logs = []
         for values in (second, first):  # no nearer to each other than is believed
             each, even = np.log(values), np.linspace(-1, 1, len(values))
-            logs.append(each if each.std() > LEAST_SPREAD else each.mean() + LEAST_SPREAD * even)
+            logs.append(each if each.std() > MIN_SPREAD else each.mean() + MIN_SPREAD * even)
         test = stats.ttest_ind(*logs, equal_var=False)
         low, high = map(math.exp, test.confidence_interval(1 - ALPHA))
         found = {"low": low, "high": high, "p": float(test.pvalue)}
@@ -262,7 +262,7 @@ def _judged(rows: Sequence[Row]) -> list[Row]:
         row = rows[at]
         corrected = max(corrected, (len(tested) - rank) * p)
         verdict: Verdict = "no difference"
-        if corrected < ALPHA and abs(row.ratio - 1) > LEAST_SHARE:
+        if corrected < ALPHA and abs(row.ratio - 1) > MIN_SHARE:
             verdict = "faster" if (row.ratio > 1) == (row.metric in (LIMIT, TOKENS)) else "slower"
         found[at] = msgspec.structs.replace(row, verdict=verdict)
     return found

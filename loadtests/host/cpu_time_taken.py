@@ -1,4 +1,4 @@
-"""Reads who took CPU time from the engine: steal, run-queue delay, strangers, quota.
+"""Reads who took CPU time from the engine: steal, run-queue delay, other processes, quota.
 
     watch = CoreWatch(lambda: engine_pids(server), runner_pid)
     watch.read()                              # None: sets the mark that the next one counts from
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import psutil
 
-from loadtests.records.resource_sample import CoresSample, Stranger, busiest
+from loadtests.records.resource_sample import CoresSample, OtherProcess, busiest
 from models.machine_limits import ROOT, cgroup_folders, read_text, sizes
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -89,7 +89,9 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
     own = sum(used[pid] for pid in now.subject & used.keys())
     ours = sum(used[pid] for pid in near & now.ours - now.subject)
     grown = [tuple(map(sub, now.cores[core], before.cores[core])) for core in now.cores]
-    strangers = [Stranger(now.processes[i].name, i, round(used[i], 4)) for i in near - now.ours]
+    other_processes = [
+        OtherProcess(now.processes[i].name, i, round(used[i], 4)) for i in near - now.ours
+    ]
     if before.throttled is not None and now.throttled is not None:
         # Counted for each core: together they cannot stop the engine for longer than there was.
         throttled = round(min(max(0.0, now.throttled - before.throttled), seconds), 4)
@@ -102,10 +104,10 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
         stalled_seconds=most[1],
         turns=None if most[2] is None else round(most[2]),
         ours_seconds=round(ours, 4),
-        strangers_seconds=round(sum(busy for busy, _ in grown) - own - ours, 4),
+        other_processes_seconds=round(sum(busy for busy, _ in grown) - own - ours, 4),
         steal_seconds=round(max(stolen for _, stolen in grown), 4),
         throttled_seconds=throttled,
-        strangers=busiest(one for one in strangers if one.cpu_seconds > 0),
+        other_processes=busiest(one for one in other_processes if one.cpu_seconds > 0),
     )
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from loadtests.load_generator.level_messages import LoadPlan
 from loadtests.load_generator.openai_endpoint import Message
 from loadtests.records.request_record import RequestRecord
-from loadtests.workload.conversations import Session
-from loadtests.workload.exact_prompts import PromptMaker
+from serving.workload.conversations import Session
+from serving.workload.exact_prompts import PromptMaker
 
 
 class _Exchange(NamedTuple):
@@ -35,7 +35,7 @@ class Conversation:
         self._added = 0  # tokens of the prompt
 
     def begin(
-        self, turn: int, due_seconds: float, index: int
+        self, turn: int, scheduled_seconds: float, index: int
     ) -> tuple[list[Message], RequestRecord]:
         """The messages of a turn, and its record as far as it is known.
 
@@ -57,9 +57,9 @@ class Conversation:
             index=index,
             session=session.index,
             turn=turn,
-            due_seconds=due_seconds,
-            asked_prompt_tokens=self._tokens,
-            asked_output_tokens=asked.output_tokens,
+            scheduled_seconds=scheduled_seconds,
+            requested_prompt_tokens=self._tokens,
+            requested_output_tokens=asked.output_tokens,
             # What the server has seen before: all of the request and answer before, or, where the
             # history was cut at its start, the system prompt alone.
             history_tokens=session.prefix_tokens if self._is_cut else self._known_tokens,
@@ -68,19 +68,21 @@ class Conversation:
 
     def end(self, record: RequestRecord, answer: str) -> None:
         """An answer joins the history, with the server's counts where it gave them."""
-        output = record.output_tokens or record.asked_output_tokens or 0
+        output = record.output_tokens or record.requested_output_tokens or 0
         said: Message = {"role": "assistant", "content": answer}
         self._past.append(_Exchange((self._prompt, said), self._added + output))
-        self._known_tokens = (record.prompt_tokens or record.asked_prompt_tokens or 0) + output
+        self._known_tokens = (record.prompt_tokens or record.requested_prompt_tokens or 0) + output
         self._is_cut = False
 
-    def missing(self, turn: int, due_seconds: float, indices: Iterator[int]) -> list[RequestRecord]:
+    def missing(
+        self, turn: int, scheduled_seconds: float, indices: Iterator[int]
+    ) -> list[RequestRecord]:
         """Records of the turns from `turn` on, which never came since an answer failed: each is a
         failure, due at the earliest moment at which it could have been.
         """
         records: list[RequestRecord] = []
         for number in range(turn, len(self._session.turns)):
-            due_seconds += self._session.turns[number].think_seconds
+            scheduled_seconds += self._session.turns[number].think_seconds
             records.append(
                 RequestRecord(
                     cell=self._plan.cell,
@@ -88,7 +90,7 @@ class Conversation:
                     index=next(indices),
                     session=self._session.index,
                     turn=number,
-                    due_seconds=round(due_seconds, 6),
+                    scheduled_seconds=round(scheduled_seconds, 6),
                     error="session_ended",
                     error_message="an earlier turn of this conversation failed",
                 )

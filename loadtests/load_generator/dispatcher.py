@@ -30,7 +30,7 @@ from loadtests.load_generator.openai_endpoint import pool_for, probe
 from loadtests.load_generator.request_factory import Request, RequestFactory
 from loadtests.load_generator.sse_timestamps import GaveUp, stream
 from loadtests.records.request_record import RequestRecord
-from loadtests.workload.conversations import Session
+from serving.workload.conversations import Session
 
 END_SECONDS = 10.0  # that requests may take to end once they are given up
 YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
@@ -108,32 +108,32 @@ class Dispatcher:
             self._alarm.set(clock())
 
     def _counts(self, record: RequestRecord) -> bool:
-        return record.due_seconds < self.plan.duration_seconds
+        return record.scheduled_seconds < self.plan.duration_seconds
 
     def _dispatch(self, requests: Sequence[Request]) -> None:
         """Send each request at its due time, on a kernel timer: gevent's own is 1 ms late."""
         hub = gevent.get_hub()
-        rung = hub.loop.io(self._alarm.fd, 1)
+        ladder_model = hub.loop.io(self._alarm.fd, 1)
         try:
             for position, (wire, record) in enumerate(requests):
-                moment = self._origin + record.due_seconds
+                moment = self._origin + record.scheduled_seconds
                 if moment > clock():
                     self._alarm.set(moment)
-                    hub.wait(rung)
+                    hub.wait(ladder_model)
                 elif position % YIELD_EVERY == 0:
                     gevent.sleep(0)
                 if self._over.is_set():
                     return
                 gevent.spawn(self._send, wire, record)
         finally:
-            rung.close()
+            ladder_model.close()
             gevent.sleep(0)  # requests that were due last begin
 
     def _use(self) -> None:
         """One user of a closed loop."""
         gevent.sleep(max(0.0, self._origin - clock()))
         for wire, record in self._in_turn:
-            asked = msgspec.structs.replace(record, due_seconds=clock() - self._origin)
+            asked = msgspec.structs.replace(record, scheduled_seconds=clock() - self._origin)
             if self._over.is_set() or not self._counts(asked):
                 return
             self._send(wire, asked)

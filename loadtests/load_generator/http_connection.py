@@ -32,7 +32,7 @@ from loadtests.errors import TargetUnusable
 clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all processes of a machine
 
 CONNECT_SECONDS = 30.0
-MOST_BYTES = 64 << 20  # of one answer; more ends the connection
+MAX_BYTES = 64 << 20  # of one answer; more ends the connection
 LATER = 16  # pieces put aside before they are parsed: parsing is cheapest by the dozen
 _buffer = bytearray(1 << 18)  # shared: what was read is parsed or copied before the next read
 _view = memoryview(_buffer)
@@ -138,8 +138,8 @@ class Connection:
         if not count:
             self._closed()
             return
-        if self._bytes > MOST_BYTES:
-            self._end(ConnectionError(f"the response has more than {MOST_BYTES} bytes"))
+        if self._bytes > MAX_BYTES:
+            self._end(ConnectionError(f"the response has more than {MAX_BYTES} bytes"))
             return
         try:
             if self._state == _FLOWING and len(self._unread) < LATER:

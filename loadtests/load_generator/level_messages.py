@@ -13,9 +13,9 @@ import msgspec
 
 from loadtests.load_generator.openai_endpoint import Target, TargetFacts
 from loadtests.records.request_record import RequestRecord
-from loadtests.workload.arrivals import Arrivals, Poisson
-from loadtests.workload.request_lengths import Ask, Workload
 from models import formatting
+from serving.workload.arrivals import Arrivals, Poisson
+from serving.workload.request_lengths import RequestSpec, Workload
 
 DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
 
@@ -29,7 +29,9 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rate: float | None = None  # requests/s or sessions/s, begun whatever comes back
     concurrency: int | None = None  # users that each send one request after the other
     requests: int | None = None  # of a closed loop: it ends after so many; None: by time alone
-    asks: tuple[Ask, ...] | None = None  # these requests, with their lengths, in place of drawn
+    asks: tuple[RequestSpec, ...] | None = (
+        None  # these requests, with their lengths, in place of drawn
+    )
     due: tuple[float, ...] = ()  # when each of `asks` is due, ascending
     warmup_seconds: float = 0.0
     window_seconds: float = 30.0
@@ -87,5 +89,5 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     problem: str
 
 
-Wire = Started | Recorded | Ended | Failed  # what a plan is answered with, over the pipe
-Told = Started | RequestRecord | Ended | None  # to the runner; None: a moment has passed
+WireMessage = Started | Recorded | Ended | Failed  # what a plan is answered with, over the pipe
+GeneratorEvent = Started | RequestRecord | Ended | None  # to the runner; None: a moment has passed

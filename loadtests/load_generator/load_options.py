@@ -11,10 +11,10 @@ from msgspec import Meta
 from loadtests.errors import LoadError
 from loadtests.load_generator.level_messages import LoadPlan
 from loadtests.load_generator.openai_endpoint import Target, check_target
-from loadtests.toml_files import converted
-from loadtests.workload.arrivals import Arrivals, Constant, Gamma, Poisson
-from loadtests.workload.request_lengths import Workload
 from serving.option_help import about, option, unbounded
+from serving.toml_files import converted
+from serving.workload.arrivals import Arrivals, Constant, Gamma, Poisson
+from serving.workload.request_lengths import Workload
 
 ARRIVALS: dict[str, Arrivals] = {"poisson": Poisson(), "constant": Constant(), "gamma": Gamma()}
 BY_HAND = ("rate", "workload", "arrivals", "model", "api", "api_key_env", "seed")

@@ -23,7 +23,14 @@ import msgspec
 
 from loadtests.errors import LevelInterrupted
 from loadtests.host.child_processes import Child
-from loadtests.load_generator.level_messages import Ended, Failed, LoadPlan, Recorded, Told, Wire
+from loadtests.load_generator.level_messages import (
+    Ended,
+    Failed,
+    GeneratorEvent,
+    LoadPlan,
+    Recorded,
+    WireMessage,
+)
 from models.child_process import PACKAGE_ROOT
 
 TICK_SECONDS = 0.1
@@ -32,7 +39,7 @@ PIPE_VARIABLE = "CROSSOVER_PIPE"  # the number of its file descriptor
 # to this one once it has read its options.
 FOLDER_VARIABLE = "CROSSOVER_FOLDER"
 _READ_BYTES = 1 << 18
-_decode = msgspec.json.Decoder(Wire).decode
+_decode = msgspec.json.Decoder(WireMessage).decode
 
 
 class LoadGenerator:
@@ -48,7 +55,7 @@ class LoadGenerator:
         """Of its process, for the sampler."""
         return self._child.pid
 
-    def run(self, plan: LoadPlan) -> Iterator[Told]:
+    def run(self, plan: LoadPlan) -> Iterator[GeneratorEvent]:
         """What it tells of a level as it comes, and None about every TICK_SECONDS.
 
         The last is Ended. Where it is left early, its process is ended, and the next level gets a
@@ -107,7 +114,7 @@ class LoadGenerator:
                 pass_fds=(its.fileno(),),
             )
 
-    def _heard(self) -> list[Wire]:
+    def _heard(self) -> list[WireMessage]:
         """What came within a tick. Raises LevelInterrupted where the process has ended."""
         if not select.select([self._pipe], [], [], TICK_SECONDS)[0]:
             return []

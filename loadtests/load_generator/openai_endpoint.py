@@ -32,9 +32,9 @@ from loadtests.load_generator.completion_chunk import (
 from loadtests.load_generator.http_connection import Pool, clock, connect
 from loadtests.load_generator.sse_timestamps import stream
 from loadtests.records.request_record import RequestRecord
-from loadtests.workload.exact_prompts import WORDS
 from models.identify_model import name_of
 from serving.option_help import Positive, option
+from serving.workload.exact_prompts import WORDS
 
 PROBE_TOKENS = (8, 64)  # of an answer; the second where the endpoint refuses the first
 PROBE_WORDS = (4, 64)  # of two prompts, whose counts say what a word costs, and the rest
@@ -302,7 +302,7 @@ def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> T
 
 def _asked(target: Target, pool: Pool, way: _Way, words: int) -> RequestRecord:
     wire = request_bytes(pool, target, way.facts, " ".join(WORDS[:words]), way.tokens)
-    asked = RequestRecord(cell="", level="", index=0, due_seconds=0.0)
+    asked = RequestRecord(cell="", level="", index=0, scheduled_seconds=0.0)
     waits = _waits(target)
     while True:
         record = stream(pool, wire, asked, clock(), timeout_seconds=target.timeout_seconds)

@@ -16,10 +16,10 @@ from loadtests.load_generator.http_connection import Pool
 from loadtests.load_generator.level_messages import LoadPlan
 from loadtests.load_generator.openai_endpoint import Message, TargetFacts, request_bytes
 from loadtests.records.request_record import RequestRecord
-from loadtests.workload.arrivals import due_times
-from loadtests.workload.conversations import Session, draw_sessions
-from loadtests.workload.exact_prompts import PromptMaker
-from loadtests.workload.request_lengths import Ask, draw
+from serving.workload.arrivals import due_times
+from serving.workload.conversations import Session, draw_sessions
+from serving.workload.exact_prompts import PromptMaker
+from serving.workload.request_lengths import RequestSpec, draw
 
 MAX_LEVEL_TOKENS = 250_000_000  # of all prompts of a level together: some 2 GB of text
 
@@ -87,16 +87,16 @@ class RequestFactory:
                 yield self._request(ask, 0.0)
             done, drawn = drawn, 2 * drawn
 
-    def _request(self, ask: Ask, due_seconds: float) -> Request:
+    def _request(self, ask: RequestSpec, scheduled_seconds: float) -> Request:
         plan = self._plan
         text, tokens = self._maker.make(ask)
         record = RequestRecord(
             cell=plan.cell,
             level=plan.level,
             index=ask.index,
-            due_seconds=due_seconds,
-            asked_prompt_tokens=tokens,
-            asked_output_tokens=ask.output_tokens,
+            scheduled_seconds=scheduled_seconds,
+            requested_prompt_tokens=tokens,
+            requested_output_tokens=ask.output_tokens,
         )
         wire = request_bytes(self._pool, plan.target, self._facts, text, ask.output_tokens)
         return Request(wire, record)

@@ -2,7 +2,7 @@
 
     pool = connect("http://127.0.0.1:8000")
     wire = post_bytes(pool, "/v1/completions", body)
-    asked = RequestRecord(cell="c", level="l", index=0, due_seconds=0.0)
+    asked = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
     record = stream(pool, wire, asked, origin=clock(), timeout_seconds=60)
 
 The clock of a request starts when it was **due**. Every piece of the answer is stamped when its
@@ -361,7 +361,7 @@ def stream(
     usage = seen.usage or Usage()
     return msgspec.structs.replace(
         asked,
-        due_seconds=round(asked.due_seconds, 6),
+        scheduled_seconds=round(asked.scheduled_seconds, 6),
         sent_seconds=round(sent - origin, 6),
         first_content_seconds=contents[0] if contents else None,
         last_content_seconds=contents[-1] if contents else None,

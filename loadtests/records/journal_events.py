@@ -17,47 +17,51 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from loadtests.simulation.step_law_fit import StepLaw
 from models.model_spec import ModelSpec
-from serving.performance.scheduler_settings import RequestedSettings, SchedulerSettings
+from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
+from serving.capacity.step_time_model import StepTimeModel
 
-FORMAT_VERSION = 5  # goes up when what is written means something else
+FORMAT_VERSION = 6  # goes up when what is written means something else
+READABLE_VERSIONS = (5, FORMAT_VERSION)
 
 
-CapacityState = Literal["holds", "no_rate_confirmed", "not_even_alone"]
+CapacityState = Literal["confirmed", "not_confirmed", "misses_slo_unloaded"]
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The highest rate that meets an SLO, requests/s; loadtests.analysis.capacity_estimate says.
+    """The highest rate that meets an SLO, in requests/s; loadtests.analysis.capacity_estimate makes
+    it.
 
-    `held` ran, long enough, steadily and undisturbed, and met the SLO: *confirmed*. `limit` is the
-    estimate, with its 90 % interval low..high; an end is None where nothing bounds it. All three
-    are 0.0 for `not_even_alone`: requests one at a time miss the SLO.
+    `confirmed_rate` ran long enough, steadily and undisturbed, and met the SLO. `estimated_rate` is
+    the estimate, with its 90 % confidence interval from `low` to `high`; an end is None where
+    nothing bounds it. All of them are 0.0 for `misses_slo_unloaded`: requests miss the SLO even one
+    at a time.
     """
 
     state: CapacityState
-    held: float | None = None  # that was asked for, or came, where fewer came
-    held_seconds: float | None = None  # of the levels at that rate, together
-    held_requests: int | None = None
-    held_share: float | None = None  # of them that were good, 0..1
-    starts: int = 0  # of the server, that the held levels (else all levels) ran on
-    limit: float | None = None
+    confirmed_rate: float | None = None  # as offered, or as achieved where less was achieved
+    confirmed_seconds: float | None = None  # of the levels at that rate, together
+    confirmed_requests: int | None = None
+    confirmed_attainment: float | None = None  # share of them that met the SLO, 0..1
+    starts: int = 0  # of the server, that the confirming levels (else all levels) ran on
+    estimated_rate: float | None = None
     low: float | None = None
     high: float | None = None
-    # law: simulated from step times that this run measured; levels: between held and failed ones
-    method: Literal["law", "levels"] = "levels"
-    steepness: float | None = None  # d ln limit / d ln step time, as a positive number
-    factor: float | None = None  # by which the levels' steps took longer than the law says
+    # step_times: simulated from step times that this run measured; levels: between levels that met
+    # and that missed the SLO
+    method: Literal["step_times", "levels"] = "levels"
+    steepness: float | None = None  # d ln rate / d ln step time, as a positive number
+    factor: float | None = None  # by which the levels' steps took longer than the step-time model
     # By how much the machine's step times moved while it was measured, 0.2: 20 %; None: not seen
     speed_moved: float | None = None
     reason: str = ""
-    confirm_seconds: float | None = None  # measuring that would confirm 0.8 x limit; None: done
+    confirm_seconds: float | None = None  # measuring that would confirm 0.8 x the estimate
     advice: str = ""  # the SLO under which a wide interval would be sharp; "": none
 
     @property
-    def holds(self) -> bool:
-        """Some rate is confirmed."""
-        return self.state == "holds"
+    def is_confirmed(self) -> bool:
+        """Whether some rate is confirmed."""
+        return self.state == "confirmed"
 
 
 class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -190,14 +194,15 @@ class EngineChosen(Event, frozen=True, kw_only=True):
 
 
 class Calibrated(Event, frozen=True, kw_only=True):
-    """The law of a cell's engine, from single streams and bursts."""
+    """The step-time model of a cell's engine, from single streams and bursts."""
 
     cell: str
     spent_seconds: float
-    law: StepLaw | None = None  # None: none fits
+    # None: none fits
+    step_times: StepTimeModel | None = None
     policy: SchedulerSettings | None = None  # of the engine; of another server, as far as found
     reused_share: float = 0.0  # of shared prefixes, how much the server found in its cache
-    reason: str = ""  # why there is no law
+    reason: str = ""  # why there is no step-time model
 
 
 class CellSkipped(Event, frozen=True, kw_only=True):
@@ -223,7 +228,8 @@ class LevelStarted(Event, frozen=True, kw_only=True):
 
     @property
     def is_burst(self) -> bool:
-        """Of a calibration: the law is made from its steps, and it says nothing of a rate."""
+        """Of a calibration: the step-time model is made from its steps, and it says nothing of a
+        rate."""
         return self.rate_per_second is None and self.concurrency is None
 
 

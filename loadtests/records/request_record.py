@@ -1,6 +1,6 @@
 """One request as it is written down: times, counts and errors, never a statistic.
 
-    RequestRecord(cell="360m", level="360m#1.1", index=0, due_seconds=0.5, sent_seconds=0.5001)
+    RequestRecord(cell="360m", level="360m#1.1", index=0, scheduled_seconds=0.5, ...)
 
 `*_seconds` count from the start of the level (monotonic clock); LevelStarted holds that moment in
 Unix seconds. Missing is None: a request that never got a token has `first_content_seconds = None`,
@@ -21,7 +21,7 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     index: int  # 0.. within the level
     session: int | None = None  # the conversation that the request is a turn of
     turn: int | None = None  # 0.. within the session
-    due_seconds: float
+    scheduled_seconds: float
     sent_seconds: float | None = None  # when the first byte was about to leave; None: never sent
     first_content_seconds: float | None = None
     first_answer_seconds: float | None = None  # first content that is no reasoning
@@ -29,8 +29,8 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     ended_seconds: float | None = None
     content_seconds: list[float] = []  # when each content chunk arrived, first and last included
     first_chunk_tokens: int | None = None  # where the server says so
-    asked_prompt_tokens: int | None = None
-    asked_output_tokens: int | None = None
+    requested_prompt_tokens: int | None = None
+    requested_output_tokens: int | None = None
     prompt_tokens: int | None = None  # as the server's usage counted
     cached_tokens: int | None = None  # of the prompt, not computed again, as the server says
     history_tokens: int | None = None  # of a turn's prompt: what the server saw in the turn before

@@ -18,7 +18,7 @@ class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
     rss_bytes: int | None = None
 
 
-class Stranger(msgspec.Struct, frozen=True):
+class OtherProcess(msgspec.Struct, frozen=True):
     """A process that is not ours, and its CPU time on the cores that are watched."""
 
     name: str
@@ -40,10 +40,10 @@ class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     turns: int | None = None  # how often the thread that was put on a core most often was
     ours_seconds: float | None = None  # CPU time of our other processes on these cores
     # CPU time of the rest on these cores; tick counters may take it a little below zero
-    strangers_seconds: float | None = None
+    other_processes_seconds: float | None = None
     steal_seconds: float | None = None  # of the core that lost most
     throttled_seconds: float | None = None  # by the CPU quota of its control group
-    strangers: list[Stranger] = []  # those with most CPU time
+    other_processes: list[OtherProcess] = []  # those with most CPU time
 
 
 class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -63,10 +63,10 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     cores: CoresSample | None = None
 
 
-def busiest(strangers: Iterable[Stranger]) -> list[Stranger]:
+def busiest(other_processes: Iterable[OtherProcess]) -> list[OtherProcess]:
     """One entry for each process, the busiest first, no more than MAX_STRANGERS."""
-    found: dict[int, Stranger] = {}
-    for one in strangers:
+    found: dict[int, OtherProcess] = {}
+    for one in other_processes:
         before = found[one.pid].cpu_seconds if one.pid in found else 0.0
-        found[one.pid] = Stranger(one.name, one.pid, round(before + one.cpu_seconds, 4))
+        found[one.pid] = OtherProcess(one.name, one.pid, round(before + one.cpu_seconds, 4))
     return sorted(found.values(), key=lambda one: -one.cpu_seconds)[:MAX_STRANGERS]

@@ -30,6 +30,7 @@ from loadtests.errors import BadRunFolder
 from loadtests.records.file_lock import take_lock
 from loadtests.records.journal_events import (
     FORMAT_VERSION,
+    READABLE_VERSIONS,
     AnyEvent,
     E,
     Event,
@@ -102,6 +103,8 @@ class RunRecords:
         """One record of `kind` a line; a missing file is empty. Raises BadRunFolder."""
         decode = msgspec.json.Decoder(kind).decode
         broken = self._broken[name] = list[int]()
+        is_current = self.manifest.format_version == FORMAT_VERSION
+        current = _as_it_is if is_current else _in_the_current_format
         path = self.folder / name
         packed = path.with_name(f"{name}{COMPRESSED}")
         try:
@@ -111,7 +114,7 @@ class RunRecords:
             with lzma.open(packed) if is_packed else open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
                     try:
-                        record = decode(_as_today(cleaned(line)))
+                        record = decode(current(cleaned(line)))
                     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                         broken.append(number)
                         continue
@@ -132,9 +135,14 @@ class RunFolder(RunRecords):
 
     def __init__(self, folder: Path) -> None:
         """A run that is there, to go on with. Raises BadRunFolder."""
-        read_manifest(folder)  # nothing is written where there is no run
+        version = read_manifest(folder).format_version  # nothing is written where there is no run
+        if version != FORMAT_VERSION:
+            raise BadRunFolder(
+                f"{folder} has format_version {version}, and runs are written as {FORMAT_VERSION}. "
+                "It can be read and reported, but not continued."
+            )
         for path in (*folder.glob("*"), *folder.glob("logs/*")):
-            if path.is_symlink():  # a stranger's run would have ours written into any file
+            if path.is_symlink():  # it could lead out of the folder, in somebody else's run
                 raise BadRunFolder(f"{path} is a link, and a run is written into its own files")
         try:
             lock = take_lock(folder / LOCK, f"process {os.getpid()}")
@@ -231,16 +239,59 @@ def cleaned(text: bytes) -> bytes:
     return _CONTROL.sub(rb"\\ufffd", text) if is_suspect else text
 
 
-def _as_today(line: bytes) -> bytes:
-    """A record as it is written today. The `policy` of an older calibration held the share of
-    prefixes that were found in the cache; where it has no step_tokens, 2048 were simulated."""
-    if not line.startswith(b'{"kind":"calibrated"') or b'"policy":{' not in line:
+# Words of format 5 -> those of today.
+_RECORD_KEYS = {
+    b'"due_seconds":': b'"scheduled_seconds":',
+    b'"asked_prompt_tokens":': b'"requested_prompt_tokens":',
+    b'"asked_output_tokens":': b'"requested_output_tokens":',
+    b'"strangers":': b'"other_processes":',
+    b'"strangers_seconds":': b'"other_processes_seconds":',
+}
+_CAPACITY_KEYS = {
+    "held": "confirmed_rate",
+    "held_seconds": "confirmed_seconds",
+    "held_requests": "confirmed_requests",
+    "held_share": "confirmed_attainment",
+    "limit": "estimated_rate",
+}
+_CAPACITY_STATES = {
+    "holds": "confirmed",
+    "no_rate_confirmed": "not_confirmed",
+    "not_even_alone": "misses_slo_unloaded",
+}
+
+
+def _as_it_is(line: bytes) -> bytes:
+    return line
+
+
+def _in_the_current_format(line: bytes) -> bytes:
+    """Return a line of format 5 in the words of format 6.
+
+    Keys are replaced as bytes: inside a text the quotes would be escaped.
+
+    In runs from before format 5 was complete, the `policy` of a calibration contained the share of
+    prefixes that were found in the cache; where it has no step_tokens, 2048 were simulated.
+    """
+    if line.startswith(b'{"kind":"calibrated"') and (b'"law":' in line or b'"policy":{' in line):
+        event = msgspec.json.decode(line)
+        if "law" in event:
+            event["step_times"] = event.pop("law")
+        if (policy := event.get("policy")) is not None:
+            if "reused_share" in policy:
+                event["reused_share"] = policy.pop("reused_share")
+            policy.setdefault("step_tokens", 2048)
+    elif line.startswith(b'{"kind":"cell_finished"'):
+        event = msgspec.json.decode(line)
+        capacity = {_CAPACITY_KEYS.get(key, key): value for key, value in event["capacity"].items()}
+        capacity["state"] = _CAPACITY_STATES.get(capacity["state"], capacity["state"])
+        if capacity.get("method") == "law":
+            capacity["method"] = "step_times"
+        event["capacity"] = capacity
+    else:
+        for old, new in _RECORD_KEYS.items():
+            line = line.replace(old, new)
         return line
-    event = msgspec.json.decode(line)
-    policy = event["policy"]
-    if "reused_share" in policy:
-        event["reused_share"] = policy.pop("reused_share")
-    policy.setdefault("step_tokens", 2048)
     return msgspec.json.encode(event)
 
 
@@ -250,11 +301,12 @@ def read_manifest(folder: Path) -> RunManifest:
     try:
         check_plain(path)
         raw = msgspec.json.decode(cleaned(path.read_bytes()))
-        if (version := raw["format_version"]) != FORMAT_VERSION:
-            other = "a newer" if version > FORMAT_VERSION else "an older"
+        if (version := raw["format_version"]) not in READABLE_VERSIONS:
+            other = "newer" if version > FORMAT_VERSION else "older"
+            readable = " and ".join(map(str, READABLE_VERSIONS))
             raise BadRunFolder(
-                f"{path} has format_version {version}; this crossover reads {FORMAT_VERSION}: "
-                f"use {other} one"
+                f"{path} has format_version {version}. This version of Crossover reads {readable}: "
+                f"use the {other} one that wrote it."
             )
         return msgspec.convert(raw, RunManifest)
     except OSError as problem:

@@ -1,14 +1,15 @@
 """A streaming endpoint with known truth: it remembers when it did what it was told to do.
 
     python -m loadtests.selftest.reference_server '{"slots": 4}'        # prints its port
-    python -m loadtests.selftest.reference_server '{"slots": 8, "law": {"base_seconds": 0.005}}'
+    python -m loadtests.selftest.reference_server '{"slots": 8, "step_times": {...}}'
 
 GET /truth returns for each request id when it arrived, when each content chunk was written, and
 its status, on CLOCK_MONOTONIC, which all processes share. It has no model, answers "ab", and every
 answer is a stream.
 
-Without a law each answer has its own chunks at their times. With one, requests are batched as an
-engine does: steps whose length the law says, one token a step to each that decodes.
+Without a step-time model each answer has its own chunks at their times. With one, requests are
+batched as an engine does: steps whose length the step-time model says, one token a step to each
+that decodes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, SupportsIndex
 
 import msgspec
 
-from loadtests.simulation.step_law_fit import StepLaw
+from serving.capacity.step_time_model import StepTimeModel
 
 clock = time.perf_counter
 MODEL = "true-model"
@@ -46,8 +47,9 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: int = 1_000_000
     # requests that may wait for a slot; more are answered with 429. None: any number
     waiting: int | None = None
-    law: StepLaw | None = None  # of continuous batching; None: ttft and gap
-    period: float = 2.0  # under a law, every second of these ...
+    # Of continuous batching. None: ttft and gap
+    step_times: StepTimeModel | None = None
+    period: float = 2.0  # under a step-time model, every second of these ...
     slower: float = 1.0  # ... has steps that take so many times as long
     pause: float = 0.0  # that the first step of each takes longer
 
@@ -139,7 +141,7 @@ class Stream:
 
 
 class Batch:
-    """Continuous batching by a law: sequences wait, have their prompt computed, decode.
+    """Continuous batching by a step-time model: sequences wait, have their prompt computed, decode.
 
     The owner calls `begin(now)` when it is idle and somebody waits, and `end()` at `ends`.
     """
@@ -155,8 +157,8 @@ class Batch:
 
     def begin(self, now: float) -> None:
         """A step with what is there; idle where that is nothing."""
-        law = self._truth.law
-        assert law is not None
+        step_times = self._truth.step_times
+        assert step_times is not None
         self._filling = [one for one in self._filling if not one.is_over]
         rows = self._decoding = [one for one in self._decoding if not one.is_over]
         while self.waiting and len(self._filling) + len(rows) < self._truth.slots:
@@ -169,7 +171,7 @@ class Batch:
                 room -= self._pieces[-1][1]
         self.ends = None
         if self._pieces or rows:
-            seconds = law.seconds(
+            seconds = step_times.seconds(
                 rows=len(rows),
                 prompt_tokens=sum(piece for _, piece in self._pieces),
                 context_tokens=sum(one.prompt_tokens + one.made for one in rows),
@@ -212,7 +214,7 @@ class Server:
             lambda: asyncio.StreamReaderProtocol(Received(), self._serve), "127.0.0.1", backlog=4096
         )
         print(listening.sockets[0].getsockname()[1], flush=True)
-        await (listening.serve_forever() if self.truth.law is None else self._compute())
+        await (listening.serve_forever() if self.truth.step_times is None else self._compute())
 
     async def _compute(self) -> None:
         """The steps of the Batch."""
@@ -260,7 +262,7 @@ class Server:
     async def answer(self, stream: Stream) -> None:
         """One request, to the end of its answer."""
         truth = stream.truth
-        if truth.law is not None:
+        if truth.step_times is not None:
             self._batch.waiting.append(stream)
             self._is_asked.set()
             await stream.over.wait()

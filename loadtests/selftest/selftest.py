@@ -6,7 +6,8 @@ are compared with what the server says it did.
     times    one and four tokens a chunk, a third of the answers with a stall: TTFT, TPOT, E2E, gaps
     counts   answers that are cut off, and 429s of a full queue
     pace     Poisson arrivals as the server saw them, send lag, the client's CPU
-    limit    servers that batch by a known step law (steady, of two speeds, with pauses): bursts, a
+    limit    servers that batch by a known step-time model (steady, of two speeds, with pauses):
+    bursts, a
              law, a level, as a campaign does
 
 Times may differ by 1 % or 1 ms (0.1 ms for a TPOT), whichever is more; counts not at all.
@@ -31,8 +32,7 @@ import numpy.typing as npt
 
 from loadtests.analysis.capacity_estimate import CONFIRMING_SHARE, estimate
 from loadtests.analysis.level_columns import Level, failure_of
-from loadtests.analysis.level_warnings import send_lag_p99
-from loadtests.analysis.slo import Slo
+from loadtests.analysis.level_warnings import send_delay_p99
 from loadtests.campaign.progress import Progress
 from loadtests.errors import LoadError
 from loadtests.host.child_processes import Child
@@ -44,17 +44,18 @@ from loadtests.load_generator.openai_endpoint import Target, probe
 from loadtests.records.journal_events import Capacity, LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.simulation.calibration_bursts import Burst, calibrate
-from loadtests.simulation.simulated_capacity import capacity
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.workload.request_lengths import Ask, Workload
 from models.machine_limits import cgroup_cores
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import capacity
+from serving.capacity.slo import Slo
+from serving.capacity.step_time_model import StepTimeModel
 from serving.hardware.machine_facts import allowed_cores
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.workload.request_lengths import RequestSpec, Workload
 
 RATE, PACE_SECONDS = 600.0, 3.0
 WARM_UP_SECONDS = 1.0  # of requests whose times do not count: they open connections
 # An engine some ten times as fast as a small model's on a CPU, so that a short level sees enough.
-LAW = StepLaw(
+STEP_TIMES = StepTimeModel(
     base_seconds=0.005,
     row_seconds=0.0008,
     prompt_token_seconds=0.0001,
@@ -72,9 +73,9 @@ READY_SECONDS = 30.0  # that one of WORLDS waits for the others
 WORLD_SECONDS = 120.0  # that one of WORLDS may take
 # What the server does beside its law, and the factors of step times: mean, least, most.
 WORLDS: dict[str, tuple[dict[str, float], tuple[float, float, float]]] = {
-    "known step law": ({}, (1.0, 1.0, 1.0)),
-    "law of two speeds": ({"slower": 1.25}, (1.125, 1.0, 1.25)),
-    "law with pauses": ({"pause": 0.1}, (1.05, 1.05, 1.05)),  # every 2 s
+    "known step times": ({}, (1.0, 1.0, 1.0)),
+    "step times of two speeds": ({"slower": 1.25}, (1.125, 1.0, 1.25)),
+    "step times with pauses": ({"pause": 0.1}, (1.05, 1.05, 1.05)),  # every 2 s
 }
 
 # Request id -> what the server did (loadtests.selftest.reference_server).
@@ -184,7 +185,7 @@ def pace(bench: Bench) -> list[Row]:
 
 
 def limit(bench: Bench) -> list[Row]:
-    """The limits of servers that batch by a law, all at once: they mostly wait."""
+    """The limits of servers that batch by a step-time model, all at once: they mostly wait."""
     rows: list[Row] = []
     with ExitStack() as stack:
         running = [(name, *stack.enter_context(bench.world(name))) for name in WORLDS]
@@ -200,12 +201,12 @@ def _rows_of(name: str, ready: Path) -> list[Row]:
     load generator that imports Locust keeps the others from their core.
     """
     (more, factors), policy = WORLDS[name], SETTINGS
-    true = [capacity(LAW.slower(one), policy, WORKLOAD, SLO).rate for one in factors]
-    with open_bench() as bench, bench.server(law=LAW, slots=SLOTS, **more) as url:
+    true = [capacity(STEP_TIMES.slower(one), policy, WORKLOAD, SLO).rate for one in factors]
+    with open_bench() as bench, bench.server(step_times=STEP_TIMES, slots=SLOTS, **more) as url:
 
         def ask(burst: Burst) -> Level:
             pairs = zip(burst.prompt_tokens, burst.output_tokens, strict=True)
-            asks = tuple(Ask(i, *pair) for i, pair in enumerate(pairs))
+            asks = tuple(RequestSpec(i, *pair) for i, pair in enumerate(pairs))
             return level_of(bench.send(url, asks=asks, due=(0.0,) * len(asks))[0])
 
         alone_load: dict[str, Any] = {"workload": WORKLOAD, "concurrency": 1}
@@ -217,12 +218,16 @@ def _rows_of(name: str, ready: Path) -> list[Row]:
         records, _, _ = bench.send(url, **alone_load, requests=ALONE)
         alone = level_of(records, concurrency=1)
         made = calibrate(ask, WORKLOAD, SLOTS, 20.0, [alone])
-        known: dict[str, Any] = {"law": made.law, "policy": policy, "workload": WORKLOAD}
+        known: dict[str, Any] = {
+            "step_times": made.step_times,
+            "policy": policy,
+            "workload": WORKLOAD,
+        }
         known["least_seconds"] = LIMIT_SECONDS
         found = estimate([alone], SLO, **known)
         found = msgspec.structs.replace(found, reason=made.reason or found.reason)
-        if found.limit:
-            rate = CONFIRMING_SHARE * found.limit
+        if found.estimated_rate:
+            rate = CONFIRMING_SHARE * found.estimated_rate
             lasts = {"window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
             records, _, _ = bench.send(url, workload=WORKLOAD, rate=rate, **lasts)
             level = level_of(records, rate_per_second=rate, **lasts)
@@ -278,7 +283,7 @@ def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[R
     """
     answered = [one for one in records if log.get(one.request_id or "", {}).get("chunks")]
     rows = [Row(world, "answers", len(log), len(answered), 0)]
-    timed = [one for one in answered if one.due_seconds >= WARM_UP_SECONDS]
+    timed = [one for one in answered if one.scheduled_seconds >= WARM_UP_SECONDS]
     if not timed:
         return [*rows, Row(world, "times", None, None, 0)]
     entries, level = [log[one.request_id or ""] for one in timed], level_of(timed)
@@ -331,7 +336,7 @@ def arrival_row(world: str, arrived: npt.NDArray[np.float64], rate: float) -> Ro
 
 def lag_row(world: str, records: Sequence[RequestRecord], limit_seconds: float) -> Row:
     """How late the requests left, p99."""
-    lag = send_lag_p99(level_of(records))
+    lag = send_delay_p99(level_of(records))
     return Row(world, "send delay p99, s", None, lag, limit_seconds)
 
 
@@ -347,14 +352,16 @@ def capacity_rows(
         note = f"{'' if holds else 'wrong '}interval {found.low:.3g} to {found.high:.3g}"
     share = max(CAPACITY_SHARE * truth, most * (1 + CAPACITY_SHARE) - truth)
     return [
-        Row(world, "capacity, requests/s", truth, found.limit, share, note),
-        Row(world, "confirmed, requests/s", None, found.held, most * (1 + CONFIRMED_SHARE)),
+        Row(world, "capacity, requests/s", truth, found.estimated_rate, share, note),
+        Row(
+            world, "confirmed, requests/s", None, found.confirmed_rate, most * (1 + CONFIRMED_SHARE)
+        ),
     ]
 
 
 def level_of(records: Sequence[RequestRecord], **asked: Any) -> Level:
     """A finished level; `asked`: of its LevelStarted; without a window all of them are in it."""
-    last = max((record.due_seconds for record in records), default=0.0)
+    last = max((record.scheduled_seconds for record in records), default=0.0)
     same = {"cell": "", "level": "", "window_seconds": asked.pop("window_seconds", last + 1)}
     started = LevelStarted(**same, **asked)
     return Level.of(records, started, LevelFinished(due=len(records), **same))

@@ -1,7 +1,7 @@
-"""Calibration: some 20 s of requests out of which the step law is fitted.
+"""Calibration: some 20 s of requests out of which the step-time model is fitted.
 
     made = calibrate(ask, workload, slots=8, seconds=20.0, alone=[single_stream_level])
-    made.law, made.reason              # the law, or why there is none
+    made.step_times, made.reason       # the step-time model, or why there is none
 
 Single streams tell what a prompt and one decode row cost. Then come two bursts: streams that are
 sent at one moment and end one after the other, so that each tells a step's time at several numbers
@@ -9,8 +9,9 @@ of decode rows, and at its beginning what several prompts in one step cost. The 
 prompts, the second the workload's own lengths: that tells what context costs. Where an endpoint
 does not say its slots, bursts of 2, 4, 8 ... find them.
 
-Where the law does not fit, either something else ran beside the bursts or no law describes the
-engine. So the bursts are asked again once, and those count whose steps the law fits better.
+Where the step-time model does not fit, either something else ran beside the bursts or no step-time
+model describes the engine. So the bursts are asked again once, and those count whose steps the
+step-time model fits better.
 
 What is asked depends on lengths and on what was seen, not on a clock, so a calibration that is
 taken up again asks the same.
@@ -24,27 +25,27 @@ import msgspec
 import numpy as np
 
 from loadtests.analysis.level_columns import Level
-from loadtests.errors import LoadError
-from loadtests.simulation.step_law_fit import (
-    FITS,
-    LEAST_OBSERVATIONS,
-    StepLaw,
-    StepObservation,
-    fit_law,
-)
 from loadtests.simulation.step_observation import merged_steps, observed_steps
-from loadtests.workload.request_lengths import Workload, draw
 from models.model_spec import Routing
+from serving.capacity.step_time_model import (
+    FITS,
+    MIN_OBSERVATIONS,
+    StepObservation,
+    StepTimeModel,
+    fit_step_times,
+)
+from serving.errors import WorkloadError
+from serving.workload.request_lengths import Workload, draw
 
 SHORT_PROMPT = 16
-MOST_STREAMS = 64
-MOST_SLOTS = 64  # that are looked for
+MAX_STREAMS = 64
+MAX_SLOTS = 64  # that are looked for
 LADDER = (1.0, 0.75, 0.5, 0.375, 0.25)  # of the streams, the decode rows to visit
-PAIRS = 2  # of bursts, where steps are off the law after the first
+PAIRS = 2  # of bursts, where steps are off the step-time model after the first
 STEPS = (4, 32)  # at each number of rows, at least and at most
 SCALING = 0.8  # power of rows by which a step is expected to grow before several were seen
 PROMPTS_SHARE = 0.4  # of a burst's time
-LEAST_CONTEXT = 0.5  # of the mean prompt: shorter contexts do not tell what a token costs
+MIN_CONTEXT = 0.5  # of the mean prompt: shorter contexts do not tell what a token costs
 AHEAD = 4  # steps, and an eighth of the streams: that the first stream starts before the last
 PIECE = 256  # prompt tokens that are expected to share a step with decode rows
 
@@ -64,23 +65,25 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """What a calibration found."""
 
     slots: int | None  # as served, or as found; None: not found
-    law: StepLaw | None
-    reason: str  # why there is no law
+    step_times: StepTimeModel | None
+    reason: str  # why there is no step-time model
 
 
-Ask = Callable[[Burst], Level | None]  # sends a burst and waits for its end; None: it tells nothing
+SendBurst = Callable[
+    [Burst], Level | None
+]  # sends a burst and waits for its end; None: it tells nothing
 
 
 def calibrate(
-    ask: Ask,
+    ask: SendBurst,
     workload: Workload,
     slots: int | None,
     seconds: float,
     alone: Sequence[Level],
     experts: Routing | None = None,
 ) -> Calibration:
-    """Two bursts beside `alone`, the single streams, and the law. `slots` None: find them.
-    `experts`: of a mixture; None: of a dense model, or not known.
+    """Two bursts beside `alone`, the single streams, and the step-time model. `slots` None: find
+    them. `experts`: of a mixture; None: of a dense model, or not known.
 
     Nothing is asked that is expected to pass `seconds`, but for one burst of two streams, and
     bursts that are asked again.
@@ -91,8 +94,8 @@ def calibrate(
         seen.take(level)
     if slots is None and seen.has_steps:
         slots = seen.find_slots()
-    law, reason = seen.law_of_bursts(slots, seconds - seen.spent)
-    return Calibration(slots=slots, law=law, reason=reason)
+    step_times, reason = seen.step_times_of_bursts(slots, seconds - seen.spent)
+    return Calibration(slots=slots, step_times=step_times, reason=reason)
 
 
 class _Seen:
@@ -100,7 +103,7 @@ class _Seen:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: SendBurst,
         prompts: np.typing.NDArray[np.int64],
         seconds: float,
         experts: Routing | None,
@@ -130,7 +133,7 @@ class _Seen:
     def find_slots(self) -> int | None:
         """Streams served together, by bursts of 2, 4, 8 ...; None: too slow to find out."""
         served, streams = None, 2
-        while streams <= MOST_SLOTS:
+        while streams <= MAX_SLOTS:
             tokens = STEPS[0] + AHEAD + streams
             cost = tokens * self._expected(streams) + self._fill(SHORT_PROMPT) * streams
             if streams > 2 and cost > (self._seconds - self.spent) / 2:
@@ -145,26 +148,31 @@ class _Seen:
             streams *= 2
         return served
 
-    def law_of_bursts(self, slots: int | None, seconds: float) -> tuple[StepLaw | None, str]:
-        """The law with two bursts within so many seconds, and as many again where it does not fit.
+    def step_times_of_bursts(
+        self, slots: int | None, seconds: float
+    ) -> tuple[StepTimeModel | None, str]:
+        """The step-time model with two bursts within so many seconds, and as many again where it
+        does not fit.
 
         Where there is none: None and why.
         """
         if not self.has_steps:
             return None, "the server's chunks have several tokens or none, so its steps are unknown"
-        before, streams = self.observations, min(slots or 0, MOST_STREAMS)
-        found: list[StepLaw] = []
+        before, streams = self.observations, min(slots or 0, MAX_STREAMS)
+        found: list[StepTimeModel] = []
         while len(found) < PAIRS and not (found and found[-1].fits):
             self.observations, until = list(before), self.spent + seconds
             for left in (2, 1):
                 self.burst(streams, (until - self.spent) / left, left == 1)
             try:
-                found.append(self.law())
-            except LoadError as problem:
+                found.append(self.step_times())
+            except WorkloadError as problem:
                 return None, str(problem)
-        law = min(found, key=lambda one: one.error or 0.0)
-        off = f"its error on steps left out of the fit is {law.error:.0%} ({FITS:.0%} at most)"
-        return (law, "") if law.fits else (None, off)
+        step_times = min(found, key=lambda one: one.error or 0.0)
+        off = (
+            f"its error on steps left out of the fit is {step_times.error:.0%} ({FITS:.0%} at most)"
+        )
+        return (step_times, "") if step_times.fits else (None, off)
 
     def burst(self, streams: int, seconds: float, real_lengths: bool) -> None:
         """One within so many seconds; fewer streams, steps and prompt tokens where it must be."""
@@ -193,8 +201,8 @@ class _Seen:
     def _expected(self, rows: int) -> float:
         """Seconds of a decode step."""
         several = any(one.rows > one.steps for one in self.observations)
-        if several and len(self.observations) >= LEAST_OBSERVATIONS:
-            return self.law().seconds(rows, 0, rows * float(np.mean(self._prompts)))
+        if several and len(self.observations) >= MIN_OBSERVATIONS:
+            return self.step_times().seconds(rows, 0, rows * float(np.mean(self._prompts)))
         decodes = [o.seconds / o.steps for o in self.observations if o.rows and not o.prompt_tokens]
         return float(np.median(decodes)) * rows**SCALING if decodes else 0.0
 
@@ -205,11 +213,11 @@ class _Seen:
         ]
         return min(each) * tokens if each else 0.0  # of the longest prompt: least of it is base
 
-    def law(self) -> StepLaw:
-        """Of all that was seen. Raises LoadError."""
+    def step_times(self) -> StepTimeModel:
+        """Of all that was seen. Raises WorkloadError."""
         longest = max((o.context_tokens / o.rows for o in self.observations if o.rows), default=0)
-        knows_context = longest >= LEAST_CONTEXT * float(np.mean(self._prompts))
-        return fit_law(self.observations, knows_context=knows_context, experts=self._experts)
+        knows_context = longest >= MIN_CONTEXT * float(np.mean(self._prompts))
+        return fit_step_times(self.observations, knows_context=knows_context, experts=self._experts)
 
 
 def _ending_in_turn(ladder: Sequence[int], steps: int, ahead: int) -> list[int]:

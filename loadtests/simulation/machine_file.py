@@ -1,4 +1,5 @@
-"""machine.json: the step laws that `crossover calibrate` measured on a machine, for use elsewhere.
+"""machine.json: the step-time models that `crossover calibrate` measured on a machine, for use
+elsewhere.
 
     write_machine_file(Path("machine.json"), found)
     found = read_machine_file(Path("machine.json"))   # BadMachineFile names key and value
@@ -10,24 +11,24 @@ serial number. Sizes are bytes, times seconds, missing is None. Unknown keys are
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from loadtests.errors import LoadError
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.toml_files import converted
 from models.model_spec import ModelSpec
 from models.weights_manifest import write_atomically
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.step_time_model import StepTimeModel
 from serving.hardware.machine_facts import HardwareFacts
 from serving.option_help import Count, Positive, Seconds
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.toml_files import converted
 
-VERSION: Literal[2] = 2
+VERSION: Literal[3] = 3
 
-MOST_CHARACTERS = 200
-Text = Annotated[str, Meta(max_length=MOST_CHARACTERS)]
+MAX_CHARACTERS = 200
+Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
 Part = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -50,7 +51,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ModelSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The step law of one model in one format on one engine."""
+    """The step-time model of one model in one format on one engine."""
 
     backend: Text
     version: Text = ""  # of the engine's library
@@ -58,14 +59,14 @@ class ModelSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weight_format: Text
     threads: Count | None = None
     policy: SchedulerSettings
-    law: StepLaw
+    step_times: StepTimeModel
     spent_seconds: Seconds = 0.0
 
 
 class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The file."""
 
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     crossover: Text
     measured_on: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\d$")]
     name: Text
@@ -81,7 +82,9 @@ def read_machine_file(path: Path) -> MachineFile:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise BadMachineFile(f"{path} cannot be read: {problem}") from problem
     version = raw.get("version") if isinstance(raw, dict) else None
-    if version != VERSION:
+    if version == 2:
+        raw = _in_the_current_version(raw)
+    elif version != VERSION:
         raise BadMachineFile(
             f"{path} is not a machine file of version {VERSION}: its version is {version!r}. Run "
             "`crossover calibrate` again on that machine."
@@ -90,6 +93,18 @@ def read_machine_file(path: Path) -> MachineFile:
         return converted(raw, MachineFile, BadMachineFile)
     except BadMachineFile as problem:
         raise BadMachineFile(f"{path}: {problem}") from problem
+
+
+def _in_the_current_version(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a file of version 2, which called the step-time model a step-time model, as one of
+    today."""
+    models = [
+        {"step_times" if key == "law" else key: value for key, value in model.items()}
+        if isinstance(model, dict)
+        else model
+        for model in raw.get("models") or ()
+    ]
+    return raw | {"version": VERSION, "models": models}
 
 
 def write_machine_file(path: Path, found: MachineFile) -> None:

@@ -1,7 +1,7 @@
 """What the content stamps of a level say of the engine's steps; works against any endpoint.
 
     seen, covered = observed_steps(level, slots=8)
-    level_factor(law, level, settings)             # 1.1: steps took 1.1 times what the law says
+    level_factor(step_times, level, settings)      # 1.1: steps took 1.1 times what it says
 
 Where a chunk is a token, a moment at which chunks come together is the end of a step. A step counts
 that began where the one before it ended (all who had more to come have a chunk) or, on an idle
@@ -21,27 +21,28 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.analysis.level_columns import Level
-from loadtests.simulation.batching_simulator import simulate
-from loadtests.simulation.step_law_fit import StepLaw, StepObservation
 from models.model_spec import Routing
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.batching_simulator import simulate
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.step_time_model import StepObservation, StepTimeModel
 
 Array = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 
-MOST_TOKENS = 1.05  # a chunk, on average: with more, chunks are not steps
+MAX_TOKENS = 1.05  # a chunk, on average: with more, chunks are not steps
 APART = 0.4  # of a quick step (the quickest fifth of gaps): chunks closer than that share a step
 MERGED = 12  # like steps in a row that are one observation, at most ...
-LEAST_OBSERVED = 40  # ... while so many observations of a level are left
-LEAST_STEPS = 50  # fewer say little
+MIN_OBSERVED = 40  # ... while so many observations of a level are left
+MIN_STEPS = 50  # fewer say little
 # Of the time with work, in steps that can be told; else TPOT tells the factor, which is as good:
 # on 58 recorded levels near the limit both are 0.069 off (docs/benchmarks.md). 57 of 62 cover more
 # than 0.7; llama-server's do not.
-LEAST_COVERED = 0.35
+MIN_COVERED = 0.35
 FACTORS = (0.4, 2.5)  # that TPOT is matched within
 PART_SECONDS = 30.0
 # Apart by more, two half minutes of a level had two speeds: at most 1.35 in 40 recorded levels of
-# undisturbed machines, 1.28 where they had 6 to 8 half minutes, 1.12 by the law's own error.
+# undisturbed machines, 1.28 where they had 6 to 8 half minutes, 1.12 by the step-time model's own
+# error.
 TWO_SPEEDS = 1.4
 
 
@@ -55,7 +56,7 @@ def observed_steps(
     """
     counts = level.chunk_counts
     told = (counts > 0) & ~np.isnan(level.output_tokens)
-    if level.output_tokens[told].sum() > MOST_TOKENS * counts[told].sum() or counts.max() < 2:
+    if level.output_tokens[told].sum() > MAX_TOKENS * counts[told].sum() or counts.max() < 2:
         return [], 0.0
     group, end, apart = _steps_of(level)
     request = np.repeat(np.arange(len(counts)), counts)
@@ -90,7 +91,9 @@ def observed_steps(
     waiting = asked - np.searchsorted(firsts, end + 1e-9)
     is_filling = np.minimum(waiting, slots - decoding - begun) > 0
     passes = np.maximum((decoding > 0) + np.maximum(begun, is_filling), 1)
-    prompt = np.where(np.isnan(level.prompt_tokens), level.asked_prompt_tokens, level.prompt_tokens)
+    prompt = np.where(
+        np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
+    )
     prompt = np.nan_to_num(prompt)
     computed = np.maximum(prompt - np.nan_to_num(level.cached_tokens), 1.0)
     # From the step after one with no prompt under way to the next such step. A step that ended too
@@ -160,56 +163,68 @@ def _busy_seconds(level: Level, sent: Array) -> float:
 
 
 def _steps_by(
-    law: StepLaw, level: Level, settings: SchedulerSettings
+    step_times: StepTimeModel, level: Level, settings: SchedulerSettings
 ) -> tuple[list[StepObservation], float]:
-    """The steps to compare with the law, and what they cover; [] of a level without answers."""
+    """The steps to compare with the step-time model, and what they cover; [] of a level without
+    answers."""
     if not len(level.chunks):
         return [], 0.0
-    return observed_steps(level, settings.slots, law.experts)
+    return observed_steps(level, settings.slots, step_times.experts)
 
 
-def level_factor(law: StepLaw, level: Level, settings: SchedulerSettings) -> float | None:
-    """Seconds of the level's steps over those by the law; None where the level tells nothing.
+def level_factor(
+    step_times: StepTimeModel, level: Level, settings: SchedulerSettings
+) -> float | None:
+    """Seconds of the level's steps over those by the step-time model; None where the level tells
+    nothing.
 
     Where too few steps can be told: the factor of all step times with which the simulated level has
     its median TPOT.
     """
-    seen, covered = _steps_by(law, level, settings)
-    if sum(one.steps for one in seen) >= LEAST_STEPS and covered >= LEAST_COVERED:
-        return sum(one.seconds for one in seen) / max(sum(map(law.of, seen)), 1e-12)
-    return _factor_by_tpot(law, level, settings)
+    seen, covered = _steps_by(step_times, level, settings)
+    if sum(one.steps for one in seen) >= MIN_STEPS and covered >= MIN_COVERED:
+        return sum(one.seconds for one in seen) / max(sum(map(step_times.of, seen)), 1e-12)
+    return _factor_by_tpot(step_times, level, settings)
 
 
-def two_speeds(law: StepLaw, level: Level, settings: SchedulerSettings) -> list[float]:
+def two_speeds(step_times: StepTimeModel, level: Level, settings: SchedulerSettings) -> list[float]:
     """The factors of the level's quickest and slowest half minute, where the speed of the machine
     changed between them; [] where it did not, or where steps do not tell.
     """
-    seen, covered = _steps_by(law, level, settings)
+    seen, covered = _steps_by(step_times, level, settings)
     steps = sum(one.steps for one in seen)
-    count = int(min(level.window_seconds / PART_SECONDS, steps / LEAST_STEPS))
-    if count < 2 or covered < LEAST_COVERED:
+    count = int(min(level.window_seconds / PART_SECONDS, steps / MIN_STEPS))
+    if count < 2 or covered < MIN_COVERED:
         return []
     seconds = np.array([one.seconds for one in seen])
     part = (count * (np.cumsum(seconds) - seconds) / seconds.sum()).astype(np.int64)
-    by_law = np.bincount(part, list(map(law.of, seen)), count)
-    factors = np.bincount(part, seconds, count)[by_law > 0] / by_law[by_law > 0]
+    by_step_times = np.bincount(part, list(map(step_times.of, seen)), count)
+    factors = (
+        np.bincount(part, seconds, count)[by_step_times > 0] / by_step_times[by_step_times > 0]
+    )
     ends = [float(factors.min()), float(factors.max())]
     return ends if ends[1] > TWO_SPEEDS * ends[0] else []
 
 
-def _factor_by_tpot(law: StepLaw, level: Level, settings: SchedulerSettings) -> float | None:
+def _factor_by_tpot(
+    step_times: StepTimeModel, level: Level, settings: SchedulerSettings
+) -> float | None:
     counted = level.counted & ~level.failed & np.isfinite(level.tpot)
     if not counted.any():
         return None
     real = float(np.median(level.tpot[counted]))
-    prompt = np.where(np.isnan(level.prompt_tokens), level.asked_prompt_tokens, level.prompt_tokens)
-    output = np.where(np.isnan(level.output_tokens), level.asked_output_tokens, level.output_tokens)
+    prompt = np.where(
+        np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
+    )
+    output = np.where(
+        np.isnan(level.output_tokens), level.requested_output_tokens, level.output_tokens
+    )
     known = ~np.isnan(prompt) & ~np.isnan(output)
     low, high = map(math.log, FACTORS)
     for _ in range(10):
         middle = (low + high) / 2
         columns = (level.due[known], prompt[known], output[known], level.cached_tokens[known])
-        played = simulate(law.slower(math.exp(middle)), settings, *columns)
+        played = simulate(step_times.slower(math.exp(middle)), settings, *columns)
         tpot = played.tpot[counted[known]]
         if np.isnan(tpot).all():
             return None
@@ -219,10 +234,10 @@ def _factor_by_tpot(law: StepLaw, level: Level, settings: SchedulerSettings) -> 
 
 def merged_steps(seen: Sequence[StepObservation]) -> list[StepObservation]:
     """Steps in a row that only decode, with as many rows each, as one: their noise is averaged, and
-    a law is fitted to the mean of steps, stalls among them.
+    a step-time model is fitted to the mean of steps, stalls among them.
     """
     found: list[StepObservation] = []
-    most = min(MERGED, sum(one.steps for one in seen) / LEAST_OBSERVED)
+    most = min(MERGED, sum(one.steps for one in seen) / MIN_OBSERVED)
     alike = None
     for one in seen:
         only_decodes = not one.prompt_tokens and one.passes == one.steps

@@ -16,18 +16,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.analysis.slo import SLO_PRESETS
-from loadtests.toml_files import read_toml
 from models import formatting
-from models.model_ladder import is_rung
+from models.model_ladder import is_ladder_model
 from reports.devices.device_catalog import devices, user_file
 from reports.errors import ReportError
 from reports.plan.plan_costs import make_plan
 from reports.plan.plan_file import EXAMPLE, BadPlan
 from reports.plan.plan_machines import asked_of, candidates_of
 from reports.plan.plan_text import as_json, as_text
+from serving.capacity.slo import SLO_PRESETS
 from serving.cli.command_of_options import command_of
 from serving.option_help import option
+from serving.toml_files import read_toml
 
 TEXT_COLUMNS = 110
 PRESETS = ", ".join(SLO_PRESETS)
@@ -106,7 +106,7 @@ def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
             "give a plan file, or --model and --rate; `crossover plan --example` prints a file"
         )
     model = options.model
-    if model is not None and Path(model).exists() and not is_rung(model):
+    if model is not None and Path(model).exists() and not is_ladder_model(model):
         model = str(Path(model).absolute())
     given = {"model": model, "slo": options.slo, "devices": options.device or None}
     tables |= {name: value for name, value in given.items() if value is not None}

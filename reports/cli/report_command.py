@@ -9,12 +9,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from loadtests.analysis.slo import SLO_PRESETS
 from reports.check_conditions import QUANTITIES, checked
 from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, answers_of, basis, headline
 from reports.report_data import ReportData, read_report
 from reports.report_files import FORMATS, as_json, write_files
+from serving.capacity.slo import SLO_PRESETS
 from serving.cli.command_of_options import command_of
 from serving.option_help import option
 

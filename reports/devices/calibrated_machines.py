@@ -1,10 +1,11 @@
-"""A machine that was calibrated: from the step laws of its models to that of any other.
+"""A machine that was calibrated: from the step-time models of its models to that of any other.
 
     machine = calibrated_machine(Path("machine.json"))     # by `crossover calibrate`, there
-    law, half_width = machine.law(rung("3b").spec, "Q4_0", 8, 1)
+    step_times, half_width = machine.step_times(ladder_model("3b").spec, "Q4_0", 8, 1)
 
-Each number of a law goes with something in a model's shape; it is told from the measured models of
-the same format with the same engine (least squares on relative errors, none below zero):
+Each number of a step-time model goes with something in a model's shape; it is told from the
+measured models of the same format with the same engine (least squares on relative errors, none
+below zero):
 
     base, pass                   a * shared parameters + b * layers * hidden
     prompt token                 a * active parameters + b * layers * hidden
@@ -31,16 +32,16 @@ from scipy.optimize import nnls
 
 from loadtests.errors import LoadError
 from loadtests.simulation.machine_file import MachineFile, ModelSteps, read_machine_file
-from loadtests.simulation.step_law_fit import StepLaw
 from models.model_spec import ModelSpec
 from models.weight_formats import gguf_names, weight_bytes
 from reports.devices.device_capacity import Machine
 from reports.errors import ReportError
+from serving.capacity.step_time_model import StepTimeModel
 
-# Half widths of the 90 % band of ln(step time), measured on an AMD EPYC of two cores with the law
-# of today's predecessor: the model itself 0.09; bigger models 0.34; another format 0.60. A mixture
-# of experts that is told from dense models has the last too: on two cores of a Xeon, prompts of a
-# 4-bit mixture came at 0.6 of the speed of the dense model of its active size.
+# Half widths of the 90 % band of ln(step time), measured on an AMD EPYC of two cores with the
+# step-time model of today's predecessor: the model itself 0.09; bigger models 0.34; another format
+# 0.60. A mixture of experts that is told from dense models has the last too: on two cores of a
+# Xeon, prompts of a 4-bit mixture came at 0.6 of the speed of the dense model of its active size.
 SAME_HALF_WIDTH = 0.09
 BIGGER_HALF_WIDTH = 0.34
 FORMAT_HALF_WIDTH = 0.60
@@ -55,22 +56,24 @@ def calibrated_machine(path: Path) -> Machine:
     policy = file.models[0].policy
     return Machine(
         name=file.name,
-        law=lambda spec, weight_format, slots, devices: _law(file, spec, weight_format, devices),
+        step_times=lambda spec, weight_format, slots, devices: _step_times(
+            file, spec, weight_format, devices
+        ),
         slots=policy.slots,
         policy=policy,
         memory_bytes=file.hardware.memory_bytes,
     )
 
 
-def _law(
+def _step_times(
     file: MachineFile, spec: ModelSpec, weight_format: str, devices: int
-) -> tuple[StepLaw, float]:
+) -> tuple[StepTimeModel, float]:
     if devices > 1:
         raise ReportError(f"{file.name}: a step is not shared by several; use replicas")
     own = [one for one in file.models if one.weight_format == weight_format]
     for one in own:
         if one.model.name == spec.name:
-            return one.law, SAME_HALF_WIDTH
+            return one.step_times, SAME_HALF_WIDTH
     if own:
         is_like = any((one.model.experts is None) == (spec.experts is None) for one in own)
         return _told(spec, own), BIGGER_HALF_WIDTH if is_like else FORMAT_HALF_WIDTH
@@ -91,8 +94,8 @@ def _nearest(file: MachineFile, spec: ModelSpec, weight_format: str) -> list[Mod
     return [one for one in file.models if one.weight_format == best]
 
 
-def _told(spec: ModelSpec, seen: Sequence[ModelSteps]) -> StepLaw:
-    """The law of a model by those of others."""
+def _told(spec: ModelSpec, seen: Sequence[ModelSteps]) -> StepTimeModel:
+    """The step-time model of a model by those of others."""
 
     def expert(one: ModelSpec) -> int:
         return 0 if one.experts is None else one.experts.parameters
@@ -115,7 +118,7 @@ def _told(spec: ModelSpec, seen: Sequence[ModelSteps]) -> StepLaw:
         return one.layers * one.heads * one.head_dim
 
     def cost(number: str, *terms: Callable[[ModelSpec], float]) -> float:
-        costs = np.array([getattr(one.law, number) for one in seen])
+        costs = np.array([getattr(one.step_times, number) for one in seen])
         if len(seen) == 1 or not costs.all():  # one equation: all of it goes with the first term
             return fmean(costs.tolist()) * terms[0](spec) / fmean(terms[0](s.model) for s in seen)
         table = np.array([[term(one.model) for term in terms] for one in seen], dtype=float)
@@ -128,11 +131,11 @@ def _told(spec: ModelSpec, seen: Sequence[ModelSteps]) -> StepLaw:
         mixtures = [one for one in seen if one.model.experts is not None]
         if mixtures:
             total = sum(expert(one.model) for one in mixtures)
-            return sum(one.law.expert_seconds for one in mixtures) * expert(spec) / total
-        read = fmean(one.law.base_seconds / shared(one.model) for one in seen)
+            return sum(one.step_times.expert_seconds for one in mixtures) * expert(spec) / total
+        read = fmean(one.step_times.base_seconds / shared(one.model) for one in seen)
         return read * expert(spec)
 
-    return StepLaw(
+    return StepTimeModel(
         base_seconds=cost("base_seconds", shared, width),
         row_seconds=cost("row_seconds", active, head),
         prompt_token_seconds=cost("prompt_token_seconds", active, width),

@@ -1,12 +1,13 @@
-"""What a machine that serves elsewhere would hold: a step law in the one simulation.
+"""What a machine that serves elsewhere would hold: a step-time model in the one simulation.
 
-    service = Service(machine_of(device_named("NVIDIA T4")), rung("8b").spec, "bf16", traffic)
+    gpu = machine_of(device_named("NVIDIA T4"))
+    service = Service(gpu, ladder_model("8b").spec, "bf16", traffic)
     holds(service, slo, rate=0.5)         # "yes", "perhaps" or "no"
     capacity_of(service, slo).low         # requests/s
 
 A machine's law is measured (this run), calibrated (machine.json) or predicted (a datasheet). Its
-interval is that of machines whose steps all take the law's time times, or over, exp(half width):
-`low` is held in nine of ten cases (one-sided), `high` in one of ten.
+interval is that of machines whose steps all take the step-time model's time times, or over,
+exp(half width): `low` is held in nine of ten cases (one-sided), `high` in one of ten.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from loadtests.analysis.slo import Slo
-from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, Lengths, Server
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.workload.arrivals import Arrivals, Poisson
 from models.formatting import GIB
 from models.model_spec import ModelSpec
 from models.weight_formats import weight_bytes
 from reports.devices.device_catalog import Device
-from reports.devices.device_step_times import default_slots, predicted_law
+from reports.devices.device_step_times import default_slots, predicted_step_times
 from reports.errors import ReportError
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import QUICK_REQUESTS, Lengths, Server
+from serving.capacity.slo import Slo
+from serving.capacity.step_time_model import StepTimeModel
+from serving.workload.arrivals import Arrivals, Poisson
 
 # Of the half width of a two-sided 90 % band: the quantile of 90 % over that of 95 %.
 ONE_SIDED = 1.2816 / 1.6449
@@ -51,7 +52,7 @@ SLOW, MIDDLE, QUICK = 1, 0, -1  # steps of the low end, of the estimate, of the 
 
 Grade = Literal["confirmed", "estimated", "predicted"]
 Answer = Literal["yes", "perhaps", "no"]  # at the low end, at the high end only, at neither
-LawOf = Callable[[ModelSpec, str, int, int], tuple[StepLaw, float]]
+StepTimesOf = Callable[[ModelSpec, str, int, int], tuple[StepTimeModel, float]]
 
 
 class Traffic(msgspec.Struct, frozen=True, eq=False):
@@ -79,12 +80,12 @@ class Traffic(msgspec.Struct, frozen=True, eq=False):
 class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One device, or one CPU machine. Missing is None: not known, or not for rent.
 
-    `law` gives the step law of (model, format, slots, devices that share a step) and half the 90 %
-    band of ln(step time); it raises ReportError where none is known.
+    `step_times` gives the step-time model of (model, format, slots, devices that share a step) and
+    half the 90 % band of ln(step time); it raises ReportError where none is known.
     """
 
     name: str
-    law: LawOf
+    step_times: StepTimesOf
     slots: int
     grade: Grade = "predicted"
     policy: SchedulerSettings | None = None  # of its scheduler; None: as such engines are given
@@ -175,7 +176,7 @@ def machine_of(device: Device) -> Machine:
     """A device of the catalogue, which nobody has measured; the same object for the same device."""
     return Machine(
         name=device.name,
-        law=lambda spec, weight_format, slots, devices: predicted_law(
+        step_times=lambda spec, weight_format, slots, devices: predicted_step_times(
             device, spec, weight_format, slots, devices
         ),
         slots=default_slots(device),
@@ -191,13 +192,13 @@ def machine_of(device: Device) -> Machine:
 def simulated(service: Service, speed: int) -> Server:
     """A service in the simulation, its steps SLOW, MIDDLE or QUICK.
 
-    Raises ReportError where the memory does not suffice or no law is known.
+    Raises ReportError where the memory does not suffice or no step-time model is known.
     """
     machine, traffic = service.machine, service.traffic
-    law, half_width = machine.law(
+    step_times, half_width = machine.step_times(
         service.spec, service.weight_format, machine.slots, service.devices
     )
-    slower = law.slower(math.exp(speed * ONE_SIDED * half_width))
+    slower = step_times.slower(math.exp(speed * ONE_SIDED * half_width))
     policy = service.policy()
     return Server(slower, policy, traffic.lengths, traffic.arrivals, count=QUICK_REQUESTS)
 
@@ -205,7 +206,7 @@ def simulated(service: Service, speed: int) -> Server:
 def holds(service: Service, slo: Slo, rate: float) -> Answer:
     """Whether it holds a rate: by one or two simulations, none of a search.
 
-    Raises ReportError where the memory does not suffice or no law is known.
+    Raises ReportError where the memory does not suffice or no step-time model is known.
     """
 
     def suffices(server: Server) -> bool:

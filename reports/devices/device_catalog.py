@@ -31,7 +31,7 @@ from serving.option_help import Positive
 USABLE_SHARES = {"gddr": 0.937, "hbm": 0.989, "apple": 0.75, "uma": 0.75, "ddr": 0.937}
 
 # A driver's total over the label, whose GB are 2^30 or 10^9 bytes, and less what it keeps.
-LEAST_OF_LABEL, MOST_OF_LABEL = 0.88, 1.05
+MIN_OF_LABEL, MAX_OF_LABEL = 0.88, 1.05
 
 DeviceKind = Literal["gpu", "apple", "cpu", "tpu", "accelerator"]
 MemoryType = Literal["gddr", "hbm", "apple", "uma", "ddr"]
@@ -162,7 +162,7 @@ def device_of_driver_name(name: str, memory_bytes: float | None = None) -> Devic
             continue
         if memory_bytes and device.memory_gib:
             share = memory_bytes / (device.memory_gib * GIB)
-            if not LEAST_OF_LABEL <= share <= MOST_OF_LABEL:
+            if not MIN_OF_LABEL <= share <= MAX_OF_LABEL:
                 continue
         found.append((len(words - optional), "SXM" in words, device))
     best = max((one[:2] for one in found), default=None)

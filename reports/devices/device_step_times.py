@@ -1,6 +1,7 @@
 """Seconds of a step on a device that nobody measured: from its datasheet, with a published error.
 
-    law, half_width = predicted_law(device_named("NVIDIA L4"), rung("8b").spec, "bf16", slots=64)
+    law, half_width = predicted_law(device_named("NVIDIA L4"), ladder_model("8b").spec, "bf16",
+    slots=64)
 
 One decode step of `b` sequences with mean context `c`, over `p` accelerators:
 
@@ -26,11 +27,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.simulation.step_law_fit import StepLaw
 from models.model_spec import ModelSpec, Routing
 from models.weight_formats import weight_bytes
 from reports.devices.device_catalog import Device
 from reports.errors import ReportError
+from serving.capacity.step_time_model import StepTimeModel
 
 Array = npt.NDArray[np.float64]
 
@@ -41,7 +42,8 @@ NODE_LINK_GBS = 50.0  # 400 Gbit/s a device
 DEFAULT_LINK_GBS = 25.0  # to its neighbours, one direction
 FAST_LINK_GBS = 100.0  # from here on NVLink or its like, else PCIe
 VLLM_SLOTS, LLAMA_CPP_SLOTS = 256, 16  # the first is its default, the second common
-# Where the numbers of a law are told from: rows up to the slots, contexts, prompts in tokens.
+# Where the numbers of a step-time model are told from: rows up to the slots, contexts, prompts in
+# tokens.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (256.0, 1024.0, 2048.0)
 PROMPTS = (32.0, 128.0, 512.0, 2048.0)
@@ -95,10 +97,10 @@ def default_slots(device: Device) -> int:
     return VLLM_SLOTS if device.is_served_by_vllm else LLAMA_CPP_SLOTS
 
 
-def predicted_law(
+def predicted_step_times(
     device: Device, spec: ModelSpec, weight_format: str, slots: int, devices: int = 1
-) -> tuple[StepLaw, float]:
-    """The law of a step that `devices` share, and half the 90 % band of ln(step time).
+) -> tuple[StepTimeModel, float]:
+    """The step-time model of a step that `devices` share, and half the 90 % band of ln(step time).
 
     Raises ReportError for an unknown format, for a CPU, for a device without its 16-bit peak, and
     for several Apple machines: llama.cpp does not share a step between them.
@@ -148,7 +150,7 @@ def predicted_law(
     prompts = np.array(PROMPTS)
     seconds = np.concatenate([decode(rows, context), prefill(prompts)])
     experts = None if spec.experts is None else spec.experts.routing
-    return _nearest_law(rows, rows * context, prompts, seconds, experts), by.half_width
+    return _nearest_step_times(rows, rows * context, prompts, seconds, experts), by.half_width
 
 
 def _all_reduces(device: Device, spec: ModelSpec, devices: int, tokens: Array) -> Array:
@@ -164,9 +166,9 @@ def _all_reduces(device: Device, spec: ModelSpec, devices: int, tokens: Array) -
     return seconds
 
 
-def _nearest_law(
+def _nearest_step_times(
     rows: Array, context: Array, prompts: Array, seconds: Array, experts: Routing | None
-) -> StepLaw:
+) -> StepTimeModel:
     """Least squares of relative errors: of decode steps, then of prompts."""
     from scipy.optimize import nnls
 
@@ -183,7 +185,7 @@ def _nearest_law(
     scale = table.max(axis=0)
     found = nnls(table / scale, np.ones(len(seconds)))[0] / scale
     base, row, prompt_token, context_token = found[:4]
-    return StepLaw(
+    return StepTimeModel(
         base_seconds=float(base),
         row_seconds=float(row),
         prompt_token_seconds=float(prompt_token),

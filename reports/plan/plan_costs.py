@@ -17,15 +17,15 @@ from typing import Literal
 
 import msgspec
 
-from loadtests.analysis.slo import Slo
 from models import formatting
 from reports.devices.device_capacity import Answer, DeviceCapacity, Grade
 from reports.devices.device_step_times import NOT_CALIBRATED
 from reports.plan.load_forecast import HOURS_A_MONTH, Forecast
 from reports.plan.plan_file import Question
+from serving.capacity.slo import Slo
 
-MOST_ROWS = 6
-MOST_TIMES = 64.0  # the forecast, up to which a change of the choice is looked for; and down
+MAX_ROWS = 6
+MAX_TIMES = 64.0  # the forecast, up to which a change of the choice is looked for; and down
 STEP = 1.02  # between two rates that are looked at
 STAIRS, STAIRS_REACH = 120, 4.0  # points of the chart to either side, and how many times the rate
 RANKS = ("yes", "perhaps", "no", "confirmed", "estimated", "predicted")
@@ -196,7 +196,7 @@ def _rows(options: Sequence[Option]) -> tuple[Option, ...]:
     mine = [one for one in options if one.kind in ("as it is", "more of it")]
     mine = [one for one in mine if one.kind == "as it is" or one.label == ""][: max(2, as_they_are)]
     mine += [one for one in options if one.kind == "it and rented"][:1]
-    rest = [one for one in options if one.kind == "rented"][: MOST_ROWS - len(mine)]
+    rest = [one for one in options if one.kind == "rented"][: MAX_ROWS - len(mine)]
     return tuple(one for one in options if one in mine or one in rest)
 
 
@@ -322,7 +322,7 @@ def _changes(
     """The nearest rates, above and below, at which the choice is another one."""
     for is_above in (True, False):
         factor = 1.0
-        while factor < MOST_TIMES:
+        while factor < MAX_TIMES:
             factor *= STEP
             times = factor if is_above else 1 / factor
             there = _choice(ordered(asked, candidates, asked.forecast.scaled(times)))

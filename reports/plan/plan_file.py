@@ -20,22 +20,22 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import SloSpec, slo_of
-from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, lengths_of
-from loadtests.toml_files import Table, converted, key
-from loadtests.workload.arrivals import Constant, Gamma, Poisson
-from loadtests.workload.request_lengths import Workload, notes_of
-from loadtests.workload.request_lengths import in_words as lengths_in_words
 from models.errors import CrossoverError, UnsupportedModel
 from models.identify_model import ModelIdentity, identify
-from models.model_ladder import is_rung
+from models.model_ladder import is_ladder_model
 from models.model_spec import ModelSpec
 from models.weight_formats import known_format
 from reports.devices.device_capacity import Traffic
 from reports.errors import ReportError
 from reports.plan.load_forecast import DAYS, Forecast, day_loads
 from serving.backends.model_engines import usual_engines
+from serving.capacity.simulated_capacity import QUICK_REQUESTS, lengths_of
+from serving.capacity.slo import Slo
+from serving.toml_files import Table, converted, key
+from serving.workload.arrivals import Constant, Gamma, Poisson
+from serving.workload.request_lengths import Workload, notes_of
+from serving.workload.request_lengths import in_words as lengths_in_words
 
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 FORMAT = "Q4_0"
@@ -218,7 +218,7 @@ def question(
 
 def identify_in(name: str, folder: Path) -> ModelIdentity:
     """What a model's name stands for; a path is relative to the folder. Raises ModelError."""
-    is_there = not is_rung(name) and os.path.exists(folder / name)
+    is_there = not is_ladder_model(name) and os.path.exists(folder / name)
     return identify(str(folder / name) if is_there else name, fetch=True)
 
 

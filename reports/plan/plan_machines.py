@@ -3,8 +3,8 @@
     candidates = candidates_of(asked, say)
 
 A run of the same model, requests and SLO brings its measured capacity: what it holds is confirmed.
-Under other requests or another SLO its step law is simulated: estimated. A machine.json and a
-device are predicted.
+Under other requests or another SLO its step-time model is simulated: estimated. A machine.json and
+a device are predicted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import msgspec
 
 from loadtests.campaign.campaign_file import SloSpec
 from loadtests.records.journal_events import Capacity
-from loadtests.simulation.simulated_capacity import sd_of
 from models.identify_model import name_of
 from models.weights_manifest import with_home
 from reports.cheapest_gpu import best_cells
@@ -37,6 +36,7 @@ from reports.headline import machine_words
 from reports.plan.plan_costs import Candidate
 from reports.plan.plan_file import BadPlan, MachineKeys, Question, question
 from reports.report_data import CPU, SIDES, CellData, ReportData, read_report
+from serving.capacity.simulated_capacity import sd_of
 
 
 def asked_of(raw: dict[str, object], folder: Path) -> Question:
@@ -232,17 +232,17 @@ def _of_cell(asked: Question, data: ReportData, cell: CellData) -> Candidate:
     known = next((one for one in watts if one is not None), None)
     if _same_question(asked, data, cell):
         return _measured(name, cell.capacity, known)
-    if cell.law is None or cell.policy is None:
+    if cell.step_times is None or cell.policy is None:
         raise BadPlan(
             f"run {data.manifest.run_id} has no step law of {cell.name}, so it says "
             "nothing of other requests or another SLO"
         )
-    # Of a machine of two speeds the law is of one of them.
+    # Of a machine of two speeds the step-time model is of one of them.
     is_known = cell.capacity.factor and not cell.capacity.speed_moved
-    law, sd = cell.law, sd_of(1 if is_known else 0)
+    step_times, sd = cell.step_times, sd_of(1 if is_known else 0)
     machine = Machine(
         name=name,
-        law=lambda spec, weight_format, slots, devices: (law, 1.645 * sd),
+        step_times=lambda spec, weight_format, slots, devices: (step_times, 1.645 * sd),
         slots=cell.policy.slots,
         grade="estimated",
         policy=cell.policy,
@@ -255,18 +255,18 @@ def _of_cell(asked: Question, data: ReportData, cell: CellData) -> Candidate:
 def _measured(name: str, capacity: Capacity, watts: float | None) -> Candidate:
     """The journal's capacity: what is confirmed is surely served, as the report says, and no more;
     where nothing is, the one-sided ends of the estimate."""
-    limit, low, high = capacity.limit, capacity.low, capacity.high
+    limit, low, high = capacity.estimated_rate, capacity.low, capacity.high
     if limit and low:
         low = limit * (low / limit) ** ONE_SIDED
     if limit and high:
         high = limit * (high / limit) ** ONE_SIDED
     return Candidate(
         device=name,
-        kind="confirmed" if capacity.held else "estimated",
-        low=capacity.held or low,
-        rate=limit if limit is not None else capacity.held,
+        kind="confirmed" if capacity.confirmed_rate else "estimated",
+        low=capacity.confirmed_rate or low,
+        rate=limit if limit is not None else capacity.confirmed_rate,
         high=high,
-        reason="misses the SLO unloaded" if capacity.state == "not_even_alone" else "",
+        reason="misses the SLO unloaded" if capacity.state == "misses_slo_unloaded" else "",
         watts=watts,
     )
 

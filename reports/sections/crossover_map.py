@@ -51,8 +51,8 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     model: int  # its place among the answers
     side: str
     cell: CellData | None
-    held: float | None = None
-    limit: float | None = None
+    confirmed_rate: float | None = None
+    estimated_rate: float | None = None
     low: float | None = None
     high: float | None = None
     gpu: DeviceCapacity | None = None  # predicted: what takes over, behind the CPU's bars
@@ -61,7 +61,11 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def rates(self) -> list[float]:
         both = [one.rate for one in (self.gpu, self.forecast) if one is not None]
-        return [rate for rate in (self.held, self.limit, self.low, self.high, *both) if rate]
+        return [
+            rate
+            for rate in (self.confirmed_rate, self.estimated_rate, self.low, self.high, *both)
+            if rate
+        ]
 
 
 def lanes_of(answers: Sequence[Answer], data: ReportData) -> Iterator[Lane]:
@@ -84,8 +88,8 @@ def lanes_of(answers: Sequence[Answer], data: ReportData) -> Iterator[Lane]:
                 continue
             yield msgspec.structs.replace(
                 lane,
-                held=cell.held or None,
-                limit=found.limit or found.high or None,
+                confirmed_rate=cell.confirmed_rate or None,
+                estimated_rate=found.estimated_rate or found.high or None,
                 low=found.low or None,
                 high=found.high or None,
             )
@@ -188,8 +192,8 @@ def _bars(
 ) -> list[str]:
     """The bars of a device; empty ones are there for the sliders, without width."""
     middle = y + height / 2
-    held = scale.place(lane.held)
-    limit = scale.place(lane.limit, held)
+    held = scale.place(lane.confirmed_rate)
+    limit = scale.place(lane.estimated_rate, held)
     gpu = scale.place(None if lane.gpu is None else lane.gpu.rate, limit)
     own = f'data-model="{lane.model}" data-side="{lane.side}"'
     like = None if lane.cell is None else lane.cell.like
@@ -202,8 +206,8 @@ def _bars(
             f"<title>{escape(says)}</title></rect>"
         )
 
-    confirmed = formatting.rate(lane.held, rounded="down", like=like)
-    estimated = formatting.rate(lane.limit, like=like)
+    confirmed = formatting.rate(lane.confirmed_rate, rounded="down", like=like)
+    estimated = formatting.rate(lane.estimated_rate, like=like)
     hatched = f"url(#hatch-{lane.side}-{kind})"
     parts = [
         bar("held", scale.left, held, COLOURS[lane.side][0], f"{where}: confirmed {confirmed}"),
@@ -253,6 +257,6 @@ def _forecast(
 def _why_none(cell: CellData | None) -> str:
     if cell is None or cell.capacity is None:
         return "not measured"
-    if cell.capacity.state == "not_even_alone":
+    if cell.capacity.state == "misses_slo_unloaded":
         return "misses the SLO unloaded"
     return "no rate known"

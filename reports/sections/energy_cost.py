@@ -27,10 +27,10 @@ def _of_devices(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     rows, sentence = [], ""
     for cell in (cell for one in answers for cell in one.cells):
         hourly = price if cell.side == GPU else None
-        rate = cell.held or cell.limit
+        rate = cell.confirmed_rate or cell.estimated_rate
         million = dollars_per_million_tokens(cell, hourly)
-        grade = "confirmed" if cell.held else "estimated"
-        rounded: formatting.Rounding = "down" if cell.held else "nearest"
+        grade = "confirmed" if cell.confirmed_rate else "estimated"
+        rounded: formatting.Rounding = "down" if cell.confirmed_rate else "nearest"
         rows.append(
             (
                 cell.model,
@@ -79,7 +79,7 @@ def _price_words(data: ReportData) -> str:
 
 def dollars_per_million_tokens(cell: CellData, dollars_per_hour: float | None) -> float | None:
     """At the confirmed rate, else at the estimated capacity; None: price or rate is not known."""
-    rate = cell.held or cell.limit
+    rate = cell.confirmed_rate or cell.estimated_rate
     if not dollars_per_hour or not rate or cell.traffic is None:
         return None
     return dollars_per_hour / (3600 * rate * cell.traffic.mean_output) * 1e6
@@ -89,8 +89,10 @@ def _against_takeover(answers: Sequence[Answer]) -> Section | None:
     """The price below which machines like this one are cheaper than the GPU that takes over."""
     rows = []
     for one in answers:
-        gpu, rate = one.takeover_gpu, one.cell.held or one.cell.limit
-        rounded: formatting.Rounding = "down" if one.cell.held else "nearest"  # as the headline
+        gpu, rate = one.takeover_gpu, one.cell.confirmed_rate or one.cell.estimated_rate
+        rounded: formatting.Rounding = (
+            "down" if one.cell.confirmed_rate else "nearest"
+        )  # as the headline
         if gpu is None or gpu.dollars_per_hour is None or not gpu.low or not rate:
             continue
         machines, million = max(1, math.ceil(gpu.low / rate)), "–"

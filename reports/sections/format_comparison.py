@@ -23,7 +23,7 @@ def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     sentences = []
     for side in SIDES:
         if own := [cell for cell in several if cell.side == side]:
-            best = max(own, key=lambda cell: cell.limit or 0.0)
+            best = max(own, key=lambda cell: cell.estimated_rate or 0.0)
             where = f"On the {SIDE_NAMES[side]} " if len(data.sides) > 1 else ""
             sentences.append(f"{where}{best.engine_words} serves most of {best.model}.")
     return Section(

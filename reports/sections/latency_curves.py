@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loadtests.analysis.slo import Slo
-from loadtests.simulation.simulated_capacity import Server
 from models import formatting
 from reports.chart_style import (
     CPU,
@@ -27,22 +25,24 @@ from reports.chart_style import (
 )
 from reports.report_data import CellData
 from reports.sections.section import Chart
+from serving.capacity.simulated_capacity import Server
+from serving.capacity.slo import Slo
 
 POINTS = 14  # of a curve
 REQUESTS = 1_000  # that each is simulated with
 QUANTILES = {"median": 0.5, "nine of ten": 0.9}
 COLOURS = {"median": CPU, "nine of ten": "#d55e00"}
 TITLES = {"ttft": "Time to first token", "tpot": "Time per output token"}
-MOST_OVER = 8  # times the limit: the end of the axis of seconds
+MAX_OVER = 8  # times the limit: the end of the axis of seconds
 NEVER = 1e9  # seconds: drawn at the top
 
 
 def latency_curves(cell: CellData, slo: Slo) -> tuple[Chart, ...]:
-    """TTFT and TPOT of one cell; () where neither a law nor a level is known."""
+    """TTFT and TPOT of one cell; () where neither a step-time model nor a level is known."""
     found = cell.capacity
     known = [one.level.rate or 0.0 for one in cell.loaded]
     if found is not None:
-        known += [one for one in (found.limit, found.held, found.high) if one]
+        known += [one for one in (found.estimated_rate, found.confirmed_rate, found.high) if one]
     top = max(known, default=0.0)
     if not top:
         return ()
@@ -59,10 +59,10 @@ def latency_curves(cell: CellData, slo: Slo) -> tuple[Chart, ...]:
 
 def _curves(cell: CellData, rates: Sequence[float]) -> list[Row]:
     """Simulated: a row for each rate, quantile and kind of latency."""
-    if cell.law is None or cell.policy is None or cell.traffic is None:
+    if cell.step_times is None or cell.policy is None or cell.traffic is None:
         return []
     traffic = cell.traffic
-    server = Server(cell.law, cell.policy, traffic.lengths, traffic.arrivals, count=REQUESTS)
+    server = Server(cell.step_times, cell.policy, traffic.lengths, traffic.arrivals, count=REQUESTS)
     return [
         {"name": name, "rate": rate, "seconds": value, "of": of}
         for rate in rates
@@ -94,7 +94,7 @@ def _chart(
     seen = [row["seconds"] for row in (*lines, *dots) if row["seconds"] < NEVER]
     high = max(seen, default=1.0)
     if limit is not None:
-        high = min(max(high, 1.5 * limit), MOST_OVER * limit)
+        high = min(max(high, 1.5 * limit), MAX_OVER * limit)
     x, y = rate_axis(*ends, cell.like), seconds_axis(min([*seen, high / 10]) / 1.4, high * 1.2)
     layers = []
     if lines:
@@ -105,9 +105,9 @@ def _chart(
         layers.append(marks.encode(x=x, y=y, color=palette("of:N", COLOURS, legend=not lines)))
     if limit is not None:
         layers += rule_at(limit, "SLO", y, SLO)
-    if cell.limit:
-        capacity = formatting.rate(cell.limit, like=cell.like)
-        layers += rate_line(cell.limit, f"capacity {capacity}", x)
+    if cell.estimated_rate:
+        capacity = formatting.rate(cell.estimated_rate, like=cell.like)
+        layers += rate_line(cell.estimated_rate, f"capacity {capacity}", x)
     return Chart(
         slug=f"{name}-{cell.key}",
         label=f"{TITLES[name]} of {cell.name} against the request rate: lines are "

@@ -32,11 +32,13 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
                 rows.append((one, cell, _measured(cell), on_takeover))
     if not rows:
         return None
-    bridged = [row for row in rows if row[0].cpu is not None and row[0].cpu.held and _gpu_of(row)]
+    bridged = [
+        row for row in rows if row[0].cpu is not None and row[0].cpu.confirmed_rate and _gpu_of(row)
+    ]
     one, cell, here, _ = (bridged or rows)[-1]
     sentence = f"{cell.name} loads in {formatting.seconds(here)}."
     if bridged and one.cpu is not None:
-        held = formatting.rate(one.cpu.held, rounded="down", like=one.cpu.like)
+        held = formatting.rate(one.cpu.confirmed_rate, rounded="down", like=one.cpu.like)
         sentence = (
             f"While a GPU loads {one.title} for some {formatting.duration(_gpu_of(bridged[-1]))}, "
             f"this CPU carries {formatting.of_requests(held)}."

@@ -20,8 +20,12 @@ def predicted_and_measured(data: ReportData, answers: Sequence[Answer]) -> Secti
             continue
         found, like = cell.capacity, cell.like
         said = formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high, like)
-        estimated = formatting.rate_with_interval(found.limit, found.low, found.high, like)
-        held = formatting.rate(cell.held, rounded="down", like=like) if cell.held else "none"
+        estimated = formatting.rate_with_interval(found.estimated_rate, found.low, found.high, like)
+        held = (
+            formatting.rate(cell.confirmed_rate, rounded="down", like=like)
+            if cell.confirmed_rate
+            else "none"
+        )
         rows.append(
             (cell.model, cell.device_words, str(cell.slots), said, estimated, held, _off(one, data))
         )
@@ -54,7 +58,7 @@ def predicted_and_measured(data: ReportData, answers: Sequence[Answer]) -> Secti
 def _off(one: Answer, data: ReportData) -> str:
     """`+6 %`."""
     predicted = predicted_here(one.gpu, data)
-    limit = None if one.gpu is None else one.gpu.limit
+    limit = None if one.gpu is None else one.gpu.estimated_rate
     if predicted is None or not predicted.rate or not limit:
         return "–"
     return f"{predicted.rate / limit - 1:+.0%}".replace("%", " %").replace("-", "\N{MINUS SIGN}")

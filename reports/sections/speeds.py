@@ -1,4 +1,5 @@
-"""Prompts, answers and batches: how quickly they are read and written, by the step law of a run."""
+"""Prompts, answers and batches: how quickly they are read and written, by the step-time model of a
+run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SLOW_FOR_MANY = 0.25
 
 
 def prefill_decode(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where no cell has a law."""
+    """None where no cell has a step-time model."""
     cells = [cell for one in answers for cell in one.cells]
     rows = [(cell, *found) for cell in cells if (found := speeds(cell)) is not None]
     if not rows:
@@ -56,11 +57,11 @@ def prefill_decode(data_: ReportData, answers: Sequence[Answer]) -> Section | No
 
 def speeds(cell: CellData) -> tuple[float, float, float] | None:
     """(prompt tokens/s, tokens/s of one stream, share of a request's time in its prompt)."""
-    if cell.law is None or cell.traffic is None:
+    if cell.step_times is None or cell.traffic is None:
         return None
-    law, prompt, output = cell.law, cell.traffic.mean_prompt, cell.traffic.mean_output
-    read = law.seconds(0, prompt, 0)
-    token = law.seconds(1, 0, prompt + output / 2)
+    step_times, prompt, output = cell.step_times, cell.traffic.mean_prompt, cell.traffic.mean_output
+    read = step_times.seconds(0, prompt, 0)
+    token = step_times.seconds(1, 0, prompt + output / 2)
     return prompt / read, 1 / token, read / (read + token * max(output - 1, 0))
 
 
@@ -69,7 +70,7 @@ def _tokens(per_second: float) -> str:
 
 
 def batch_size(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where no cell has a law."""
+    """None where no cell has a step-time model."""
     cells = [cell for one in answers for cell in one.cells]
     known = [(cell, steps) for cell in cells if (steps := step_seconds(cell))]
     if not known:
@@ -111,12 +112,12 @@ def batching_sentence(cell: CellData, steps: dict[int, float]) -> str:
 
 
 def step_seconds(cell: CellData) -> dict[int, float]:
-    """Seconds of a decode step by its rows, up to the slots; {} without a law."""
-    if cell.law is None or cell.traffic is None or cell.policy is None:
+    """Seconds of a decode step by its rows, up to the slots; {} without a step-time model."""
+    if cell.step_times is None or cell.traffic is None or cell.policy is None:
         return {}
     context = cell.traffic.mean_prompt + cell.traffic.mean_output / 2
     counts = [rows for rows in ROWS if rows <= (cell.slots or cell.policy.slots)] or [1]
-    return {rows: cell.law.seconds(rows, 0, rows * context) for rows in counts}
+    return {rows: cell.step_times.seconds(rows, 0, rows * context) for rows in counts}
 
 
 def _cell(steps: dict[int, float], rows: int) -> str:

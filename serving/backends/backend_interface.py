@@ -30,9 +30,9 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
+from serving.capacity.scheduler_settings import AUTO, SchedulerSettings
 from serving.errors import EngineFailed, Unsupported
 from serving.option_help import Count, check, explained
-from serving.performance.scheduler_settings import AUTO, SchedulerSettings
 from serving.sampling.step_inputs import Row, Sampled
 
 Options = TypeVar("Options", bound=msgspec.Struct)

@@ -25,9 +25,9 @@ from serving.backends.llama_cpp.cache_layout import buffer_bytes as llama_buffer
 from serving.backends.llama_cpp.cache_layout import kv_bytes as llama_kv_bytes
 from serving.backends.llama_cpp.cache_layout import state_bytes as llama_state_bytes
 from serving.backends.torch.memory_overhead import overhead_bytes as torch_overhead_bytes
+from serving.capacity.scheduler_settings import AUTO, SchedulerSettings
 from serving.errors import BackendUnavailable, Unsupported
 from serving.hardware.gpus import run_probe
-from serving.performance.scheduler_settings import AUTO, SchedulerSettings
 
 MIB = 1 << 20
 PROBE_SECONDS = 60.0

@@ -25,7 +25,7 @@ from models.weights_manifest import write_atomically
 from serving.errors import EngineState, ServingError
 from serving.http.http_server import is_loopback, listen, serving, url_of
 from serving.http.routes import App
-from serving.logs import Narrator
+from serving.logs import ConsoleLog
 from serving.metrics import ServerMetrics
 from serving.option_help import parse_bytes
 from serving.placement.placement_policy import explain
@@ -42,7 +42,7 @@ def launch(options: ServeOptions) -> int:
     """Serve until a signal arrives. Return the exit status: 0 after a drain, 1 if nothing could be
     served or requests were aborted."""
     out = sys.stderr or open(os.devnull, "w")
-    narrator = Narrator(out)
+    narrator = ConsoleLog(out)
     logging.basicConfig(stream=out, format="%(message)s", level=logging.WARNING, force=True)
     if options.replicas > 1:
         raise ServingError(f"--replicas {options.replicas} needs --on ray")
@@ -63,7 +63,7 @@ def launch(options: ServeOptions) -> int:
             return runner.run(_run(options, registry, app, listener, narrator))
 
 
-def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
+def make_registry(options: ServeOptions, narrator: ConsoleLog) -> Registry:
     """Return the registry of all models with their files, none of them loaded yet, and log where
     each will run and why.
 
@@ -106,7 +106,7 @@ async def _run(
     registry: Registry,
     app: App,
     listener: socket.socket,
-    narrator: Narrator,
+    narrator: ConsoleLog,
 ) -> int:
     """Serve until a signal arrives or no model can ever be served. Return the exit status."""
     asked = asyncio.Event()
@@ -143,7 +143,7 @@ async def _run(
 
 
 async def _announce(
-    registry: Registry, url: str, ready_file: str | None, narrator: Narrator
+    registry: Registry, url: str, ready_file: str | None, narrator: ConsoleLog
 ) -> str:
     """Log the progress of loads; print a line and write the ready file when an engine is ready.
 

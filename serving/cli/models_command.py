@@ -29,11 +29,11 @@ from models.weights_manifest import cache_dir
 from serving.backends.backend_table import missing_backends, weights_of
 from serving.backends.llama_cpp.dry_load import held_memory
 from serving.backends.model_engines import Engine, engines_on, refusal, usual_engines
+from serving.capacity.scheduler_settings import RequestedSettings
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
-from serving.logs import Narrator
+from serving.logs import ConsoleLog
 from serving.option_help import parse_bytes
-from serving.performance.scheduler_settings import RequestedSettings
 from serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
@@ -106,7 +106,7 @@ def make(
     kind, _ = weights_of(backend)
     if weight_format in FORMATS:
         kind, weight_format = weight_format, None
-    progress = Narrator(sys.stderr).progress
+    progress = ConsoleLog(sys.stderr).progress
     for name in names:
         found = resolve(
             name, kind=kind, weight_format=weight_format, cache=cache, progress=progress

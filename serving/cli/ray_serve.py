@@ -25,12 +25,12 @@ from typing import Any
 import msgspec
 
 from models.child_process import python_variables
-from models.model_ladder import is_rung
+from models.model_ladder import is_ladder_model
 from models.weights_manifest import write_atomically
+from serving.capacity.scheduler_settings import DEFAULT_SETTINGS
 from serving.errors import EngineFailed, ServingError
 from serving.hardware.machine_facts import allowed_cores
 from serving.option_help import flags_of
-from serving.performance.scheduler_settings import DEFAULT_SETTINGS
 from serving.server_options import Policy, ServeOptions
 
 APPLICATION = "crossover"
@@ -45,7 +45,7 @@ def launch_on_ray(options: ServeOptions) -> int:
     """Serve until a signal comes; the exit status."""
     check_options(options)
     (source,) = options.models
-    if os.path.exists(source) and not is_rung(source):  # a replica stands in another folder
+    if os.path.exists(source) and not is_ladder_model(source):  # a replica stands in another folder
         options = msgspec.structs.replace(options, models=(os.path.abspath(source),))
     from serving.cli.launch import key_of
     from serving.http.http_server import listen, url_of
@@ -174,9 +174,9 @@ class Ingress:
         global _registry
         from serving.cli.launch import make_registry
         from serving.http.routes import App
-        from serving.logs import Narrator
+        from serving.logs import ConsoleLog
 
-        narrator = Narrator(sys.stderr)  # the replica's log, which Ray keeps
+        narrator = ConsoleLog(sys.stderr)  # the replica's log, which Ray keeps
         _registry = await asyncio.to_thread(make_registry, self._options, narrator)
         self._app = App(_registry, self._api_key)
         await _registry.start()

@@ -6,7 +6,7 @@
         deltas = scheduler.step()
 
 A free slot goes to the oldest sequence that waits. A step holds decode rows first, one token each,
-then prompt tokens, oldest first, as many as `serving.performance.plan_step` says. When the KV pool
+then prompt tokens, oldest first, as many as `serving.capacity.plan_step` says. When the KV pool
 is full, idle prefixes go first, then the youngest sequence returns to the queue with what it has
 generated.
 
@@ -25,20 +25,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from serving.backends.backend_interface import Backend, EngineConfig, Launched
+from serving.capacity.plan_step import plan_step
 from serving.engine.detokenize_and_stop import StreamText
 from serving.engine.ipc_messages import Delta, FinishReason, StepStats, Submit
 from serving.engine.sequence import Sequence
 from serving.engine.slot_allocator import SlotAllocator
 from serving.engine.step_clock import StepClock
 from serving.errors import EngineFailed, KvFull, ServingError, Unsupported
-from serving.performance.plan_step import plan_step
 from serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
 
 PATIENCE = 16  # tokens until a sequence's steps are launched again, where one was no good
-MOST_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
+MAX_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step that the backend was given. `launched`: it may still be under way, else `sampled` is
     what it drew."""
 
@@ -78,7 +78,7 @@ class Scheduler:
         self._cancelled: set[int] = set()
         self._has_deadlines = False
         self._broken = 0  # sequences ended by NaN since a token was drawn
-        self._flight: Flight | None = None  # the step under way
+        self._flight: InFlightStep | None = None  # the step under way
         self._landed = 0.0  # when the last step's tokens were there
         self._must_wait = False  # a token has to be drawn by `step`
         self._last_step = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
@@ -159,7 +159,7 @@ class Scheduler:
         rows.sort(key=lambda row: row.slot)
         return rows, {sequence.slot for sequence in filling}
 
-    def _next(self, after: Launched | None) -> Flight | None:
+    def _next(self, after: Launched | None) -> InFlightStep | None:
         """The next step: launched where the backend can, else done. `after`: the one under way;
         None comes back where that has to be read first."""
         rows, filling = self._schedule()
@@ -194,9 +194,9 @@ class Scheduler:
                 if sequence.is_at_checkpoint:
                     self._slots.save(row.slot, sequence.held)
             prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in filling)
-            return Flight(rows, sequences, prompt_tokens, began, seconds, launched, sampled)
+            return InFlightStep(rows, sequences, prompt_tokens, began, seconds, launched, sampled)
 
-    def _land(self, flight: Flight, deltas: list[Delta]) -> None:
+    def _land(self, flight: InFlightStep, deltas: list[Delta]) -> None:
         """Read what a step drew, and give it to the sequences that still run."""
         found: list[Sampled | None] = [*flight.sampled]
         seconds = flight.seconds
@@ -239,7 +239,7 @@ class Scheduler:
         """The end of a sequence whose logits are NaN; its KV is worth nothing. Raises EngineFailed
         where that is so of one after another."""
         self._broken += 1
-        if self._broken > MOST_BROKEN:
+        if self._broken > MAX_BROKEN:
             raise EngineFailed("the model's logits are not numbers (NaN), whatever it is asked")
         sequence.computed = 0
         problem = ServingError("this prompt makes the model's logits NaN")

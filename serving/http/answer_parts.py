@@ -37,7 +37,7 @@ Kind = Literal["start", "reasoning", "content", "call", "list", "header"]
 RESPONSE_MARKS = ("<response>", "</response>")  # Granite 3, around what is no reasoning
 
 
-class Form(NamedTuple):
+class OutputFormat(NamedTuple):
     """What there may be in a text. `reasoning`: "maybe" (the text may open it), "open" (the prompt
     has opened it). `calls`: their format; None: none are looked for."""
 
@@ -56,22 +56,22 @@ def form_of(
     calls: Format | None,
     parameters: Mapping[str, Mapping[str, Any]],
     is_free: bool,
-) -> Form | None:
+) -> OutputFormat | None:
     """What there may be in an answer to a prompt; None: content alone. `parameters`: of the
     functions that the model was told of. `is_free`: the answer is held to no grammar."""
     dialect, end = dialect_of(template), prompt.rstrip()
     names = frozenset(parameters)
     if not is_free:
-        return None if calls is None else Form(None, calls, names)
+        return None if calls is None else OutputFormat(None, calls, names)
     if dialect == "harmony":
         is_open = end.endswith(f"{_CHANNEL}analysis{_MESSAGE}")
-        return Form("open" if is_open else "maybe", calls, names, dialect, parameters)
+        return OutputFormat("open" if is_open else "maybe", calls, names, dialect, parameters)
     if dialect == "gemma":
         is_open = end.endswith(f"{GEMMA_THINK}thought")
-        return Form("open" if is_open else "maybe", calls, names, dialect, parameters)
+        return OutputFormat("open" if is_open else "maybe", calls, names, dialect, parameters)
     dropped = tuple(mark for mark in RESPONSE_MARKS if mark in template)
     is_tagged = calls == "hermes" and FUNCTION in template
-    form = Form(None, calls, names, dialect, parameters, dropped, is_tagged)
+    form = OutputFormat(None, calls, names, dialect, parameters, dropped, is_tagged)
     if THOUGHT not in template:
         return None if calls is None and not dropped else form
     return form._replace(reasoning="open" if end.endswith(THINK) else "maybe")
@@ -83,11 +83,11 @@ class Part(NamedTuple):
     call: ToolCall | None = None
 
 
-class Splitter:
+class OutputParser:
     """Finds the parts of one sequence's text, of this Form. It holds back no more than the
     beginning of a mark, white space before a part, and calls."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: OutputFormat) -> None:
         self._form = form
         self._held = ""
         self._fresh = True  # nothing of this part has come yet

@@ -28,7 +28,7 @@ _INT64 = 2**63
 # --- requests
 
 
-class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class WireStruct(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Base of every request: an unknown key is refused."""
 
 
@@ -40,7 +40,7 @@ def _about(text: str, **bounds: Any) -> Meta:
     return Meta(description=text, **bounds)
 
 
-class StreamOptions(Wire, kw_only=True, frozen=True):
+class StreamOptions(WireStruct, kw_only=True, frozen=True):
     """`include_usage`: usage in the last chunk. `continuous_usage_stats` (vLLM): in every chunk."""
 
     include_usage: bool | None = None
@@ -48,14 +48,14 @@ class StreamOptions(Wire, kw_only=True, frozen=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class JsonSchemaFormat(Wire, kw_only=True, frozen=True):
+class JsonSchemaFormat(WireStruct, kw_only=True, frozen=True):
     name: str
     schema: dict[str, Any]
     strict: bool | None = None
     description: str | None = None
 
 
-class ResponseFormat(Wire, kw_only=True, frozen=True):
+class ResponseFormat(WireStruct, kw_only=True, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -74,7 +74,7 @@ MaxTokens = Annotated[
 ]
 
 
-class Generation(Wire, kw_only=True, frozen=True):
+class Generation(WireStruct, kw_only=True, frozen=True):
     """The keys that chat and completions have in common."""
 
     model: Annotated[str, _about("Default: the only model that is served.")] | None = None
@@ -260,7 +260,7 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
     modalities: list[Literal["text"]] | None = None
 
 
-class TokenizeRequest(Wire, kw_only=True, frozen=True):
+class TokenizeRequest(WireStruct, kw_only=True, frozen=True):
     """POST /tokenize."""
 
     model: str | None = None
@@ -268,7 +268,7 @@ class TokenizeRequest(Wire, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None  # prepend the model's BOS token; default: true
 
 
-class DetokenizeRequest(Wire, kw_only=True, frozen=True):
+class DetokenizeRequest(WireStruct, kw_only=True, frozen=True):
     """POST /detokenize. Control tokens become no text."""
 
     model: str | None = None

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
-from serving.http.answer_parts import Form, Part, Splitter
+from serving.http.answer_parts import OutputFormat, OutputParser, Part
 from serving.http.api_errors import ApiError, too_late, try_again
 from serving.http.body_types import (
     COMPLETION,
@@ -55,7 +55,7 @@ class Choice:
     index: int
     stream: Stream
     submitted: float
-    splitter: Splitter | None  # None: all of the text is content
+    splitter: OutputParser | None  # None: all of the text is content
     first: float = 0.0  # when its first token was generated
     last: float = 0.0  # when its last tokens arrived
     tokens: int = 0
@@ -92,7 +92,9 @@ class Answer:
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     opening: tuple[Part, ...] = ()  # the parts before a choice's first content
-    form: Form | None = None  # what splitters look for in the text; None: all of it is content
+    form: OutputFormat | None = (
+        None  # what splitters look for in the text; None: all of it is content
+    )
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class Answer:
         try:
             for index, sequence in enumerate(self.sequences):
                 stream = self.model.supervisor.submit(sequence, arrived)
-                splitter = None if self.form is None else Splitter(self.form)
+                splitter = None if self.form is None else OutputParser(self.form)
                 self.choices.append(Choice(index, stream, time.perf_counter(), splitter))
             running = len(self.choices)
             while running:

@@ -29,7 +29,7 @@ _JSON_TYPE = re.compile(rb"\s*application/(?:[\w.+-]+\+)?json\s*(?:;.*)?", re.IG
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _EVENTS = "text/event-stream; charset=utf-8"
 _AT_ONCE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-MOST_BODY_BYTES = 4 << 20  # limits of connections, headers and upload pace are a proxy's task
+MAX_BODY_BYTES = 4 << 20  # limits of connections, headers and upload pace are a proxy's task
 
 
 class Request:
@@ -57,7 +57,7 @@ class Request:
 
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
         """Return the decoded body. Raises ApiError (400, 413, 415)."""
-        headers, most = self.headers, MOST_BODY_BYTES
+        headers, most = self.headers, MAX_BODY_BYTES
         kind = headers.get(b"content-type", b"")
         if not _JSON_TYPE.fullmatch(kind) or b"content-encoding" in headers:
             text = (
@@ -109,12 +109,12 @@ class Request:
             self.gone = True
             task.cancel()
 
-    def let_go(self) -> None:
+    def release_model(self) -> None:
         """Release the model: the request has ended, normally or not."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self._held is not None:
-            self._held.let_go()
+            self._held.release_model()
 
     async def _head(self, status: int, more: dict[str, str]) -> None:
         self.status = status

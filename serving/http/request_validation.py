@@ -16,18 +16,18 @@ from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import ContextOverflow
 from serving.http.api_errors import refused
 from serving.http.body_types import ChatRequest, CompletionRequest, Generation, encode
-from serving.registry.loaded_models import Facts
+from serving.registry.loaded_models import EngineLimits
 from serving.sampling.grammar import MAX_CHARACTERS
 from serving.sampling.step_inputs import GREEDY_BELOW, Sampling
 
-MOST_SEQUENCES = 128  # prompts * n of one request
+MAX_SEQUENCES = 128  # prompts * n of one request
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 _SMALLEST_TOP_P = 1e-6  # top_p 0 means "only the best token", and a nucleus needs one token
 _SEED_MASK = (1 << 63) - 1
 
 
 def validate(
-    body: Generation, facts: Facts, logprobs: int | None = None, calls: bytes | None = None
+    body: Generation, facts: EngineLimits, logprobs: int | None = None, calls: bytes | None = None
 ) -> GenerationRequest:
     """Return the request's sampling and stops, without prompt and limits. Raises ApiError 400.
 
@@ -86,7 +86,7 @@ def _schema_of(body: Generation, calls: bytes | None) -> bytes | None:
     return schema
 
 
-def prompts_of(body: CompletionRequest, facts: Facts) -> list[str | list[int]]:
+def prompts_of(body: CompletionRequest, facts: EngineLimits) -> list[str | list[int]]:
     """Return the prompts, each a text or token ids. Raises ApiError 400."""
     prompt = body.prompt
     if isinstance(prompt, str) or {type(item) for item in prompt} == {int}:
@@ -95,8 +95,8 @@ def prompts_of(body: CompletionRequest, facts: Facts) -> list[str | list[int]]:
         why = "Send a text, texts, token ids or lists of token ids, all of one kind."
         raise refused("prompt", why)
     found, choices = cast("list[str | list[int]]", prompt), body.n or 1
-    if len(found) * choices > MOST_SEQUENCES:
-        why = f"{len(found)} prompts times {choices} answers exceed the maximum {MOST_SEQUENCES}."
+    if len(found) * choices > MAX_SEQUENCES:
+        why = f"{len(found)} prompts times {choices} answers exceed the maximum {MAX_SEQUENCES}."
         raise refused("n" if choices > 1 else "prompt", why)
     for ids in found:
         if isinstance(ids, list):
@@ -104,7 +104,7 @@ def prompts_of(body: CompletionRequest, facts: Facts) -> list[str | list[int]]:
     return found
 
 
-def check_ids(ids: Collection[int], facts: Facts, param: str) -> None:
+def check_ids(ids: Collection[int], facts: EngineLimits, param: str) -> None:
     """Check that the model has these token ids. Raises ApiError 400."""
     for token in (max(ids, default=0), min(ids, default=0)):
         if not 0 <= token < facts.vocabulary:
@@ -112,7 +112,7 @@ def check_ids(ids: Collection[int], facts: Facts, param: str) -> None:
             raise refused(param, why)
 
 
-def token_limit(body: Generation, prompt_tokens: int, facts: Facts) -> int:
+def token_limit(body: Generation, prompt_tokens: int, facts: EngineLimits) -> int:
     """Return the maximum output tokens: as requested, or what the prompt leaves of the context.
 
     Raises ApiError 400 for an empty prompt, ContextOverflow.

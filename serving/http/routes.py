@@ -131,7 +131,7 @@ class App:
             await self._fail(request, problem)
         finally:
             metrics.open_requests.dec()
-            request.let_go()
+            request.release_model()
             code = CLIENT_GONE if request.gone or request.status is None else request.status
             metrics.responses.labels(request.route, str(code)).inc()
 

@@ -21,7 +21,7 @@ from serving.backends.backend_interface import BackendInfo
 from serving.errors import ContextOverflow, EngineState
 from serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
 from serving.http.api_errors import ApiError
-from serving.http.body_types import DETOKENIZE, TOKENIZE, Wire
+from serving.http.body_types import DETOKENIZE, TOKENIZE, WireStruct
 from serving.http.http_request import Request
 from serving.http.request_validation import check_ids
 from serving.metrics import CONTENT_TYPE
@@ -165,7 +165,7 @@ def _predicted(model: ServedModel) -> dict[str, int] | None:
 # --- the admin routes
 
 
-class LoadRequest(Wire, kw_only=True, frozen=True):
+class LoadRequest(WireStruct, kw_only=True, frozen=True):
     name: str
 
 

@@ -27,7 +27,7 @@ from models.child_process import run_python
 from models.errors import CrossoverError
 from models.formatting import count, duration, of_requests, rate, share, significant
 from models.machine_limits import read_text
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
 from models.model_spec import ModelSpec
 from models.resolve_model import resolve
 from models.weights_manifest import Progress, cache_dir, write_atomically
@@ -40,9 +40,9 @@ from serving.backends.backend_table import (
     missing_backends,
     weights_of,
 )
+from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts
-from serving.performance.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from serving.placement.placement_policy import (
     NoPlacement,
     PlacementRequest,
@@ -56,13 +56,14 @@ BEST = "best"  # in place of a backend's name in a campaign
 USUAL = tuple(
     (name, format_of(name, None)) for name, row in BACKENDS.items() if row.is_cpu_candidate
 )
-# A bigger model, whose weights would first have to be made, is judged by this rung's times, scaled.
-PROXY, MOST_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
+# A bigger model, whose weights would first have to be made, is judged by this ladder model's times,
+# scaled.
+PROXY, MAX_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
 PART_SECONDS = 0.5  # of each kind of step
-MOST_STEPS = 64  # of one kind
+MAX_STEPS = 64  # of one kind
 SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long one where there is time for it
 TIMEOUT_SECONDS = 300.0
-MOST_TAKEN = 0.1  # of the CPU time that an engine wanted: more, and it is measured again
+MAX_TAKEN = 0.1  # of the CPU time that an engine wanted: more, and it is measured again
 
 Say = Callable[[str], None]
 
@@ -103,7 +104,7 @@ class EngineChoice(NamedTuple):
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """A model that is to be served on the CPU, all its slots busy with requests of mean lengths."""
 
-    source: str  # a rung, a file or a folder
+    source: str  # a ladder model, a file or a folder
     request: PlacementRequest
     prompt_tokens: float
     output_tokens: float
@@ -172,7 +173,7 @@ def known_times(
     """
     cache, began = question.cache, time.monotonic()
     kept = read_table(cache, facts).get(question.key(engine))
-    if not question.may_measure or (kept is not None and kept.taken_share <= MOST_TAKEN):
+    if not question.may_measure or (kept is not None and kept.taken_share <= MAX_TAKEN):
         return kept
     kind, spelt = weights_of(engine.backend, engine.weight_format)
     files = resolve(question.source, kind=kind, weight_format=spelt, cache=cache, progress=progress)
@@ -194,7 +195,7 @@ def known_times(
         keep(cache, facts, question.key(engine), times)
     except OSError as problem:  # such as a cache on a disk that cannot be written to
         where = f"not kept: {table_path(cache)} cannot be written to ({problem.strerror})"
-    if times.taken_share > MOST_TAKEN:
+    if times.taken_share > MAX_TAKEN:
         taken = share(times.taken_share, 2)
         where = f"others took {taken} of the CPU time that it wanted: measured again next time"
     say(f"measured {engine.name} on {files.name} in {spent}, {where}")
@@ -220,8 +221,8 @@ def _measured(
     if one.why_not:
         return one
     spec, asked = question.request.model, question
-    if spec.parameters > MOST_MEASURED_PARAMETERS:
-        request = msgspec.structs.replace(asked.request, model=rung(PROXY).spec)
+    if spec.parameters > MAX_MEASURED_PARAMETERS:
+        request = msgspec.structs.replace(asked.request, model=ladder_model(PROXY).spec)
         asked = msgspec.structs.replace(asked, source=PROXY, request=request)
     try:
         times = known_times(asked, one, facts, say, progress)
@@ -291,7 +292,7 @@ def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
 
     Raises ServingError.
     """
-    context = min(spec.context, LONG_PROMPT + 4 * MOST_STEPS)
+    context = min(spec.context, LONG_PROMPT + 4 * MAX_STEPS)
     settings = msgspec.structs.replace(config.settings, context_tokens=context, kv_tokens=None)
     small = msgspec.structs.replace(config, settings=settings)
     ran = run_python(
@@ -327,7 +328,7 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
     def usual(step: Callable[[], float], least: int) -> float:
         """The lower quartile: whatever else the machine does only makes a step longer."""
         until, found = clock() + PART_SECONDS, list[float]()
-        while len(found) < least or (clock() < until and len(found) < MOST_STEPS):
+        while len(found) < least or (clock() < until and len(found) < MAX_STEPS):
             found.append(step())
         return sorted(found)[len(found) // 4]
 

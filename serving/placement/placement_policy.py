@@ -27,22 +27,22 @@ from models.model_spec import KV_ELEMENT_BYTES, ModelSpec
 from models.weight_formats import weight_bytes as format_bytes
 from serving.backends.backend_interface import HeldMemory
 from serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
-from serving.errors import Cause, ServingError, Unsupported
-from serving.hardware.gpus import GpuFacts
-from serving.hardware.machine_facts import HardwareFacts
-from serving.option_help import check
-from serving.performance.scheduler_settings import (
+from serving.capacity.scheduler_settings import (
     AUTO,
     DEFAULT_SETTINGS,
     MAX_GPU_SLOTS,
     RequestedSettings,
     SchedulerSettings,
 )
+from serving.errors import Cause, ServingError, Unsupported
+from serving.hardware.gpus import GpuFacts
+from serving.hardware.machine_facts import HardwareFacts
+from serving.option_help import check
 from serving.server_options import Policy
 
 HEADROOM = 0.95  # share of the free memory that may be planned with
 KV_SHARE = 0.25  # of the free memory, where nobody says how long a context may be
-LEAST_CONTEXT = 2048  # where nobody says one and memory is short
+MIN_CONTEXT = 2048  # where nobody says one and memory is short
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -181,9 +181,9 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
     if asked.context_tokens is not None:
         return min(asked.context_tokens, most)
     if asked.kv_tokens is not None:
-        return min(LEAST_CONTEXT, most, asked.kv_tokens)
+        return min(MIN_CONTEXT, most, asked.kv_tokens)
 
-    shortest = min(most, LEAST_CONTEXT)
+    shortest = min(most, MIN_CONTEXT)
     # A GPU's slots follow from what a context leaves: here it has a CPU's, where nobody says.
     slots = asked.slots or DEFAULT_SETTINGS["cpu"].slots
     sized = in_context(request, shortest, slots=slots)

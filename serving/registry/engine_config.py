@@ -17,7 +17,7 @@ import msgspec
 from models.errors import ModelError
 from models.identify_model import ModelIdentity, identify
 from models.machine_limits import cgroup_cores
-from models.model_ladder import is_rung, rung
+from models.model_ladder import is_ladder_model, ladder_model
 from models.resolve_model import ResolvedModel, resolve
 from models.tokenizer import try_tokenizer
 from models.weights_manifest import Progress, read_manifest
@@ -33,11 +33,11 @@ from serving.backends.backend_table import (
 )
 from serving.backends.llama_cpp.dry_load import held_memory
 from serving.backends.onnx.onnx_folder import weight_bytes
+from serving.capacity.scheduler_settings import AUTO
 from serving.errors import Cause, Unsupported
 from serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
 from serving.hardware.gpus import GpuFacts, render_nodes
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
-from serving.performance.scheduler_settings import AUTO
 from serving.placement.fastest_backend import EngineChoice, Question, fastest_backend
 from serving.placement.placement_policy import (
     Attempt,
@@ -275,11 +275,11 @@ def with_known_fallback(
 
 def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     """What is to be placed: the model's shape and size, and the backend and format that follow from
-    what it is. A rung's are decided when it is placed."""
+    what it is. A ladder model's are decided when it is placed."""
     backend, weight_format, size_bytes = model.backend, model.weight_format, None
     held: tuple[HeldMemory, ...] = ()
-    if is_rung(model.source):
-        spec = rung(model.source).spec
+    if is_ladder_model(model.source):
+        spec = ladder_model(model.source).spec
     else:
         if backend is None and model.source in BACKENDS and not spec_of(model.source).has_weights:
             backend = model.source
@@ -324,7 +324,8 @@ def best_for(
     machine: Machine,
     facts: HardwareFacts,
 ) -> EngineChoice | None:
-    """The CPU's best engine for a rung whose backend is not named; None: it is not asked for."""
+    """The CPU's best engine for a ladder model whose backend is not named; None: it is not asked
+    for."""
     question = question_of(model, request, split, machine)
     if question is None:
         return None
@@ -334,9 +335,9 @@ def best_for(
 def question_of(
     model: ModelOptions, request: PlacementRequest, split: CoreSplit, machine: Machine
 ) -> Question | None:
-    """Return what the CPU's engines are asked about a rung; None where its engine is named, or may
-    not be chosen."""
-    is_open = model.backend is None and not model.options and is_rung(model.source)
+    """Return what the CPU's engines are asked about a ladder model; None where its engine is named,
+    or may not be chosen."""
+    is_open = model.backend is None and not model.options and is_ladder_model(model.source)
     if not (model.calibration and is_open):
         return None
     return Question(

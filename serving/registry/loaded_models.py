@@ -4,7 +4,7 @@
     registry.serve(prepared)                          # each of them
     await registry.start()                            # loads in order, returns at once
     model = await registry.hold("smollm2-135m")       # a request: load it, keep it loaded
-    model.let_go()
+    model.release_model()
 
 Each model has one Supervisor. One model loads at a time: only then is it known what memory there
 is. When it is short, idle models are evicted, the least recently used first; a model in use never
@@ -71,7 +71,7 @@ async def in_text_thread(function: Callable[..., T], *args: Any, **kwargs: Any) 
     return await loop.run_in_executor(_TEXT_THREAD, partial(function, *args, **kwargs))
 
 
-class Facts(msgspec.Struct, frozen=True):
+class EngineLimits(msgspec.Struct, frozen=True):
     """What validation needs to know of an engine."""
 
     context_tokens: int
@@ -115,7 +115,7 @@ class ServedModel:
 
     # What a request needs.
 
-    def facts(self, to_generate: bool = True) -> Facts:
+    def facts(self, to_generate: bool = True) -> EngineLimits:
         """What the serving engine can do. One sequence has the whole KV pool at most.
 
         While none serves: raises Unavailable, or where nothing is `to_generate`, what the
@@ -127,9 +127,9 @@ class ServedModel:
             raise supervisor.unavailable()
         if ready is not None:
             info = ready.info
-            return Facts(info.settings.longest_tokens, info.vocabulary)
+            return EngineLimits(info.settings.longest_tokens, info.vocabulary)
         context = supervisor.config.settings.longest_tokens
-        return Facts(context, self.tokenizer.vocabulary)
+        return EngineLimits(context, self.tokenizer.vocabulary)
 
     async def tokens(
         self,
@@ -200,11 +200,11 @@ class ServedModel:
         return self.supervisor.state == EngineState.failed and self.load is None
 
     @property
-    def may_try_again(self) -> bool:
+    def is_retry_due(self) -> bool:
         """True once it has been given up for RETRY_SECONDS."""
         return self.given_up and time.monotonic() >= self.supervisor.since + RETRY_SECONDS
 
-    def let_go(self) -> None:
+    def release_model(self) -> None:
         """A request that held it has ended."""
         self.holders -= 1
         self.used_at = time.monotonic()
@@ -229,7 +229,7 @@ class ServedModel:
         return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
 
 
-def called_off(model: ServedModel) -> Unavailable:
+def is_load_cancelled(model: ServedModel) -> Unavailable:
     """The answer to whoever waits for a load that an unload has ended."""
     who = f"the model {model.served_name!r}"
     text = f"the load of {who} was given up: it was unloaded, or the server ends"
@@ -398,7 +398,7 @@ class Registry:
                 if state in _UNLOADED and not model.on_demand:
                     text = f"the model {name!r} was unloaded by an administrator"
                     raise Unavailable(text, 30.0, "unloaded")
-                if state not in _UNLOADED and not model.may_try_again:
+                if state not in _UNLOADED and not model.is_retry_due:
                     break
             await self._until_loaded(model, self._load_soon(model), until)
         model.holders += 1
@@ -415,7 +415,7 @@ class Registry:
             seconds = model.supervisor.retry_after_seconds()
             raise Unavailable(f"{who} is being loaded and {waited}", seconds, "loading")
         if load.cancelled():
-            raise called_off(model)
+            raise is_load_cancelled(model)
         problem = load.exception()
         if isinstance(problem, Unavailable):
             raise problem
@@ -436,7 +436,7 @@ class Registry:
             await asyncio.shield(load)
         except asyncio.CancelledError:
             if load.cancelled():
-                raise called_off(model) from None
+                raise is_load_cancelled(model) from None
             raise
 
     def _load_soon(self, model: ServedModel, evict: bool = True) -> asyncio.Task[None]:
@@ -464,7 +464,7 @@ class Registry:
                     await supervisor.wait_ready()
                 except EngineFailed as problem:
                     if supervisor.state in _UNLOADED:
-                        raise called_off(model) from None
+                        raise is_load_cancelled(model) from None
                     raise LoadFailed(str(problem)) from problem
             model.used_at = time.monotonic()
             model.metrics.loads["ready"] += 1
@@ -536,7 +536,7 @@ class Registry:
             limits = [one.prepared.model.idle_unload_seconds for one in models]
             await asyncio.sleep(min([1.0, *(one / 5 for one in limits if one is not None)]))
             for model, limit in zip(models, limits, strict=True):
-                if model.may_try_again and model.metrics.loads["ready"]:
+                if model.is_retry_due and model.metrics.loads["ready"]:
                     self._load_soon(model, evict=False)
                 idle = time.monotonic() - model.used_at
                 is_ready = model.supervisor.state == EngineState.ready

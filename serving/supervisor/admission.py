@@ -1,6 +1,6 @@
 """Who may still join the queue, and the Retry-After of who may not.
 
-    ledger = Ledger(QueueBounds(ttft_seconds=2.0), 16, sequences)
+    ledger = AdmissionController(QueueBounds(ttft_seconds=2.0), 16, sequences)
     ledger.check_room(prompt_tokens=300)     # raises Overloaded
     ledger.known_load = None                 # sequences have joined, gone on, or begin again
 
@@ -77,7 +77,7 @@ class Work(Protocol):
     produced: int
 
 
-class Ledger:
+class AdmissionController:
     """The work of `sequences`, which are in flight, and the pace of the engine that does it."""
 
     def __init__(self, bounds: QueueBounds, slots: int, sequences: Mapping[int, Work]) -> None:

@@ -32,7 +32,7 @@ from serving.errors import Cause, EngineFailed, EngineState, Unavailable
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.engine_process import EngineProcess, label
 from serving.supervisor.inflight_requests import InflightRequests, Stream
-from serving.supervisor.restart_policy import Ending, RecoveryLimits, after_death, return_at
+from serving.supervisor.restart_policy import EngineExit, RecoveryLimits, after_death, return_at
 
 logger = logging.getLogger("crossover.serving")
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Supervisor:
         self._place = 0  # of the configuration in use
         self._engines: dict[int, EngineProcess] = {}  # by place
         self._retired: set[EngineProcess] = set()  # they finish what they have
-        self._endings: deque[Ending] = deque(maxlen=_KEPT_ENDINGS)
+        self._endings: deque[EngineExit] = deque(maxlen=_KEPT_ENDINGS)
         self._fell_back_at = 0.0
         self._starts_at = 0.0  # the current engine, by time.monotonic()
         self._load_seconds = 5.0  # of the last load
@@ -313,7 +313,7 @@ class Supervisor:
         if not engine.asked_to_end:
             now = time.monotonic()
             lived = None if engine.ready_at is None else now - engine.ready_at
-            self._endings.append(Ending(engine.place, cause, message, now, lived))
+            self._endings.append(EngineExit(engine.place, cause, message, now, lived))
             if is_current:
                 self._current_died(engine, self._endings[-1])
             elif engine.place > self._place:  # another stands by
@@ -322,7 +322,7 @@ class Supervisor:
         self.requests.move(engine, message, None if self.state in _OVER else self._place)
         self._notify()
 
-    def _current_died(self, engine: EngineProcess, ending: Ending) -> None:
+    def _current_died(self, engine: EngineProcess, ending: EngineExit) -> None:
         standby = self._engines.get(engine.place + 1)
         is_warm = standby is not None and standby.ready is not None
         verdict = after_death(self._endings, len(self.configs), self._limits, is_warm)

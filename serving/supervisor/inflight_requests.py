@@ -22,10 +22,10 @@ from collections.abc import Callable
 import msgspec
 
 from serving.engine import ipc_messages as ipc
-from serving.supervisor.admission import Ledger, QueueBounds
+from serving.supervisor.admission import AdmissionController, QueueBounds
 from serving.supervisor.engine_process import EngineProcess
 
-MOST_ATTEMPTS = 2  # of one sequence with an engine: it may be the one that kills it
+MAX_ATTEMPTS = 2  # of one sequence with an engine: it may be the one that kills it
 _NATURAL = (ipc.FinishReason.STOP, ipc.FinishReason.LENGTH)
 
 
@@ -109,7 +109,7 @@ def _last(sequence: int, finish: ipc.FinishReason, error: str | None = None) -> 
     return ipc.Delta(sequence, 0, "", finish=finish, error=error)
 
 
-class InflightRequests(Ledger):
+class InflightRequests(AdmissionController):
     """Everything submitted and not finished. As a ledger it decides who may join."""
 
     def __init__(self, bounds: QueueBounds, slots: int) -> None:
@@ -181,13 +181,13 @@ class InflightRequests(Ledger):
         one that serves, or when there is one; it is the `place`-th of the list, None where none is
         to come.
 
-        The others, and those that have been there MOST_ATTEMPTS times, end with finish "error".
+        The others, and those that have been there MAX_ATTEMPTS times, end with finish "error".
         """
         self.known_load = None
         if engine is self.engine:
             self.engine = self.stats = None
         for stream in [one for one in self._streams.values() if one.engine is engine]:
-            tried = place is None or stream.places.count(place) >= MOST_ATTEMPTS
+            tried = place is None or stream.places.count(place) >= MAX_ATTEMPTS
             if stream.handed_over or stream.given_up or tried:
                 self._fail(stream, f"the engine ended while this request was running: {message}")
                 continue

@@ -45,7 +45,7 @@ class RecoveryLimits(msgspec.Struct, frozen=True):
     kill_after_seconds: float = 5.0  # from asking an engine to stop at once to SIGKILL
 
 
-class Ending(msgspec.Struct, frozen=True):
+class EngineExit(msgspec.Struct, frozen=True):
     """How one engine process ended. `engine`: its place in the list; times of a monotonic clock."""
 
     engine: int
@@ -64,7 +64,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def after_death(
-    endings: Sequence[Ending], engines: int, limits: RecoveryLimits, standby: bool = False
+    endings: Sequence[EngineExit], engines: int, limits: RecoveryLimits, standby: bool = False
 ) -> Verdict:
     """The next move, from all unasked-for endings, oldest first (at least one).
 
@@ -94,7 +94,7 @@ def after_death(
 
 
 def return_at(
-    endings: Sequence[Ending],
+    endings: Sequence[EngineExit],
     fell_back_at: float,
     returns: Sequence[float],
     limits: RecoveryLimits,

@@ -20,15 +20,15 @@ import msgspec
 import numpy as np
 
 from loadtests.analysis.level_columns import Level
-from loadtests.analysis.slo import Slo
 from loadtests.records.journal_events import LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.workload.arrivals import Arrivals, Gamma, Poisson, due_times
-from loadtests.workload.request_lengths import Workload, draw
 from models.model_ladder import SIZED
 from models.model_spec import ModelSpec, Routing
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.slo import Slo
+from serving.capacity.step_time_model import StepTimeModel
+from serving.workload.arrivals import Arrivals, Gamma, Poisson, due_times
+from serving.workload.request_lengths import Workload, draw
 from tests.loadtests.campaign.simulated import Serves
 from tests.loadtests.simulation.known_server import KnownServer
 
@@ -97,8 +97,8 @@ class World:
         return replace(self, serving=serving).capacity()
 
 
-def law(base: float, row: float, prompt: float, context: float = 0.0) -> Steps:
-    """A step law in milliseconds."""
+def step_times(base: float, row: float, prompt: float, context: float = 0.0) -> Steps:
+    """A step-time model in milliseconds."""
     return lambda rows, tokens, held, passes: (
         (base + row * rows + prompt * tokens + context * held) / 1e3
     )
@@ -114,7 +114,7 @@ def staircase(base: float, row: float, prompt: float) -> Steps:
 SLOW360 = staircase(7, 13, 9)
 # Measured steps of a mixture whose weights, in float32, two cores read more slowly than they
 # multiply: 4.2, 6.8, 10.9, 19.6 and 30.5 ms for 1, 2, 4, 8 and 16 rows.
-MIXTURE = StepLaw(
+MIXTURE = StepTimeModel(
     base_seconds=0.002,
     row_seconds=0.00104,
     prompt_token_seconds=0.00034,
@@ -168,7 +168,7 @@ class Queue:
                     cell=cell,
                     level=level,
                     index=index,
-                    due_seconds=float(at),
+                    scheduled_seconds=float(at),
                     sent_seconds=float(at),
                     first_content_seconds=stamps[0],
                     last_content_seconds=stamps[-1],
@@ -250,7 +250,7 @@ def worlds() -> dict[str, World]:
     """By name, in the order of the table."""
     short, middle = chat(40, 16), chat(512, 64)
     sixteen = SchedulerSettings(slots=16, step_tokens=2048, step_seconds_target=None)
-    batched = law(20, 3, 0.5, 2e-4)
+    batched = step_times(20, 3, 0.5, 2e-4)
     queue = lambda seed, at, start: Queue(4, 0.51)  # noqa: E731
     fixed = Workload(prompt_tokens=16, output_tokens=8)
     found = [
@@ -315,7 +315,7 @@ def worlds() -> dict[str, World]:
             has_capacity=False,
         ),
         World(
-            *("new: long prompts", READING, chat(2048, 64), batching(law(15, 2, 0.8, 1e-4))),
+            *("new: long prompts", READING, chat(2048, 64), batching(step_times(15, 2, 0.8, 1e-4))),
             *(0.05, 6.0),
             budget=1800.0,
         ),
@@ -326,7 +326,7 @@ def worlds() -> dict[str, World]:
         ),
         World(
             *("new: whole prompts first", READING, chat(512, 128)),
-            *(batching(law(18, 4, 1.2), whole_prompts=True), 0.1, 6.0),
+            *(batching(step_times(18, 4, 1.2), whole_prompts=True), 0.1, 6.0),
             policy=None,
             budget=1800.0,
         ),

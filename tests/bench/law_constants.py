@@ -1,11 +1,12 @@
-"""The constants of the law way, chosen on recorded runs; half of the cells are held out.
+"""The constants of the step-time model way, chosen on recorded runs; half of the cells are held
+out.
 
     python -m tests.bench.law_constants RUN.tar.xz...          # run archives of any version
 
-Of every cell with a calibration and levels near its limit: the law by loadtests.simulation out of
-the recorded stamps, the capacity simulated from it (before any level, and after each level alone),
-and the truth: the factor on all step times at which the other levels, simulated with their own
-arrivals and lengths, have as many good requests together as were measured.
+Of every cell with a calibration and levels near its limit: the step-time model by
+loadtests.simulation out of the recorded stamps, the capacity simulated from it (before any level,
+and after each level alone), and the truth: the factor on all step times at which the other levels,
+simulated with their own arrivals and lengths, have as many good requests together as were measured.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import msgspec
 import numpy as np
 
 from loadtests.analysis.level_columns import Level
-from loadtests.analysis.slo import Slo
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.simulation import step_observation
-from loadtests.simulation.batching_simulator import simulate
-from loadtests.simulation.simulated_capacity import (
+from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
+from serving.capacity.batching_simulator import simulate
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import (
     LOADED,
     Lengths,
     capacity,
@@ -37,15 +39,14 @@ from loadtests.simulation.simulated_capacity import (
     lengths_of,
     sd_of,
 )
-from loadtests.simulation.step_law_fit import StepLaw, StepObservation, fit_law
-from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
-from loadtests.workload.request_lengths import Workload
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.slo import Slo
+from serving.capacity.step_time_model import StepObservation, StepTimeModel, fit_step_times
+from serving.workload.request_lengths import Workload
 
 Z_90 = 1.645  # standard deviations to either end of a 90 % interval
 NEAR = (0.5, 0.985)  # shares of good requests that tell where the limit is
 HOW = ("steps", "tpot")  # a level's factor is told
-LEAST_REQUESTS = 200  # of a cell; 40 of a level
+MIN_REQUESTS = 200  # of a cell; 40 of a level
 
 
 class Cell(msgspec.Struct):
@@ -112,8 +113,8 @@ def _level(begun: dict[str, Any], ended: dict[str, Any], records: list[RequestRe
     """Its requests count from the start to where all that were due could end."""
     warm_up = begun.get("warmup_seconds") or 0.0
     end = warm_up + (ended.get("window_seconds") or 60.0)
-    end = min(end, max((r.due_seconds for r in records), default=0.0))
-    took = [r.last_content_seconds - r.due_seconds for r in records if r.last_content_seconds]
+    end = min(end, max((r.scheduled_seconds for r in records), default=0.0))
+    took = [r.last_content_seconds - r.scheduled_seconds for r in records if r.last_content_seconds]
     end = max(end - 0.5 - (float(np.median(took)) if took else 0.0), end / 2) + 1e-9
     started = LevelStarted(
         cell=begun["cell"],
@@ -130,20 +131,20 @@ def _level(begun: dict[str, Any], ended: dict[str, Any], records: list[RequestRe
     return msgspec.structs.replace(Level.of(records, started, finished), window=(0.0, end))
 
 
-def law_of(cell: Cell) -> StepLaw:
+def step_times_of(cell: Cell) -> StepTimeModel:
     """As a calibration makes it."""
     seen: list[StepObservation] = []
     for level in (*cell.alone, *cell.bursts):
         seen += merged_steps(observed_steps(level, cell.policy.slots)[0])
-    return fit_law(seen)
+    return fit_step_times(seen)
 
 
-def good_factor(cell: Cell, law: StepLaw, levels: Sequence[Level]) -> float:
+def good_factor(cell: Cell, step_times: StepTimeModel, levels: Sequence[Level]) -> float:
     """At which the simulated levels have as many good requests as were measured."""
     seen = sum(int(one.good(cell.slo)[one.counted].sum()) for one in levels)
 
     def good(factor: float) -> int:
-        slower, found = law.slower(factor), 0
+        slower, found = step_times.slower(factor), 0
         for one in levels:
             prompt, output, cached = lengths_asked(one)
             played = simulate(slower, cell.policy, one.due, prompt, output, cached)
@@ -160,8 +161,12 @@ def good_factor(cell: Cell, law: StepLaw, levels: Sequence[Level]) -> float:
 
 def lengths_asked(level: Level) -> tuple[Any, Any, Any]:
     """Prompt, output and cached tokens of a level's requests."""
-    prompt = np.where(np.isnan(level.prompt_tokens), level.asked_prompt_tokens, level.prompt_tokens)
-    output = np.where(np.isnan(level.output_tokens), level.asked_output_tokens, level.output_tokens)
+    prompt = np.where(
+        np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
+    )
+    output = np.where(
+        np.isnan(level.output_tokens), level.requested_output_tokens, level.output_tokens
+    )
     return np.nan_to_num(prompt, nan=1), np.nan_to_num(output, nan=1), level.cached_tokens
 
 
@@ -176,28 +181,30 @@ def figures(path: Path) -> list[dict[str, Any]]:
     found = []
     for cell in cells_in(path):
         counted = sum(int(one.counted.sum()) for one in cell.levels)
-        if counted < LEAST_REQUESTS or not any(is_near(one, cell.slo, 60) for one in cell.levels):
+        if counted < MIN_REQUESTS or not any(is_near(one, cell.slo, 60) for one in cell.levels):
             continue
-        law = law_of(cell)
+        step_times = step_times_of(cell)
 
-        def of(factor: float, cell: Cell = cell, law: StepLaw = law) -> tuple[float, float]:
-            made = capacity(law.slower(factor), cell.policy, cell.lengths, cell.slo)
+        def of(
+            factor: float, cell: Cell = cell, step_times: StepTimeModel = step_times
+        ) -> tuple[float, float]:
+            made = capacity(step_times.slower(factor), cell.policy, cell.lengths, cell.slo)
             return made.rate, made.steepness
 
         first, first_steep = of(1.0)
-        truth, _ = of(good_factor(cell, law, cell.levels))
+        truth, _ = of(good_factor(cell, step_times, cell.levels))
         one: dict[str, Any] = {"cell": cell.name, "first": first, "steep": first_steep}
-        one |= {"truth": truth, "error": law.error, "levels": []}
+        one |= {"truth": truth, "error": step_times.error, "levels": []}
         for level, taken in zip(cell.levels, cell.taken, strict=True):
             others = [other for other in cell.levels if other is not level]
             if level.counted.sum() < 40 or not any(is_near(each, cell.slo, 40) for each in others):
                 continue
-            factors = {"steps": level_factor(law, level, cell.policy)}
-            least = step_observation.LEAST_COVERED
-            step_observation.LEAST_COVERED = 2.0  # never: by TPOT
-            factors["tpot"] = level_factor(law, level, cell.policy)
-            step_observation.LEAST_COVERED = least
-            by_others, _ = of(good_factor(cell, law, others))
+            factors = {"steps": level_factor(step_times, level, cell.policy)}
+            least = step_observation.MIN_COVERED
+            step_observation.MIN_COVERED = 2.0  # never: by TPOT
+            factors["tpot"] = level_factor(step_times, level, cell.policy)
+            step_observation.MIN_COVERED = least
+            by_others, _ = of(good_factor(cell, step_times, others))
             row: dict[str, Any] = {"rate": level.rate, "n": int(level.counted.sum())}
             row |= {"truth": by_others, "taken": taken}
             for name, told in factors.items():

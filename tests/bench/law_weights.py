@@ -1,9 +1,9 @@
-"""What the step law says of long prompts, by how its errors are weighed.
+"""What the step-time model says of long prompts, by how its errors are weighed.
 
     python -m tests.bench.law_weights RUN...
 
-Of each cell the law of its calibration, by squared relative errors and by those over seconds (as
-`fit_law`), and seconds observed over seconds by the law in its levels.
+Of each cell the step-time model of its calibration, by squared relative errors and by those over
+seconds (as `fit_step_times`), and seconds observed over those of the model in its levels.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 
 from loadtests.analysis.level_columns import Level, levels_of
 from loadtests.records.run_folder import read_records
-from loadtests.simulation.step_law_fit import StepLaw, StepObservation, fit_law
 from loadtests.simulation.step_observation import merged_steps, observed_steps
+from serving.capacity.step_time_model import StepObservation, StepTimeModel, fit_step_times
 
 LONG = 100
 
@@ -28,15 +28,17 @@ def steps_of(levels: Sequence[Level], slots: int = 0) -> list[StepObservation]:
     return [x for one in told for x in merged_steps(observed_steps(one, slots or len(one.due))[0])]
 
 
-def by_relative_errors(seen: Sequence[StepObservation]) -> StepLaw:
+def by_relative_errors(seen: Sequence[StepObservation]) -> StepTimeModel:
     """Each observation scaled to last a second: then seconds and shares are the same."""
     names = StepObservation.__struct_fields__
     scaled = [{n: getattr(one, n) / one.seconds for n in names} for one in seen]
-    return fit_law([msgspec.convert(one, StepObservation) for one in scaled])
+    return fit_step_times([msgspec.convert(one, StepObservation) for one in scaled])
 
 
-def ratio(seen: Sequence[StepObservation], law: StepLaw) -> str:
-    return f"{sum(one.seconds for one in seen) / sum(map(law.of, seen)):.2f}" if seen else "-"
+def ratio(seen: Sequence[StepObservation], step_times: StepTimeModel) -> str:
+    return (
+        f"{sum(one.seconds for one in seen) / sum(map(step_times.of, seen)):.2f}" if seen else "-"
+    )
 
 
 def main() -> None:
@@ -51,9 +53,12 @@ def main() -> None:
                 continue
             decoding = [one for one in seen if not one.prompt_tokens]
             long = [one for one in seen if one.prompt_tokens > LONG]
-            for how, law in (("relative", by_relative_errors(told)), ("by seconds", fit_law(told))):
-                figures = f"{len(seen)}, {len(long)} long | {ratio(decoding, law)}"
-                print(f"| {name} | {how} | {figures} | {ratio(long, law)} |")
+            for how, step_times in (
+                ("relative", by_relative_errors(told)),
+                ("by seconds", fit_step_times(told)),
+            ):
+                figures = f"{len(seen)}, {len(long)} long | {ratio(decoding, step_times)}"
+                print(f"| {name} | {how} | {figures} | {ratio(long, step_times)} |")
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ import numpy as np
 import psutil
 
 from loadtests.host.child_processes import Child
-from loadtests.workload.arrivals import Poisson, due_times
 from models.child_process import python_variables
 from serving.hardware.cpu_topology import parse_cores
+from serving.workload.arrivals import Poisson, due_times
 from tests.bench.http_client import Client, Outcome, get, post, run
 from tests.bench.paired import parser_of
 
@@ -53,7 +53,7 @@ Found = dict[str, Any]
 FACTORS = (1.0, 2.0, 5.0, 10.0)
 SLO_SECONDS = 1.0
 GROWTH_LIMIT_BYTES = 8 << 20  # of a process's private memory in a soak, after its first fifth
-MOST_OPEN = 500  # requests of a soak at once: a server that stopped shall not fill this process
+MAX_OPEN = 500  # requests of a soak at once: a server that stopped shall not fill this process
 WORDS = "river stone light under many small houses wait for rain where nobody lives now".split()
 
 
@@ -205,7 +205,7 @@ async def level(client: Client, rate: float, seconds: float) -> Found:
         "ttft_p50": float(np.percentile(ttft, 50)),
         "ttft_p99": float(np.percentile(ttft, 99, method="higher")),
         "retry_after_mean": float(np.mean([one.retry_after or 0.0 for one in refused] or [0.0])),
-        "send_lag_p99": float(
+        "send_delay_p99": float(
             np.percentile([(one.sent or np.inf) - one.due for one in outcomes], 99)
         ),
     }
@@ -226,7 +226,7 @@ async def overload(server: Server, asked: argparse.Namespace) -> Found:
     found["kept"] = (
         levels[-1]["goodput"] >= 0.95 * peak
         and all(one["ttft_p99"] <= SLO_SECONDS for one in levels)
-        and all(one["send_lag_p99"] < 0.05 for one in levels)  # this client kept up
+        and all(one["send_delay_p99"] < 0.05 for one in levels)  # this client kept up
         and not any(one["failed"] for one in levels)
     )
     return found
@@ -454,8 +454,8 @@ async def soak(server: Server, asked: argparse.Namespace) -> Found:
                 memory["api"].append(private_bytes(server.api))
                 memory["engine"].append(private_bytes(server.engine))
                 sample += max(0.2, seconds / 100)
-            if len(running) >= MOST_OPEN:
-                surprises[f"{MOST_OPEN} requests open"] += 1
+            if len(running) >= MAX_OPEN:
+                surprises[f"{MAX_OPEN} requests open"] += 1
                 continue
             [name] = draw.choices(list(KINDS), [share for share, *_ in KINDS.values()])
             task = asyncio.create_task(one(name))

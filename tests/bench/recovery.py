@@ -48,7 +48,7 @@ from tests.tools.with_settings import engine_config
 
 FAULTS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
 HEALTH_TIMEOUT_SECONDS = 2.0  # the server's default is 30
-BEFORE_SECONDS, MOST_SECONDS = 1.5, 30.0  # of load before the fault, and of a round
+BEFORE_SECONDS, MAX_SECONDS = 1.5, 30.0  # of load before the fault, and of a round
 HEADS = ("runs", "first token p50 / p95, s", "refused", "started again", "lost", "cut off")
 
 
@@ -110,7 +110,7 @@ async def under_fire(supervisor: Supervisor, port: int, number: int, rate: float
     clock = asyncio.get_running_loop().time
     begun = due = clock()
     fault: float | None = None
-    while clock() < begun + MOST_SECONDS:
+    while clock() < begun + MAX_SECONDS:
         await asyncio.sleep(max(0.0, due - clock()))
         due += 1 / rate
         prompt = {"prompt": "Once upon a time there was a", "max_tokens": 12, "temperature": 0}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.reports.runs import run_folder
 
-MOST_SECONDS, MOST_BYTES = 6.0, 400e6
+MAX_SECONDS, MAX_BYTES = 6.0, 400e6
 
 
 def main() -> int:
@@ -39,9 +39,9 @@ def main() -> int:
     print(
         f"{count:,} requests, {size / 1e6:.0f} MB of records: {seconds:.1f} s, {computed:.1f} s "
         f"of CPU, {peak / 1e6:.0f} MB at most; load {os.getloadavg()[0]:.1f} "
-        f"(asked: {MOST_SECONDS:.0f} s, {MOST_BYTES / 1e6:.0f} MB)"
+        f"(asked: {MAX_SECONDS:.0f} s, {MAX_BYTES / 1e6:.0f} MB)"
     )
-    return int(seconds > MOST_SECONDS or peak > MOST_BYTES)
+    return int(seconds > MAX_SECONDS or peak > MAX_BYTES)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Would the step law be better if it knew that kernels take rows in blocks? On recorded runs.
+"""Would the step-time model be better if it knew that kernels take rows in blocks? On recorded
+runs.
 
     python -m tests.bench.row_blocks tests/bench/runs/*.tar.xz
 
 llama.cpp's dense 4-bit kernels take 16 or 4 rows at a time, so that the time of a step is no
-straight line in its rows. Each candidate adds numbers to the law's five, fitted by the same least
-squares to the single streams and bursts of a cell. It is held against the steps of the cell's
-levels: the root mean square of relative errors after the level's factor (weighed by seconds), and
-the standard deviation, over the cells, of ln(factor).
+straight line in its rows. Each candidate adds numbers to the step-time model's five, fitted by the
+same least squares to the single streams and bursts of a cell. It is held against the steps of the
+cell's levels: the root mean square of relative errors after the level's factor (weighed by
+seconds), and the standard deviation, over the cells, of ln(factor).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from loadtests.analysis.level_columns import Level
-from loadtests.simulation.step_law_fit import Array, StepObservation, least_squares
 from loadtests.simulation.step_observation import merged_steps, observed_steps
+from serving.capacity.step_time_model import Array, StepObservation, least_squares
 from tests.bench.law_constants import cells_in
 
 MIN_FITTED, MIN_JUDGED = 20, 40  # observations
@@ -59,9 +60,9 @@ def main(paths: Sequence[str]) -> None:
         truth = np.array([one.seconds for one in judged])
         for name, more in CANDIDATES.items():
             numbers = least_squares(features(fitted, more) / seconds[:, None], np.sqrt(seconds))
-            by_law = features(judged, more) @ numbers
-            factor = truth.sum() / by_law.sum()
-            squared = (factor * by_law / truth - 1) ** 2
+            by_step_times = features(judged, more) @ numbers
+            factor = truth.sum() / by_step_times.sum()
+            squared = (factor * by_step_times / truth - 1) ** 2
             error = float(np.sqrt((squared * truth).sum() / truth.sum()))
             errors[name].append((error, float(np.log(factor)), is_llama_cpp))
     print("| the law has, beside its five numbers | off, all | off, llama.cpp | sd of ln factor |")

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.analysis.slo import SLO_PRESETS
 from loadtests.campaign.resume_state import campaign_of
 from loadtests.records.journal_events import Calibrated, of_kind
 from loadtests.records.run_folder import read_records
-from loadtests.simulation.simulated_capacity import LOADED, SimulatedCapacity, capacity
-from loadtests.workload.request_lengths import Workload
+from serving.capacity.simulated_capacity import LOADED, SimulatedCapacity, capacity
+from serving.capacity.slo import SLO_PRESETS
+from serving.workload.request_lengths import Workload
 
 STEP_TOKENS = (2048, 512)
 PRESETS = ("sharegpt", "chat")
@@ -37,13 +37,16 @@ def main(folders: list[str]) -> None:
             for slo in ("reading", "batch")
         ]
         for made in of_kind(run.events, Calibrated):
-            if made.law is None or made.policy is None:
+            if made.step_times is None or made.policy is None:
                 continue
-            law, policy = made.law.slower(LOADED), made.policy
+            step_times, policy = made.step_times.slower(LOADED), made.policy
             for name, workload, slo in questions:
                 found: list[SimulatedCapacity] = [
                     capacity(
-                        law, msgspec.structs.replace(policy, step_tokens=tokens), workload, slo
+                        step_times,
+                        msgspec.structs.replace(policy, step_tokens=tokens),
+                        workload,
+                        slo,
                     )
                     for tokens in STEP_TOKENS
                 ]

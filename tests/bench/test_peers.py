@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serving.backends.backend_interface import EngineConfig
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
 from tests.bench.engine_child import EngineChild
 from tests.bench.paired import ratios
 from tests.bench.peers import servers

@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
 from models.model_spec import ModelSpec
 from tests.bench.engine_child import EngineChild, config_of
 from tests.bench.paired import machine, machine_line, parser_of
@@ -34,8 +34,8 @@ COPIES = 20
 
 def main() -> None:
     parser = parser_of(__doc__)
-    rungs = ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
-    parser.add_argument("--models", nargs="+", default=rungs)
+    ladder_models = ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
+    parser.add_argument("--models", nargs="+", default=ladder_models)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
@@ -83,7 +83,7 @@ def measured(model: str, asked: argparse.Namespace, kept: dict[str, Any]) -> Any
             job = {"rows": rows, "context": asked.context}
             child.ask("decode", **job, steps=2)  # first touches, graphs
             took = [child.ask("decode", **job, steps=asked.steps) for _ in range(asked.rounds)]
-            least = floor_bytes(rung(model).spec, rows, asked.context + asked.steps / 2)
+            least = floor_bytes(ladder_model(model).spec, rows, asked.context + asked.steps / 2)
             seconds = statistics.median(took) / asked.steps
             found = {"rows": rows, "step_seconds": seconds, "floor_bytes": least, "rounds": took}
             yield f"{model}, {rows} rows", found

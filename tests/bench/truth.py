@@ -24,7 +24,6 @@ import numpy as np
 
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level_columns import Level, levels_of
-from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, read_campaign
 from loadtests.campaign.campaign_runner import run
 from loadtests.campaign.cell_runner import capacity_of
@@ -32,15 +31,16 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellRecord, campaign_of
 from loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from loadtests.records.run_folder import RunRecords, read_records
-from loadtests.simulation.batching_simulator import simulate
-from loadtests.simulation.simulated_capacity import capacity
-from loadtests.simulation.step_law_fit import StepLaw
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.batching_simulator import simulate
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import capacity
+from serving.capacity.slo import Slo
+from serving.capacity.step_time_model import StepTimeModel
 from tests.bench.paired import parser_of
 
 RATES = (0.85, 1.0, 1.15)  # of the estimate
 HIGHER = (1.32, 1.52, 1.75)  # one after the other, until a level misses the target
-FACTORS = (0.3, 3.0)  # of the law's step times, that the truth is looked for in
+FACTORS = (0.3, 3.0)  # of the step-time model's step times, that the truth is looked for in
 WITHIN = 0.15
 
 
@@ -49,15 +49,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     cell: str
     found: Capacity  # after the first minutes
-    truth: float | None  # requests/s; None: no law to simulate with, or every request was good
+    truth: (
+        float | None
+    )  # requests/s; None: no step-time model to simulate with, or every request was good
     plain: float | None  # read off the levels; None: they do not cross the target
     levels: list[tuple[float, int, float]]  # rate, requests, share of good ones
 
     @property
     def error(self) -> float | None:
-        if self.truth is None or not self.found.limit:
+        if self.truth is None or not self.found.estimated_rate:
             return None
-        return self.found.limit / self.truth - 1
+        return self.found.estimated_rate / self.truth - 1
 
     @property
     def covers(self) -> bool:
@@ -80,12 +82,12 @@ def measure(plan: Plan, cell: Cell, out: Path, minutes: float, seconds: float) -
         first = run(only(plan, cell, budget_seconds=60 * minutes, confirm=None), out, progress)
         records = read_records(first)
         found = found_in(records)
-        if not found.limit:
+        if not found.estimated_rate:
             return Row(cell=cell.key, found=found, truth=None, plain=None, levels=[])
         chosen = CellRecord(records.events, plan.campaign, cell).cell
         folders: list[Path] = []
         for parts in (RATES, *((part,) for part in HIGHER)):
-            rates = [float(f"{part * found.limit:.3g}") for part in parts]
+            rates = [float(f"{part * found.estimated_rate:.3g}") for part in parts]
             again = only(plan, chosen, rates=rates, level_seconds=seconds)
             seed = plan.campaign.seed + 1000 + len(folders)
             seeded = msgspec.structs.replace(again.campaign, seed=seed)
@@ -123,11 +125,12 @@ def compared(first: RunRecords, later: Sequence[RunRecords]) -> Row:
 def truth_of(
     first: RunRecords, levels: list[Level], slo: Slo, campaign: Campaign, cell: Cell
 ) -> float | None:
-    """The long-run rate for the target, by the law with the factor that fits all levels."""
-    made = [one for one in of_kind(first.events, Calibrated) if one.law and one.policy]
+    """The long-run rate for the target, by the step-time model with the factor that fits all
+    levels."""
+    made = [one for one in of_kind(first.events, Calibrated) if one.step_times and one.policy]
     if not made or not levels:
         return None
-    law, policy = made[-1].law, made[-1].policy
+    step_times, policy = made[-1].step_times, made[-1].policy
     judged = [one.judge(slo) for one in levels]
     measured = sum(one.good for one in judged)
     if measured == sum(one.due for one in judged):
@@ -135,21 +138,34 @@ def truth_of(
     low, high = (math.log(one) for one in FACTORS)
     for _ in range(14):  # more good requests: quicker steps
         middle = (low + high) / 2
-        good = sum(_simulated_good(law.slower(math.exp(middle)), policy, x, slo) for x in levels)
+        good = sum(
+            _simulated_good(step_times.slower(math.exp(middle)), policy, x, slo) for x in levels
+        )
         low, high = (middle, high) if good > measured else (low, middle)
     factor = math.exp((low + high) / 2)
     workload = campaign.workload
     return capacity(
-        law.slower(factor), policy, workload, slo, arrivals=campaign.arrivals, requests=20_000
+        step_times.slower(factor),
+        policy,
+        workload,
+        slo,
+        arrivals=campaign.arrivals,
+        requests=20_000,
     ).rate
 
 
-def _simulated_good(law: StepLaw, policy: SchedulerSettings, level: Level, slo: Slo) -> int:
+def _simulated_good(
+    step_times: StepTimeModel, policy: SchedulerSettings, level: Level, slo: Slo
+) -> int:
     """Good requests of a level that is simulated with its own arrivals and lengths."""
-    prompt = np.where(np.isnan(level.prompt_tokens), level.asked_prompt_tokens, level.prompt_tokens)
-    output = np.where(np.isnan(level.output_tokens), level.asked_output_tokens, level.output_tokens)
+    prompt = np.where(
+        np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
+    )
+    output = np.where(
+        np.isnan(level.output_tokens), level.requested_output_tokens, level.output_tokens
+    )
     cached = np.nan_to_num(level.cached_tokens)
-    played = simulate(law, policy, level.due, prompt, output, cached)
+    played = simulate(step_times, policy, level.due, prompt, output, cached)
     return int(played.good(slo.ttft_seconds, slo.tpot_seconds)[level.counted].sum())
 
 
@@ -183,7 +199,7 @@ def shown(rows: list[Row]) -> list[str]:
     known = [row for row in rows if row.truth is not None]
     within = sum(abs(row.error or 9.0) <= WITHIN for row in known)
     covered = sum(row.covers for row in known)
-    above = sum((row.found.held or 0.0) > (row.truth or 0.0) for row in known)
+    above = sum((row.found.confirmed_rate or 0.0) > (row.truth or 0.0) for row in known)
     count = len(known)
     out.append("")
     out.append(f"within {WITHIN:.0%}: {within} of {count} (five of six are asked)")

@@ -33,8 +33,8 @@ from loadtests.records.journal_events import (
     of_kind,
 )
 from loadtests.records.run_folder import read_records
-from loadtests.simulation.simulated_capacity import capacity
-from loadtests.simulation.step_law_fit import StepLaw
+from serving.capacity.simulated_capacity import capacity
+from serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.simulation.known_server import SETTINGS
 from tests.tools.waiting import wait_for
@@ -42,7 +42,11 @@ from tests.tools.waiting import wait_for
 pytestmark = pytest.mark.slow
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[2]
-LAW: dict[str, Any] = {"base_seconds": 0.004, "row_seconds": 0.001, "prompt_token_seconds": 0.0002}
+STEP_TIMES: dict[str, Any] = {
+    "base_seconds": 0.004,
+    "row_seconds": 0.001,
+    "prompt_token_seconds": 0.0002,
+}
 KNOWN = """
 name = "known truth"
 disturbance = "ignore"
@@ -117,18 +121,18 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
 ) -> None:
     """The slots of the endpoint are found, since it does not say them."""
     out = StringIO()
-    plan = known(truth_server(slots=8, law=LAW, case="law"), budget=75, level=5.0)
+    plan = known(truth_server(slots=8, step_times=STEP_TIMES, case="law"), budget=75, level=5.0)
     with Progress(out, plain_every_seconds=1.0) as progress:
         folder = run(plan, tmp_path, progress, command=["test"])
     check_folder(folder)
     records = read_records(folder)
     (ended,) = of_kind(records.events, CellFinished)
     found, settings = ended.capacity, plan.campaign
-    if found.method == "law":
+    if found.method == "step_times":
         policy = SETTINGS
-        truth = capacity(StepLaw(**LAW), policy, settings.workload, settings.slo).rate
-        assert found.limit == pytest.approx(truth, rel=0.3)
-        assert found.held is None or found.held < 1.1 * truth
+        truth = capacity(StepTimeModel(**STEP_TIMES), policy, settings.workload, settings.slo).rate
+        assert found.estimated_rate == pytest.approx(truth, rel=0.3)
+        assert found.confirmed_rate is None or found.confirmed_rate < 1.1 * truth
     manifest = records.manifest
     assert manifest.cells[0]["model"] == "true-model", "the name that the endpoint gives"
     assert "url" in manifest.server_facts and manifest.command == ["test"]
@@ -151,7 +155,7 @@ def test_an_endpoint_that_fails_in_the_middle_costs_that_level_and_says_so(
     check_folder(folder)
     assert "requests failed" in out.getvalue() or ", failed: " in out.getvalue()
     (ended,) = of_kind(read_records(folder).events, CellFinished)
-    assert not ended.capacity.holds
+    assert not ended.capacity.is_confirmed
 
 
 def test_a_killed_load_generator_costs_one_attempt(truth_server: Start, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ single_stream_requests = 5
 @pytest.fixture(autouse=True)
 def steal_of_a_shared_host_is_no_hog(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hog takes a third to a half; a neighbour of a virtual machine now and then 5 %."""
-    monkeypatch.setattr(disturbance, "MOST_TAKEN_SHARE", 0.2)
+    monkeypatch.setattr(disturbance, "MAX_TAKEN_SHARE", 0.2)
 
 
 ONE_CORE = "cores = 1"  # the engine is alone on it: half of it is left beside a hog
@@ -136,7 +136,7 @@ def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
     check_folder(folder)
     events = read_records(folder).events
     (ended,) = of_kind(events, CellFinished)
-    assert not ended.capacity.holds
+    assert not ended.capacity.is_confirmed
     (found,) = of_kind(events, NeverQuiet)
     assert f"(pid {busy})" in found.reason and "% of the CPU time" in found.reason
     assert found.reason in said

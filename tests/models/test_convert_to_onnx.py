@@ -32,7 +32,8 @@ def compared(folder: Path, source: Path, spec: ModelSpec) -> float:
 
 
 def unmarked(shape: str, out: Path) -> Path:
-    """A folder as a stranger's: nothing says that its weights are random, so they are turned."""
+    """A folder from somebody else: nothing says that its weights are random, so they are
+    turned."""
     shutil.copytree(hf_folder(shape), out)
     (out / "crossover.json").unlink()
     return out

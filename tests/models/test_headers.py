@@ -1,5 +1,5 @@
-"""GGUF and safetensors headers from strangers: damaged anywhere, they are refused with one kind of
-error, and nothing else happens.
+"""GGUF and safetensors headers from other people: damaged anywhere, they are refused with one
+kind of error, and nothing else happens.
 """
 
 import json

@@ -10,7 +10,7 @@ import pytest
 
 from models.errors import UnknownModel
 from models.identify_model import find_local, identify, name_of, unique_names
-from models.model_ladder import PACKAGED, packaged_file, rung
+from models.model_ladder import PACKAGED, ladder_model, packaged_file
 from models.random_weights import write_gguf, write_hf_folder
 from tests.shapes import TINY_LLAMA
 
@@ -48,7 +48,11 @@ def test_a_model_of_the_ladder_is_its_shape_whatever_lies_around(
 ) -> None:
     monkeypatch.chdir(place)
     found = identify("1B")
-    assert (found.name, found.kind, found.spec) == ("llama-3.2-1b", "ladder", rung("1b").spec)
+    assert (found.name, found.kind, found.spec) == (
+        "llama-3.2-1b",
+        "ladder",
+        ladder_model("1b").spec,
+    )
     assert identify("./1b").name == "1b-folder", "it is not taken for the ladder's"
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from models.gguf_reader import read_header
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
 from models.model_spec import ModelSpec
 from models.random_weights import write_gguf, write_hf_folder
 from models.safetensors_reader import check_tensors
@@ -48,7 +48,7 @@ def test_no_two_rows_of_an_embedding_are_alike(tmp_path: Path) -> None:
 
     The largest vocabulary wraps around its pool of blocks.
     """
-    spec = msgspec.structs.replace(rung("0.5b").spec, layers=1, intermediate=64)
+    spec = msgspec.structs.replace(ladder_model("0.5b").spec, layers=1, intermediate=64)
     write_gguf(spec, tmp_path / "x.gguf", "Q4_0")
     stored = read_header(tmp_path / "x.gguf").tensors["token_embd.weight"]
     rows = stored.data.reshape(spec.vocabulary, -1)

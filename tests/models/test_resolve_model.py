@@ -15,7 +15,7 @@ import pytest
 from models import resolve_model
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.identify_model import identify, name_of
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
 from models.random_weights import write_gguf, write_hf_folder
 from models.resolve_model import ResolvedModel, resolve
 from models.tokenizer import load_tokenizer
@@ -41,14 +41,18 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def smallest(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResolvedModel, Path]:
-    """The smallest rung, made on demand."""
+    """The smallest ladder model, made on demand."""
     cache = tmp_path_factory.mktemp("cache")
     return resolve("135m", kind="gguf", cache=cache), cache
 
 
 def test_a_rung_is_made_on_demand_and_only_once(smallest: tuple[ResolvedModel, Path]) -> None:
     first, cache = smallest
-    assert (first.spec, first.weight_format, first.synthetic) == (rung("135m").spec, "Q4_0", True)
+    assert (first.spec, first.weight_format, first.synthetic) == (
+        ladder_model("135m").spec,
+        "Q4_0",
+        True,
+    )
     before = Path(first.path).stat()
     again = resolve("smollm2-135m", kind="gguf", cache=cache)
     assert again == first

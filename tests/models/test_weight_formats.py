@@ -7,7 +7,7 @@ import pytest
 
 from models.errors import UnknownModel, UnsupportedModel
 from models.gguf_reader import read_header
-from models.model_ladder import LADDER, rung
+from models.model_ladder import LADDER, ladder_model
 from models.model_spec import ModelSpec
 from models.random_weights import write_gguf
 from models.weight_formats import gguf_tensors, weight_bytes
@@ -22,8 +22,8 @@ def shape(name: str, sizes: str, base: ModelSpec = TINY_LLAMA, tied: bool = Fals
     return msgspec.structs.replace(base, name=name, vocabulary=640, tied=tied, **numbers)
 
 
-# Row lengths of the ladder's narrow rungs, an odd number of layers, the 80 layers that mark a 70B,
-# a width no block divides.
+# Row lengths of the ladder's narrow ladder models, an odd number of layers, the 80 layers that mark
+# a 70B, a width no block divides.
 SHAPES = [
     shape("narrow", "10 576 9 3 64 1536", tied=True),
     shape("wide", "17 256 4 2 64 512"),
@@ -48,8 +48,8 @@ def test_types_are_those_that_llama_cpp_would_choose(spec: ModelSpec, tmp_path: 
 def test_sizes_are_those_of_published_files() -> None:
     # Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf as published: 4,920,7xx,xxx bytes, about 8 MB of them
     # tokenizer.
-    assert weight_bytes(rung("8b").spec, "Q4_K_M") == pytest.approx(4_912_900_000, rel=1e-3)
-    assert weight_bytes(rung("3b").spec, "Q8_0") == pytest.approx(3_413_400_000, rel=1e-3)
+    assert weight_bytes(ladder_model("8b").spec, "Q4_K_M") == pytest.approx(4_912_900_000, rel=1e-3)
+    assert weight_bytes(ladder_model("3b").spec, "Q8_0") == pytest.approx(3_413_400_000, rel=1e-3)
     with pytest.raises(UnsupportedModel, match="IQ1.*Q4_K_M"):
         gguf_tensors(TINY_LLAMA, "IQ1")
 
@@ -58,6 +58,6 @@ def test_the_ladder_has_the_published_numbers_of_parameters() -> None:
     counts = [one.spec.parameters for one in LADDER]
     assert counts == [one.published_parameters for one in LADDER] == sorted(counts)
     names = [name for one in LADDER for name in (one.spec.name, *one.aliases)]
-    assert len(names) == len(set(names)) and rung("8B") == rung("llama-3.1-8b")
+    assert len(names) == len(set(names)) and ladder_model("8B") == ladder_model("llama-3.1-8b")
     with pytest.raises(UnknownModel, match=r"'9b' is not a ladder.*smollm2-135m or 135m.*or 70b"):
-        rung("9b")
+        ladder_model("9b")

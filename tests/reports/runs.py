@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 import msgspec
 
 from loadtests.campaign.resume_state import CellState
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
 from reports.headline import Answer, answers_of
 from reports.report_data import ReportData, read_report
 from tests.loadtests.campaign.simulated import Simulated, campaign
@@ -31,7 +31,7 @@ def run_folder(
     world.facts = msgspec.structs.replace(world.facts, cpu_model="AMD EPYC", allowed_cores=2)
 
     def opening(state: CellState) -> None:
-        size = rung(state.cell.model).spec.parameters / quicker
+        size = ladder_model(state.cell.model).spec.parameters / quicker
         world.base, world.row, world.prompt = size * 1e-10, size * 1e-11, size * 8e-12
 
     world.opening = opening

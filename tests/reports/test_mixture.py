@@ -10,7 +10,6 @@ import pytest
 from loadtests.campaign.campaign_file import Plan
 from loadtests.records.journal_events import Calibrated, of_kind
 from loadtests.records.run_folder import read_records
-from loadtests.simulation.step_law_fit import StepLaw
 from models.model_ladder import SIZED
 from models.model_spec import Routing
 from reports.headline import answers_of
@@ -18,12 +17,13 @@ from reports.html_page import page, sections_of
 from reports.report_data import CellData, read_report
 from reports.sections.crossover_map import crossover_map
 from reports.sections.speeds import batch_size, batching_sentence
+from serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.simulated import Simulated, campaign, with_experts
-from tests.loadtests.simulation.known_server import EXPERTS_LAW, SETTINGS, KnownServer
+from tests.loadtests.simulation.known_server import EXPERTS_STEP_TIMES, SETTINGS, KnownServer
 
 SPEC = SIZED[0].spec  # Qwen3-30B-A3B: 8 of 128 experts
 # Of a 4-bit mixture on two cores, whose kernels take each row by itself.
-FOUR_BIT = StepLaw(
+FOUR_BIT = StepTimeModel(
     base_seconds=0.0018,
     row_seconds=0.00412,
     prompt_token_seconds=0.00254,
@@ -34,12 +34,14 @@ FOUR_BIT = StepLaw(
 
 def test_its_law_has_experts_and_the_report_says_what_they_mean(tmp_path: Path) -> None:
     world = Simulated(
-        serving=lambda seed, at, start: KnownServer(EXPERTS_LAW.seconds), policy=SETTINGS
+        serving=lambda seed, at, start: KnownServer(EXPERTS_STEP_TIMES.seconds), policy=SETTINGS
     )
     folder = world.run(with_experts(campaign(more='devices = ["cpu"]'), SPEC), tmp_path)
     (made,) = of_kind(read_records(folder).events, Calibrated)
-    assert made.law is not None and made.law.experts == EXPERTS_LAW.experts
-    assert made.law.expert_seconds == pytest.approx(EXPERTS_LAW.expert_seconds, rel=0.1)
+    assert made.step_times is not None and made.step_times.experts == EXPERTS_STEP_TIMES.experts
+    assert made.step_times.expert_seconds == pytest.approx(
+        EXPERTS_STEP_TIMES.expert_seconds, rel=0.1
+    )
     data = read_report(folder)
     answers = answers_of(data)
     (cell,) = data.cells
@@ -73,7 +75,7 @@ def test_models_stand_by_their_active_parameters_and_the_mixture_before_a_dense_
     assert chart.svg.index("31B, 3.0B active") < chart.svg.index("8.0B")
 
 
-def sentence(cell: CellData, law: StepLaw) -> str:
+def sentence(cell: CellData, step_times: StepTimeModel) -> str:
     """On batches of up to 16 requests of a cell with this law, without their contexts."""
-    steps = {rows: law.seconds(rows, 0, 0) for rows in (1, 2, 4, 8, 16)}
-    return batching_sentence(msgspec.structs.replace(cell, law=law), steps)
+    steps = {rows: step_times.seconds(rows, 0, 0) for rows in (1, 2, 4, 8, 16)}
+    return batching_sentence(msgspec.structs.replace(cell, step_times=step_times), steps)

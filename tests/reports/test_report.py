@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 import crossover
-from loadtests.analysis.slo import Slo
 from loadtests.campaign.level_runner import level_text
 from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from models import formatting
@@ -26,6 +25,7 @@ from reports.errors import BadRun, ReportError
 from reports.export_run import export_run
 from reports.report_data import read_report
 from reports.report_warnings import alerts_of, warnings_of
+from serving.capacity.slo import Slo
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 from tests.reports.runs import shown
 
@@ -76,10 +76,18 @@ def test_what_is_confirmed_ran_and_the_estimate_lies_in_its_interval() -> None:
     _, data, answers = shown()
     for cell in (answers[0].cell, answers[1].cell):
         found = cell.capacity
-        assert found is not None and found.held and found.limit and found.low and found.high
-        assert any(one.level.rate == pytest.approx(found.held, rel=0.2) for one in cell.loaded)
-        assert found.low < found.limit < found.high
-        assert found.held <= found.high
+        assert (
+            found is not None
+            and found.confirmed_rate
+            and found.estimated_rate
+            and found.low
+            and found.high
+        )
+        assert any(
+            one.level.rate == pytest.approx(found.confirmed_rate, rel=0.2) for one in cell.loaded
+        )
+        assert found.low < found.estimated_rate < found.high
+        assert found.confirmed_rate <= found.high
 
 
 def test_the_gpu_that_takes_over_surely_holds_more_than_the_cpu() -> None:
@@ -121,8 +129,8 @@ def test_numbers_as_json_and_csv_have_null_for_what_is_missing() -> None:
     _, data, answers = shown()
     told = json.loads(report_files.as_json(data, answers))
     assert told["kind"] == "crossover-report" and len(told["cells"]) == 4
-    assert told["cells"][0]["capacity"]["state"] == "holds"
-    assert told["cells"][3]["capacity"]["state"] == "not_even_alone"
+    assert told["cells"][0]["capacity"]["state"] == "confirmed"
+    assert told["cells"][3]["capacity"]["state"] == "misses_slo_unloaded"
     assert told["cells"][0]["memory"].get("peak_bytes") is None
     assert "hostname" not in told["machine"]
     rows = list(csv.DictReader(io.StringIO(report_files.as_csv(told["levels"]).decode())))
@@ -143,8 +151,8 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
 
     own = tuple(lattice.run[name] for name in ("ttft", "tpot", "target"))
     capacity = answers[0].cell.capacity
-    assert capacity is not None and capacity.limit is not None
-    assert limit(0, *own) == pytest.approx(capacity.limit, rel=0.01)
+    assert capacity is not None and capacity.estimated_rate is not None
+    assert limit(0, *own) == pytest.approx(capacity.estimated_rate, rel=0.01)
     for i in range(1, shape[0]):
         assert limit(0, i, own[1], own[2]) >= limit(0, i - 1, own[1], own[2])
     for k in range(1, shape[2]):
@@ -155,7 +163,9 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
             again = headline.answers_of(read_report(shown()[0], Slo("other", *limits)))
             for one in lattice.entries:
                 cell, held = again[one["model"]].cell, one["answers"]["held"][place]
-                assert held == pytest.approx(cell.held or 0.0, rel=0.01), "as a report says"
+                assert held == pytest.approx(cell.confirmed_rate or 0.0, rel=0.01), (
+                    "as a report says"
+                )
     no_limits = msgspec.structs.replace(data, slo=Slo("batch", None, None, 0.9))
     assert slo_sliders.lattice_of(answers, no_limits) is None
 
@@ -164,27 +174,27 @@ def test_another_slo_is_judged_from_the_same_records() -> None:
     folder, data, _ = shown()
     strict = read_report(folder, Slo("strict", 0.05, 0.2, 0.9))
     loose = read_report(folder, Slo("loose", 60.0, 5.0, 0.9))
-    small = [one.cells[0].limit or 0.0 for one in (strict, data, loose)]
+    small = [one.cells[0].estimated_rate or 0.0 for one in (strict, data, loose)]
     assert small[0] <= small[1] <= small[2]
-    assert strict.cells[0].capacity.state == "not_even_alone"  # type: ignore[union-attr]
+    assert strict.cells[0].capacity.state == "misses_slo_unloaded"  # type: ignore[union-attr]
 
 
 def test_conditions_for_ci_pass_fail_and_are_refused() -> None:
     _, _, answers = shown()
-    held = answers[0].cell.held
+    held = answers[0].cell.confirmed_rate
     assert held is not None
-    assert checked(f"135m:held>={held * 0.9:.3f}", answers).holds
-    failed = checked("135m:held>=1000", answers)
-    assert not failed.holds and "held is" in failed.text
+    assert checked(f"135m:confirmed>={held * 0.9:.3f}", answers).holds
+    failed = checked("135m:confirmed>=1000", answers)
+    assert not failed.holds and "confirmed is" in failed.text
     assert "not measured" in checked("8b:memory<5", answers).text
     for name in QUANTITIES:
         checked(f"smollm2-135m:{name}>0", answers)
     for wrong, said in (
         ("135m", "is no condition"),
-        ("135m:speed>=1", "'speed' is not one of held"),
-        ("70b:held>=1", "the run has no model '70b'"),
+        ("135m:speed>=1", "'speed' is not one of confirmed"),
+        ("70b:confirmed>=1", "the run has no model '70b'"),
         ("llama3.2:1b:ttft<=1", "the run has no model 'llama3.2:1b'"),
-        ("135m:held>=1e", "is no number"),
+        ("135m:confirmed>=1e", "is no number"),
     ):
         with pytest.raises(ReportError, match=said):
             checked(wrong, answers)
@@ -198,13 +208,21 @@ def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path)
         *("index.html", "report.md", "levels.csv", "report.png")
     }
     assert (tmp_path / "r" / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert command("report", folder, "--check", "135m:held>=1")[0] == 0
-    assert command("report", folder, "--check", "135m:held>=1", "--out", tmp_path / "s")[0] == 0
+    assert command("report", folder, "--check", "135m:confirmed>=1")[0] == 0
+    assert (
+        command("report", folder, "--check", "135m:confirmed>=1", "--out", tmp_path / "s")[0] == 0
+    )
     assert (tmp_path / "s" / "index.html").exists()
-    status, said = command("report", folder, "--check", "135m:held>=1", "--check", "1b:held>=9")
-    assert status == 1 and "FAIL  1b:held>=9" in said
-    done = RUN.invoke(crossover.app, ["report", str(folder), "--json", "--check", "1b:held>=9"])
-    assert done.exit_code == 1 and json.loads(done.stdout) and "FAIL  1b:held>=9" in done.stderr
+    status, said = command(
+        "report", folder, "--check", "135m:confirmed>=1", "--check", "1b:confirmed>=9"
+    )
+    assert status == 1 and "FAIL  1b:confirmed>=9" in said
+    done = RUN.invoke(
+        crossover.app, ["report", str(folder), "--json", "--check", "1b:confirmed>=9"]
+    )
+    assert (
+        done.exit_code == 1 and json.loads(done.stdout) and "FAIL  1b:confirmed>=9" in done.stderr
+    )
     assert "is not one of html" in command("report", folder, "--format", "pdf")[1]
     assert "--slo 'fast' is not one of chat" in command("report", folder, "--slo", "fast")[1]
 
@@ -256,7 +274,7 @@ def test_a_cell_that_was_killed_before_its_last_word_is_judged_as_its_campaign_j
     plan = campaign(models='["135m"]', search="level_seconds = 20")
     folder = Simulated().run(plan, tmp_path)
     whole = read_report(folder).cells[0].capacity
-    assert whole is not None and (whole.held_seconds or 60.0) < 60.0
+    assert whole is not None and (whole.confirmed_seconds or 60.0) < 60.0
     lines = (folder / EVENTS).read_text().splitlines(keepends=True)
     (folder / EVENTS).write_text("".join(one for one in lines if "cell_finished" not in one))
     assert read_report(folder).cells[0].capacity == whole
@@ -273,7 +291,7 @@ def test_a_level_after_a_cell_s_last_word_has_a_say(
         world.resume(folder, confirm=True)
     cell = read_report(folder).cells[0]
     (failed,) = cell.loaded
-    assert failed.judged.verdict == "fails" and before is not None and before.high is not None
+    assert failed.judged.verdict == "misses" and before is not None and before.high is not None
     assert cell.capacity is not None and cell.capacity.high == failed.level.rate
     assert (cell.capacity.high or 0.0) < before.high
 
@@ -336,7 +354,7 @@ def test_only_what_missed_the_slo_alone_is_said_to_need_a_gpu() -> None:
     _, data, answers = shown()
     *_, big = answers
     assert big.cell.capacity is not None
-    unknown = msgspec.structs.replace(big.cell.capacity, state="no_rate_confirmed", limit=None)
+    unknown = msgspec.structs.replace(big.cell.capacity, state="not_confirmed", estimated_rate=None)
     untold = msgspec.structs.replace(big, cpu=msgspec.structs.replace(big.cell, capacity=unknown))
     assert "serve none of these models" in headline.headline([big], data)
     assert headline.headline([untold], data) == "No rate was confirmed or estimated in this run."

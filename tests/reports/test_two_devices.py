@@ -118,11 +118,13 @@ def test_the_golden_values() -> None:
         assert cell.alone is not None
         assert cell.alone.ttft_seconds == pytest.approx(ttft, rel=0.01)
         assert cell.alone.tpot_seconds == pytest.approx(tpot, rel=0.01)
-    assert (one_b.gpu.held, eight_b.gpu.held) == (47.7, 23.0)
-    assert one_b.cpu.held is None and one_b.cpu.limit == pytest.approx(1.6, rel=0.01)
-    assert eight_b.cpu.capacity is not None and eight_b.cpu.capacity.state == "not_even_alone"
-    assert one_b.gpu.limit == pytest.approx(65.6, rel=0.01)
-    assert eight_b.gpu.limit == pytest.approx(30.6, rel=0.01)
+    assert (one_b.gpu.confirmed_rate, eight_b.gpu.confirmed_rate) == (47.7, 23.0)
+    assert one_b.cpu.confirmed_rate is None and one_b.cpu.estimated_rate == pytest.approx(
+        1.6, rel=0.01
+    )
+    assert eight_b.cpu.capacity is not None and eight_b.cpu.capacity.state == "misses_slo_unloaded"
+    assert one_b.gpu.estimated_rate == pytest.approx(65.6, rel=0.01)
+    assert eight_b.gpu.estimated_rate == pytest.approx(30.6, rel=0.01)
 
 
 def test_memory_of_a_configuration_is_that_of_its_device() -> None:
@@ -302,17 +304,20 @@ def test_sliders_move_each_device_by_its_own_steps() -> None:
 
 def test_a_condition_names_the_device_where_there_are_two() -> None:
     _, answers, _ = h200()
-    assert checked("8b:gpu:held>=23", answers).holds
+    assert checked("8b:gpu:confirmed>=23", answers).holds
     assert not checked("1b:cpu:capacity>=2", answers).holds
     assert "memory is 24.1" in checked("8b:gpu:memory<=32", answers).text
     for wrong, said in (
-        ("8b:held>=1", "Name the device: llama-3.1-8b:cpu:held or llama-3.1-8b:gpu:held"),
-        ("8b:tpu:held>=1", "the run has no model '8b:tpu'"),
+        (
+            "8b:confirmed>=1",
+            "Name the device: llama-3.1-8b:cpu:confirmed or llama-3.1-8b:gpu:confirmed",
+        ),
+        ("8b:tpu:confirmed>=1", "the run has no model '8b:tpu'"),
     ):
         with pytest.raises(ReportError, match=re.escape(said)):
             checked(wrong, answers)
     with pytest.raises(ReportError, match="was not measured on the GPU"):
-        checked("135m:gpu:held>=1", shown()[2])
+        checked("135m:gpu:confirmed>=1", shown()[2])
 
 
 def test_a_copy_to_give_away_keeps_the_gpu_and_the_answer(tmp_path: Path) -> None:
@@ -416,7 +421,7 @@ def changed(side: str, capacity: Capacity | None) -> list[Answer]:
 
 def test_sentences_of_other_outcomes() -> None:
     data = h200()[0]
-    misses = Capacity(state="not_even_alone", limit=0.0, low=0.0, high=0.0)
+    misses = Capacity(state="misses_slo_unloaded", estimated_rate=0.0, low=0.0, high=0.0)
     cpu, gpu = "The CPU (16 cores of an Intel Xeon) ", "this machine's NVIDIA H200 "
     assert headline.headline(changed("cpu", misses), data) == (
         f"{cpu}serves none of these models within the SLO; {gpu}serves up to llama-3.1-8b: 23/s "
@@ -426,7 +431,14 @@ def test_sentences_of_other_outcomes() -> None:
         f"{cpu}serves up to llama-3.2-1b at an estimated 1.6 requests/s; {gpu}serves none of them "
         "within the SLO."
     )
-    quick = Capacity(state="holds", held=90.0, limit=95.0, low=90.0, high=99.0, method="law")
+    quick = Capacity(
+        state="confirmed",
+        confirmed_rate=90.0,
+        estimated_rate=95.0,
+        low=90.0,
+        high=99.0,
+        method="step_times",
+    )
     assert headline.headline(changed("cpu", quick), data) == (
         f"{cpu}serves up to llama-3.1-8b at a confirmed 90 requests/s; {gpu}serves no more: "
         "llama-3.1-8b: 23/s confirmed, about 31/s estimated."

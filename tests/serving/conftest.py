@@ -12,7 +12,7 @@ import pytest
 
 from models.tokenizer import shipped
 from serving.backends.backend_interface import EngineConfig
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
 from tests.serving.children import VOCABULARY
 from tests.tools import forks
 

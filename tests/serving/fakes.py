@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from models.chat_template import CHATML, RendersChat
 from serving.backends.backend_interface import BackendInfo, EngineConfig
+from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.engine.ipc_messages import (
     Delta,
     FinishReason,
@@ -36,7 +37,6 @@ from serving.errors import EngineState, Overloaded, Unavailable
 from serving.http.http_server import server_options
 from serving.http.routes import App
 from serving.metrics import PREFIX, Metrics, ServerMetrics
-from serving.performance.scheduler_settings import SchedulerSettings
 from serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
 from serving.sampling.step_inputs import Sampling
 from serving.supervisor.admission import QueueBounds

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.logs import Narrator
+from serving.logs import ConsoleLog
 from tests.serving.cli.test_serve import ROOT
 from tests.serving.fakes import ask, complete, wait_until
 
@@ -47,13 +47,13 @@ def test_a_server_whose_log_nobody_takes_stays_true(tmp_path: Path, kind: str) -
 def test_a_full_disk_raises_nothing() -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         out = io.TextIOWrapper(full, write_through=True)
-        Narrator(out).say("one", "two")
+        ConsoleLog(out).say("one", "two")
         out.detach()
 
 
 def test_the_end_of_a_progress_is_said_once() -> None:
     out = io.StringIO()
-    narrator = Narrator(out)
+    narrator = ConsoleLog(out)
     for fraction in (0.0, 0.4, 1.0, 1.0, 1.0):
         narrator.progress("weights", fraction)
     assert out.getvalue().split("\n") == ["weights: 0%", "weights: 100%", ""]

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
 from models.model_spec import ModelSpec
 from serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
 from serving.backends.torch.cuda_graphs import Graphs, StepGraphs
@@ -68,10 +68,10 @@ class HostTensors(TorchFunctionMode):
 
 
 def waits_of_a_launch(name: str, *, prompts: bool = False) -> list[str]:
-    """Of a step of a rung's shape that is launched while the tokens of the one before are still
-    being drawn, draws of every kind among them; with `prompts` beside a piece of a prompt.
+    """Of a step of a ladder model's shape that is launched while the tokens of the one before are
+    still being drawn, draws of every kind among them; with `prompts` beside a piece of a prompt.
     """
-    spec = msgspec.structs.replace(rung(name).spec, layers=1)
+    spec = msgspec.structs.replace(ladder_model(name).spec, layers=1)
     backend = TorchBackend.__new__(TorchBackend)  # as it is after a load
     cache = KvCache(spec, 8, 512, torch.bfloat16, META)
     weights = made_weights(

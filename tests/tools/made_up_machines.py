@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
+from serving.capacity.scheduler_settings import RequestedSettings
 from serving.errors import Cause
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
-from serving.performance.scheduler_settings import RequestedSettings
 from serving.placement.placement_policy import NoPlacement, Obstacles, PlacementRequest, plan
 from serving.registry.engine_config import Machine
 from serving.server_options import Policy
@@ -94,7 +94,7 @@ def placed_on(machine: MadeUpMachine) -> tuple[str, str, str] | None:
         FACTS, gpus=machine.gpus, gpu_cause=machine.cause, gpu_note=machine.cause
     )
     request = PlacementRequest(
-        model=rung("8b").spec,
+        model=ladder_model("8b").spec,
         policy=machine.policy,
         settings=RequestedSettings(context_tokens=2048, slots=8),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from serving.backends.backend_interface import EngineConfig
-from serving.performance.scheduler_settings import RequestedSettings, SchedulerSettings
+from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
 from serving.placement.placement_policy import PlacementRequest
 
 

@@ -27,8 +27,8 @@ from serving.backends.backend_interface import EngineConfig, HeldMemory
 from serving.backends.llama_cpp.cache_layout import longest_whole_context, state_bytes
 from serving.backends.llama_cpp.library import LOG
 from serving.backends.llama_cpp.loading import LlamaOptions, Loader
+from serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS, RequestedSettings
 from serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
-from serving.performance.scheduler_settings import AUTO, DEFAULT_SETTINGS, RequestedSettings
 
 MAX_SECONDS = 120.0
 MIN_CONTEXT = 2048  # the shortest that is asked about where nobody says a context

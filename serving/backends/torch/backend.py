@@ -48,7 +48,7 @@ KINDS_OF_DRAWS = (
 _MEMORY_WORDS = ("not enough memory", "out of memory", "_ALLOC_FAILED", "ERROR_OUT_OF_MEMORY")
 
 
-class Flight:
+class InFlightStep:
     """See Launched in serving.backends.backend_interface. `rows`: those that want a token, in the
     logits' order."""
 
@@ -159,7 +159,7 @@ class TorchBackend:
         return [drawn[row.slot] for row in rows if row.wants_token]
 
     @torch.inference_mode()
-    def launch(self, rows: list[Row], after: Flight | None) -> Flight | None:
+    def launch(self, rows: list[Row], after: InFlightStep | None) -> InFlightStep | None:
         wanting = [row for row in rows if row.wants_token]
         if not self._device_sampling or not all(drawable(row) for row in wanting):
             return None
@@ -168,7 +168,7 @@ class TorchBackend:
             rows, drawn = after.numbered(rows), after.drawn
         with memory_errors(f"a step of {sum(len(row.tokens) for row in rows)} tokens"):
             logits, wanted = self._run(rows, drawn)
-            return Flight(*self._sampler.draw(logits, wanted), wanted)
+            return InFlightStep(*self._sampler.draw(logits, wanted), wanted)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:

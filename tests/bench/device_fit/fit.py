@@ -45,7 +45,7 @@ from tests.bench.device_fit.step_model import (
 WEIGHTS = {POWER: 0.3, CLOSED_LOOP: 0.3, ENERGY: 0.3}  # rougher, or many rows of few devices
 SIGMA = 0.15  # log error that counts as one
 HUBER = 1.5  # of them; beyond, errors count by their size only
-LEAST_LOG = 0.03  # of a node that is kept: a class that is as its parents has none
+MIN_LOG = 0.03  # of a node that is kept: a class that is as its parents has none
 STEPS = 60
 BUMP = 1e-4  # of a log, for derivatives
 SETTLED = 2e-4  # of a log: no constant moves more
@@ -210,7 +210,7 @@ def _priors(
 def _kept(problem: Problem) -> list[str]:
     """Nodes that matter where all are fitted: general ones, and classes that differ."""
     logs = dict(zip(problem.nodes, problem.solve().tolist(), strict=True))
-    return [node for node, log in logs.items() if "|" not in node or abs(log) >= LEAST_LOG]
+    return [node for node, log in logs.items() if "|" not in node or abs(log) >= MIN_LOG]
 
 
 class Fitted(msgspec.Struct, frozen=True):

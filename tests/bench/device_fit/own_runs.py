@@ -25,7 +25,12 @@ HEADS = ("model, GPU, slots", "what", "predicted", "measured", "off")
 def rows_of(cell: CellData, data: ReportData) -> list[tuple[str, ...]]:
     """Capacity, and TTFT and TPOT of a single request; [] where nothing is predicted of it."""
     predicted = predicted_here(cell, data)
-    if predicted is None or cell.limit is None or cell.alone is None or cell.capacity is None:
+    if (
+        predicted is None
+        or cell.estimated_rate is None
+        or cell.alone is None
+        or cell.capacity is None
+    ):
         return []
     assert data.gpu and data.gpu.device and cell.spec and cell.traffic and predicted.rate
     machine = msgspec.structs.replace(machine_of(data.gpu.device), slots=cell.slots)
@@ -36,8 +41,8 @@ def rows_of(cell: CellData, data: ReportData) -> list[tuple[str, ...]]:
         (
             *(name, "capacity"),
             formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high, like),
-            formatting.rate_with_interval(found.limit, found.low, found.high, like),
-            f"{predicted.rate / cell.limit - 1:+.0%}",
+            formatting.rate_with_interval(found.estimated_rate, found.low, found.high, like),
+            f"{predicted.rate / cell.estimated_rate - 1:+.0%}",
         )
     ]
     for what, values, measured in (

@@ -38,7 +38,7 @@ import msgspec
 import psutil
 
 from loadtests.host.die_with_parent import be_urgent
-from models.model_ladder import is_rung, rung
+from models.model_ladder import is_ladder_model, ladder_model
 from models.tokenizer import load_tokenizer
 from tests.bench.http_client import closed_loop
 from tests.bench.paired import machine, machine_line, parser_of, ratios
@@ -126,7 +126,7 @@ def prompts(tokenizer_path: str, count: int, tokens: int, seed: int) -> list[str
 
 def requests_of(model: str, streams: int) -> int:
     """How many a round has."""
-    is_big = is_rung(model) and rung(model).spec.parameters > 2e9
+    is_big = is_ladder_model(model) and ladder_model(model).spec.parameters > 2e9
     return max(2, streams) if is_big else max(4, 2 * streams)
 
 
@@ -157,7 +157,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, default=Path("runs/peers.jsonl"), help="the rows")
     found = parser.parse_args()
-    found.models = [rung(one).spec.name if is_rung(one) else one for one in found.models]
+    found.models = [
+        ladder_model(one).spec.name if is_ladder_model(one) else one for one in found.models
+    ]
     try:
         found.named = [parsed(text) for text in found.contestants or ALL]
     except ValueError as problem:

@@ -36,7 +36,7 @@ def request(
         cell="c",
         level="l",
         index=index,
-        due_seconds=due,
+        scheduled_seconds=due,
         sent_seconds=due + lag,
         first_content_seconds=stamps[0],
         last_content_seconds=stamps[-1],
@@ -56,7 +56,7 @@ def failed(index: int = 0, due: float = 0.0, kind: str = "timeout") -> RequestRe
         cell="c",
         level="l",
         index=index,
-        due_seconds=due,
+        scheduled_seconds=due,
         sent_seconds=due,
         ended_seconds=due + 1,
         error=kind,
@@ -124,7 +124,7 @@ def alone(count: int = 20, bad: int = 0, *, start: int | None = 1, name: str = "
 
 
 def taken(share: float, *, counts: bool = False) -> Disturbance:
-    """A level of which strangers took so much."""
+    """A level of which other processes took so much."""
     return Disturbance(share=share, who="`hog`", is_disturbed=share > 0.03, counts=counts)
 
 

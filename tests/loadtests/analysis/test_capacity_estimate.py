@@ -13,39 +13,41 @@ import pytest
 from loadtests.analysis import capacity_estimate
 from loadtests.analysis.capacity_estimate import confirming_seconds, estimate
 from loadtests.analysis.level_columns import Level
-from loadtests.analysis.slo import SLO_PRESETS, Slo
 from loadtests.records.journal_events import Capacity
-from loadtests.simulation.simulated_capacity import LOADED, Lengths, sd_of
-from loadtests.simulation.step_law_fit import StepLaw
+from serving.capacity.simulated_capacity import LOADED, Lengths, sd_of
+from serving.capacity.slo import SLO_PRESETS, Slo
+from serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.analysis.made import alone, steady_level, taken
 from tests.loadtests.simulation.known_server import SETTINGS, KnownServer
 
 SLO = Slo("chat", 2.0, 0.2, target=0.9)
-LAW = StepLaw(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)
+STEP_TIMES = StepTimeModel(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)
 POLICY = SETTINGS
 _COUNT = np.ones(500, dtype=np.int64)
 LENGTHS = Lengths(40 * _COUNT, 10 * _COUNT, 0 * _COUNT)
 
 
-def by_law(
+def by_step_times(
     levels: Sequence[Level], factor: float | Sequence[float] = LOADED, **more: Any
 ) -> Capacity:
     """With these factors of the levels, in their order."""
     factors = [factor] * len(levels) if isinstance(factor, float) else factor
     told = {level.name: one for level, one in zip(levels, factors, strict=True)}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(capacity_estimate, "_factor", lambda law, level, policy: told[level.name])
-        return estimate(levels, SLO, law=LAW, policy=POLICY, workload=LENGTHS)
+        patched.setattr(
+            capacity_estimate, "_factor", lambda step_times, level, policy: told[level.name]
+        )
+        return estimate(levels, SLO, step_times=STEP_TIMES, policy=POLICY, workload=LENGTHS)
 
 
-FIRST = by_law([])
-assert FIRST.limit is not None and FIRST.steepness is not None
-LIMIT, STEEPNESS = FIRST.limit, FIRST.steepness
+FIRST = by_step_times([])
+assert FIRST.estimated_rate is not None and FIRST.steepness is not None
+LIMIT, STEEPNESS = FIRST.estimated_rate, FIRST.steepness
 
 
 def test_a_calibration_alone_is_an_estimate_with_its_interval() -> None:
-    assert (FIRST.state, FIRST.method, FIRST.held, FIRST.factor) == (
-        *("no_rate_confirmed", "law", None, None),
+    assert (FIRST.state, FIRST.method, FIRST.confirmed_rate, FIRST.factor) == (
+        *("not_confirmed", "step_times", None, None),
     )
     reach = math.exp(1.645 * sd_of(0) * STEEPNESS)
     assert FIRST.low == pytest.approx(LIMIT / reach) and FIRST.high == pytest.approx(LIMIT * reach)
@@ -55,35 +57,46 @@ def test_a_calibration_alone_is_an_estimate_with_its_interval() -> None:
 
 def test_a_level_that_holds_near_the_limit_confirms_and_narrows() -> None:
     level = steady_level(0.8 * LIMIT)
-    found = by_law([alone(), level])
-    assert found.state == "holds" and found.holds
-    assert found.held == pytest.approx(0.8 * LIMIT, rel=0.01)
-    assert (found.held_seconds, found.held_requests, found.held_share) == (120.0, len(level.due), 1)
-    assert found.limit == pytest.approx(LIMIT) and found.factor == pytest.approx(LOADED)
+    found = by_step_times([alone(), level])
+    assert found.state == "confirmed" and found.is_confirmed
+    assert found.confirmed_rate == pytest.approx(0.8 * LIMIT, rel=0.01)
+    assert (found.confirmed_seconds, found.confirmed_requests, found.confirmed_attainment) == (
+        120.0,
+        len(level.due),
+        1,
+    )
+    assert found.estimated_rate == pytest.approx(LIMIT) and found.factor == pytest.approx(LOADED)
     assert found.high == pytest.approx(LIMIT * math.exp(1.645 * sd_of(1.5) * STEEPNESS))
     assert found.confirm_seconds is None and found.starts == 1 and found.speed_moved is None
 
 
 def test_slower_steps_lower_the_limit_by_the_factor_of_the_levels() -> None:
     (level, near), half = (steady_level(0.8 * LIMIT), steady_level(0.82 * LIMIT)), 0.5 * 0.75
-    slow = by_law([level], LOADED * 1.2**0.5)
+    slow = by_step_times([level], LOADED * 1.2**0.5)
     assert slow.factor == pytest.approx(LOADED * 1.2 ** (0.5 / (1 + half))), (
         "less than half a level"
     )
-    assert slow.limit == pytest.approx(LIMIT * (LOADED / slow.factor) ** STEEPNESS, rel=0.05)
-    much = by_law([level], 1.3 * LOADED)
+    assert slow.estimated_rate == pytest.approx(
+        LIMIT * (LOADED / slow.factor) ** STEEPNESS, rel=0.05
+    )
+    much = by_step_times([level], 1.3 * LOADED)
     assert much.factor == pytest.approx(1.3 * LOADED), "it was calibrated at another speed"
     two = [level, near]
-    mean = by_law(two, (1.0 * LOADED, 1.1 * LOADED)).factor or 0.0
+    mean = by_step_times(two, (1.0 * LOADED, 1.1 * LOADED)).factor or 0.0
     assert LOADED * 1.1**0.4 < mean < LOADED * 1.1**0.5
-    widths = [math.log((found.high or 0) / LIMIT) for found in (by_law(two[:1]), by_law(two))]
+    widths = [
+        math.log((found.high or 0) / LIMIT)
+        for found in (by_step_times(two[:1]), by_step_times(two))
+    ]
     assert widths[1] < 0.9 * widths[0], "two levels tell more than one"
 
 
 def test_a_level_far_below_the_limit_teaches_nothing_of_it() -> None:
-    found = by_law([steady_level(0.6 * LIMIT)], 1.5)
-    assert found.limit == pytest.approx(LIMIT) and found.factor is None
-    assert found.state == "holds" and found.held == pytest.approx(0.6 * LIMIT, rel=0.02)
+    found = by_step_times([steady_level(0.6 * LIMIT)], 1.5)
+    assert found.estimated_rate == pytest.approx(LIMIT) and found.factor is None
+    assert found.state == "confirmed" and found.confirmed_rate == pytest.approx(
+        0.6 * LIMIT, rel=0.02
+    )
     reach = math.exp(1.645 * sd_of(0) * STEEPNESS)
     assert found.high == pytest.approx(LIMIT * reach)
 
@@ -92,28 +105,28 @@ def test_a_level_that_missed_the_target_is_near_the_limit_whatever_the_law_says(
     level = steady_level(0.6 * LIMIT)
     short = steady_level(0.6 * LIMIT, bad=len(level.due) // 9)
     assert short.judge(SLO).verdict == "unresolved"
-    found = by_law([short], 1.5)
-    assert found.factor == pytest.approx(1.5) and found.limit is not None
-    assert found.limit < 0.9 * LIMIT
+    found = by_step_times([short], 1.5)
+    assert found.factor == pytest.approx(1.5) and found.estimated_rate is not None
+    assert found.estimated_rate < 0.9 * LIMIT
 
 
 def test_a_rate_above_what_all_say_is_not_held() -> None:
     """Of several levels just above the limit one holds by chance."""
-    above = by_law([steady_level(1.1 * LIMIT)])
-    assert above.state == "no_rate_confirmed" and above.confirm_seconds is not None
+    above = by_step_times([steady_level(1.1 * LIMIT)])
+    assert above.state == "not_confirmed" and above.confirm_seconds is not None
     failed, lucky = steady_level(0.8 * LIMIT, bad=60), steady_level(0.85 * LIMIT)
-    assert by_law([failed, lucky]).state == "no_rate_confirmed", "below it one failed"
+    assert by_step_times([failed, lucky]).state == "not_confirmed", "below it one failed"
     # By levels: 120 requests, all good, hold alone; beside tries that did not hold they do not.
     close = steady_level(1.0)
-    assert estimate([close], SLO).holds
+    assert estimate([close], SLO).is_confirmed
     tries = [steady_level(1.01 + 0.01 * i, bad=14) for i in range(6)]
-    assert not estimate([close, *tries], SLO).holds
+    assert not estimate([close, *tries], SLO).is_confirmed
 
 
 def test_a_level_that_clearly_failed_bounds_the_limit_from_above() -> None:
     rate = 0.9 * LIMIT
-    found = by_law([steady_level(rate, bad=80)])
-    assert found.high == rate and found.limit == rate
+    found = by_step_times([steady_level(rate, bad=80)])
+    assert found.high == rate and found.estimated_rate == rate
     assert found.low is not None and found.low < rate
 
 
@@ -131,37 +144,37 @@ def test_a_level_that_clearly_failed_bounds_the_limit_from_above() -> None:
 def test_only_a_whole_valid_level_on_a_quiet_machine_confirms(
     changes: dict[str, Any], holds: bool
 ) -> None:
-    found = by_law([steady_level(0.8 * LIMIT, **changes)])
-    assert found.holds is holds
+    found = by_step_times([steady_level(0.8 * LIMIT, **changes)])
+    assert found.is_confirmed is holds
     if not holds:  # nor does it tell a factor or a failure
-        found = by_law([steady_level(0.8 * LIMIT, bad=80, **changes)], 1.5)
-        assert found.limit == pytest.approx(LIMIT) and found.high and found.high > LIMIT
+        found = by_step_times([steady_level(0.8 * LIMIT, bad=80, **changes)], 1.5)
+        assert found.estimated_rate == pytest.approx(LIMIT) and found.high and found.high > LIMIT
 
 
 def test_a_level_must_be_long_and_have_requests_enough() -> None:
-    assert not by_law([steady_level(0.8 * LIMIT, 50.0)]).holds
+    assert not by_step_times([steady_level(0.8 * LIMIT, 50.0)]).is_confirmed
     wanted = confirming_seconds(SLO, 0.8 * LIMIT)
-    assert by_law([steady_level(0.8 * LIMIT, wanted)]).holds
+    assert by_step_times([steady_level(0.8 * LIMIT, wanted)]).is_confirmed
     strict = msgspec.structs.replace(SLO_PRESETS["chat"], target=0.99)
     assert confirming_seconds(strict, 0.1) > 0.9 * 268 * 1.3 / 0.1
     assert confirming_seconds(SLO, 10.0) == 60.0 and confirming_seconds(SLO, 2.0) == 120.0
     assert confirming_seconds(SLO, 10.0, 9.0) == 180.0, "20 answers"
     quick = Slo("quick", 0.4, 0.2, target=0.9)
     assert confirming_seconds(quick, 20.0, least_seconds=15.0) == 15.0
-    assert estimate([steady_level(20.0, 15.0)], quick, least_seconds=15.0).holds
-    assert not estimate([steady_level(20.0, 15.0)], quick).holds
+    assert estimate([steady_level(20.0, 15.0)], quick, least_seconds=15.0).is_confirmed
+    assert not estimate([steady_level(20.0, 15.0)], quick).is_confirmed
     patient = Slo("patient", 10.0, None, target=0.9)
     assert confirming_seconds(patient, 10.0) == 300.0, "an overload of 1/30 shows"
 
 
 def test_both_speeds_of_a_machine_are_in_the_interval() -> None:
     levels = [steady_level(0.8 * LIMIT), steady_level(0.82 * LIMIT)]
-    found, steady = by_law(levels, (1.0, 1.5)), by_law(levels, (1.2, 1.25))
+    found, steady = by_step_times(levels, (1.0, 1.5)), by_step_times(levels, (1.2, 1.25))
     assert found.speed_moved == pytest.approx(0.5) and steady.speed_moved is None
     assert found.low is not None and found.high is not None
     assert found.low < LIMIT * (LOADED / 1.5) ** STEEPNESS
     assert found.high > LIMIT * (LOADED / 1.0) ** STEEPNESS
-    since = by_law(levels[:1], 1.6 * LOADED)
+    since = by_step_times(levels[:1], 1.6 * LOADED)
     assert since.speed_moved == pytest.approx(0.6), "it was calibrated at another speed"
 
 
@@ -173,65 +186,70 @@ def test_a_minute_of_another_speed_within_a_level_is_said_and_in_the_interval(
 
     def steps(rows: int, tokens: int, context: int, passes: int) -> float:
         factor = slowed if 60 <= server.now < 120 else 1.0
-        return LOADED * factor * LAW.seconds(rows, tokens, context)
+        return LOADED * factor * STEP_TIMES.seconds(rows, tokens, context)
 
     server = KnownServer(steps)
     due = np.arange(180.0)
     level = server.level(due.tolist(), [40] * len(due), [10] * len(due))
-    found = estimate([level], SLO, law=LAW, policy=POLICY, workload=LENGTHS)
-    assert found.limit is not None and found.low is not None and found.high is not None
+    found = estimate([level], SLO, step_times=STEP_TIMES, policy=POLICY, workload=LENGTHS)
+    assert found.estimated_rate is not None and found.low is not None and found.high is not None
     if slowed < 2.0:
         assert found.speed_moved is None
         return
     assert found.speed_moved == pytest.approx(1.0, rel=0.1)
-    assert found.low == found.held, "at half speed the limit is lower than what held"
+    assert found.low == found.confirmed_rate, "at half speed the limit is lower than what held"
     assert found.high > LIMIT
 
 
 @pytest.mark.parametrize(
     ("levels", "state", "starts"),
     [
-        ([steady_level(0.8 * LIMIT, start=start) for start in (1, 2)], "holds", 2),
-        ([alone(20, 10)], "not_even_alone", 1),
-        ([alone(20, 10), alone(20, 12, start=2)], "not_even_alone", 2),
-        ([alone(20, 10, start=None), alone(5, 5, start=None, name="b")], "not_even_alone", 2),
-        ([alone(2, 2)], "not_even_alone", 1),
-        ([alone(20, 10), alone(20, 0, start=2)], "no_rate_confirmed", 2),
-        ([alone(20, 2)], "no_rate_confirmed", 1),
-        ([alone(1, 1)], "no_rate_confirmed", 1),  # one slow one proves nothing
-        ([alone(20, 10), steady_level(0.8 * LIMIT)], "holds", 1),  # what holds holds alone
+        ([steady_level(0.8 * LIMIT, start=start) for start in (1, 2)], "confirmed", 2),
+        ([alone(20, 10)], "misses_slo_unloaded", 1),
+        ([alone(20, 10), alone(20, 12, start=2)], "misses_slo_unloaded", 2),
+        ([alone(20, 10, start=None), alone(5, 5, start=None, name="b")], "misses_slo_unloaded", 2),
+        ([alone(2, 2)], "misses_slo_unloaded", 1),
+        ([alone(20, 10), alone(20, 0, start=2)], "not_confirmed", 2),
+        ([alone(20, 2)], "not_confirmed", 1),
+        ([alone(1, 1)], "not_confirmed", 1),  # one slow one proves nothing
+        ([alone(20, 10), steady_level(0.8 * LIMIT)], "confirmed", 1),  # what holds holds alone
     ],
 )
 def test_not_even_alone_is_said_of_every_start(
     levels: list[Level], state: str, starts: int
 ) -> None:
-    found = by_law(levels)
+    found = by_step_times(levels)
     assert (found.state, found.starts) == (state, starts)
-    if state == "not_even_alone":
-        assert found.limit == found.low == found.high == 0.0 and found.held is None
+    if state == "misses_slo_unloaded":
+        assert (
+            found.estimated_rate == found.low == found.high == 0.0 and found.confirmed_rate is None
+        )
         assert ("on one start" in found.reason) is (starts == 1)
 
 
 def test_without_a_law_the_limit_is_between_what_held_and_what_failed() -> None:
     held, failed = steady_level(2.0, 120.0), steady_level(2.5, 120.0, bad=100)
     found = estimate([held, failed], SLO)
-    assert (found.state, found.method, found.low, found.high) == ("holds", "levels", 2.0, 2.5)
-    assert found.limit == pytest.approx(math.sqrt(5))
+    assert (found.state, found.method, found.low, found.high) == ("confirmed", "levels", 2.0, 2.5)
+    assert found.estimated_rate == pytest.approx(math.sqrt(5))
     open_end = estimate([held], SLO)
-    assert open_end.holds and open_end.high is None and open_end.limit is None
+    assert open_end.is_confirmed and open_end.high is None and open_end.estimated_rate is None
     assert open_end.reason == "no measured rate missed the SLO"
     only_failed = estimate([failed], SLO)
-    assert only_failed.state == "no_rate_confirmed" and only_failed.high == 2.5
-    assert only_failed.low is None and only_failed.limit is None
-    # Good by the luck of a minute: levels alone ask for more than where a law speaks for a rate.
-    assert not estimate([steady_level(1.0, 60.0)], SLO).holds
-    bad_law = StepLaw(base_seconds=0.02, error=0.4)
-    unfit = estimate([held, failed], SLO, law=bad_law, policy=POLICY, workload=LENGTHS)
+    assert only_failed.state == "not_confirmed" and only_failed.high == 2.5
+    assert only_failed.low is None and only_failed.estimated_rate is None
+    # Good by the luck of a minute: levels alone ask for more than where a step-time model speaks
+    # for a rate.
+    assert not estimate([steady_level(1.0, 60.0)], SLO).is_confirmed
+    bad_step_times = StepTimeModel(base_seconds=0.02, error=0.4)
+    unfit = estimate(
+        [held, failed], SLO, step_times=bad_step_times, policy=POLICY, workload=LENGTHS
+    )
     assert unfit == found, "a law that does not fit is none"
 
 
 def test_a_law_by_which_nothing_holds_says_so() -> None:
-    slow = StepLaw(base_seconds=0.5)
-    found = estimate([alone()], SLO, law=slow, policy=POLICY, workload=LENGTHS)
-    assert found.limit is None and "SLO attainment unloaded is only 0 %" in found.reason
+    slow = StepTimeModel(base_seconds=0.5)
+    found = estimate([alone()], SLO, step_times=slow, policy=POLICY, workload=LENGTHS)
+    assert found.estimated_rate is None and "SLO attainment unloaded is only 0 %" in found.reason
     assert found.confirm_seconds is None, "no level could confirm a rate"

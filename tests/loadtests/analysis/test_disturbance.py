@@ -6,7 +6,7 @@ import pytest
 
 from loadtests.analysis.disturbance import disturbance_of, in_words, is_slight
 from loadtests.records.journal_events import Disturbance
-from loadtests.records.resource_sample import CoresSample, Stranger, busiest
+from loadtests.records.resource_sample import CoresSample, OtherProcess, busiest
 
 
 def part(**figures: object) -> CoresSample:
@@ -17,7 +17,7 @@ def part(**figures: object) -> CoresSample:
         "work_seconds": 1.0,
         "stalled_seconds": 0.0,
         "ours_seconds": 0.0,
-        "strangers_seconds": 0.0,
+        "other_processes_seconds": 0.0,
         "steal_seconds": 0.0,
         "throttled_seconds": 0.0,
     }
@@ -35,27 +35,27 @@ def found_in(*parts: CoresSample) -> Disturbance:
     [
         ({}, 0.0, False),
         # A stranger that has the core half of the time.
-        ({"work_seconds": 0.5, "stalled_seconds": 0.5, "strangers_seconds": 0.5}, 0.5, True),
+        ({"work_seconds": 0.5, "stalled_seconds": 0.5, "other_processes_seconds": 0.5}, 0.5, True),
         # Our API on the engine's core: the engine queues, and nobody else is to blame.
         ({"work_seconds": 0.8, "stalled_seconds": 0.2, "ours_seconds": 0.2}, 0.0, False),
         # Both, by the CPU time that each had.
-        ({"stalled_seconds": 0.3, "ours_seconds": 0.2, "strangers_seconds": 0.1}, 0.1, True),
-        # Threads of the engine behind each other: a stranger took no more than it ran.
-        ({"stalled_seconds": 0.6, "strangers_seconds": 0.01}, 0.01, False),
+        ({"stalled_seconds": 0.3, "ours_seconds": 0.2, "other_processes_seconds": 0.1}, 0.1, True),
+        # Threads of the engine behind each other: another process took no more than it ran.
+        ({"stalled_seconds": 0.6, "other_processes_seconds": 0.01}, 0.01, False),
         ({"steal_seconds": 0.1}, 0.1, True),
         # Steal on a core of which the engine had a quarter.
         (
             {
                 "busy_seconds": 0.2,
                 "work_seconds": 0.2,
-                "strangers_seconds": 0.6,
+                "other_processes_seconds": 0.6,
                 "steal_seconds": 0.2,
             },
             *(0.05, True),
         ),
         # Above 3 % of what little it wanted, but nothing that delays a request.
         (
-            {"work_seconds": 0.01, "stalled_seconds": 0.001, "strangers_seconds": 0.001},
+            {"work_seconds": 0.01, "stalled_seconds": 0.001, "other_processes_seconds": 0.001},
             *(0.001, False),
         ),
         # 3 % is the limit.
@@ -76,7 +76,7 @@ def test_what_is_taken(figures: dict[str, object], taken: float, is_disturbed: b
 
 
 def test_the_seconds_of_a_stranger_in_the_middle_are_those_of_the_whole_level() -> None:
-    busy = part(work_seconds=0.5, stalled_seconds=0.5, strangers_seconds=0.5)
+    busy = part(work_seconds=0.5, stalled_seconds=0.5, other_processes_seconds=0.5)
     found = found_in(*[part()] * 15, busy, *[part()] * 4)
     assert found.share == pytest.approx(0.5 / 20, abs=1e-4) and not found.is_disturbed
     assert found_in(*[part()] * 15, busy, busy, *[part()] * 3).is_disturbed
@@ -84,22 +84,22 @@ def test_the_seconds_of_a_stranger_in_the_middle_are_those_of_the_whole_level() 
 
 def test_what_cannot_be_read_is_none() -> None:
     assert disturbance_of([]) is None
-    found = found_in(CoresSample(seconds=1.0, strangers_seconds=0.4))
+    found = found_in(CoresSample(seconds=1.0, other_processes_seconds=0.4))
     assert found.share is None and not found.is_disturbed
     assert found_in(part(steal_seconds=None, throttled_seconds=0.1)).is_disturbed
 
 
 def test_a_tenth_is_slight() -> None:
-    some = part(work_seconds=0.94, stalled_seconds=0.06, strangers_seconds=0.06)
-    much = part(work_seconds=0.4, stalled_seconds=0.6, strangers_seconds=0.6)
+    some = part(work_seconds=0.94, stalled_seconds=0.06, other_processes_seconds=0.06)
+    much = part(work_seconds=0.4, stalled_seconds=0.6, other_processes_seconds=0.6)
     assert found_in(some).is_disturbed and is_slight(found_in(some))
     assert not is_slight(found_in(much))
 
 
 def test_it_names_who_took_most() -> None:
-    hog, small = Stranger("make (j8)", 12, 0.5), Stranger("cron", 3, 0.01)
-    busy = {"work_seconds": 0.4, "stalled_seconds": 0.6, "strangers_seconds": 0.55}
-    assert in_words(found_in(part(**busy, strangers=[hog, small]))) == (
+    hog, small = OtherProcess("make (j8)", 12, 0.5), OtherProcess("cron", 3, 0.01)
+    busy = {"work_seconds": 0.4, "stalled_seconds": 0.6, "other_processes_seconds": 0.55}
+    assert in_words(found_in(part(**busy, other_processes=[hog, small]))) == (
         "`make (j8)` (pid 12) took 58% of the CPU time that the engine needed"
     )
     for parts, who in (
@@ -111,5 +111,7 @@ def test_it_names_who_took_most() -> None:
 
 
 def test_strangers_are_summed_by_process() -> None:
-    seen = [Stranger(name, pid, 0.1) for name, pid in zip("abcdb", (1, 2, 3, 4, 2), strict=True)]
-    assert busiest(seen)[0] == Stranger("b", 2, 0.2) and len(busiest(seen)) == 3
+    seen = [
+        OtherProcess(name, pid, 0.1) for name, pid in zip("abcdb", (1, 2, 3, 4, 2), strict=True)
+    ]
+    assert busiest(seen)[0] == OtherProcess("b", 2, 0.2) and len(busiest(seen)) == 3

@@ -11,8 +11,8 @@ import pytest
 
 from loadtests.analysis.level_columns import Level, failure_of
 from loadtests.analysis.percentiles import distribution
-from loadtests.analysis.slo import Slo
 from loadtests.records.request_record import RequestRecord
+from serving.capacity.slo import Slo
 from tests.loadtests.analysis.made import failed, level, request, steady_level
 
 SLO = Slo("test", 2.0, 0.1, target=0.9)
@@ -26,7 +26,7 @@ def test_latencies_count_from_the_due_time() -> None:
     late = one(request(due=10.0, lag=0.3, ttft=0.5))
     assert late.ttft == pytest.approx([0.5])
     assert late.e2e == pytest.approx([0.5 + 9 * 0.05])
-    assert late.send_lag == pytest.approx([0.3])
+    assert late.send_delay == pytest.approx([0.3])
     assert late.itl == pytest.approx([0.05] * 9)
 
 
@@ -87,7 +87,7 @@ def test_good_is_no_error_and_both_limits(record: RequestRecord, is_good: bool) 
         (request(status=500, ended_seconds=None), "http_500"),
         (request(ended_seconds=None), "unfinished"),
         (
-            RequestRecord(cell="c", level="l", index=0, due_seconds=0.0, ended_seconds=1.0),
+            RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0, ended_seconds=1.0),
             "no_content",
         ),
     ],
@@ -97,8 +97,8 @@ def test_every_request_has_one_outcome(record: RequestRecord, why: str | None) -
 
 
 def test_times_that_are_not_there_are_missing() -> None:
-    never = one(RequestRecord(cell="c", level="l", index=0, due_seconds=1.0))
-    assert np.isnan(never.send_lag).all()
+    never = one(RequestRecord(cell="c", level="l", index=0, scheduled_seconds=1.0))
+    assert np.isnan(never.send_delay).all()
     assert never.ttft.tolist() == never.e2e.tolist() == [math.inf] and len(never.itl) == 0
 
 
@@ -121,15 +121,15 @@ def test_a_level_in_numbers() -> None:
 def test_neighbours_that_are_bad_together_tell_less_and_single_streams_are_independent() -> None:
     """25 of 25 good prove 90 %, of requests that share nothing."""
     alone = level([request(i, 2.0 * i) for i in range(25)], 50.0, concurrency=1)
-    assert alone.judge(SLO).verdict == "holds" and alone.judge(SLO).effective == 25
+    assert alone.judge(SLO).verdict == "meets" and alone.judge(SLO).effective == 25
     two = level([request(i, 1.0 * (i // 2)) for i in range(25)], 50.0, concurrency=2)
     assert two.judge(SLO).verdict == "unresolved"
     spread, clumped = (
         steady_level(2.0, 120.0, 12, clumped=clumped).judge(SLO) for clumped in (False, True)
     )
-    assert spread.share == clumped.share and spread.verdict == "holds"
+    assert spread.share == clumped.share and spread.verdict == "meets"
     assert clumped.effective < spread.effective / 5 and clumped.verdict == "unresolved"
-    assert steady_level(2.0, 120.0, 100).judge(SLO).verdict == "fails"
+    assert steady_level(2.0, 120.0, 100).judge(SLO).verdict == "misses"
 
 
 def test_a_level_whose_queue_grows_does_not_hold() -> None:

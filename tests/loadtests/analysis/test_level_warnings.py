@@ -9,9 +9,9 @@ import pytest
 
 from loadtests.analysis.level_columns import Level
 from loadtests.analysis.level_warnings import NamedWarning, Seriousness, is_valid, level_warnings
-from loadtests.analysis.slo import Slo
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
+from serving.capacity.slo import Slo
 from tests.loadtests.analysis.made import level, request, sample, steady_level, taken
 
 SLO = Slo("test", 2.0, 0.1, target=0.9)
@@ -36,7 +36,7 @@ def answers(short: int, cut: int = 0) -> list[RequestRecord]:
         request(
             i,
             float(i),
-            asked_output_tokens=11 if i < short + cut else 10,
+            requested_output_tokens=11 if i < short + cut else 10,
             error="cut_off" if short <= i < short + cut else None,
         )
         for i in range(200)
@@ -73,11 +73,17 @@ def test_a_quiet_level_has_no_warning() -> None:
         (answers(2), {"seconds": 200.0}, "ShortAnswers", None, ""),
         (answers(3, cut=7), {"seconds": 200.0}, "ShortAnswers", WARNING, "3 of 193 answers"),
         # 100 were counted: two per cent off are allowed
-        (requests(50, 50, asked_prompt_tokens=99), {}, "PromptsOff", None, ""),
-        (requests(50, 50, asked_prompt_tokens=98), {}, "PromptsOff", WARNING, "instead of 98"),
-        (requests(50, 50, asked_prompt_tokens=102), {}, "PromptsOff", None, ""),
-        (requests(50, 50, asked_prompt_tokens=103), {}, "PromptsOff", WARNING, "instead of 103"),
-        (requests(50, 50, asked_prompt_tokens=0), {}, "PromptsOff", None, ""),
+        (requests(50, 50, requested_prompt_tokens=99), {}, "PromptsOff", None, ""),
+        (requests(50, 50, requested_prompt_tokens=98), {}, "PromptsOff", WARNING, "instead of 98"),
+        (requests(50, 50, requested_prompt_tokens=102), {}, "PromptsOff", None, ""),
+        (
+            requests(50, 50, requested_prompt_tokens=103),
+            {},
+            "PromptsOff",
+            WARNING,
+            "instead of 103",
+        ),
+        (requests(50, 50, requested_prompt_tokens=0), {}, "PromptsOff", None, ""),
         (
             [request(i, 0.5 * i, ttft=0.1 + 0.007 * i) for i in range(240)],
             *({"seconds": 120.0, "rate": 2.0}, "Unsteady", WARNING, "does not keep up"),

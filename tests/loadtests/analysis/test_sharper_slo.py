@@ -8,15 +8,15 @@ import pytest
 
 from loadtests.analysis.capacity_estimate import Z_90
 from loadtests.analysis.sharper_slo import SHARP, advice
-from loadtests.analysis.slo import SLO_PRESETS, Slo
 from loadtests.records.journal_events import Capacity
-from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, capacity, sd_of
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.workload.request_lengths import Workload
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import QUICK_REQUESTS, capacity, sd_of
+from serving.capacity.slo import SLO_PRESETS, Slo
+from serving.capacity.step_time_model import StepTimeModel
+from serving.workload.request_lengths import Workload
 
 # As SmolLM2-135M on two cores: its longest prompts take 1.6 s of the 2 s alone.
-LAW = StepLaw(
+STEP_TIMES = StepTimeModel(
     base_seconds=0.0075,
     row_seconds=0.0012,
     prompt_token_seconds=0.0015,
@@ -30,12 +30,12 @@ STRICT = msgspec.structs.replace(SLO_PRESETS["chat"], target=0.99)
 
 def found_of(slo: Slo, **changes: object) -> Capacity:
     """What a calibration and one level say of the capacity."""
-    told = capacity(LAW, SETTINGS, LONG, slo, requests=QUICK_REQUESTS)
+    told = capacity(STEP_TIMES, SETTINGS, LONG, slo, requests=QUICK_REQUESTS)
     reach = math.exp(Z_90 * sd_of(1) * told.steepness)
     found = Capacity(
-        state="no_rate_confirmed",
-        method="law",
-        limit=told.rate,
+        state="not_confirmed",
+        method="step_times",
+        estimated_rate=told.rate,
         low=told.rate / reach,
         high=told.rate * reach,
         steepness=told.steepness,
@@ -46,7 +46,7 @@ def found_of(slo: Slo, **changes: object) -> Capacity:
 def test_a_wide_interval_is_explained_and_the_slo_that_is_named_is_sharp() -> None:
     found = found_of(STRICT)
     assert found.high is not None and found.low is not None and found.high > SHARP * found.low
-    text = advice(found, LAW, SETTINGS, LONG, STRICT)
+    text = advice(found, STEP_TIMES, SETTINGS, LONG, STRICT)
     assert "near the edge" in text and "single requests meet it" in text
     named = re.findall(r"slo\.(\w+) = ([\d.]+)", text)
     assert named
@@ -60,19 +60,19 @@ def test_a_wide_interval_is_explained_and_the_slo_that_is_named_is_sharp() -> No
 @pytest.mark.parametrize(
     "changes",
     [
-        {"low": 1.0, "high": 1.5, "limit": 1.2},  # sharp already
+        {"low": 1.0, "high": 1.5, "estimated_rate": 1.2},  # sharp already
         {"method": "levels"},
         {"speed_moved": 0.5},  # the machine made it wide
-        {"limit": None},
-        {"limit": 0.0, "low": 0.0, "high": 0.0},
+        {"estimated_rate": None},
+        {"estimated_rate": 0.0, "low": 0.0, "high": 0.0},
         {"low": None},
     ],
 )
 def test_no_other_slo_is_named_where_it_would_not_help(changes: dict[str, object]) -> None:
-    assert advice(found_of(STRICT, **changes), LAW, SETTINGS, LONG, STRICT) == ""
+    assert advice(found_of(STRICT, **changes), STEP_TIMES, SETTINGS, LONG, STRICT) == ""
 
 
 def test_an_slo_that_single_requests_miss_is_not_at_its_edge() -> None:
-    slow = LAW.slower(1.6)
+    slow = STEP_TIMES.slower(1.6)
     found = found_of(STRICT)
     assert "single requests meet it" not in advice(found, slow, SETTINGS, LONG, STRICT)

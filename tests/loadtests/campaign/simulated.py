@@ -24,21 +24,21 @@ import pytest
 from loadtests.analysis.disturbance import disturbance_of
 from loadtests.analysis.level_columns import Level, LevelRows
 from loadtests.campaign.campaign_file import Plan, parse_campaign
-from loadtests.campaign.campaign_runner import World, resume, run
-from loadtests.campaign.level_runner import LevelAsk, ServerBench, judged
+from loadtests.campaign.campaign_runner import Dependencies, resume, run
+from loadtests.campaign.level_runner import LevelSpec, ServerBench, judged
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellState
 from loadtests.errors import LevelInterrupted
 from loadtests.records.journal_events import CellReady, Event, LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import CoresSample, Stranger
+from loadtests.records.resource_sample import CoresSample, OtherProcess
 from loadtests.records.run_folder import RunFolder
-from loadtests.workload.arrivals import due_times
-from loadtests.workload.request_lengths import draw
 from models.model_spec import ModelSpec
+from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.errors import Cause
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.workload.arrivals import due_times
+from serving.workload.request_lengths import draw
 from tests.loadtests.simulation.known_server import KnownServer
 from tests.tools.made_up_machines import MadeUp
 
@@ -120,7 +120,7 @@ class Simulated:
     )
     facts: HardwareFacts = FACTS
     trouble: dict[str, tuple[Cause, str]] = field(default_factory=dict)  # of backends with its GPU
-    fate: Callable[[CellState, LevelAsk], None] = lambda state, asked: None
+    fate: Callable[[CellState, LevelSpec], None] = lambda state, asked: None
     opening: Callable[[CellState], None] = lambda state: None  # may raise, as a server does
     # From when to when a process has `hog_share` of the engine's core.
     hog: tuple[float, float] = (0.0, 0.0)
@@ -133,8 +133,8 @@ class Simulated:
     said: StringIO = field(default_factory=StringIO)
 
     @property
-    def world(self) -> World:
-        return World(MadeUp(self.facts, self.trouble), self.open, lambda: self.now)
+    def world(self) -> Dependencies:
+        return Dependencies(MadeUp(self.facts, self.trouble), self.open, lambda: self.now)
 
     def run(self, plan: Plan, out: Path) -> Path:
         progress = Progress(self.said)
@@ -177,8 +177,8 @@ class Simulated:
             work_seconds=end - start - lost,
             stalled_seconds=lost,
             ours_seconds=0.0,
-            strangers_seconds=lost,
-            strangers=[Stranger("hog", 7, lost)] if lost else [],
+            other_processes_seconds=lost,
+            other_processes=[OtherProcess("hog", 7, lost)] if lost else [],
         )
 
 
@@ -187,7 +187,7 @@ class Bench(ServerBench):
         super().__init__(state, Progress(world.said))
         self.world, self.policy = world, world.policy
 
-    def measure(self, asked: LevelAsk) -> Level:
+    def measure(self, asked: LevelSpec) -> Level:
         world, state = self.world, self.state
         started = LevelStarted(
             cell=state.key,
@@ -230,7 +230,7 @@ class Bench(ServerBench):
         state.finish(level)
         return level
 
-    def _records(self, asked: LevelAsk) -> list[RequestRecord]:
+    def _records(self, asked: LevelSpec) -> list[RequestRecord]:
         server, state = self.world.server(asked.seed, self.state.starts), self.state
         workload = state.campaign.workload
         named = (state.key, asked.name)
@@ -246,7 +246,7 @@ class Bench(ServerBench):
         prompts = [ask.prompt_tokens for ask in asks]
         return server.records(due, prompts, [ask.output_tokens for ask in asks], None, *named)
 
-    def _one_by_one(self, server: Serves, asked: LevelAsk) -> list[RequestRecord]:
+    def _one_by_one(self, server: Serves, asked: LevelSpec) -> list[RequestRecord]:
         state, at, records = self.state, 0.0, []
         asks = draw(state.campaign.workload, asked.requests or 1, asked.seed)
         for index, ask in enumerate(asks):
@@ -265,10 +265,10 @@ class Bench(ServerBench):
 
 def fails_once(
     name: str, error: Callable[[], BaseException]
-) -> Callable[[CellState, LevelAsk], None]:
+) -> Callable[[CellState, LevelSpec], None]:
     """A fate: the first attempt at the level that ends in `name` fails."""
 
-    def fate(state: CellState, asked: LevelAsk) -> None:
+    def fate(state: CellState, asked: LevelSpec) -> None:
         if asked.name.endswith(name):
             raise error()
 

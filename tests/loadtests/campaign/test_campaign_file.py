@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadtests.analysis.slo import SLO_PRESETS
 from loadtests.campaign.campaign_file import (
     DEMO,
     Campaign,
@@ -27,8 +26,9 @@ from loadtests.campaign.server_launch import filled, program_of
 from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign
 from loadtests.load_generator.openai_endpoint import Target
-from loadtests.workload.arrivals import Gamma
+from serving.capacity.slo import SLO_PRESETS
 from serving.hardware.machine_facts import hardware_facts
+from serving.workload.arrivals import Gamma
 from tests.campaign_template import STARTED, campaign_template
 
 PEERS = DEMO.parent / "peers.toml"
@@ -98,7 +98,7 @@ def test_words_of_a_command_are_split_and_filled_without_a_shell() -> None:
     ],
 )
 def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: str) -> None:
-    """Its file may be a stranger's: no key is sent, and no code runs, on its word alone."""
+    """Its file may be somebody else's: no key is sent, and no code runs, on its word alone."""
     with pytest.raises(BadCampaign, match=said):
         check_trust(parse_campaign(text))
     check_trust(parse_campaign(ONE))
@@ -268,7 +268,7 @@ def test_a_command_is_said_and_not_run(tmp_path: Path) -> None:
 
 
 def test_resume_asks_again_for_a_command(tmp_path: Path) -> None:
-    """The command that would run is the one in the run folder, which may be a stranger's."""
+    """The command that would run is the one in the run folder, which may be somebody else's."""
     with new_run(tmp_path, parse_campaign(with_engine()), hardware_facts(), ()) as opened:
         done = CliRunner().invoke(campaign, ["resume", str(opened.folder)])
         assert "in use by" in str(done.exception)

@@ -14,8 +14,8 @@ from rich.console import Console
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.campaign.campaign_runner import run
 from loadtests.campaign.campaign_text import show_run
-from loadtests.campaign.cell_runner import MOST_SERVERS
-from loadtests.campaign.level_runner import LevelAsk
+from loadtests.campaign.cell_runner import MAX_SERVERS
+from loadtests.campaign.level_runner import LevelSpec
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellState
 from loadtests.errors import (
@@ -74,7 +74,7 @@ def test_an_interrupted_burst_costs_no_cell(tmp_path: Path) -> None:
 
 
 def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_path: Path) -> None:
-    def fate(state: CellState, asked: LevelAsk) -> None:
+    def fate(state: CellState, asked: LevelSpec) -> None:
         if "#2." in asked.name and state.key.startswith("smollm2-135m"):
             raise interrupted()
 
@@ -82,7 +82,7 @@ def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_
     folder = world.run(campaign(1800, models=TWO), tmp_path)
     assert "skipped: smollm2-135m-fake" in world.said.getvalue()
     abandoned = of_kind(read_records(folder).events, LevelAbandoned)
-    assert len(abandoned) == MOST_SERVERS and ended(folder) == ["smollm2-360m-fake"]
+    assert len(abandoned) == MAX_SERVERS and ended(folder) == ["smollm2-360m-fake"]
     world.fate = lambda state, asked: None
     world.resume(folder)
     check_folder(folder)
@@ -90,22 +90,22 @@ def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(tmp_
 
 
 def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: Path) -> None:
-    left = [MOST_SERVERS - 1]
+    left = [MAX_SERVERS - 1]
 
-    def fate(state: CellState, asked: LevelAsk) -> None:
+    def fate(state: CellState, asked: LevelSpec) -> None:
         if left[0]:
             left[0] -= 1
             raise ServerLost("the server ended (SIGKILL)")
 
     world = Simulated(fate=fate)
     folder = world.run(campaign(), tmp_path / "some")
-    assert len(world.opened) == MOST_SERVERS and ended(folder)
-    left[0] = MOST_SERVERS
-    with pytest.raises(Incomplete, match=f"nothing was measured.*{MOST_SERVERS} times"):
+    assert len(world.opened) == MAX_SERVERS and ended(folder)
+    left[0] = MAX_SERVERS
+    with pytest.raises(Incomplete, match=f"nothing was measured.*{MAX_SERVERS} times"):
         world.run(campaign(), tmp_path / "all")
     (folder,) = (tmp_path / "all").iterdir()
     (skipped,) = of_kind(read_records(folder).events, CellSkipped)
-    assert f"interrupted {MOST_SERVERS} times; the last time: the server" in skipped.reason
+    assert f"interrupted {MAX_SERVERS} times; the last time: the server" in skipped.reason
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_killed_confirmation_is_gone_on_with_and_shown_as_it_stands(
     world.resume(folder)
     check_folder(folder)
     found = of_kind(read_records(folder).events, CellFinished)
-    assert [one.capacity.holds for one in found] == [False, True]
+    assert [one.capacity.is_confirmed for one in found] == [False, True]
 
 
 def test_cells_are_measured_in_blocks_each_on_a_server_of_its_own(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_another_machine_or_version_does_not_go_on(tmp_path: Path) -> None:
         world.resume(folder)
     assert kinds(folder) == before
     text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text.replace('"format_version": 5', '"format_version": 4'))
+    (folder / MANIFEST).write_text(text.replace('"format_version": 6', '"format_version": 4'))
     with pytest.raises(BadRunFolder, match="format_version 4"):
         world.resume(folder)
 
@@ -250,7 +250,9 @@ def test_killed_after_every_append_and_gone_on_with(
         assert [one.cell for one in found] == [one.cell for one in answers]
         for one, other in zip(found, answers, strict=True):
             assert one.capacity.state == other.capacity.state
-            assert one.capacity.limit == pytest.approx(other.capacity.limit, rel=0.25)
+            assert one.capacity.estimated_rate == pytest.approx(
+                other.capacity.estimated_rate, rel=0.25
+            )
 
 
 def test_a_disturbed_burst_is_no_part_of_the_law_after_a_kill_either(
@@ -258,7 +260,7 @@ def test_a_disturbed_burst_is_no_part_of_the_law_after_a_kill_either(
 ) -> None:
     world = Simulated(speed=lambda now: 0.3 if world.hog[0] < now < world.hog[1] else 1.0)
 
-    def fate(state: CellState, asked: LevelAsk) -> None:
+    def fate(state: CellState, asked: LevelSpec) -> None:
         if asked.name.endswith("#1.1"):
             world.hog = (world.now, 1e9)
         if asked.name.endswith("#burst.1.1"):
@@ -272,7 +274,9 @@ def test_a_disturbed_burst_is_no_part_of_the_law_after_a_kill_either(
     run = read_records(folder)
     assert any(name.endswith("#burst.2.1") for name in run.finished_levels)
     (made,) = of_kind(run.events, Calibrated)
-    assert made.law is not None and made.law.row_seconds == pytest.approx(world.row, rel=0.1)
+    assert made.step_times is not None and made.step_times.row_seconds == pytest.approx(
+        world.row, rel=0.1
+    )
 
 
 def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:
@@ -295,7 +299,7 @@ def test_two_campaigns_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_full_disk_is_named_and_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(state: CellState, asked: LevelAsk) -> None:
+    def full(state: CellState, asked: LevelSpec) -> None:
         raise BadRunFolder("requests.jsonl cannot be written: No space left on device")
 
     world = Simulated(fate=full)

@@ -17,8 +17,8 @@ from loadtests.records.journal_events import (
     of_kind,
 )
 from loadtests.records.run_folder import read_records
-from loadtests.simulation.simulated_capacity import capacity
-from loadtests.simulation.step_law_fit import StepLaw
+from serving.capacity.simulated_capacity import capacity
+from serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, campaign
 
@@ -43,16 +43,20 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     check_folder(folder)
     assert [one.is_burst for one in started(folder)] == [False, True, True, False]
     found, (rate,) = found_in(folder), rates(folder)
-    law = StepLaw(base_seconds=0.02, row_seconds=0.005, prompt_token_seconds=0.001)
+    step_times = StepTimeModel(base_seconds=0.02, row_seconds=0.005, prompt_token_seconds=0.001)
     assert world.policy is not None
-    truth = capacity(law, world.policy, plan.campaign.workload, plan.campaign.slo).rate
-    assert found.state == "holds" and found.held is not None and found.method == "law"
-    assert found.low is not None and found.high is not None and found.limit is not None
-    assert found.low < truth < found.high and found.limit == pytest.approx(truth, rel=0.1)
-    assert 0.65 * truth < found.held <= rate < truth
+    truth = capacity(step_times, world.policy, plan.campaign.workload, plan.campaign.slo).rate
+    assert (
+        found.state == "confirmed"
+        and found.confirmed_rate is not None
+        and found.method == "step_times"
+    )
+    assert found.low is not None and found.high is not None and found.estimated_rate is not None
+    assert found.low < truth < found.high and found.estimated_rate == pytest.approx(truth, rel=0.1)
+    assert 0.65 * truth < found.confirmed_rate <= rate < truth
     assert world.now < 240
     (made,) = of_kind(read_records(folder).events, Calibrated)
-    assert made.law is not None
+    assert made.step_times is not None
     parts = ("alone: 20 (100%) of 20 met the SLO", "calibrated in", " came: ", "holds", "complete:")
     for part in parts:
         assert part in world.said.getvalue(), part
@@ -65,7 +69,7 @@ def test_not_even_alone_is_said_by_two_starts_and_nothing_else_is_measured(tmp_p
     folder = world.run(campaign(ttft=0.01), tmp_path)
     check_folder(folder)
     found = found_in(folder)
-    assert (found.state, found.starts, found.limit) == ("not_even_alone", 2, 0.0)
+    assert (found.state, found.starts, found.estimated_rate) == ("misses_slo_unloaded", 2, 0.0)
     assert [one.start for one in started(folder)] == [1, 2] and not rates(folder)
     assert len(world.opened) == 2
 
@@ -74,7 +78,7 @@ def test_a_few_slow_requests_are_asked_for_more_before_it_is_said(tmp_path: Path
     """Of a model that takes 12 s a request, two go into the time of single streams."""
     folder = Simulated(base=0.4, prompt=0.02).run(campaign(1200, ttft=0.5), tmp_path)
     check_folder(folder)
-    assert found_in(folder).state == "not_even_alone" and not rates(folder)
+    assert found_in(folder).state == "misses_slo_unloaded" and not rates(folder)
 
 
 def test_where_steps_cannot_be_told_levels_alone_say_between(tmp_path: Path) -> None:
@@ -83,8 +87,8 @@ def test_where_steps_cannot_be_told_levels_alone_say_between(tmp_path: Path) -> 
     check_folder(folder)
     found, tried = found_in(folder), rates(folder)
     (made,) = of_kind(read_records(folder).events, Calibrated)
-    assert made.law is None and "several tokens" in made.reason
-    assert (found.state, found.method) == ("holds", "levels")
+    assert made.step_times is None and "several tokens" in made.reason
+    assert (found.state, found.method) == ("confirmed", "levels")
     assert found.low is not None and found.high is not None
     assert 1.0 < found.low < 2.1 < found.high < 3.2
     assert tried[1] == pytest.approx(2 * tried[0], rel=0.01), "doubled while it held"
@@ -112,15 +116,15 @@ def test_only_the_smallest_are_confirmed_and_the_others_say_what_that_takes(tmp_
     folder = world.run(plan, tmp_path)
     check_folder(folder)
     big, small = (of_kind(read_records(folder).events, CellFinished, c.key) for c in plan.cells)
-    assert small[0].capacity.state == "holds"
+    assert small[0].capacity.state == "confirmed"
     estimated = big[0].capacity
-    assert estimated.state == "no_rate_confirmed"
-    assert estimated.limit is not None and (estimated.confirm_seconds or 0) >= 60
+    assert estimated.state == "not_confirmed"
+    assert estimated.estimated_rate is not None and (estimated.confirm_seconds or 0) >= 60
     measured = len(started(folder))
     world.resume(folder)
     assert len(started(folder)) == measured, "a complete run is left as it is"
     world.resume(folder, confirm=True)
-    assert found_in(folder).state == "holds"
+    assert found_in(folder).state == "confirmed"
     assert len(started(folder)) == measured + 1, "the law of the first sitting is kept"
     world.resume(folder, confirm=True)
     assert "no cell is left to confirm" in world.said.getvalue()
@@ -153,7 +157,7 @@ def test_disturbed_levels_are_measured_again_and_cost_no_budget(tmp_path: Path) 
     check_folder(folder)
     waited = of_kind(read_records(folder).events, Waited)
     assert waited and "`hog` (pid 7" in waited[0].reason
-    assert found_in(folder).state == "holds"
+    assert found_in(folder).state == "confirmed"
     assert "waiting for an idle machine" in world.said.getvalue()
 
 
@@ -162,15 +166,15 @@ def test_a_machine_that_is_never_quiet_is_named_and_not_waited_for_for_ever(tmp_
     folder = world.run(campaign(), tmp_path)
     (never,) = of_kind(read_records(folder).events, NeverQuiet)
     assert "hog" in never.reason and world.now < 1000
-    assert found_in(folder).state == "no_rate_confirmed"
+    assert found_in(folder).state == "not_confirmed"
     calm = world.run(campaign(more='disturbance = "ignore"'), tmp_path)
-    assert found_in(calm).state == "holds", "the machine as it is"
+    assert found_in(calm).state == "confirmed", "the machine as it is"
 
 
 def test_slightly_disturbed_levels_count_where_they_hold(tmp_path: Path) -> None:
     folder = Simulated(hog=(0.0, 1e9), hog_share=0.05).run(campaign(), tmp_path)
     check_folder(folder)
-    assert found_in(folder).state == "holds"
+    assert found_in(folder).state == "confirmed"
 
 
 def test_given_rates_are_measured_in_their_order(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A cell before it starts: its engine, rungs, memory, cores, seeds and share of the budget."""
+"""A cell before it starts: its engine, ladder models, memory, cores, seeds and share of the
+budget."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from loadtests.campaign.campaign_file import DEMO, Cell, Plan, parse_campaign, r
 from loadtests.campaign.cell_selection import (
     MEASURED,
     around_the_limit,
-    law_of_times,
     layout_of,
     on_this_machine,
     question_of,
     shares,
+    step_times_of_timings,
     to_confirm,
     why_not,
 )
@@ -118,9 +119,9 @@ def plan_of(cache: Path | str = "c", models: str = '["auto"]') -> Plan:
     ],
 )
 def test_the_rungs_move_with_the_machine(speed: float, gib: float, chosen: list[str]) -> None:
-    law = law_of_times(times(speed))
+    step_times = step_times_of_timings(times(speed))
     facts = msgspec.structs.replace(FACTS, memory_available_bytes=int(gib * 2**30))
-    found = around_the_limit(law, plan_of().campaign, facts)
+    found = around_the_limit(step_times, plan_of().campaign, facts)
     assert [name.rpartition("-")[2] for name in found] == chosen
 
 

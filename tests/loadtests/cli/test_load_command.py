@@ -63,7 +63,7 @@ def test_an_endpoint_that_breaks_in_the_middle_is_said_and_the_rest_counts(
     assert child.returncode == 0, said
     failed = re.search(rf"failed: (\d+) {word}", said)
     assert failed is not None and 30 < int(failed[1]) < 60, said
-    assert "SLO chat" in said and "fails" in said
+    assert "SLO chat" in said and "misses" in said
 
 
 def test_ctrl_c_ends_in_order(truth_server: Start) -> None:

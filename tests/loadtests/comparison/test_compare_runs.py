@@ -158,7 +158,14 @@ def written(folder: Path, slower: float = 1.0, rates: tuple[float, ...] = (3.0,)
                 run.request(msgspec.structs.replace(made, level=name))
             run.finish(LevelFinished(cell="c", level=name, due=len(dues), window_seconds=60.0))
         limit = 3.5 / slower * float(rng.uniform(0.99, 1.01))
-        capacity = Capacity(state="holds", held=1.6, limit=limit, low=3.0, high=4.0, method="law")
+        capacity = Capacity(
+            state="confirmed",
+            confirmed_rate=1.6,
+            estimated_rate=limit,
+            low=3.0,
+            high=4.0,
+            method="step_times",
+        )
         run.event(CellFinished(cell="c", capacity=capacity))
     return folder
 

@@ -44,11 +44,11 @@ def test_a_stranger_on_the_core_is_seen_and_named(
     assert theirs.seconds >= 1.0
     assert theirs.work_seconds is not None and theirs.work_seconds > 0.05
     assert theirs.stalled_seconds is not None and theirs.stalled_seconds > 0.2
-    assert hog.pid in [one.pid for one in theirs.strangers]
-    assert engine.pid not in [one.pid for one in theirs.strangers]
+    assert hog.pid in [one.pid for one in theirs.other_processes]
+    assert engine.pid not in [one.pid for one in theirs.other_processes]
     found = disturbance_of([theirs])
     assert found is not None and found.is_disturbed
-    assert hog.pid not in [one.pid for one in ours.strangers], "it is a child of the runner"
+    assert hog.pid not in [one.pid for one in ours.other_processes], "it is a child of the runner"
     assert ours.ours_seconds is not None and ours.ours_seconds > 0.05
 
 

@@ -19,9 +19,10 @@ from loadtests.load_generator.level_messages import LoadPlan
 from loadtests.load_generator.openai_endpoint import Target, TargetFacts
 from loadtests.records.journal_events import LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.workload.arrivals import Constant
-from loadtests.workload.conversations import draw_sessions, mean_turns
-from loadtests.workload.request_lengths import Spread, Workload
+from serving.errors import WorkloadError
+from serving.workload.arrivals import Constant
+from serving.workload.conversations import draw_sessions, mean_turns
+from serving.workload.request_lengths import Spread, Workload
 from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
 
 ANSWER_SECONDS = 0.05
@@ -83,14 +84,14 @@ def test_a_turn_sends_what_was_said_and_is_due_when_its_user_has_thought() -> No
     assert all(record.error is None for record in records)
     for session in (0, 1):
         first, second, third = (record for record in records if record.session == session)
-        assert first.due_seconds == pytest.approx(session * 1.25)
+        assert first.scheduled_seconds == pytest.approx(session * 1.25)
         for before, after in ((first, second), (second, third)):
             assert before.ended_seconds is not None and after.sent_seconds is not None
-            assert after.due_seconds == pytest.approx(before.ended_seconds + THINK_SECONDS)
-            assert after.sent_seconds >= after.due_seconds
+            assert after.scheduled_seconds == pytest.approx(before.ended_seconds + THINK_SECONDS)
+            assert after.sent_seconds >= after.scheduled_seconds
             assert (after.history_tokens, after.cached_tokens) == (34, 7)
-        assert (first.history_tokens, first.asked_prompt_tokens) == (0, 20)
-        assert (second.asked_prompt_tokens, third.asked_prompt_tokens) == (29, 38)
+        assert (first.history_tokens, first.requested_prompt_tokens) == (0, 20)
+        assert (second.requested_prompt_tokens, third.requested_prompt_tokens) == (29, 38)
     longest = max(listener.chats, key=len)
     assert [one["role"] for one in longest] == ["system", *["user", "assistant"] * 2, "user"]
     before = next(chat for chat in listener.chats if len(chat) == 4 and chat == longest[:4])
@@ -104,7 +105,7 @@ def test_a_session_whose_answer_failed_ends_and_its_missing_turns_are_failures()
     records = talked(Listener(fail=lambda number: number == 1))
     first = sorted((r for r in records if r.session == 0), key=lambda record: record.turn or 0)
     assert [record.error for record in first] == ["http_503", "session_ended", "session_ended"]
-    assert first[1].due_seconds >= (first[0].ended_seconds or 9) + THINK_SECONDS - 1e-6
+    assert first[1].scheduled_seconds >= (first[0].ended_seconds or 9) + THINK_SECONDS - 1e-6
     assert first[1].sent_seconds is None
     assert [record.error for record in records if record.session == 1] == [None] * 3
     started = LevelStarted(cell="load", level="load", rate_per_second=2.0, window_seconds=9.0)
@@ -119,10 +120,10 @@ def test_a_history_is_cut_at_the_context_as_a_client_would() -> None:
     )  # fmt: skip
     listener = Listener()
     records = talked(listener, workload, rate=0.4)
-    assert [record.asked_prompt_tokens for record in records] == [20, 29, 14, 23]
+    assert [record.requested_prompt_tokens for record in records] == [20, 29, 14, 23]
     assert [len(chat) for chat in listener.chats] == [1, 3, 3, 5]
     assert [record.history_tokens for record in records] == [0, 34, 0, 34]
-    assert all((r.asked_prompt_tokens or 0) + 4 <= 40 for r in records)
+    assert all((r.requested_prompt_tokens or 0) + 4 <= 40 for r in records)
 
 
 def test_turns_due_after_the_window_are_not_begun() -> None:
@@ -174,5 +175,5 @@ def test_sessions_of_a_file_keep_their_turns(tmp_path: Path) -> None:
     turns = [[(t.prompt_tokens, t.think_seconds) for t in one.turns[1:]] for one in sessions]
     assert sorted(turns[:2]) == sorted(turns[2:]) == [[(2, 2.0)], [(3, 1.5)]]
     path.write_text(path.read_text() + '\n{"prompt_tokens": 1, "output_tokens": 1}\n')
-    with pytest.raises(LoadError, match="1 lines have no `session`"):
+    with pytest.raises(WorkloadError, match="1 lines have no `session`"):
         draw_sessions(Workload(file=f"{tmp_path}/./sessions.jsonl"), 1, 1)

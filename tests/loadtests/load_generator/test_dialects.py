@@ -269,7 +269,7 @@ def test_a_stream_of_each_server_is_read(name: str) -> None:
                 wire = request_bytes(pool, target, facts, "x", 8)
             else:
                 wire = b"POST /v1/chat/completions HTTP/1.1\r\n\r\n"
-            first = RequestRecord(cell="c", level="l", index=0, due_seconds=0.0)
+            first = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
             record = stream(pool, wire, first, origin=origin, timeout_seconds=5.0)
     assert asked[-1].path == f"{dialect.base}/chat/completions"
     assert record.error == dialect.error and dialect.words in (record.error_message or "")

@@ -70,7 +70,7 @@ def ask(url: str) -> tuple[str | None, str | None, int]:
         record = stream(
             pool,
             wire,
-            RequestRecord(cell="c", level="l", index=0, due_seconds=0.0),
+            RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0),
             origin=clock(),
             timeout_seconds=5,
         )
@@ -156,7 +156,7 @@ def test_tls_works_and_a_certificate_is_checked(
 def test_what_a_hostile_server_sends_is_bounded(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connection, "MOST_BYTES", 1000)
+    monkeypatch.setattr(http_connection, "MAX_BYTES", 1000)
     body = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(*[EVENT] * 50)
     for answer in (b"HTTP/1.1 200 OK\r\nX: " + b"a" * 2000, body):
         assert "response has more than 1000 bytes" in (ask(serve(answer, close=True))[1] or "")

@@ -7,8 +7,8 @@ import pytest
 from loadtests.cli.load_command import load
 from loadtests.errors import LoadError
 from loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
-from loadtests.workload.request_lengths import Workload
 from models.errors import CrossoverError
+from serving.workload.request_lengths import Workload
 
 
 def test_workloads_as_people_write_them() -> None:

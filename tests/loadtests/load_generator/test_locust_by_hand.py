@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import loadtests
-from loadtests.workload.arrivals import Poisson, due_times
+from serving.workload.arrivals import Poisson, due_times
 
 LOCUSTFILE = Path(loadtests.__file__).parent / "locustfile.py"
 

@@ -16,12 +16,12 @@ import pytest
 
 from loadtests.errors import LevelInterrupted
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from loadtests.load_generator.level_messages import Ended, LoadPlan, Started, Told
+from loadtests.load_generator.level_messages import Ended, GeneratorEvent, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.request_record import RequestRecord
-from loadtests.workload.arrivals import Constant, Poisson, due_times
-from loadtests.workload.request_lengths import Ask, Workload
+from serving.workload.arrivals import Constant, Poisson, due_times
+from serving.workload.request_lengths import RequestSpec, Workload
 
 Start = Callable[..., str]
 SMALL = Workload(prompt_tokens=16, output_tokens=8)
@@ -35,7 +35,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
         yield generator
 
 
-def told(generator: LoadGenerator, plan: LoadPlan) -> list[Told]:
+def told(generator: LoadGenerator, plan: LoadPlan) -> list[GeneratorEvent]:
     """All that it says of one level."""
     return [message for message in generator.run(plan) if message is not None]
 
@@ -78,11 +78,11 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     )
     by_index = sorted(records, key=lambda record: record.index)
     assert all(
-        math.isclose(record.due_seconds, at, abs_tol=1e-6)
+        math.isclose(record.scheduled_seconds, at, abs_tol=1e-6)
         for record, at in zip(by_index, due, strict=True)
     )
     lags = [
-        record.sent_seconds - record.due_seconds
+        record.sent_seconds - record.scheduled_seconds
         for record in records
         if record.sent_seconds is not None
     ]
@@ -98,7 +98,7 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     assert (account.due, account.recorded) == (len(due), len(due))
     good = [record for record in by_index if record.error is None]
     assert good[-1].first_content_seconds is not None
-    assert good[-1].first_content_seconds - good[-1].due_seconds > 0.5, (
+    assert good[-1].first_content_seconds - good[-1].scheduled_seconds > 0.5, (
         "latency counts the wait that an open loop causes"
     )
 
@@ -139,13 +139,13 @@ def test_a_level_that_is_left_ends_its_processes(truth_server: Start, tmp_path: 
 
 def test_given_requests_leave_when_they_are_due(alone: LoadGenerator, truth_server: Start) -> None:
     """A burst, and one more: with the lengths that were asked, whatever the workload says."""
-    asks = tuple(Ask(index, 10 + index, 5) for index in range(4))
+    asks = tuple(RequestSpec(index, 10 + index, 5) for index in range(4))
     records, _, log = level(
         alone, truth_server(case="given"), asks=asks, due=(0.0, 0.0, 0.0, 0.2), window_seconds=5.0
     )
     records.sort(key=lambda record: record.index)
     assert [record.prompt_tokens for record in records] == [10, 11, 12, 13]
-    assert [record.due_seconds for record in records] == [0.0, 0.0, 0.0, 0.2]
+    assert [record.scheduled_seconds for record in records] == [0.0, 0.0, 0.0, 0.2]
     assert all((r.ended_seconds or 9) < 1.0 for r in records), "and the level ends with the last"
 
 
@@ -155,7 +155,7 @@ def test_single_streams_are_as_many_as_asked(alone: LoadGenerator, truth_server:
     assert sorted(record.index for record in records) == [0, 1, 2, 3, 4]
     records.sort(key=lambda record: record.index)
     for before, after in pairwise(records):
-        assert after.due_seconds >= (before.ended_seconds or 0.0)
+        assert after.scheduled_seconds >= (before.ended_seconds or 0.0)
 
 
 def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Start) -> None:
@@ -167,14 +167,15 @@ def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Star
     )
     assert len({record.index for record in records}) == len(records) > 20
     edges = sorted(
-        [(r.due_seconds, 1) for r in records] + [(r.ended_seconds or 0.0, -1) for r in records]
+        [(r.scheduled_seconds, 1) for r in records]
+        + [(r.ended_seconds or 0.0, -1) for r in records]
     )
     in_flight = most = 0
     for _, step in edges:
         in_flight += step
         most = max(most, in_flight)
     assert most == USERS
-    assert max(record.due_seconds for record in records) < 2.0
+    assert max(record.scheduled_seconds for record in records) < 2.0
 
 
 def test_load_goes_on_until_the_last_answer_that_counts(
@@ -189,11 +190,11 @@ def test_load_goes_on_until_the_last_answer_that_counts(
         window_seconds=1.2,
         follow_seconds=20.0,
     )
-    counted = [record for record in records if record.due_seconds < 1.2]
-    later = [record for record in records if record.due_seconds >= 1.2]
+    counted = [record for record in records if record.scheduled_seconds < 1.2]
+    later = [record for record in records if record.scheduled_seconds >= 1.2]
     assert all(record.error is None for record in counted)
     last = max(record.ended_seconds or math.inf for record in counted)
-    beside = [r for r in later if r.due_seconds < last < (r.ended_seconds or 0.0) + 0.1]
+    beside = [r for r in later if r.scheduled_seconds < last < (r.ended_seconds or 0.0) + 0.1]
     assert sorted(record.index for record in counted) == list(range(24))
     assert len(beside) >= 8 and abs(len(later) - 20 * (last - 1.2)) <= 4
     unanswered = [record for record in later if record.error is not None]

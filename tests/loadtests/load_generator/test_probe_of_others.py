@@ -69,7 +69,7 @@ def measured(endpoint: Endpoint, path: str = "", model: str | None = None) -> li
         with pool_for(target) as pool:
             facts = probe(target, pool)
             wire = request_bytes(pool, target, facts, "some words", 100)
-            asked = RequestRecord(cell="c", level="l", index=0, due_seconds=0.0)
+            asked = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
             record = stream(pool, wire, asked, origin=clock(), timeout_seconds=5.0)
     assert record.error in (None, "empty"), record
     return facts.notes

@@ -34,7 +34,7 @@ def _ask(
         origin = clock()
         wire = request_bytes(pool, target, FACTS, "one two three", tokens)
         ask = RequestRecord(
-            cell="c", level="l", index=3, due_seconds=0.0, asked_output_tokens=tokens
+            cell="c", level="l", index=3, scheduled_seconds=0.0, requested_output_tokens=tokens
         )
         record = stream(pool, wire, ask, origin=origin, timeout_seconds=timeout_seconds)
         log = json.loads(fetch(pool, get_bytes(pool, "/truth"))[2])
@@ -198,7 +198,7 @@ def test_the_probe_leaves_out_what_is_refused(
         record = stream(
             pool,
             wire,
-            RequestRecord(cell="c", level="l", index=0, due_seconds=0),
+            RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0),
             origin=clock(),
             timeout_seconds=5,
         )

@@ -34,7 +34,7 @@ def record_of(answer: bytes, timeout_seconds: float = 5.0) -> RequestRecord:
         target = Target(url=url, api="chat")
         with pool_for(target) as pool:
             wire = request_bytes(pool, target, FACTS, "x", 8)
-            asked = RequestRecord(cell="c", level="l", index=0, due_seconds=0.0)
+            asked = RequestRecord(cell="c", level="l", index=0, scheduled_seconds=0.0)
             return stream(pool, wire, asked, origin=clock(), timeout_seconds=timeout_seconds)
 
 

@@ -27,7 +27,11 @@ MANIFEST_RECORD = RunManifest(
 
 def record(level: str, index: int) -> RequestRecord:
     return RequestRecord(
-        cell="c", level=level, index=index, due_seconds=float(index), content_seconds=[0.5, 0.75]
+        cell="c",
+        level=level,
+        index=index,
+        scheduled_seconds=float(index),
+        content_seconds=[0.5, 0.75],
     )
 
 

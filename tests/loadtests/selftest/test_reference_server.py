@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from loadtests.selftest.reference_server import Batch, Truth
-from loadtests.selftest.selftest import LAW, SLOTS, WORKLOAD, WORLDS
-from loadtests.simulation.batching_simulator import simulate
-from loadtests.workload.arrivals import Poisson, due_times
-from loadtests.workload.request_lengths import draw
-from serving.performance.scheduler_settings import SchedulerSettings
+from loadtests.selftest.selftest import SLOTS, STEP_TIMES, WORKLOAD, WORLDS
+from serving.capacity.batching_simulator import simulate
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.workload.arrivals import Poisson, due_times
+from serving.workload.request_lengths import draw
 
 
 def played(truth: Truth, due: Any, prompts: Any, outputs: Any) -> tuple[Any, Any]:
@@ -47,9 +47,11 @@ def test_it_batches_as_the_simulator_does(world: str) -> None:
     due = due_times(Poisson(), 12.0, 200.0, 1)
     asks = draw(WORKLOAD, len(due), 1)
     prompts, outputs = [a.prompt_tokens for a in asks], [a.output_tokens for a in asks]
-    ttft, tpot = played(Truth(law=LAW, slots=SLOTS, **dict[str, Any](more)), due, prompts, outputs)
+    ttft, tpot = played(
+        Truth(step_times=STEP_TIMES, slots=SLOTS, **dict[str, Any](more)), due, prompts, outputs
+    )
     same = simulate(
-        LAW.slower(factor),
+        STEP_TIMES.slower(factor),
         SchedulerSettings(slots=SLOTS, step_tokens=2048, step_seconds_target=None),
         due,
         prompts,

@@ -18,7 +18,7 @@ from loadtests.selftest.selftest import (
     failure_rows,
     times_rows,
 )
-from loadtests.workload.arrivals import Poisson, due_times
+from serving.workload.arrivals import Poisson, due_times
 
 
 def world(chunk: int, stall: float = 0.0) -> tuple[list[RequestRecord], dict[str, Any]]:
@@ -42,7 +42,7 @@ def stamped(index: int, stamps: list[float], chunk: int = 1) -> RequestRecord:
         cell="c",
         level="l",
         index=index,
-        due_seconds=0.02 * index,
+        scheduled_seconds=0.02 * index,
         sent_seconds=0.02 * index,
         first_content_seconds=stamps[0],
         last_content_seconds=stamps[-1],
@@ -70,7 +70,7 @@ def one_token_a_chunk(record: RequestRecord) -> RequestRecord:
 
 
 def late_clock(record: RequestRecord) -> RequestRecord:
-    return msgspec.structs.replace(record, due_seconds=record.due_seconds + 0.005)
+    return msgspec.structs.replace(record, scheduled_seconds=record.scheduled_seconds + 0.005)
 
 
 def read_in_blocks(record: RequestRecord) -> RequestRecord:
@@ -131,7 +131,12 @@ def test_a_capacity_may_be_off_by_15_percent_and_no_more_is_confirmed_than_there
     low: float | None, limit: float | None, high: float | None, held: float | None, wrong: set[str]
 ) -> None:
     found = Capacity(
-        state="holds", low=low, limit=limit, high=high, held=held, reason="too few levels"
+        state="confirmed",
+        low=low,
+        estimated_rate=limit,
+        high=high,
+        confirmed_rate=held,
+        reason="too few levels",
     )
     rows = capacity_rows("world", found, 6.0, 6.0, 6.0)
     assert failed(rows) == wrong
@@ -148,5 +153,7 @@ def test_a_capacity_may_be_off_by_15_percent_and_no_more_is_confirmed_than_there
 def test_a_server_of_two_speeds_may_be_seen_at_its_fast_one(
     low: float, limit: float, high: float, held: float, wrong: set[str]
 ) -> None:
-    found = Capacity(state="holds", low=low, limit=limit, high=high, held=held)
+    found = Capacity(
+        state="confirmed", low=low, estimated_rate=limit, high=high, confirmed_rate=held
+    )
     assert failed(capacity_rows("world", found, 6.0, 7.0, 5.0)) == wrong

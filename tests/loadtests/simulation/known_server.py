@@ -1,6 +1,6 @@
 """A server whose step times are known: it answers requests, with a stamp for every token.
 
-Played step by step, apart from loadtests.simulation.batching_simulator, which it is held against.
+Played step by step, apart from serving.capacity.batching_simulator, which it is held against.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from loadtests.analysis.level_columns import Level
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.simulation.calibration_bursts import Burst
-from loadtests.simulation.step_law_fit import StepLaw
 from models.model_spec import Routing
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.step_time_model import StepTimeModel
 
-LAW = StepLaw(
+STEP_TIMES = StepTimeModel(
     base_seconds=0.02,
     row_seconds=0.003,
     prompt_token_seconds=0.0005,
@@ -26,7 +26,7 @@ LAW = StepLaw(
     pass_seconds=0.01,
 )
 # A mixture of experts whose steps are bound by reading weights.
-EXPERTS_LAW = StepLaw(
+EXPERTS_STEP_TIMES = StepTimeModel(
     base_seconds=0.004,
     row_seconds=0.002,
     prompt_token_seconds=0.0005,
@@ -128,7 +128,7 @@ class KnownServer:
                     cell=cell,
                     level=level,
                     index=i,
-                    due_seconds=float(due[i]),
+                    scheduled_seconds=float(due[i]),
                     sent_seconds=float(due[i]),
                     first_content_seconds=seen[0],
                     last_content_seconds=seen[-1],

@@ -7,27 +7,29 @@ from typing import Any
 import msgspec
 
 from loadtests.simulation.machine_file import Hardware, MachineFile, ModelSteps
-from loadtests.simulation.step_law_fit import StepLaw
-from models.model_ladder import rung
-from serving.performance.scheduler_settings import SchedulerSettings
+from models.model_ladder import ladder_model
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.step_time_model import StepTimeModel
 
 
-def steps_of(model: str, law: StepLaw, weight_format: str = "Q4_0", slots: int = 8) -> ModelSteps:
+def steps_of(
+    model: str, step_times: StepTimeModel, weight_format: str = "Q4_0", slots: int = 8
+) -> ModelSteps:
     return ModelSteps(
         backend="llama_cpp",
         version="0.3.16",
-        model=rung(model).spec,
+        model=ladder_model(model).spec,
         weight_format=weight_format,
         threads=2,
         policy=SchedulerSettings(slots=slots, step_seconds_target=0.3, step_tokens=2048),
-        law=law,
+        step_times=step_times,
         spent_seconds=20.0,
     )
 
 
 def machine_file(*models: ModelSteps, **changes: Any) -> MachineFile:
     """Of 135M and 360M where no models are given; steps go with the parameters."""
-    small = StepLaw(
+    small = StepTimeModel(
         base_seconds=0.002,
         row_seconds=0.004,
         prompt_token_seconds=0.0014,

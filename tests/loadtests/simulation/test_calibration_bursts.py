@@ -2,15 +2,15 @@
 
 import pytest
 
-from loadtests.analysis.slo import Slo
 from loadtests.simulation.calibration_bursts import Burst, calibrate, most_at_once
-from loadtests.simulation.simulated_capacity import capacity
-from loadtests.workload.request_lengths import Workload
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import capacity
+from serving.capacity.slo import Slo
+from serving.workload.request_lengths import Workload
 from tests.loadtests.simulation.known_server import (
-    EXPERTS_LAW,
-    LAW,
+    EXPERTS_STEP_TIMES,
     SETTINGS,
+    STEP_TIMES,
     KnownServer,
     Skewed,
 )
@@ -33,37 +33,41 @@ def staircase(rows):
 
 @pytest.mark.parametrize("slots", [4, 16, None], ids=["4", "16", "unknown"])
 def test_the_law_is_found_again_and_the_capacity_with_it(slots):
-    server = KnownServer(LAW.seconds, slots=slots or 8)
+    server = KnownServer(STEP_TIMES.seconds, slots=slots or 8)
     made = calibrated(server, slots=slots)
     assert made.slots == (slots or 8) and made.reason == ""
-    assert made.law.prompt_token_seconds == pytest.approx(LAW.prompt_token_seconds, rel=0.05)
+    assert made.step_times.prompt_token_seconds == pytest.approx(
+        STEP_TIMES.prompt_token_seconds, rel=0.05
+    )
     assert server.spent_seconds < 20
     policy = SchedulerSettings(slots=made.slots, step_tokens=2048, step_seconds_target=None)
-    simulated = capacity(made.law, policy, CHAT, SLO, requests=2000).rate
+    simulated = capacity(made.step_times, policy, CHAT, SLO, requests=2000).rate
     assert simulated == pytest.approx(
-        capacity(LAW, policy, CHAT, SLO, requests=2000).rate, rel=0.05
+        capacity(STEP_TIMES, policy, CHAT, SLO, requests=2000).rate, rel=0.05
     )
     if slots == 4:
-        again = KnownServer(LAW.seconds, slots=4)
-        assert calibrated(again, slots=4).law == made.law
+        again = KnownServer(STEP_TIMES.seconds, slots=4)
+        assert calibrated(again, slots=4).step_times == made.step_times
         assert again.asked == server.asked, "a journal's answers give the same bursts"
 
 
 def test_bursts_tell_what_reading_the_experts_of_a_mixture_costs():
     skewed = Skewed(3, stalls=0.0)
-    server = KnownServer(lambda *counts: skewed() * EXPERTS_LAW.seconds(*counts), slots=16)
-    made = calibrated(server, slots=16, experts=EXPERTS_LAW.experts)
-    assert made.law.experts == EXPERTS_LAW.experts and server.spent_seconds < 25
-    assert made.law.expert_seconds == pytest.approx(EXPERTS_LAW.expert_seconds, rel=0.15)
+    server = KnownServer(lambda *counts: skewed() * EXPERTS_STEP_TIMES.seconds(*counts), slots=16)
+    made = calibrated(server, slots=16, experts=EXPERTS_STEP_TIMES.experts)
+    assert made.step_times.experts == EXPERTS_STEP_TIMES.experts and server.spent_seconds < 25
+    assert made.step_times.expert_seconds == pytest.approx(
+        EXPERTS_STEP_TIMES.expert_seconds, rel=0.15
+    )
     for rows in (1, 4, 16):
-        assert made.law.seconds(rows, 0, 200 * rows) == pytest.approx(
-            EXPERTS_LAW.seconds(rows, 0, 200 * rows), rel=0.05
+        assert made.step_times.seconds(rows, 0, 200 * rows) == pytest.approx(
+            EXPERTS_STEP_TIMES.seconds(rows, 0, 200 * rows), rel=0.05
         )
     policy = SchedulerSettings(slots=16, step_tokens=2048, step_seconds_target=None)
     slo = Slo("x", 2.0, 0.03, target=0.9)
-    simulated = capacity(made.law, policy, CHAT, slo, requests=2000).rate
+    simulated = capacity(made.step_times, policy, CHAT, slo, requests=2000).rate
     assert simulated == pytest.approx(
-        capacity(EXPERTS_LAW, policy, CHAT, slo, requests=2000).rate, rel=0.05
+        capacity(EXPERTS_STEP_TIMES, policy, CHAT, slo, requests=2000).rate, rel=0.05
     )
 
 
@@ -73,20 +77,20 @@ def test_a_staircase_with_noise_and_stalls_is_known_well_enough_within_the_time(
     skewed = Skewed(2)
 
     def steps(rows, prompt, context, passes):
-        return slower * skewed() * LAW.seconds(staircase(rows), prompt, context, passes)
+        return slower * skewed() * STEP_TIMES.seconds(staircase(rows), prompt, context, passes)
 
     made = calibrated(server := KnownServer(steps))
     assert server.spent_seconds < 30
     policy = SETTINGS
     slo = Slo("x", 2.0 * slower, 0.2 * slower, target=0.9)
-    truth = capacity(LAW.slower(1.07 * slower), policy, CHAT, slo, requests=2000).rate
-    assert capacity(made.law, policy, CHAT, slo, requests=2000).rate == pytest.approx(
+    truth = capacity(STEP_TIMES.slower(1.07 * slower), policy, CHAT, slo, requests=2000).rate
+    assert capacity(made.step_times, policy, CHAT, slo, requests=2000).rate == pytest.approx(
         truth, rel=0.15
     )
 
 
 def test_one_burst_is_of_short_prompts_and_one_of_real_ones():
-    calibrated(server := KnownServer(LAW.seconds))
+    calibrated(server := KnownServer(STEP_TIMES.seconds))
     assert [burst.streams for burst in server.asked] == [8, 8]
     short, real = server.asked
     assert max(short.prompt_tokens) <= 16 and max(real.prompt_tokens) > 300
@@ -94,20 +98,20 @@ def test_one_burst_is_of_short_prompts_and_one_of_real_ones():
 
 
 def test_long_prompts_are_cut_to_what_the_time_pays_for():
-    server = KnownServer(LAW.seconds)
+    server = KnownServer(STEP_TIMES.seconds)
     made = calibrated(server, Workload(prompt_tokens=8000, output_tokens=50))
-    assert made.law is not None and server.spent_seconds < 25
+    assert made.step_times is not None and server.spent_seconds < 25
 
 
 def test_several_tokens_a_chunk_have_no_law():
-    made = calibrated(KnownServer(LAW.seconds, chunk=4))
-    assert made.law is None and "several tokens" in made.reason
+    made = calibrated(KnownServer(STEP_TIMES.seconds, chunk=4))
+    assert made.step_times is None and "several tokens" in made.reason
 
 
 def test_an_engine_that_the_law_does_not_describe_has_none():
     skewed = Skewed(1, spread=0.9)
-    made = calibrated(KnownServer(lambda *counts: skewed() * LAW.seconds(*counts)))
-    assert made.law is None and "left out of the fit" in made.reason
+    made = calibrated(KnownServer(lambda *counts: skewed() * STEP_TIMES.seconds(*counts)))
+    assert made.step_times is None and "left out of the fit" in made.reason
 
 
 def test_bursts_that_something_ran_beside_are_asked_again():
@@ -115,20 +119,22 @@ def test_bursts_that_something_ran_beside_are_asked_again():
 
     def steps(*counts):
         beside = skewed() if len(server.asked) in (1, 2) else 1.0
-        return beside * LAW.seconds(*counts)
+        return beside * STEP_TIMES.seconds(*counts)
 
     server = KnownServer(steps)
     made = calibrated(server)
     assert len(server.asked) == 4 and made.reason == ""
-    assert made.law.row_seconds == pytest.approx(LAW.row_seconds, rel=0.05)
+    assert made.step_times.row_seconds == pytest.approx(STEP_TIMES.row_seconds, rel=0.05)
 
 
 def test_a_burst_that_tells_nothing_is_left_out_and_one_slot_needs_none():
-    server = KnownServer(LAW.seconds)
-    assert calibrated(server, ask=lambda burst: None).law is not None, "single streams are left"
-    assert calibrated(server, slots=1).law is not None and not server.asked
+    server = KnownServer(STEP_TIMES.seconds)
+    assert calibrated(server, ask=lambda burst: None).step_times is not None, (
+        "single streams are left"
+    )
+    assert calibrated(server, slots=1).step_times is not None and not server.asked
 
 
 def test_streams_served_together_are_counted():
-    level = KnownServer(LAW.seconds, slots=3)(Burst((16,) * 5, (20,) * 5))
+    level = KnownServer(STEP_TIMES.seconds, slots=3)(Burst((16,) * 5, (20,) * 5))
     assert most_at_once(level) == 3

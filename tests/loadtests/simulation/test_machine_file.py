@@ -12,7 +12,7 @@ from loadtests.simulation.machine_file import (
     write_machine_file,
 )
 from serving.hardware.machine_facts import hardware_facts
-from tests.loadtests.simulation.known_server import EXPERTS_LAW
+from tests.loadtests.simulation.known_server import EXPERTS_STEP_TIMES
 from tests.loadtests.simulation.machine_files import machine_file, steps_of
 
 
@@ -28,19 +28,28 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 def test_a_mixture_keeps_its_experts_and_an_older_file_has_none(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
-    mixture = msgspec.structs.replace(steps_of("135m", EXPERTS_LAW))
+    mixture = msgspec.structs.replace(steps_of("135m", EXPERTS_STEP_TIMES))
     write_machine_file(file, machine_file(mixture))
-    assert read_machine_file(file).models[0].law == EXPERTS_LAW
+    assert read_machine_file(file).models[0].step_times == EXPERTS_STEP_TIMES
     raw = msgspec.to_builtins(machine_file())
     for one in raw["models"]:
         for name in ("expert_seconds", "experts", "shares_pass"):
-            del one["law"][name]
+            del one["step_times"][name]
     file.write_bytes(msgspec.json.encode(raw))
     assert read_machine_file(file) == machine_file()
-    raw["models"][0]["law"]["experts"] = {"count": 8, "used": 9}
+    raw["models"][0]["step_times"]["experts"] = {"count": 8, "used": 9}
     file.write_bytes(msgspec.json.encode(raw))
     with pytest.raises(BadMachineFile, match="9 of 8 experts cannot be used; use 1 to 8"):
         read_machine_file(file)
+
+
+def test_a_file_of_version_2_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    raw = msgspec.to_builtins(machine_file()) | {"version": 2}
+    for model in raw["models"]:
+        model["law"] = model.pop("step_times")
+    file.write_bytes(msgspec.json.encode(raw))
+    assert read_machine_file(file) == machine_file()
 
 
 @pytest.mark.parametrize(

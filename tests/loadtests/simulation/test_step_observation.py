@@ -6,9 +6,9 @@ import pytest
 
 from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
 from tests.loadtests.simulation.known_server import (
-    EXPERTS_LAW,
-    LAW,
+    EXPERTS_STEP_TIMES,
     SETTINGS,
+    STEP_TIMES,
     KnownServer,
     Skewed,
 )
@@ -24,14 +24,16 @@ def loaded(server, rate=1.2, count=150, seed=1, **more):
 
 @pytest.mark.parametrize("rate", [0.3, 1.2, 3.0], ids=["mostly alone", "loaded", "overloaded"])
 def test_the_steps_of_a_level_are_those_of_the_law(rate):
-    level, _ = loaded(KnownServer(LAW.seconds), rate)
+    level, _ = loaded(KnownServer(STEP_TIMES.seconds), rate)
     seen, covered = observed_steps(level, 8)
     assert covered > 0.9
     exact = [one for one in seen if one.steps == 1]
     assert len(exact) > 500
-    right = [abs(LAW.of(one) / one.seconds - 1) < 0.02 for one in exact]
+    right = [abs(STEP_TIMES.of(one) / one.seconds - 1) < 0.02 for one in exact]
     assert np.mean(right) > 0.95
-    assert sum(map(LAW.of, seen)) == pytest.approx(sum(one.seconds for one in seen), rel=0.01)
+    assert sum(map(STEP_TIMES.of, seen)) == pytest.approx(
+        sum(one.seconds for one in seen), rel=0.01
+    )
 
 
 def test_cached_prompt_tokens_were_not_computed():
@@ -39,71 +41,75 @@ def test_cached_prompt_tokens_were_not_computed():
     due = np.cumsum(rng.exponential(1.0, 80)).tolist()
     prompts = rng.integers(200, 400, 80)
     cached = (prompts * 0.8).astype(int).tolist()
-    level = KnownServer(LAW.seconds).level(due, prompts.tolist(), [40] * 80, cached)
+    level = KnownServer(STEP_TIMES.seconds).level(due, prompts.tolist(), [40] * 80, cached)
     seen, covered = observed_steps(level, 8)
     assert covered > 0.9
-    assert sum(map(LAW.of, seen)) == pytest.approx(sum(one.seconds for one in seen), rel=0.01)
+    assert sum(map(STEP_TIMES.of, seen)) == pytest.approx(
+        sum(one.seconds for one in seen), rel=0.01
+    )
 
 
 def test_chunks_of_several_tokens_tell_no_steps():
-    level, _ = loaded(KnownServer(LAW.seconds, chunk=4))
+    level, _ = loaded(KnownServer(STEP_TIMES.seconds, chunk=4))
     assert observed_steps(level, 8) == ([], 0.0)
 
 
 def test_stamps_that_come_in_late_together_keep_their_sum():
     """A client that was held up for three steps sees their chunks at one moment."""
-    level, _ = loaded(KnownServer(LAW.seconds))
+    level, _ = loaded(KnownServer(STEP_TIMES.seconds))
     end = float(np.median(level.chunks))
     held = (level.chunks > end - 0.15) & (level.chunks < end)
     assert 3 <= held.sum()
     late = msgspec.structs.replace(level, chunks=np.where(held, end, level.chunks))
     seen, covered = observed_steps(late, 8)
     assert covered > 0.9
-    assert sum(map(LAW.of, seen)) == pytest.approx(sum(one.seconds for one in seen), rel=0.01)
+    assert sum(map(STEP_TIMES.of, seen)) == pytest.approx(
+        sum(one.seconds for one in seen), rel=0.01
+    )
 
 
-@pytest.mark.parametrize("law", [LAW, EXPERTS_LAW], ids=["dense", "experts"])
+@pytest.mark.parametrize("step_times", [STEP_TIMES, EXPERTS_STEP_TIMES], ids=["dense", "experts"])
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])
-def test_the_factor_of_a_level_is_how_much_longer_its_steps_took(slower, law):
+def test_the_factor_of_a_level_is_how_much_longer_its_steps_took(slower, step_times):
     skewed = Skewed(5, stalls=0.0)
-    server = KnownServer(lambda *counts: slower * skewed() * law.seconds(*counts))
+    server = KnownServer(lambda *counts: slower * skewed() * step_times.seconds(*counts))
     level, _ = loaded(server, rate=1.0)
-    found = level_factor(law, level, SETTINGS)
+    found = level_factor(step_times, level, SETTINGS)
     assert found == pytest.approx(slower, rel=0.03)
 
 
 def test_a_server_that_computes_whole_prompts_first_tells_its_steps_too():
-    server = KnownServer(lambda *counts: 1.2 * LAW.seconds(*counts), whole_prompts=True)
+    server = KnownServer(lambda *counts: 1.2 * STEP_TIMES.seconds(*counts), whole_prompts=True)
     level, _ = loaded(server, rate=1.0, count=300)
     jitter = np.random.default_rng(1).uniform(0, 0.002, len(level.chunks))
     level = msgspec.structs.replace(level, chunks=level.chunks + jitter)
-    found = level_factor(LAW, level, SETTINGS)
+    found = level_factor(STEP_TIMES, level, SETTINGS)
     assert found == pytest.approx(1.2, rel=0.03)
 
 
 def test_where_steps_cannot_be_told_the_factor_is_by_tpot():
-    server = KnownServer(lambda *counts: 1.2 * LAW.seconds(*counts), chunk=3)
+    server = KnownServer(lambda *counts: 1.2 * STEP_TIMES.seconds(*counts), chunk=3)
     level, _ = loaded(server, rate=1.0, count=300)
-    found = level_factor(LAW, level, SETTINGS)
+    found = level_factor(STEP_TIMES, level, SETTINGS)
     assert found == pytest.approx(1.2, rel=0.08)
 
 
 def test_a_level_without_answers_tells_nothing():
-    level, _ = loaded(KnownServer(LAW.seconds), count=3)
+    level, _ = loaded(KnownServer(STEP_TIMES.seconds), count=3)
     empty = msgspec.structs.replace(
         level,
         chunks=np.empty(0),
         chunk_offsets=np.zeros(4, dtype=np.int64),
         failure=("refused",) * 3,
     )
-    assert level_factor(LAW, empty, SETTINGS) is None
+    assert level_factor(STEP_TIMES, empty, SETTINGS) is None
 
 
 def test_like_steps_in_a_row_are_merged():
-    level, _ = loaded(KnownServer(LAW.seconds))
+    level, _ = loaded(KnownServer(STEP_TIMES.seconds))
     seen, _ = observed_steps(level, 8)
     merged = merged_steps(seen)
     assert len(merged) < len(seen) / 2
     assert sum(one.seconds for one in merged) == pytest.approx(sum(one.seconds for one in seen))
     assert max(one.steps for one in merged if not one.prompt_tokens) <= 12
-    assert LAW.of(merged[5]) == pytest.approx(merged[5].seconds, rel=0.03)
+    assert STEP_TIMES.of(merged[5]) == pytest.approx(merged[5].seconds, rel=0.03)

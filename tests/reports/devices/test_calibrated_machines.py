@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from loadtests.simulation.machine_file import write_machine_file
-from loadtests.simulation.step_law_fit import StepLaw
-from models.model_ladder import SIZED, rung
+from models.model_ladder import SIZED, ladder_model
 from models.model_spec import ModelSpec, Routing
 from reports.devices.calibrated_machines import (
     BIGGER_HALF_WIDTH,
@@ -15,18 +14,19 @@ from reports.devices.calibrated_machines import (
     calibrated_machine,
 )
 from reports.errors import ReportError
+from serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.simulation.machine_files import machine_file, steps_of
 
 MIXTURE = SIZED[0].spec  # 8 of 128 experts
 
 
-def truth(spec: ModelSpec) -> StepLaw:
+def truth(spec: ModelSpec) -> StepTimeModel:
     """Steps of a machine that reads 5 GB/s and has no other costs than the file says."""
     experts = 0 if spec.experts is None else spec.experts.parameters
     share = 0.0 if spec.experts is None else spec.experts.used / spec.experts.count
     size = spec.matrix_parameters - experts  # that every pass reads
     active = size + share * experts
-    return StepLaw(
+    return StepTimeModel(
         base_seconds=size * 1e-10 + spec.layers * spec.hidden * 1e-8,
         row_seconds=active * 1e-12 + spec.vocabulary * spec.hidden * 1e-11,
         prompt_token_seconds=active * 2e-12,
@@ -39,7 +39,7 @@ def truth(spec: ModelSpec) -> StepLaw:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    models = (steps_of(name, truth(rung(name).spec)) for name in ("135m", "360m"))
+    models = (steps_of(name, truth(ladder_model(name).spec)) for name in ("135m", "360m"))
     write_machine_file(tmp_path / "machine.json", machine_file(*models))
     return tmp_path / "machine.json"
 
@@ -48,15 +48,15 @@ def test_a_measured_model_has_its_own_law_and_a_bigger_one_is_told_from_its_shap
     path: Path,
 ) -> None:
     machine = calibrated_machine(path)
-    own, narrow = machine.law(rung("360m").spec, "Q4_0", 8, 1)
-    assert own == truth(rung("360m").spec)
-    spec = rung("3b").spec
-    told, wide = machine.law(spec, "Q4_0", 8, 1)
+    own, narrow = machine.step_times(ladder_model("360m").spec, "Q4_0", 8, 1)
+    assert own == truth(ladder_model("360m").spec)
+    spec = ladder_model("3b").spec
+    told, wide = machine.step_times(spec, "Q4_0", 8, 1)
     for rows, prompt, context in ((1, 0, 200), (8, 0, 4000), (0, 512, 0), (4, 128, 1000)):
         assert told.seconds(rows, prompt, context) == pytest.approx(
             truth(spec).seconds(rows, prompt, context), rel=0.05
         )
-    assert narrow < wide < machine.law(spec, "Q8_0", 8, 1)[1]
+    assert narrow < wide < machine.step_times(spec, "Q8_0", 8, 1)[1]
 
 
 @pytest.mark.parametrize("measured", ["dense", "experts"])
@@ -74,27 +74,31 @@ def test_a_mixture_goes_by_its_active_parameters_and_its_experts(
             smaller.experts, parameters=smaller.experts.parameters // 2
         ),
     )
-    models = [steps_of(name, truth(rung(name).spec)) for name in ("360m", "1b")]
+    models = [steps_of(name, truth(ladder_model(name).spec)) for name in ("360m", "1b")]
     if measured == "experts":
-        models = [msgspec.structs.replace(models[0], model=half, law=truth(half))]
+        models = [msgspec.structs.replace(models[0], model=half, step_times=truth(half))]
     write_machine_file(tmp_path / "machine.json", machine_file(*models))
-    law, half_width = calibrated_machine(tmp_path / "machine.json").law(spec, "Q4_0", 8, 1)
-    assert law.experts == Routing(128, 8)
+    step_times, half_width = calibrated_machine(tmp_path / "machine.json").step_times(
+        spec, "Q4_0", 8, 1
+    )
+    assert step_times.experts == Routing(128, 8)
     assert half_width == (BIGGER_HALF_WIDTH if measured == "experts" else FORMAT_HALF_WIDTH)
     for rows, prompt in ((1, 0), (16, 0), (0, 512)):
-        assert law.seconds(rows, prompt, 0) == pytest.approx(
+        assert step_times.seconds(rows, prompt, 0) == pytest.approx(
             truth(spec).seconds(rows, prompt, 0), rel=0.15
         )
     as_dense = truth(msgspec.structs.replace(spec, experts=None))
-    assert law.seconds(1, 0, 0) < 0.2 * as_dense.seconds(1, 0, 0), "one request reads few experts"
+    assert step_times.seconds(1, 0, 0) < 0.2 * as_dense.seconds(1, 0, 0), (
+        "one request reads few experts"
+    )
 
 
 def test_what_it_says_nothing_of_is_refused(path: Path) -> None:
     machine = calibrated_machine(path)
     with pytest.raises(ReportError, match="says nothing of int8"):
-        machine.law(rung("1b").spec, "int8", 8, 1)
+        machine.step_times(ladder_model("1b").spec, "int8", 8, 1)
     with pytest.raises(ReportError, match="not shared"):
-        machine.law(rung("1b").spec, "Q4_0", 8, 2)
+        machine.step_times(ladder_model("1b").spec, "Q4_0", 8, 2)
     path.write_text('{"version": 1}')
     with pytest.raises(ReportError, match="version is 1. Run `crossover calibrate` again"):
         calibrated_machine(path)

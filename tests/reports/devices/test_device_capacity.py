@@ -5,9 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from loadtests.analysis.slo import Slo
-from loadtests.simulation.simulated_capacity import Lengths
-from models.model_ladder import rung, sized
+from models.model_ladder import ladder_model, sized
 from models.weight_formats import weight_bytes
 from reports.devices.device_capacity import (
     Machine,
@@ -18,6 +16,8 @@ from reports.devices.device_capacity import (
     machine_of,
 )
 from reports.devices.device_catalog import device_named, priced_gpus
+from serving.capacity.simulated_capacity import Lengths
+from serving.capacity.slo import Slo
 
 CHAT = Slo("chat", 2.0, 0.2, 0.9)
 DRAW = np.random.default_rng(1)
@@ -29,7 +29,7 @@ TRAFFIC = Traffic(
 
 
 def served(machine: Machine, model: str = "1b", devices: int = 1) -> Service:
-    return Service(machine, rung(model).spec, "bf16", TRAFFIC, devices)
+    return Service(machine, ladder_model(model).spec, "bf16", TRAFFIC, devices)
 
 
 T4 = machine_of(device_named("NVIDIA T4"))
@@ -97,14 +97,14 @@ def test_a_mixture_needs_a_gpu_for_all_experts_and_is_as_fast_as_the_active_ones
     refused = capacity_of(listed("qwen3-30b-a3b", T4), CHAT)
     assert refused.rate is None and "GiB, NVIDIA T4 has 15.0 GiB" in refused.reason
     big = machine_of(device_named("NVIDIA L40S"))
-    dense = Service(big, rung("qwen2.5-32b").spec, "Q4_0", TRAFFIC)
+    dense = Service(big, ladder_model("qwen2.5-32b").spec, "Q4_0", TRAFFIC)
     mixture = listed("qwen3-30b-a3b", big)
     assert mixture.needed_bytes(0) == pytest.approx(dense.needed_bytes(0), rel=0.1)
     alone = [
-        float(law.seconds(1, 0, 0))
-        for law, _ in (
-            big.law(one.spec, "Q4_0", 16, 1)
-            for one in (mixture, dense, Service(big, rung("3b").spec, "Q4_0", TRAFFIC))
+        float(step_times.seconds(1, 0, 0))
+        for step_times, _ in (
+            big.step_times(one.spec, "Q4_0", 16, 1)
+            for one in (mixture, dense, Service(big, ladder_model("3b").spec, "Q4_0", TRAFFIC))
         )
     ]
     assert alone[0] < alone[1] / 3 and alone[0] < 2.5 * alone[2]

@@ -1,4 +1,4 @@
-"""The step law of a device that is not here: the numbers nearest to the predicted steps."""
+"""The step-time model of a device that is not here: the numbers nearest to the predicted steps."""
 
 import math
 
@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.model_ladder import SIZED, rung
+from models.model_ladder import SIZED, ladder_model
 from models.model_spec import ModelSpec
 from reports.devices.device_catalog import Device, device_named
-from reports.devices.device_step_times import constants_of, predicted_law
+from reports.devices.device_step_times import constants_of, predicted_step_times
 from reports.errors import ReportError
 from tests.bench.device_fit import fit
 from tests.bench.device_fit.step_model import (
@@ -21,7 +21,7 @@ from tests.bench.device_fit.step_model import (
     features,
 )
 
-SPEC = rung("8b").spec
+SPEC = ladder_model("8b").spec
 MIXTURE = SIZED[0].spec  # 8 of 128 experts
 H100 = device_named("NVIDIA H100 SXM")
 CPU = device_named("Intel Xeon 6980P")
@@ -58,31 +58,31 @@ def test_a_law_says_what_the_fitted_model_says(spec: ModelSpec, name: str, devic
         devices=devices,
         prompt=1024,
     )
-    law, _ = predicted_law(device, spec, "bf16", 64, devices)
+    step_times, _ = predicted_step_times(device, spec, "bf16", 64, devices)
     for rows, context in ((1, 500), (7, 900), (40, 1500), (64, 300)):
         asked = [
             msgspec.structs.replace(case, rows=rows, context=context, read_bytes=read_bytes(rows))
         ]
         facts, v = features(asked), fit.fitted().values(ACCELERATOR, asked)
         said = accelerator_decode(v, facts, np.array([float(rows)]))[0]
-        assert law.seconds(rows, 0, rows * context) == pytest.approx(said, rel=0.13)
+        assert step_times.seconds(rows, 0, rows * context) == pytest.approx(said, rel=0.13)
     facts, v = features([case]), fit.fitted().values(ACCELERATOR, [case])
     said = accelerator_prefill(v, facts, 1.0)[0]
-    assert law.seconds(0, 1024, 0) == pytest.approx(said, rel=0.2)
+    assert step_times.seconds(0, 1024, 0) == pytest.approx(said, rel=0.2)
 
 
 def test_steps_are_shared_by_links_that_cost() -> None:
     """Two GPUs are faster than one, more by NVLink than by PCIe, less between nodes."""
 
     def step(one: Device, devices: int) -> float:
-        return predicted_law(one, SPEC, "bf16", 256, devices)[0].seconds(64, 0, 64 * 500)
+        return predicted_step_times(one, SPEC, "bf16", 256, devices)[0].seconds(64, 0, 64 * 500)
 
     by_pcie = msgspec.structs.replace(H100, link_gb_per_second=25.0)
     assert step(H100, 2) < step(H100, 1)
     assert step(H100, 8) < step(by_pcie, 8)
     assert step(H100, 16) > step(H100, 8)
     with pytest.raises(ReportError, match="not shared"):
-        predicted_law(device_named("M4 Max"), SPEC, "Q4_0", 8, devices=2)
+        predicted_step_times(device_named("M4 Max"), SPEC, "Q4_0", 8, devices=2)
 
 
 def test_bands_are_those_of_the_classes_and_a_factor_of_three_where_nothing_was_published() -> None:
@@ -95,8 +95,10 @@ def test_bands_are_those_of_the_classes_and_a_factor_of_three_where_nothing_was_
 
 def test_what_cannot_be_predicted_is_one_sentence() -> None:
     with pytest.raises(ReportError, match="16-bit peak is not known"):
-        predicted_law(msgspec.structs.replace(H100, tflops=type(H100.tflops)()), SPEC, "bf16", 8)
+        predicted_step_times(
+            msgspec.structs.replace(H100, tflops=type(H100.tflops)()), SPEC, "bf16", 8
+        )
     with pytest.raises(ReportError, match="calibrate it"):
-        predicted_law(CPU, SPEC, "Q4_0", 8)
+        predicted_step_times(CPU, SPEC, "Q4_0", 8)
     with pytest.raises(ReportError, match="Q9"):
-        predicted_law(H100, SPEC, "Q9", 8)
+        predicted_step_times(H100, SPEC, "Q9", 8)

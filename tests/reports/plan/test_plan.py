@@ -9,7 +9,7 @@ from loadtests.records.journal_events import Capacity
 from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from reports.devices.device_catalog import devices, priced_gpus
 from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
-from reports.plan.plan_costs import MOST_ROWS, Candidate, Plan, make_plan
+from reports.plan.plan_costs import MAX_ROWS, Candidate, Plan, make_plan
 from reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
 from reports.plan.plan_machines import _measured, asked_of, candidates_of
 from reports.plan.plan_text import as_json, as_text, choice_sentence
@@ -107,7 +107,7 @@ def test_more_rate_never_costs_less(rate: float) -> None:
 def test_the_text_has_at_most_six_rows_and_the_json_has_everything() -> None:
     many = [machine(f"gpu {n}", 1.0 + n, 2.0 + n, 3.0 + n, 1.0 + n) for n in range(9)]
     made = plan(0.9, HERE, *many)
-    assert len(made.rows) == MOST_ROWS < len(made.options)
+    assert len(made.rows) == MAX_ROWS < len(made.options)
     assert '"kind": "crossover-plan"' in as_json(made)
     assert len(as_text(made, 110).splitlines()) <= 21
 
@@ -168,11 +168,13 @@ def test_a_gpu_without_a_list_price_is_considered_at_yours(
 
 
 def test_the_ends_of_a_run_s_interval_are_made_one_sided() -> None:
-    found = Capacity(state="no_rate_confirmed", limit=1.0, low=0.8, high=1.25)
+    found = Capacity(state="not_confirmed", estimated_rate=1.0, low=0.8, high=1.25)
     told = _measured("mine", found, None)
     assert told.low == pytest.approx(0.8 ** (1.2816 / 1.6449))
     assert told.high == pytest.approx(1.25 ** (1.2816 / 1.6449))
-    confirmed = _measured("mine", Capacity(state="holds", held=0.6, low=0.7, limit=1.0), None)
+    confirmed = _measured(
+        "mine", Capacity(state="confirmed", confirmed_rate=0.6, low=0.7, estimated_rate=1.0), None
+    )
     assert (confirmed.low, confirmed.kind) == (0.6, "confirmed"), "as the report says, and no more"
 
 

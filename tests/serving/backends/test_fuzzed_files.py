@@ -1,5 +1,5 @@
-"""Model files from strangers, cut off and damaged by a seeded generator: the engine's process may
-die of them, the server never.
+"""Model files from other people, cut off and damaged by a seeded generator: the engine's process
+may die of them, the server never.
 
 Each file goes to a real engine child behind the real HTTP side. Either the engine serves it (not
 every byte matters) or the server says that it does not: 503, a reason, and no path of the machine.

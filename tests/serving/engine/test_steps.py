@@ -3,8 +3,8 @@
 import pytest
 
 from serving.backends.backend_interface import EngineConfig
+from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.engine.scheduler import Scheduler
-from serving.performance.scheduler_settings import SchedulerSettings
 from serving.sampling.step_inputs import Row, Sampled
 from tests.serving.engine.schedules import TABLE, VOCABULARY, Recorder, make, request, run
 

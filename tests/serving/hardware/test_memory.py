@@ -16,8 +16,8 @@ import pytest
 from models.convert_to_onnx import make_onnx
 from models.model_spec import ModelSpec
 from models.random_weights import write_gguf, write_hf_folder
+from serving.capacity.scheduler_settings import RequestedSettings
 from serving.hardware.machine_facts import hardware_facts
-from serving.performance.scheduler_settings import RequestedSettings
 from serving.placement.placement_policy import PlacementRequest, predicted
 from tests.tools.with_settings import engine_config
 

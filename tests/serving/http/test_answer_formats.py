@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from models.answer_marks import dialect_of, with_marks
-from serving.http.answer_parts import Splitter, form_of
+from serving.http.answer_parts import OutputParser, form_of
 from serving.http.tool_calls import readable_calls
 
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -349,7 +349,7 @@ def split(name: str, cases: dict[str, tuple[str, str, str, Parts]], *pieces: int
     calls = readable_calls(template)
     form = form_of(template, f"a prompt {end}", calls, PARAMETERS, is_free=True)
     assert form is not None
-    splitter, found, start, sizes = Splitter(form), list[tuple[Any, ...]](), 0, [*pieces]
+    splitter, found, start, sizes = OutputParser(form), list[tuple[Any, ...]](), 0, [*pieces]
     while start < len(text):
         size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
         for part in splitter.push(text[start : start + size], start + size >= len(text)):

@@ -21,7 +21,7 @@ import pytest
 
 from models.tokenizer import Tokenizer, load_tokenizer, write_shipped
 from serving.backends.backend_interface import EngineConfig
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.engine_supervisor import Supervisor
 from serving.supervisor.restart_policy import RecoveryLimits

@@ -16,8 +16,8 @@ import pytest
 from models.chat_template import CHATML
 from models.random_weights import write_gguf
 from serving.backends.backend_interface import EngineConfig
-from serving.http.answer_parts import Form, Part, Splitter
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.http.answer_parts import OutputFormat, OutputParser, Part
 from tests.serving.fakes import INFO, ByteTokenizer, FakeSupervisor, app_on, chat, served
 from tests.serving.http.test_app_engine import serving
 from tests.shapes import TINY_LLAMA
@@ -256,7 +256,7 @@ ODD = '<tool_call>{"name": ["now"], "arguments": {}}</tool_call>'
 def test_a_text_has_the_same_parts_however_it_comes(
     form: Any, text: str, parts: list[Any], size: int
 ) -> None:
-    splitter = Splitter(Form(*form, NAMES))
+    splitter = OutputParser(OutputFormat(*form, NAMES))
     found: list[Any] = []
     for start in range(0, len(text), size):
         for part in splitter.push(text[start : start + size], start + size >= len(text)):
@@ -271,7 +271,7 @@ def test_a_text_has_the_same_parts_however_it_comes(
 
 
 def test_text_is_given_on_as_it_comes() -> None:
-    splitter = Splitter(Form("maybe", "hermes", NAMES))
+    splitter = OutputParser(OutputFormat("maybe", "hermes", NAMES))
     assert splitter.push("<think>a", False) == [Part("reasoning", "a")]
     assert splitter.push("b</thi", False) == [Part("reasoning", "b")]
     assert splitter.push("nk>c<", False) == [Part("content", "c")]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
 from models.chat_template import CHATML
-from serving.http.answer_parts import Form, Splitter
+from serving.http.answer_parts import OutputFormat, OutputParser
 from serving.http.api_errors import ApiError
 from serving.http.body_types import CHAT as BODY
 from serving.http.body_types import decode
@@ -239,7 +239,7 @@ def test_arguments_are_given_out_as_an_object_or_as_content(
 ) -> None:
     said = f'{{"name":"now","arguments":{arguments}}}'
     text = f"<tool_call>{said}</tool_call>" if form == "hermes" else f"[{said}]"
-    (part,) = Splitter(Form(None, form, frozenset({"now"}))).push(text, True)
+    (part,) = OutputParser(OutputFormat(None, form, frozenset({"now"}))).push(text, True)
     if given is None:
         assert (part.kind, part.text) == ("content", text)
     else:

@@ -10,10 +10,10 @@ import pytest
 from serving.http.api_errors import ApiError
 from serving.http.body_types import ChatRequest, CompletionRequest
 from serving.http.request_validation import prompts_of, token_limit, validate
-from serving.registry.loaded_models import Facts
+from serving.registry.loaded_models import EngineLimits
 from serving.sampling.step_inputs import Sampling
 
-FACTS = Facts(256, 300)
+FACTS = EngineLimits(256, 300)
 
 
 def completion(**fields: Any) -> CompletionRequest:

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.model_ladder import SIZED, rung
+from models.model_ladder import SIZED, ladder_model
 from models.random_weights import write_gguf
 from serving.backends.backend_interface import BackendInfo, EngineConfig
+from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
 from serving.errors import ServingError
 from serving.hardware.machine_facts import hardware_facts
-from serving.performance.scheduler_settings import RequestedSettings, SchedulerSettings
 from serving.placement.fastest_backend import (
     EngineCandidate,
     EngineChoice,
@@ -51,7 +51,7 @@ def times(seconds: float) -> EngineTimes:
 
 def asked(cache: Path, model: str = "135m", kv_dtype: str = "auto", **more: Any) -> Question:
     request = PlacementRequest(
-        model=rung(model).spec,
+        model=ladder_model(model).spec,
         settings=RequestedSettings(slots=8, context_tokens=512, kv_dtype=kv_dtype),
     )
     settings: dict[str, Any] = {"output_tokens": 40, "may_measure": False, **more}
@@ -148,7 +148,7 @@ def test_a_big_model_whose_weights_are_not_made_is_judged_by_a_smaller_rung(cach
         keep_times(cache, name, times(seconds), backend, "1b")
     choice = chosen(cache, "8b", may_measure=True)
     assert choice.backend == "onnx"
-    mine, smaller = (rung(name).spec.active_parameters for name in ("8b", "1b"))
+    mine, smaller = (ladder_model(name).spec.active_parameters for name in ("8b", "1b"))
     scaled = choice.candidates[1].times
     assert scaled is not None
     assert scaled.decode_seconds == pytest.approx(0.1 * mine / smaller)
@@ -160,7 +160,7 @@ def test_a_mixture_is_judged_by_its_active_parameters_and_what_a_step_reads(cach
     steps of one row 6 %."""
     keep_times(cache, "Q4_0", times(0.2), "llama_cpp", "1b")
     keep_times(cache, "int8", times(0.1), "onnx", "1b")
-    spec, small = SIZED[0].spec, rung("1b").spec
+    spec, small = SIZED[0].spec, ladder_model("1b").spec
     question = asked(cache, "1b", may_measure=True)
     request = msgspec.structs.replace(question.request, model=spec)
     question = msgspec.structs.replace(question, request=request)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from models.errors import BrokenWeights
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
 from models.resolve_model import ResolvedModel
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import BACKENDS, BackendSpec
@@ -42,7 +42,7 @@ from tests.tools.made_up_machines import MadeUp, MadeUpMachine, made_up_machines
 from tests.tools.with_settings import placement_request
 
 GIB = 1 << 30
-ONE, EIGHT = rung("1b").spec, rung("8b").spec
+ONE, EIGHT = ladder_model("1b").spec, ladder_model("8b").spec
 
 
 def nvidia(name: str, total: float, free: float | None = None, **more: Any) -> GpuFacts:
@@ -158,7 +158,7 @@ def test_a_fallback_is_chosen_by_the_step_times_that_are_known(
     here = MadeUp(with_gpu(memory_available_bytes=64 * GIB))
     here.cache = str(tmp_path)
     model, split = ModelOptions(source="135m", threads=1), here.split("", 1)
-    request = placement_request(model=rung("135m").spec, context_tokens=2048)
+    request = placement_request(model=ladder_model("135m").spec, context_tokens=2048)
     asked = question_of(model, request, split, here)
     assert asked is not None
     for backend, weight_format, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from models import formatting
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
 from models.model_spec import ModelSpec
 from serving.errors import Cause, Unsupported
 from serving.hardware.gpus import GpuFacts
@@ -24,8 +24,8 @@ from serving.server_options import Policy
 from tests.tools.with_settings import placement_request
 
 GIB = 1 << 30
-SMALL = rung("135m").spec
-EIGHT = rung("8b").spec
+SMALL = ladder_model("135m").spec
+EIGHT = ladder_model("8b").spec
 TIMED = (("onnx", "int8"), ("llama_cpp", None), ("torch", None))  # onnx is the quicker one
 
 
@@ -222,7 +222,7 @@ def test_the_policies_leave_a_device_aside_and_say_that_they_do() -> None:
     with pytest.raises(NoPlacement, match="this machine has no GPU"):
         planned(SMALL, machine(), Policy.gpu_only)
     with pytest.raises(NoPlacement, match="VRAM|GPU"):
-        planned(rung("70b").spec, with_gpu(20), Policy.gpu_only)
+        planned(ladder_model("70b").spec, with_gpu(20), Policy.gpu_only)
 
 
 def test_a_backend_that_cannot_use_the_gpu_gives_way_to_one_that_can() -> None:
@@ -248,8 +248,8 @@ def test_a_missing_package_is_a_cause_on_either_device() -> None:
 
 def test_what_does_not_fit_in_memory_is_an_error_unless_asked_for() -> None:
     with pytest.raises(NoPlacement, match="70b.*take a smaller model or format"):
-        planned(rung("70b").spec, machine(16))
-    placement = planned(rung("70b").spec, machine(16), check_memory=False)
+        planned(ladder_model("70b").spec, machine(16))
+    placement = planned(ladder_model("70b").spec, machine(16), check_memory=False)
     assert placement.device == "cpu" and Cause.insufficient_memory in causes(placement)
     assert any("does not fit" in line for line in explain(placement))
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.model_ladder import rung
+from models.model_ladder import ladder_model
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import hardware_facts
 from serving.placement.fastest_backend import EngineCandidate, EngineTimes, Question, keep
@@ -16,7 +16,7 @@ from serving.registry.engine_config import Machine, best_for, find_model
 from serving.server_options import ModelOptions
 from tests.serving.backends.hf_folders import children_here, hf_folder
 
-SPEC = rung("135m").spec
+SPEC = ladder_model("135m").spec
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ async def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
 
 async def refused(registry: Registry, name: str) -> Unavailable:
     with pytest.raises(Unavailable) as problem:
-        (await registry.hold(name)).let_go()
+        (await registry.hold(name)).release_model()
         registry.models[name].facts()
     assert problem.value.retry_after_seconds > 0
     return problem.value
@@ -111,11 +111,11 @@ def test_the_idle_make_room_and_the_busy_never_go() -> None:
             problem = await refused(registry, "a")
             assert problem.code == "no_room" and "while b are busy" in problem.reason
             assert b.supervisor.engine_pid == pid and b.state == "ready"
-            held.let_go()
+            held.release_model()
             stream = submit(b, 100)  # nobody holds it, and it is busy all the same
             assert (await refused(registry, "a")).code == "no_room"
             assert (await collect(stream)).tokens == 100
-            (await registry.hold("a")).let_go()
+            (await registry.hold("a")).release_model()
             assert registry.states() == {"a": "ready", "b": "unloaded"}
             assert (b.metrics.loads["ready"], b.metrics.unloads["evicted"]) == (1, 1)
 
@@ -130,7 +130,7 @@ def test_many_requests_for_a_model_that_is_not_loaded_load_it_once() -> None:
             entering = [asyncio.create_task(registry.hold("a")) for _ in range(20)]
             await until(lambda: registry.states() == {"a": "loading"})
             for held in await asyncio.gather(*entering):
-                held.let_go()
+                held.release_model()
             assert started(a) == 1 and a.holders == 0
 
     run(scenario())
@@ -143,7 +143,7 @@ def test_who_waits_too_long_is_told_when_to_come_back_and_the_load_goes_on() -> 
             problem = await refused(registry, "a")
             assert problem.code == "loading" and "within 0.1 s" in problem.reason
             await until(lambda: registry.states()["a"] == "ready")
-            (await registry.hold("a")).let_go()
+            (await registry.hold("a")).release_model()
             assert started(registry.models["a"]) == 1
 
     run(scenario())
@@ -157,10 +157,10 @@ def test_an_idle_model_is_unloaded_and_comes_back_when_it_is_asked_for() -> None
             held = await registry.hold("a")
             await asyncio.sleep(0.5)
             assert a.state == "ready"  # held, so not idle
-            held.let_go()
+            held.release_model()
             await until(lambda: a.state == "unloaded", 5)
             assert "idle for" in (a.supervisor.reason or "") and a.supervisor.pids == []
-            (await registry.hold("a")).let_go()
+            (await registry.hold("a")).release_model()
             assert a.metrics.unloads["idle"] == 1
 
     run(scenario())
@@ -175,7 +175,7 @@ def test_an_administrator_unloads_what_is_in_flight_ends_and_only_he_loads_it_ag
             assert (await collect(stream)).finish == "length"
             assert "administrator" in (await refused(registry, "a")).reason
             await registry.load("a")
-            (await registry.hold("a")).let_go()
+            (await registry.hold("a")).release_model()
 
             loading = asyncio.create_task(registry.load("b"))  # and calls off what is under way
             await until(lambda: bool(registry.models["b"].supervisor.pids))
@@ -217,7 +217,7 @@ def test_who_asks_while_a_model_is_unloaded_waits_for_the_unload_and_loads_it() 
                 assert (await collect(stream)).finish == "length" and await unloading == 0
                 assert a.state == "ready"
                 if held is not None:
-                    held.let_go()
+                    held.release_model()
 
     run(scenario())
 
@@ -241,7 +241,7 @@ def test_an_eviction_goes_to_its_end_where_the_load_is_given_up() -> None:
                 await loading
             await until(lambda: a.metrics.unloads["evicted"] == 1, 5)
             assert a.state == "unloaded" and b.state == "unloaded"
-            (await registry.hold("a")).let_go()
+            (await registry.hold("a")).release_model()
 
     run(scenario())
 
@@ -290,7 +290,7 @@ def test_a_model_that_does_not_load_is_not_tried_by_every_request() -> None:
                 await registry.load("bad")  # an administrator may
             assert started(bad) > tries and bad.metrics.loads["failed"] == 2
             await until(lambda: registry.states()["a"] == "ready")  # what ends one ends no other
-            (await registry.hold("a")).let_go()
+            (await registry.hold("a")).release_model()
             reason = registry.models["broken"].supervisor.reason
             assert reason == "nobody thought of this"
 

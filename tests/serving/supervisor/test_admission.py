@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from serving.errors import Overloaded
-from serving.supervisor.admission import Ledger, QueueBounds
+from serving.supervisor.admission import AdmissionController, QueueBounds
 
 OPEN = QueueBounds(waiting_requests=1 << 20, wait_seconds=1e9)
 
@@ -20,7 +20,7 @@ class Work:
     produced: int = 0
 
 
-class Queue(Ledger):
+class Queue(AdmissionController):
     """With the sequences in flight beside it, as serving.supervisor.inflight_requests has them."""
 
     def __init__(self, bounds: QueueBounds, slots: int) -> None:

@@ -5,7 +5,7 @@ import pytest
 from serving.errors import Cause
 from serving.supervisor.restart_policy import (
     PERMANENT,
-    Ending,
+    EngineExit,
     RecoveryLimits,
     after_death,
     return_at,
@@ -14,8 +14,10 @@ from serving.supervisor.restart_policy import (
 LIMITS = RecoveryLimits()
 
 
-def ending(cause: Cause, at: float = 0.0, engine: int = 0, ready: float | None = 10.0) -> Ending:
-    return Ending(engine, cause, "it said so", at, ready)
+def ending(
+    cause: Cause, at: float = 0.0, engine: int = 0, ready: float | None = 10.0
+) -> EngineExit:
+    return EngineExit(engine, cause, "it said so", at, ready)
 
 
 @pytest.mark.parametrize("cause", sorted(PERMANENT))

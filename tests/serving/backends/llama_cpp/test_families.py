@@ -16,9 +16,9 @@ from serving.backends.backend_table import BACKENDS
 from serving.backends.llama_cpp.backend import LlamaCppBackend
 from serving.backends.llama_cpp.cache_layout import keeps_windows_only, kv_bytes
 from serving.backends.llama_cpp.dry_load import held_memory
+from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
 from serving.engine.ipc_messages import Delta, GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
-from serving.performance.scheduler_settings import RequestedSettings, SchedulerSettings
 from serving.placement.placement_policy import held_at
 from serving.sampling.step_inputs import Sampling
 from tests.gguf_families import FAMILIES, VOCABULARY, Sizes, write_family

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from models.gguf_reader import read_header
-from models.model_ladder import rung, sized
+from models.model_ladder import ladder_model, sized
 from models.model_spec import ModelSpec
 from serving.backends.backend_interface import HeldMemory
 from serving.backends.llama_cpp.cache_layout import buffer_bytes, kv_bytes, state_bytes
 from serving.backends.llama_cpp.dry_load import held_memory
+from serving.capacity.scheduler_settings import RequestedSettings
 from serving.hardware.machine_facts import hardware_facts
-from serving.performance.scheduler_settings import RequestedSettings
 from serving.placement.placement_policy import PlacementRequest, predicted
 from tests.gguf_shapes import SHAPES, write_dense, write_shape
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 def listed_spec(name: str) -> ModelSpec:
     """The shape that `crossover models list` has."""
     found = sized(name)
-    return rung(name).spec if found is None else found.spec
+    return ladder_model(name).spec if found is None else found.spec
 
 
 def held_of(file: Path, spec: ModelSpec, slots: int, context: int) -> HeldMemory:
@@ -107,7 +107,7 @@ def test_placement_with_and_without_the_file_agrees(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["135m", "1b", "qwen3-4b"])
 def test_the_buffer_of_a_dense_shape_follows_from_its_tensors(name: str, tmp_path: Path) -> None:
     """At a short context the MLP needs most, at a longer one attention does."""
-    spec = rung(name).spec
+    spec = ladder_model(name).spec
     file = write_dense(spec, tmp_path)
     for slots, context in ((1, 256), (4, 512), (16, 2048)):
         held = held_of(file, read_header(file).spec(name), slots, context)

@@ -20,7 +20,7 @@ from tests.serving.backends.hf_folders import onnx_folder
 def test_the_engine_process_imports_no_torch() -> None:
     code = (
         "import sys; from serving.backends.backend_interface import EngineConfig; "
-        "from serving.performance.scheduler_settings import SchedulerSettings; from "
+        "from serving.capacity.scheduler_settings import SchedulerSettings; from "
         "serving.backends.onnx.backend import OnnxBackend; "
         "OnnxBackend(EngineConfig(backend='onnx', model_path=sys.argv[1], model_name='m', "
         "settings=SchedulerSettings(slots=1, context_tokens=64)), lambda *a: None); "

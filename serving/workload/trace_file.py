@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from loadtests.errors import LoadError
 from models.errors import printable
+from serving.errors import WorkloadError
 
 MAX_TOKENS = 10_000_000  # of a prompt or an answer: the longest context that is sold
 MAX_SECONDS = 1e18  # of a stamp: nanoseconds since 1970 too
@@ -62,14 +62,14 @@ class TraceRows(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def load_trace(path: str) -> TraceRows:
-    """Raises LoadError for a file that is missing or empty, or has a bad line."""
+    """Raises WorkloadError for a file that is missing or empty, or has a bad line."""
     name, rows = shown_path(path), _rows_of(path)
     kept = [row for row in rows if row.prompt_tokens and row.output_tokens]
     stamps = [row.seconds for row in kept if row.seconds is not None]
     if not kept:
-        raise LoadError(f"trace {name}: no line has prompt tokens and answer tokens")
+        raise WorkloadError(f"trace {name}: no line has prompt tokens and answer tokens")
     if len(stamps) not in (0, len(kept)):
-        raise LoadError(
+        raise WorkloadError(
             f"trace {name}: {len(stamps)} of {len(kept)} lines have `seconds`; all lines have it, "
             "or none"
         )
@@ -85,14 +85,14 @@ def load_trace(path: str) -> TraceRows:
 def load_sessions(path: str) -> list[list[Row]]:
     """The turns of each session, in the order in which they begin; none: the file has no sessions.
 
-    Raises LoadError, also where only some lines have a session.
+    Raises WorkloadError, also where only some lines have a session.
     """
     sessions: dict[str | int | None, list[Row]] = {}
     for row in _rows_of(path):
         if row.prompt_tokens and row.output_tokens:
             sessions.setdefault(row.session, []).append(row)
     if None in sessions and len(sessions) > 1:
-        raise LoadError(
+        raise WorkloadError(
             f"trace {shown_path(path)}: {len(sessions[None])} lines have no `session`; all lines "
             "have one, or none"
         )
@@ -100,14 +100,14 @@ def load_sessions(path: str) -> list[list[Row]]:
 
 
 def _rows_of(path: str) -> list[Row]:
-    """All rows of a file. Raises LoadError."""
+    """All rows of a file. Raises WorkloadError."""
     name = shown_path(path)
     try:
         if not Path(path).is_file():
-            raise LoadError(f"trace {name}: there is no such file")
+            raise WorkloadError(f"trace {name}: there is no such file")
         text = Path(path).read_bytes()
     except OSError as problem:
-        raise LoadError(f"trace {name} cannot be read: {problem.strerror}") from None
+        raise WorkloadError(f"trace {name} cannot be read: {problem.strerror}") from None
     rows: list[Row] = []
     for number, line in enumerate(text.splitlines(), 1):
         line = line.removeprefix(_BYTE_ORDER_MARK)  # files that were joined have several
@@ -116,7 +116,7 @@ def _rows_of(path: str) -> list[Row]:
         try:
             rows.append(_whole(msgspec.json.decode(line, type=Row)))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as problem:
-            raise LoadError(f"trace {name}, line {number}: {problem}") from None
+            raise WorkloadError(f"trace {name}, line {number}: {problem}") from None
     return rows
 
 

@@ -6,8 +6,8 @@
 A request meets the SLO if it had no error and met every limit: time to first token (TTFT), time per
 output token (TPOT, over reasoning and answer alike), time to the first token of the answer itself
 (TTFA), and time of the complete answer (E2E). SLO attainment is the share of all scheduled requests
-that do. A level holds if the attainment is at least `target` at the stated confidence, it fails if
-the attainment is below `target` at that confidence, and else it is unresolved.
+that do. A level meets the SLO if the attainment is at least `target` at the stated confidence, it
+misses the SLO if the attainment is below `target` at that confidence, and else it is unresolved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from serving.option_help import Positive, Share
 
-Verdict = Literal["holds", "fails", "unresolved"]
+Verdict = Literal["meets", "misses", "unresolved"]
 
 # At 99 % the longest prompts of a workload set the capacity: it falls several times faster than
 # step times rise, and a level needs 268 requests to confirm a rate (52 at 95 %). Slow CPUs then

@@ -4,14 +4,14 @@ import hashlib
 import itertools
 from importlib import resources
 
-from loadtests.workload.exact_prompts import WORDS, PromptMaker
-from loadtests.workload.request_lengths import Ask
 from models.tokenizer import load_tokenizer
+from serving.workload.exact_prompts import WORDS, PromptMaker
+from serving.workload.request_lengths import RequestSpec
 
 
 def texts(seed, count, prefix=0):
     maker = PromptMaker(seed)
-    return [maker.make(Ask(index, 40, 5, prefix))[0].split() for index in range(count)]
+    return [maker.make(RequestSpec(index, 40, 5, prefix))[0].split() for index in range(count)]
 
 
 def common(words, others):
@@ -33,7 +33,7 @@ def test_a_server_s_own_counts_are_met():
     for fixed, word in ((27.0, 1.0), (3.0, 1.25), (-0.25, 1.25)):
         maker = PromptMaker(1, fixed, word)
         for asked in (2, 64, 1000, 4096):
-            text, tokens = maker.make(Ask(0, asked, 5))
+            text, tokens = maker.make(RequestSpec(0, asked, 5))
             assert tokens == round(fixed + word * len(text.split()))
             assert abs(tokens - asked) <= 1 or (asked < fixed and len(text.split()) == 1)
 
@@ -43,7 +43,7 @@ def test_the_shipped_tokenizer_is_met_exactly():
     for seed in range(40):
         maker = PromptMaker(seed)
         for index, asked in enumerate((1, 2, 3, 33, 512)):
-            text, tokens = maker.make(Ask(index, asked, 5))
+            text, tokens = maker.make(RequestSpec(index, asked, 5))
             assert len(tokenizer.encode(text)) == tokens == asked
 
 
@@ -51,5 +51,5 @@ def test_the_words_stay_the_same_so_that_seeds_repeat_across_versions():
     """Runs of two versions are compared: a seed must ask for the same text in both."""
     text = " ".join(WORDS)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "6dc9c28b6342a44d"
-    made = PromptMaker(1).make(Ask(3, 12, 5))[0]
+    made = PromptMaker(1).make(RequestSpec(3, 12, 5))[0]
     assert made == "the heard finally travel other her over pattern all mark think dog"

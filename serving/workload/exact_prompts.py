@@ -17,9 +17,9 @@ from __future__ import annotations
 import hashlib
 from importlib import resources
 
-from loadtests.workload.request_lengths import Ask
+from serving.workload.request_lengths import RequestSpec
 
-_FILE = resources.files("loadtests.workload").joinpath("data", "words.txt")
+_FILE = resources.files("serving.workload").joinpath("data", "words.txt")
 WORDS: tuple[str, ...] = tuple(_FILE.read_text(encoding="utf-8").split())
 
 
@@ -31,7 +31,7 @@ class PromptMaker:
         self._seed = seed
         self._fixed, self._word = fixed_tokens, word_tokens
 
-    def make(self, ask: Ask) -> tuple[str, int]:
+    def make(self, ask: RequestSpec) -> tuple[str, int]:
         """The prompt of an ask, the same for the same settings, and how many tokens it has.
 
         It has more than asked only where that is shorter than a prompt can be.

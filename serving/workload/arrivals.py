@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from loadtests.errors import LoadError
-from loadtests.workload.trace_file import load_trace
+from serving.errors import WorkloadError
+from serving.workload.trace_file import load_trace
 
 Times = npt.NDArray[np.float64]
 
@@ -59,12 +59,13 @@ Arrivals = Constant | Poisson | Gamma | Trace
 def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: int) -> Times:
     """Return the scheduled times of requests in [0, duration_seconds), ascending: float64 [n].
 
-    `rate`: mean requests per second. A longer duration only adds times at the end. Raises LoadError
-    for a rate or duration that is not above 0, and for a trace that cannot be replayed.
+    `rate`: mean requests per second. A longer duration only adds times at the end. Raises
+    WorkloadError for a rate or duration that is not above 0, and for a trace that cannot be
+    replayed.
     """
     for name, value in (("rate", rate), ("duration_seconds", duration_seconds)):
         if not (math.isfinite(value) and value > 0):
-            raise LoadError(f"{name} must be above 0, got {value}")
+            raise WorkloadError(f"{name} must be above 0, got {value}")
     rng = generator(seed, _STREAM)
     match arrivals:
         case Constant():
@@ -79,12 +80,12 @@ def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: in
 
 
 def process_of(detail: Mapping[str, Any]) -> Arrivals:
-    """The process of a journal's entry. LoadError: not a process."""
+    """The process of a journal's entry. WorkloadError: not a process."""
     try:
         found: Arrivals = msgspec.convert(detail, Arrivals)
         return found
     except msgspec.ValidationError as problem:
-        raise LoadError(f"arrivals on record cannot be read: {problem}") from problem
+        raise WorkloadError(f"arrivals on record cannot be read: {problem}") from problem
 
 
 def generator(seed: int, *stream: int) -> np.random.Generator:
@@ -110,7 +111,7 @@ def _renewal(rng: np.random.Generator, cv: float, rate: float, duration_seconds:
 def _replay(rng: np.random.Generator, trace: Trace, rate: float, duration_seconds: float) -> Times:
     stamps = load_trace(trace.path).seconds
     if len(stamps) < 2 or stamps[-1] <= 0:
-        raise LoadError(
+        raise WorkloadError(
             f"trace {trace.path}: {len(stamps)} stamps are too few to replay: "
             "at least two different ones are needed"
         )

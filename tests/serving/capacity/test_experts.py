@@ -1,4 +1,5 @@
-"""Mixtures of experts by measured step times: the law with its sixth number tells their capacity.
+"""Mixtures of experts by measured step times: the step-time model with its sixth number tells their
+capacity.
 
 The tables are of llama.cpp on two cores: milliseconds of a step of 1, 2, 4, 8 and 16 rows, and
 tokens/s of prompts of 16, 64 and 512 tokens. Weights in float32 stand for machines whose memory is
@@ -13,14 +14,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from loadtests.analysis.slo import Slo
-from loadtests.simulation.batching_simulator import Array, Simulated
 from loadtests.simulation.calibration_bursts import calibrate
-from loadtests.simulation.simulated_capacity import Server
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.workload.request_lengths import Workload
 from models.model_spec import Routing
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.batching_simulator import Array, Simulated
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import Server
+from serving.capacity.slo import Slo
+from serving.capacity.step_time_model import StepTimeModel
+from serving.workload.request_lengths import Workload
 from tests.loadtests.simulation.known_server import KnownServer
 
 ROWS, PROMPTS = (0, 1, 2, 4, 8, 16), (0, 16, 64, 512)
@@ -58,7 +59,7 @@ class KnownCapacity(Server):
     """The capacity of a server with these step times, played step by step with the same draws."""
 
     def __init__(self, steps: Steps) -> None:
-        super().__init__(StepLaw(base_seconds=1.0), SLOTS, CHAT, count=REQUESTS)
+        super().__init__(StepTimeModel(base_seconds=1.0), SLOTS, CHAT, count=REQUESTS)
         self.steps = steps
 
     def _simulated(self, due: Array) -> Simulated:
@@ -69,21 +70,26 @@ class KnownCapacity(Server):
         return Simulated(due, level.ttft, level.tpot)
 
 
-def law_of(measured: Measured, experts: Routing | None) -> StepLaw:
+def step_times_of(measured: Measured, experts: Routing | None) -> StepTimeModel:
     """As a calibration makes it."""
     server = KnownServer(steps_of(measured), slots=SLOTS.slots)
     due = [100.0 * number for number in range(6)]
     alone = server.level(due, (20, 100, 64, 50, 128, 90), [40] * 6)
-    law = calibrate(server, CHAT, SLOTS.slots, 20.0, [alone], experts).law
-    assert law is not None
-    return law
+    step_times = calibrate(server, CHAT, SLOTS.slots, 20.0, [alone], experts).step_times
+    assert step_times is not None
+    return step_times
 
 
-def capacity_errors(measured: Measured, multiple: int, *laws: StepLaw) -> list[float]:
+def capacity_errors(
+    measured: Measured, multiple: int, *models_of_steps: StepTimeModel
+) -> list[float]:
     """Of the capacity by each law, with a TPOT limit of so many times the step of one row."""
     slo = Slo("x", 2.0, multiple * measured[1][0] / 1e3, target=0.95)
     truth = KnownCapacity(steps_of(measured)).crossing(slo)
-    return [Server(law, SLOTS, CHAT, count=REQUESTS).crossing(slo) / truth - 1 for law in laws]
+    return [
+        Server(step_times, SLOTS, CHAT, count=REQUESTS).crossing(slo) / truth - 1
+        for step_times in models_of_steps
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,13 +98,13 @@ def capacity_errors(measured: Measured, multiple: int, *laws: StepLaw) -> list[f
     ids=["float32, 3 x", "float32, 6 x", "float32, 4 of 32", "Q8_0", "Q4_0"],
 )
 def test_the_law_with_experts_tells_the_capacity(measured: Measured, multiple: int) -> None:
-    (error,) = capacity_errors(measured, multiple, law_of(measured, measured[0]))
+    (error,) = capacity_errors(measured, multiple, step_times_of(measured, measured[0]))
     assert error == pytest.approx(0.0, abs=0.08)
 
 
 def test_without_experts_it_is_wrong_where_memory_is_the_limit_and_the_slo_tight() -> None:
     """Which is what the sixth number is for, at twice the step of one row."""
-    laws = law_of(FLOAT32_32, None), law_of(FLOAT32_32, FLOAT32_32[0])
-    five, six = capacity_errors(FLOAT32_32, 2, *laws)
+    models_of_steps = step_times_of(FLOAT32_32, None), step_times_of(FLOAT32_32, FLOAT32_32[0])
+    five, six = capacity_errors(FLOAT32_32, 2, *models_of_steps)
     assert abs(five) > 0.2
     assert six == pytest.approx(0.0, abs=0.08)

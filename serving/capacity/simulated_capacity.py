@@ -18,26 +18,25 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.level_columns import Level
-from loadtests.analysis.slo import Slo
-from loadtests.errors import LoadError
-from loadtests.simulation.batching_simulator import Array, Simulated, simulate
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.workload.arrivals import Arrivals, Poisson, due_times
-from loadtests.workload.request_lengths import Workload, draw
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.batching_simulator import Array, Simulated, simulate
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.slo import Slo
+from serving.capacity.step_time_model import StepTimeModel
+from serving.errors import WorkloadError
+from serving.workload.arrivals import Arrivals, Poisson, due_times
+from serving.workload.request_lengths import Workload, draw
 
 # By 19 cells of recorded runs, every second one held out (`python -m tests.bench.law_constants`,
-# docs/benchmarks.md): steps under load took 1.05 times the law of a calibration; errors of
-# ln(simulated / true) over the steepness are 0.113 (held out 0.027) before any level. With one at
-# 0.7 to 1.0 of that limit, where a campaign puts it, and the calibration as up to half a level,
+# docs/benchmarks.md): steps under load took 1.05 times the step-time model of a calibration; errors
+# of ln(simulated / true) over the steepness are 0.113 (held out 0.027) before any level. With one
+# at 0.7 to 1.0 of that limit, where a campaign puts it, and the calibration as up to half a level,
 # they are 0.065 (0.047; 0.069 and 0.057 by the level alone), and 1.645 x sd holds 90 % (92 %).
 # Levels at 0.4 to 0.7 of the limit: 0.135 (0.103), no better than none.
 LOADED = 1.05
 SD_CALIBRATED = 0.12
 CALIBRATED_AS = 0.5
 SD_LEVEL, SD_CELL = 0.06, 0.026
-LEAST_TELLING = 0.7
+MIN_TELLING = 0.7
 MOVED = 0.2  # steps that took longer by more than this: the machine's speed changed
 
 SEED = 0
@@ -98,23 +97,8 @@ def lengths_of(workload: Workload, n: int, seed: int, reused_share: float = 0.0)
     return Lengths(prompt, output, cached)
 
 
-def measured_reuse(workload: Workload, levels: Sequence[Level]) -> float:
-    """The `reused_share` of a simulation: of what prompts had in common with earlier ones, how
-    much the server found in its cache. 0.0 where it does not say, and without shared prefixes.
-    """
-    asks = draw(workload, QUICK_REQUESTS, 1)
-    known = sum(ask.prefix_tokens for ask in asks)
-    known_share = known / sum(ask.prompt_tokens for ask in asks)
-    cached = prompts = 0.0
-    for level in levels:
-        told = ~np.isnan(level.cached_tokens) & ~np.isnan(level.prompt_tokens)
-        cached += float(level.cached_tokens[told].sum())
-        prompts += float(level.prompt_tokens[told].sum())
-    return min(1.0, cached / prompts / known_share) if known and prompts else 0.0
-
-
 def capacity(
-    law: StepLaw,
+    step_times: StepTimeModel,
     settings: SchedulerSettings,
     workload: Lengths | Workload,
     slo: Slo,
@@ -129,7 +113,9 @@ def capacity(
     server finds in its cache. Where even what saturates the server meets the SLO, the rate is that
     of saturation.
     """
-    server = Server(law, settings, workload, arrivals, reused_share=reused_share, count=requests)
+    server = Server(
+        step_times, settings, workload, arrivals, reused_share=reused_share, count=requests
+    )
     alone = float(server.alone().good(slo.ttft_seconds, slo.tpot_seconds).mean())
     if alone < slo.target:
         return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=alone)
@@ -149,7 +135,7 @@ class Server:
 
     def __init__(
         self,
-        law: StepLaw,
+        step_times: StepTimeModel,
         settings: SchedulerSettings,
         workload: Lengths | Workload,
         arrivals: Arrivals | None = None,
@@ -159,23 +145,27 @@ class Server:
     ) -> None:
         if isinstance(workload, Workload):
             workload = lengths_of(workload, count, SEED, reused_share)
-        self.law, self.settings, self.lengths = law, settings, workload
+        self.step_times, self.settings, self.lengths = step_times, settings, workload
         self.arrivals = Poisson() if arrivals is None else arrivals
         self.count = count
         self.played: dict[float, Simulated] = {}
 
     def alone(self) -> Simulated:
         """Requests one at a time: TTFT and TPOT of each, in closed form."""
-        law, lengths = self.law, self.lengths
+        step_times, lengths = self.step_times, self.lengths
         computed = np.maximum(lengths.prompt - lengths.cached, 1)
         steps = np.ceil(computed / self.settings.step_tokens)
-        ttft = law.base_seconds * steps + law.prompt_token_seconds * computed
+        ttft = step_times.base_seconds * steps + step_times.prompt_token_seconds * computed
         context = lengths.prompt + (lengths.output - 2) / 2
-        tpot = law.base_seconds + law.row_seconds + law.context_token_seconds * context
-        if law.experts is not None:
-            pieces = 1.0 - law.experts.skip_probability ** (computed / steps)
-            ttft += law.expert_seconds * steps * pieces
-            tpot += law.expert_seconds * law.experts.expected_share(1)
+        tpot = (
+            step_times.base_seconds
+            + step_times.row_seconds
+            + step_times.context_token_seconds * context
+        )
+        if step_times.experts is not None:
+            pieces = 1.0 - step_times.experts.skip_probability ** (computed / steps)
+            ttft += step_times.expert_seconds * steps * pieces
+            tpot += step_times.expert_seconds * step_times.experts.expected_share(1)
         return Simulated(np.zeros(len(ttft)), ttft, np.where(lengths.output > 1, tpot, np.nan))
 
     def play(self, rate: float) -> Simulated:
@@ -187,7 +177,7 @@ class Server:
             part = played.due / seconds
             counts = (part >= WARM_UP) & (part < 1.0 - COOL_DOWN)
             if not counts.any():
-                raise LoadError("The arrivals have gaps that are too long to simulate")
+                raise WorkloadError("The arrivals have gaps that are too long to simulate")
             columns = (played.due, played.ttft, played.tpot)
             self.played[rate] = Simulated(*(column[counts] for column in columns))
         return self.played[rate]
@@ -231,4 +221,4 @@ class Server:
         lengths = self.lengths
         at = np.arange(len(due)) % len(lengths.prompt)
         columns = (lengths.prompt[at], lengths.output[at], lengths.cached[at])
-        return simulate(self.law, self.settings, due, *columns)
+        return simulate(self.step_times, self.settings, due, *columns)

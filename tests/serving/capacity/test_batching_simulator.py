@@ -7,17 +7,22 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.simulation.batching_simulator import simulate
-from loadtests.simulation.simulated_capacity import Lengths, Server
-from loadtests.simulation.step_law_fit import StepLaw
-from loadtests.workload.arrivals import Poisson, due_times
 from models.model_spec import Routing
 from serving.backends.backend_interface import EngineConfig
+from serving.capacity.batching_simulator import simulate
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import Lengths, Server
+from serving.capacity.step_time_model import StepTimeModel
 from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.workload.arrivals import Poisson, due_times
 from tests.fake_backend import FakeBackend
-from tests.loadtests.simulation.known_server import EXPERTS_LAW, LAW, SETTINGS, KnownServer
+from tests.loadtests.simulation.known_server import (
+    EXPERTS_STEP_TIMES,
+    SETTINGS,
+    STEP_TIMES,
+    KnownServer,
+)
 
 STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters
 
@@ -37,7 +42,7 @@ def waits_of(servers, rate, outputs, seed=1):
     assert len(due) == count
     pairs = np.column_stack([np.ones(count, dtype=np.int64), outputs])
     played = simulate(
-        StepLaw(base_seconds=STEP),
+        StepTimeModel(base_seconds=STEP),
         SchedulerSettings(
             slots=servers, prefill_tokens=servers, step_tokens=2048, step_seconds_target=None
         ),
@@ -50,33 +55,33 @@ def waits_of(servers, rate, outputs, seed=1):
 
 
 class Clocked(FakeBackend):
-    """A backend that obeys a law, on a clock of its own.
+    """A backend that obeys a step-time model, on a clock of its own.
 
     `told`: it says apart what its decoding rows took.
     """
 
-    def __init__(self, config, law, told):
+    def __init__(self, config, step_times, told):
         super().__init__(config, lambda *_: None)
-        self.law, self.told, self.now, self.last_decode_seconds = law, told, 0.0, None
+        self.step_times, self.told, self.now, self.last_decode_seconds = step_times, told, 0.0, None
 
     def step(self, rows):
         decoding = [row for row in rows if len(row.tokens) == 1]
         context = sum(row.start for row in decoding)
-        self.now += self.law.seconds(
+        self.now += self.step_times.seconds(
             len(decoding),
             sum(len(row.tokens) for row in rows) - len(decoding),
             context,
             len(rows) - len(decoding) + bool(decoding),
         )
         self.last_decode_seconds = (
-            self.law.seconds(len(decoding), 0, context) if self.told else None
+            self.step_times.seconds(len(decoding), 0, context) if self.told else None
         )
         return super().step(rows)
 
 
-def scheduled(law, policy, due, pairs, told):
+def scheduled(step_times, policy, due, pairs, told):
     """TTFT and TPOT, float64 [n], of the same requests under the server's own scheduler, which has
-    to learn the law; and how often it preempted one.
+    to learn the step-time model; and how often it preempted one.
     """
     config = EngineConfig(
         backend="fake",
@@ -85,7 +90,7 @@ def scheduled(law, policy, due, pairs, told):
         settings=msgspec.structs.replace(policy, context_tokens=512),
         prefix_reuse=False,
     )
-    backend = Clocked(config, law, told)
+    backend = Clocked(config, step_times, told)
     engine = Scheduler(backend, [b"x"] * 8192, frozenset(), config, clock=lambda: backend.now)
     first, last, arrived = {}, {}, 0
     while arrived < len(due) or engine.busy:
@@ -111,12 +116,12 @@ def scheduled(law, policy, due, pairs, told):
 
 # Small machines, where prompts are what a step mostly is, so that every bound on them matters;
 # requests/s near what they can do.
-SMALL = StepLaw(
+SMALL = StepTimeModel(
     base_seconds=0.02, row_seconds=0.006, prompt_token_seconds=0.0025, context_token_seconds=2e-6
 )
 CALLS = msgspec.structs.replace(SMALL, pass_seconds=0.05)
 MIXTURE = msgspec.structs.replace(SMALL, expert_seconds=0.05, experts=Routing(32, 4))
-SLOW = StepLaw(
+SLOW = StepTimeModel(
     base_seconds=0.06, row_seconds=0.045, prompt_token_seconds=0.012, context_token_seconds=5e-6
 )
 
@@ -136,7 +141,7 @@ def test_geometric_service_is_m_m_c(servers, load):
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "learnt"])
 @pytest.mark.parametrize(
-    ("law", "rate", "kv_tokens", "within"),
+    ("step_times", "rate", "kv_tokens", "within"),
     [
         (SMALL, 1.0, None, 0.03),
         (SLOW, 0.2, None, 0.03),
@@ -146,7 +151,7 @@ def test_geometric_service_is_m_m_c(servers, load):
     ],
     ids=["small", "slow", "calls", "experts", "tight pool"],
 )
-def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, kv_tokens, within, told):
+def test_the_simulation_is_of_the_schedulers_own_policy(step_times, rate, kv_tokens, within, told):
     policy = SchedulerSettings(
         slots=8,
         prefill_tokens=256,
@@ -157,8 +162,8 @@ def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, kv_tokens, wi
     rng = np.random.default_rng(5)
     pairs = np.column_stack([rng.integers(20, 300, 400), rng.integers(10, 60, 400)])
     due = np.cumsum(rng.exponential(1 / rate, 400))
-    played = simulate(law, policy, due, *pairs.T)
-    *times, preemptions = scheduled(law, policy, due, pairs, told)
+    played = simulate(step_times, policy, due, *pairs.T)
+    *times, preemptions = scheduled(step_times, policy, due, pairs, told)
     assert (preemptions > 10) is (kv_tokens is not None)
     for simulated, true in zip((played.ttft, played.tpot), times, strict=True):
         for share in (0.5, 0.9, 0.99):
@@ -169,27 +174,29 @@ def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, kv_tokens, wi
 
 
 def test_one_single_stream_request_takes_what_the_law_says():
-    played = simulate(LAW, SchedulerSettings(), [5.0], [100], [11])
-    assert played.ttft[0] == pytest.approx(LAW.seconds(0, 100, 0))
-    assert played.tpot[0] == pytest.approx(LAW.seconds(1, 0, 104.5))
-    alone = simulate(LAW, SchedulerSettings(), [5.0], [100], [1])
+    played = simulate(STEP_TIMES, SchedulerSettings(), [5.0], [100], [11])
+    assert played.ttft[0] == pytest.approx(STEP_TIMES.seconds(0, 100, 0))
+    assert played.tpot[0] == pytest.approx(STEP_TIMES.seconds(1, 0, 104.5))
+    alone = simulate(STEP_TIMES, SchedulerSettings(), [5.0], [100], [1])
     assert np.isnan(alone.tpot[0]) and alone.good(2.0, 0.1)[0]
     assert not alone.good(0.01, None)[0]
 
 
 def test_cached_prompt_tokens_are_context_and_are_not_computed():
-    played = simulate(LAW, SchedulerSettings(), [0.0], [100], [11], [80])
-    assert played.ttft[0] == pytest.approx(LAW.seconds(0, 20, 0))
-    assert played.tpot[0] == pytest.approx(LAW.seconds(1, 0, 104.5))
+    played = simulate(STEP_TIMES, SchedulerSettings(), [0.0], [100], [11], [80])
+    assert played.ttft[0] == pytest.approx(STEP_TIMES.seconds(0, 20, 0))
+    assert played.tpot[0] == pytest.approx(STEP_TIMES.seconds(1, 0, 104.5))
     whole = simulate(
-        LAW,
+        STEP_TIMES,
         SchedulerSettings(),
         [0.0],
         [100],
         [11],
         [100],
     )
-    assert whole.ttft[0] == pytest.approx(LAW.seconds(0, 1, 0)), "one token is always computed"
+    assert whole.ttft[0] == pytest.approx(STEP_TIMES.seconds(0, 1, 0)), (
+        "one token is always computed"
+    )
 
 
 def test_steps_that_only_decode_are_not_played_one_by_one():
@@ -198,19 +205,19 @@ def test_steps_that_only_decode_are_not_played_one_by_one():
     lengths = rng.integers(20, 300, 8000), rng.integers(2, 220, 8000)
     due = np.cumsum(rng.exponential(1.0, 8000))
     began = time.process_time()
-    simulate(LAW, SchedulerSettings(slots=8), due, *lengths)
+    simulate(STEP_TIMES, SchedulerSettings(slots=8), due, *lengths)
     assert time.process_time() - began < 0.5
 
 
-@pytest.mark.parametrize("law", [LAW, EXPERTS_LAW], ids=["dense", "experts"])
-def test_a_level_is_played_as_a_server_plays_it_step_by_step(law):
+@pytest.mark.parametrize("step_times", [STEP_TIMES, EXPERTS_STEP_TIMES], ids=["dense", "experts"])
+def test_a_level_is_played_as_a_server_plays_it_step_by_step(step_times):
     rng = np.random.default_rng(4)
     due = np.cumsum(rng.exponential(0.8, 300))
     prompts, outputs = rng.integers(20, 300, 300), rng.integers(2, 80, 300)
     settings = msgspec.structs.replace(SETTINGS, prefill_tokens=2048)  # prompts are not cut
-    server = KnownServer(law.seconds, prefill_tokens=2048)
+    server = KnownServer(step_times.seconds, prefill_tokens=2048)
     level = server.level(due.tolist(), prompts.tolist(), outputs.tolist())
-    played = simulate(law, settings, due, prompts, outputs)
+    played = simulate(step_times, settings, due, prompts, outputs)
     for share in (0.1, 0.5, 0.9, 0.99):
         for simulated, true in ((played.ttft, level.ttft), (played.tpot, level.tpot)):
             assert np.quantile(simulated, share) == pytest.approx(
@@ -219,21 +226,21 @@ def test_a_level_is_played_as_a_server_plays_it_step_by_step(law):
 
 
 def test_on_a_gpu_decode_rows_and_prompts_read_the_experts_together():
-    law = msgspec.structs.replace(EXPERTS_LAW, shares_pass=True)
+    step_times = msgspec.structs.replace(EXPERTS_STEP_TIMES, shares_pass=True)
     settings = SchedulerSettings(slots=8, step_tokens=2048, step_seconds_target=None)
     due, lengths = [0.0, 0.0, 0.0], ([50, 300, 200], [1, 1, 1])
-    played = simulate(law, settings, due, *lengths)
-    assert played.ttft[0] == pytest.approx(law.seconds(0, 550, 0, passes=3))
-    apart = simulate(EXPERTS_LAW, settings, due, *lengths)
-    assert apart.ttft[0] - played.ttft[0] == pytest.approx(2 * law.expert_seconds, rel=0.05)
+    played = simulate(step_times, settings, due, *lengths)
+    assert played.ttft[0] == pytest.approx(step_times.seconds(0, 550, 0, passes=3))
+    apart = simulate(EXPERTS_STEP_TIMES, settings, due, *lengths)
+    assert apart.ttft[0] - played.ttft[0] == pytest.approx(2 * step_times.expert_seconds, rel=0.05)
 
 
 def test_single_streams_of_a_mixture_are_the_same_in_closed_form():
     lengths = Lengths(np.array([30, 700]), np.array([5, 20]), np.array([0, 0]))
     settings = SchedulerSettings(step_tokens=512)
-    alone = Server(EXPERTS_LAW, settings, lengths).alone()
+    alone = Server(EXPERTS_STEP_TIMES, settings, lengths).alone()
     for number in range(2):
         own = [lengths.prompt[number]], [lengths.output[number]]
-        played = simulate(EXPERTS_LAW, settings, [0.0], *own)
+        played = simulate(EXPERTS_STEP_TIMES, settings, [0.0], *own)
         assert alone.ttft[number] == pytest.approx(played.ttft[0], rel=0.01)
         assert alone.tpot[number] == pytest.approx(played.tpot[0])

@@ -23,16 +23,16 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from loadtests.toml_files import key
-from loadtests.workload.arrivals import Arrivals, Trace, generator
-from loadtests.workload.trace_file import MAX_TOKENS, load_sessions, load_trace
+from serving.toml_files import key
+from serving.workload.arrivals import Arrivals, Trace, generator
+from serving.workload.trace_file import MAX_TOKENS, load_sessions, load_trace
 
 Pairs = npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
 Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Turns = Annotated[int, Meta(ge=1, le=1000)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 PRESETS: tuple[str, ...] = ("chat", "code", "sharegpt", "summarise")
-DATA = resources.files("loadtests.workload").joinpath("data")
+DATA = resources.files("serving.workload").joinpath("data")
 
 _STREAM = 0x0B  # keeps the draws of lengths apart from those of arrivals under the same seed
 
@@ -161,7 +161,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def has_sessions(self) -> bool:
-        """Whether its requests are turns of conversations. Raises LoadError: no file."""
+        """Whether its requests are turns of conversations. Raises WorkloadError: no file."""
         preset = self.session_preset
         if self.turns is not None or (preset is not None and preset.turns.mean > 1):
             return True
@@ -201,7 +201,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return min(self.limits[1], math.inf if fixed is None else max(1, round(fixed * self.scale)))
 
 
-class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request to be asked."""
 
     index: int
@@ -215,18 +215,20 @@ def as_spread(value: Spread | float) -> Spread:
     return value if isinstance(value, Spread) else Spread(mean=max(value, 1e-9))
 
 
-def draw(workload: Workload, n: int, seed: int) -> list[Ask]:
+def draw(workload: Workload, n: int, seed: int) -> list[RequestSpec]:
     """The n asks of a level. A longer level starts like a shorter one.
 
-    Raises LoadError where lengths cannot be had.
+    Raises WorkloadError where lengths cannot be had.
     """
     prefix = workload.prefix_tokens
     pairs = _drawn(workload, n, generator(seed, _STREAM)).tolist()
-    return [Ask(i, prompt, out, min(prefix, prompt)) for i, (prompt, out) in enumerate(pairs)]
+    return [
+        RequestSpec(i, prompt, out, min(prefix, prompt)) for i, (prompt, out) in enumerate(pairs)
+    ]
 
 
 def notes_of(workload: Workload, arrivals: Arrivals | None = None) -> list[str]:
-    """What a person should know of the files of lengths and arrivals. Raises LoadError."""
+    """What a person should know of the files of lengths and arrivals. Raises WorkloadError."""
     paths = [workload.file, workload.replay]
     paths += [arrivals.path] if isinstance(arrivals, Trace) else []
     notes = [load_trace(path).note(path) for path in dict.fromkeys(paths) if path is not None]

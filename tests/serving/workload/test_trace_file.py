@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.errors import LoadError
-from loadtests.workload.arrivals import Trace
-from loadtests.workload.request_lengths import Workload, notes_of
-from loadtests.workload.trace_file import load_trace
+from serving.errors import WorkloadError
+from serving.workload.arrivals import Trace
+from serving.workload.request_lengths import Workload, notes_of
+from serving.workload.trace_file import load_trace
 
 ROW = '{"prompt_tokens": 1, "output_tokens": 2}\n'
 
@@ -52,11 +52,11 @@ def test_rows_are_read_in_the_order_of_their_stamps(tmp_path):
     ],
 )
 def test_a_broken_trace_is_an_error_that_names_the_line(tmp_path, text, message):
-    with pytest.raises(LoadError, match=message):
+    with pytest.raises(WorkloadError, match=message):
         load(tmp_path / "t.jsonl", text)
-    with pytest.raises(LoadError, match="no such file"):
+    with pytest.raises(WorkloadError, match="no such file"):
         load_trace("/nowhere.jsonl")
-    with pytest.raises(LoadError, match="name too long"):
+    with pytest.raises(WorkloadError, match="name too long"):
         load_trace("x" * 5000)
 
 
@@ -92,7 +92,7 @@ def test_rows_that_are_left_out_are_said(tmp_path):
 
 def test_a_name_that_is_no_utf_8_is_read_and_said(tmp_path):
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")
-    with pytest.raises(LoadError, match="no such file") as caught:
+    with pytest.raises(WorkloadError, match="no such file") as caught:
         load_trace(path)
     str(caught.value).encode()
     with open(path, "w") as file:
@@ -113,5 +113,5 @@ def test_no_bytes_end_in_a_traceback(parts):
         file.write(b"".join(parts))
         file.flush()
         load_trace.cache_clear()
-        with contextlib.suppress(LoadError):
+        with contextlib.suppress(WorkloadError):
             assert len(load_trace(file.name).pairs)

@@ -1,7 +1,8 @@
-"""The step law of one engine on one machine: seconds of a step by what is in it, in six numbers.
+"""The step-time model of one engine on one machine: seconds of a step by what is in it, in six
+numbers.
 
-    >>> law = StepLaw(base_seconds=0.01, row_seconds=0.002, prompt_token_seconds=0.0005)
-    >>> round(law.seconds(rows=8, prompt_tokens=100, context_tokens=4096), 3)
+    >>> model = StepTimeModel(base_seconds=0.01, row_seconds=0.002, prompt_token_seconds=0.0005)
+    >>> round(model.seconds(rows=8, prompt_tokens=100, context_tokens=4096), 3)
     0.076
 
     t = base + row * decode rows + prompt * prompt tokens + context * tokens of context
@@ -15,10 +16,10 @@ reads those experts that one of its tokens is routed to. One row reads few, and 
 them, so that a step grows with its rows until all experts are read. `expert` is the seconds that
 reading all of them takes. It is 0 for dense models, and where weights are not what limits a step.
 
-One non-negative least squares fits it (`fit_law`), on squared errors over seconds: relative errors
-alone would let a prompt of ten tokens count as much as one of 500, and the long ones are those that
-come late. Its error is told by leaving observations out. The same struct holds laws of this run's
-stamps, of a machine elsewhere and of a datasheet; who makes it says which.
+One non-negative least squares fits it (`fit_step_times`), on squared errors over seconds: relative
+errors alone would let a prompt of ten tokens count as much as one of 500, and the long ones are
+those that come late. Its error is told by leaving observations out. The same struct holds step-time
+models of this run's stamps, of a machine elsewhere and of a datasheet; who makes it says which.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.errors import LoadError
 from models.model_spec import Routing
+from serving.errors import WorkloadError
 from serving.option_help import Seconds
 
 Array = npt.NDArray[np.float64]
 
-LEAST_OBSERVATIONS = 5  # as many as a dense model has numbers
+MIN_OBSERVATIONS = 5  # as many as a dense model has numbers
 FOLDS = 8  # that observations are left out in
-FITS = 0.25  # a law with a larger error does not describe the engine
+FITS = 0.25  # a step-time model with a larger error does not describe the engine
 
 
 class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +56,7 @@ class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
     expert_passes: float = 0.0  # of each pass the expected share of the experts that it reads
 
 
-class StepLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds, none below 0. `error`: root mean square of relative errors of what was left out of
     the fit; None: not known.
     """
@@ -117,8 +118,8 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         counts = (seen.prompt_tokens, seen.context_tokens, seen.passes, seen.steps)
         return self.seconds(seen.rows, *counts, expert_passes=seen.expert_passes)
 
-    def slower(self, factor: float) -> StepLaw:
-        """The law of a machine whose steps all take `factor` times as long."""
+    def slower(self, factor: float) -> StepTimeModel:
+        """The step-time model of a machine whose steps all take `factor` times as long."""
         return msgspec.structs.replace(self, **{n: getattr(self, n) * factor for n in NUMBERS})
 
     @property
@@ -137,20 +138,21 @@ NUMBERS = (
 )
 
 
-def fit_law(
+def fit_step_times(
     observations: Sequence[StepObservation],
     *,
     knows_context: bool = True,
     experts: Routing | None = None,
-) -> StepLaw:
-    """The law with the least sum of squared errors over seconds, no number of it below 0.
+) -> StepTimeModel:
+    """The step-time model with the least sum of squared errors over seconds, no number of it below
+    0.
 
     A cost that the observations never vary is 0; so is a context token's where `knows_context` says
     that contexts were too short to tell it. `experts`: of a mixture, by which the observations'
-    `expert_passes` were counted. Raises LoadError for fewer than five observations.
+    `expert_passes` were counted. Raises WorkloadError for fewer than five observations.
     """
-    if len(observations) < LEAST_OBSERVATIONS:
-        raise LoadError(f"{len(observations)} observations are too few for a step-time model")
+    if len(observations) < MIN_OBSERVATIONS:
+        raise WorkloadError(f"{len(observations)} observations are too few for a step-time model")
     features = np.array(
         [
             (o.steps, o.rows, o.prompt_tokens, o.context_tokens, o.passes, o.expert_passes)
@@ -171,7 +173,7 @@ def fit_law(
         left_out = np.arange(len(seconds)) % FOLDS == fold
         fitted = least_squares(relative[~left_out], weights[~left_out])
         errors.append(relative[left_out] @ fitted - 1.0)
-    return StepLaw(
+    return StepTimeModel(
         **dict(zip(NUMBERS, found.tolist(), strict=False)),
         experts=experts,
         error=float(np.sqrt(np.mean(np.concatenate(errors) ** 2))),

@@ -15,10 +15,10 @@ import math
 import msgspec
 import numpy as np
 
-from loadtests.errors import LoadError
-from loadtests.workload.arrivals import generator
-from loadtests.workload.request_lengths import Workload, draw
-from loadtests.workload.trace_file import load_sessions
+from serving.errors import WorkloadError
+from serving.workload.arrivals import generator
+from serving.workload.request_lengths import Workload, draw
+from serving.workload.trace_file import load_sessions
 
 _STREAM = 0x0C  # keeps these draws apart from those of lengths and arrivals under the same seed
 
@@ -40,7 +40,7 @@ class Session(msgspec.Struct, frozen=True):
 
 
 def draw_sessions(workload: Workload, n: int, seed: int) -> list[Session]:
-    """The n sessions of a level. A longer level starts like a shorter one. Raises LoadError."""
+    """The n sessions of a level. A longer level starts like a shorter one. Raises WorkloadError."""
     if workload.file is not None and workload.turns is None:
         return _sessions_of_file(workload, workload.file, n, seed)
     count, thinking, added = workload.session_spreads
@@ -63,7 +63,7 @@ def _sessions_of_file(workload: Workload, path: str, n: int, seed: int) -> list[
     """Those of a file in random order, each once before any comes again."""
     recorded = load_sessions(path)
     if not recorded:
-        raise LoadError(
+        raise WorkloadError(
             f"{path} has no sessions: give each line a `session`, or set workload.turns"
         )
     rng, order = generator(seed, _STREAM), list[int]()

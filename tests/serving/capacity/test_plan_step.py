@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from serving.performance.plan_step import plan_step
-from serving.performance.scheduler_settings import (
+from serving.capacity.plan_step import plan_step
+from serving.capacity.scheduler_settings import (
     DEFAULT_SETTINGS,
     RequestedSettings,
     SchedulerSettings,

@@ -4,7 +4,7 @@
     0.949
     >>> good = np.ones(200, bool)
     >>> good[90:100] = False                 # ten in a row, as in one full queue
-    >>> counted_as_one(good) > 5
+    >>> design_effect(good) > 5
     True
 
 A stall or a full queue makes a run of requests bad together, so 200 requests tell less than 200
@@ -26,10 +26,10 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 PARTS = 10  # of a window, for the trend
-LEAST_REQUESTS = 20
+MIN_REQUESTS = 20
 BATCHES = (20, 10, 5)  # the most of these counts: short batches miss what is longer than they
-LEAST_PER_BATCH = 5
-LEAST_AS_ONE = 1.3  # requests of an open loop meet each other, also where none was bad
+MIN_PER_BATCH = 5
+MIN_AS_ONE = 1.3  # requests of an open loop meet each other, also where none was bad
 
 
 def wilson(good: float, total: float, confidence: float = 0.95) -> tuple[float, float]:
@@ -51,14 +51,14 @@ def wilson(good: float, total: float, confidence: float = 0.95) -> tuple[float, 
     )
 
 
-def counted_as_one(good: npt.NDArray[np.bool_]) -> float:
+def design_effect(good: npt.NDArray[np.bool_]) -> float:
     """How many requests count as one independent one; `good` is in order of due time."""
     share = float(good.mean()) if len(good) else 1.0
-    found = LEAST_AS_ONE
+    found = MIN_AS_ONE
     if 0 < share < 1:
         for batches in BATCHES:
             size = len(good) // batches
-            if size >= LEAST_PER_BATCH:
+            if size >= MIN_PER_BATCH:
                 means = good[: size * batches].reshape(batches, size).mean(axis=1)
                 found = max(found, size * float(means.var(ddof=1)) / (share * (1 - share)))
     return found
@@ -76,7 +76,7 @@ def is_steady(
     None: fewer than 20 requests, or too few parts with some, which tell no trend.
     """
     known = np.isfinite(ttft)
-    if len(due) < LEAST_REQUESTS or not known.any():
+    if len(due) < MIN_REQUESTS or not known.any():
         return None
     ttft = np.where(known, ttft, ttft[known].max())
     part = np.minimum(((due - start) / (end - start) * PARTS).astype(int), PARTS - 1)

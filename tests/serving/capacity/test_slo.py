@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.analysis.good_share import counted_as_one, wilson
 from loadtests.analysis.level_columns import Level
 from loadtests.analysis.percentiles import distribution
-from loadtests.analysis.slo import SLO_PRESETS, Slo, parse_slo, requests_to_hold
+from loadtests.analysis.slo_attainment import design_effect, wilson
 from loadtests.records.journal_events import LevelStarted
 from loadtests.records.request_record import RequestRecord
+from serving.capacity.slo import SLO_PRESETS, Slo, parse_slo, requests_to_hold
 
 CHAT = SLO_PRESETS["chat"]
 
@@ -36,12 +36,12 @@ def test_bounds_are_wrong_no_more_often_than_stated() -> None:
 
 def test_independent_requests_count_as_one_each_and_neighbours_do_not() -> None:
     rng = np.random.default_rng(1)
-    alone = [counted_as_one(rng.random(400) < 0.9) for _ in range(200)]
+    alone = [design_effect(rng.random(400) < 0.9) for _ in range(200)]
     assert 1.3 <= np.median(alone) < 2.0
-    clumps = [counted_as_one(np.repeat(rng.random(40) < 0.9, 10)) for _ in range(200)]
+    clumps = [design_effect(np.repeat(rng.random(40) < 0.9, 10)) for _ in range(200)]
     assert 6.0 < np.median(clumps) < 15.0, "ten in a row are bad together"
-    assert counted_as_one(np.ones(100, bool)) == counted_as_one(np.ones(0, bool)) == 1.3
-    assert counted_as_one(np.array([True, False] * 5)) == 1.3, "too few to tell"
+    assert design_effect(np.ones(100, bool)) == design_effect(np.ones(0, bool)) == 1.3
+    assert design_effect(np.array([True, False] * 5)) == 1.3, "too few to tell"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_limits_of_ones_own_are_joined_by_and():
     times = [(1, 2, 5), (1, 4, 5), (1, 2, 8), (3, 3, 5), (1, None, 5)]  # first, answer, last
     records = [
         RequestRecord(
-            cell="c", level="l", index=index, due_seconds=0.0, first_content_seconds=first,
+            cell="c", level="l", index=index, scheduled_seconds=0.0, first_content_seconds=first,
             first_answer_seconds=answer, last_content_seconds=last, ended_seconds=last,
             content_seconds=[first, last], status=200,
         )

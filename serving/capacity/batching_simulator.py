@@ -1,10 +1,11 @@
-"""Simulation of continuous batching: a step law, settings, due times and lengths -> TTFT and TPOT.
+"""Simulation of continuous batching: a step-time model, settings, due times and lengths -> TTFT and
+TPOT.
 
     played = simulate(law, SchedulerSettings(slots=8), due, prompt_tokens, output_tokens)
     played.good(ttft_seconds=2.0, tpot_seconds=0.2).mean()
 
 The settings are the scheduler's (serving/engine/scheduler.py), and so is the rule of a step
-(serving/performance/plan_step.py): it decodes one token of every sequence past its prompt, then
+(serving/capacity/plan_step.py): it decodes one token of every sequence past its prompt, then
 takes prompt tokens, oldest first, up to a budget. Requests are admitted in order of arrival to a
 free slot while the KV pool has room for their prompts beside all that is promised to others. Where
 answers outgrow the pool, the youngest waits again, and all its tokens are computed anew. Time
@@ -24,9 +25,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.simulation.step_law_fit import StepLaw
-from serving.performance.plan_step import plan_step
-from serving.performance.scheduler_settings import SchedulerSettings
+from serving.capacity.plan_step import plan_step
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.step_time_model import StepTimeModel
 
 Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.float64] | npt.NDArray[np.int64]
@@ -50,7 +51,7 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
 
 
 def simulate(
-    law: StepLaw,
+    step_times: StepTimeModel,
     settings: SchedulerSettings,
     due: Numbers,
     prompt_tokens: Numbers,
@@ -62,7 +63,7 @@ def simulate(
     `cached_tokens`: of each prompt, not computed again; one token is computed in any case.
     """
     count = len(due)
-    engine = _Engine(law, settings, due, prompt_tokens, output_tokens, cached_tokens)
+    engine = _Engine(step_times, settings, due, prompt_tokens, output_tokens, cached_tokens)
     engine.play()
     due = np.asarray(due, dtype=np.float64)
     first, last = np.array(engine.first), np.array(engine.last)
@@ -76,24 +77,26 @@ class _Engine:
 
     def __init__(
         self,
-        law: StepLaw,
+        step_times: StepTimeModel,
         settings: SchedulerSettings,
         due: Numbers,
         prompt_tokens: Numbers,
         output_tokens: Numbers,
         cached_tokens: Numbers | None,
     ) -> None:
-        # StepLaw's numbers: a step is too short a work to look them up.
-        self.prompt_seconds = law.prompt_token_seconds
-        self.context_seconds = law.context_token_seconds
-        self.pass_seconds = law.pass_seconds
-        self.expert_seconds = law.expert_seconds if law.experts is not None else 0.0
-        self.skip_probability = law.experts.skip_probability if law.experts is not None else 1.0
-        self.shares_pass = law.shares_pass
+        # StepTimeModel's numbers: a step is too short a work to look them up.
+        self.prompt_seconds = step_times.prompt_token_seconds
+        self.context_seconds = step_times.context_token_seconds
+        self.pass_seconds = step_times.pass_seconds
+        self.expert_seconds = step_times.expert_seconds if step_times.experts is not None else 0.0
+        self.skip_probability = (
+            step_times.experts.skip_probability if step_times.experts is not None else 1.0
+        )
+        self.shares_pass = step_times.shares_pass
         # Of a step that decodes so many rows, without their contexts.
         self.decode_seconds = [
-            law.base_seconds
-            + law.row_seconds * rows
+            step_times.base_seconds
+            + step_times.row_seconds * rows
             + self.expert_seconds * (1.0 - self.skip_probability**rows)
             for rows in range(settings.slots + 1)
         ]
@@ -109,8 +112,8 @@ class _Engine:
         self.left: list[int] = left.tolist()  # prompt tokens still to compute
         # Of each prompt token its share of a pass, where whole prompts fit in a step.
         mean = max(float(left.mean()), 1.0) if count else 1.0
-        self.piece_seconds = law.pass_seconds + self.expert_seconds
-        self.token_seconds = law.prompt_token_seconds + self.piece_seconds / mean
+        self.piece_seconds = step_times.pass_seconds + self.expert_seconds
+        self.token_seconds = step_times.prompt_token_seconds + self.piece_seconds / mean
         self.first = [math.inf] * count
         self.last = [0.0] * count
         self.pool = math.inf if settings.kv_tokens is None else settings.kv_tokens

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy.stats import kstest
 
-from loadtests.errors import LoadError
-from loadtests.workload.arrivals import (
+from serving.errors import WorkloadError
+from serving.workload.arrivals import (
     Arrivals,
     Constant,
     Gamma,
@@ -104,16 +104,16 @@ def test_settings_that_cannot_be_are_refused(text):
 
 def test_rates_and_traces_that_cannot_be_are_errors(tmp_path):
     for rate, seconds in ((0.0, 1.0), (1.0, 0.0), (float("nan"), 1.0), (1.0, float("inf"))):
-        with pytest.raises(LoadError, match="must be above 0"):
+        with pytest.raises(WorkloadError, match="must be above 0"):
             due_times(Poisson(), rate, seconds, 0)
-    with pytest.raises(LoadError, match="too few to replay"):
+    with pytest.raises(WorkloadError, match="too few to replay"):
         due_times(Trace(trace(tmp_path / "one.jsonl", [3.0])), 1.0, 10.0, 0)
-    with pytest.raises(LoadError, match="no such file"):
+    with pytest.raises(WorkloadError, match="no such file"):
         due_times(Trace("/nowhere.csv"), 1.0, 10.0, 0)
 
 
 def test_a_process_on_record_is_read_again():
     for process in KINDS:
         assert process_of(msgspec.to_builtins(process)) == process
-    with pytest.raises(LoadError, match="on record cannot be read"):
+    with pytest.raises(WorkloadError, match="on record cannot be read"):
         process_of({"kind": "tea"})

@@ -1,0 +1,72 @@
+"""The one function for a capacity: against queueing theory, against itself, at its edges."""
+
+import functools
+import math
+
+import msgspec
+import pytest
+
+from serving.capacity import simulated_capacity
+from serving.capacity.batching_simulator import simulate
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import (
+    QUICK_REQUESTS,
+    Server,
+    lengths_of,
+)
+from serving.capacity.slo import Slo
+from serving.workload.arrivals import Gamma, Poisson, due_times
+from serving.workload.request_lengths import Workload
+from tests.loadtests.simulation.known_server import STEP_TIMES
+
+capacity = functools.partial(simulated_capacity.capacity, requests=QUICK_REQUESTS)
+
+POLICY = SchedulerSettings(slots=8, step_seconds_target=0.3, step_tokens=2048)
+CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=128)
+SLO = Slo("x", 2.0, 0.2, target=0.9)
+
+
+def test_the_capacity_is_where_the_share_of_good_requests_is_the_target():
+    found = capacity(STEP_TIMES, POLICY, CHAT, SLO, requests=8000)
+    lengths = lengths_of(CHAT, 30_000, 7)
+    due = due_times(Poisson(), found.rate, 30_000 / found.rate, 9)
+    n = min(len(due), 30_000)
+    played = simulate(STEP_TIMES, POLICY, due[:n], lengths.prompt[:n], lengths.output[:n])
+    assert played.good(2.0, 0.2).mean() == pytest.approx(0.9, abs=0.03)
+    assert found.alone_share == 1.0 and found.steepness >= 1.0
+
+
+def test_the_steepness_is_that_of_a_slower_machine():
+    found = capacity(STEP_TIMES, POLICY, CHAT, SLO)
+    slower = capacity(STEP_TIMES.slower(1.1), msgspec.structs.replace(POLICY), CHAT, SLO)
+    by_hand = math.log(found.rate / slower.rate) / math.log(1.1)
+    assert found.steepness == pytest.approx(max(1.0, by_hand), abs=0.15)
+    tight = capacity(STEP_TIMES, POLICY, CHAT, msgspec.structs.replace(SLO, tpot_seconds=0.06))
+    assert tight.steepness > found.steepness, "the nearer the limit is, the steeper"
+
+
+def test_requests_that_fail_alone_have_no_capacity():
+    found = capacity(STEP_TIMES.slower(20), POLICY, CHAT, SLO)
+    assert found.rate == 0.0 and found.alone_share < 0.9
+
+
+def test_an_slo_without_limits_is_held_until_the_server_is_saturated():
+    found = capacity(STEP_TIMES, POLICY, CHAT, Slo("x", None, None, target=0.9))
+    server = Server(STEP_TIMES, POLICY, CHAT, count=QUICK_REQUESTS)
+    assert found.rate == pytest.approx(server.saturated_rate())
+    assert found.rate > capacity(STEP_TIMES, POLICY, CHAT, SLO).rate
+
+
+def test_bursty_arrivals_take_capacity():
+    smooth = capacity(STEP_TIMES, POLICY, CHAT, SLO).rate
+    assert 0 < capacity(STEP_TIMES, POLICY, CHAT, SLO, arrivals=Gamma(cv=3.0)).rate < 0.85 * smooth
+
+
+def test_what_is_found_in_a_cache_need_not_be_computed():
+    shared = Workload(prompt_tokens=1200, output_tokens=60, shared_prefix_tokens=1000)
+    none, half, every = (
+        capacity(STEP_TIMES, POLICY, shared, SLO, reused_share=reused).rate
+        for reused in (0.0, 0.5, 1.0)
+    )
+    assert none < half < every
+    assert set(lengths_of(shared, 50, 1, 1.0).cached.tolist()) == {1000}

@@ -1,0 +1,72 @@
+"""The step-time model: its numbers found again, and what a fit may not do."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from serving.capacity.step_time_model import NUMBERS, StepObservation, fit_step_times
+from serving.errors import WorkloadError
+from tests.loadtests.simulation.known_server import EXPERTS_STEP_TIMES, STEP_TIMES
+
+
+def seen(step_times, count=60, noise=0.0, seed=1):
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        steps = int(rng.integers(1, 4))
+        rows, passes = int(rng.integers(0, 9)) * steps, steps + int(rng.integers(0, 3))
+        counts = (rows, int(rng.integers(0, 300)), rows * int(rng.integers(50, 600)), passes, steps)
+        experts = step_times.expert_passes(rows, counts[1], passes, steps)
+        seconds = step_times.seconds(*counts) * float(np.exp(noise * rng.normal()))
+        names = ("rows", "prompt_tokens", "context_tokens", "passes", "steps")
+        counted = dict(zip(names, counts, strict=True))
+        found.append(StepObservation(seconds=seconds, expert_passes=experts, **counted))
+    return found
+
+
+@pytest.mark.parametrize("step_times", [STEP_TIMES, EXPERTS_STEP_TIMES], ids=["dense", "experts"])
+def test_the_numbers_are_found_again(step_times):
+    found = fit_step_times(seen(step_times), experts=step_times.experts)
+    for name in NUMBERS:
+        assert getattr(found, name) == pytest.approx(getattr(step_times, name), rel=1e-6), name
+    assert found.experts == step_times.experts
+    assert found.error < 1e-6 and found.observations == 60 and found.fits
+
+
+def test_experts_that_explain_nothing_cost_nothing():
+    """As of 4-bit weights on a small CPU, whose kernels take each row of a mixture by itself."""
+    by_rows = msgspec.structs.replace(EXPERTS_STEP_TIMES, expert_seconds=0.0)
+    found = fit_step_times(seen(by_rows), experts=by_rows.experts)
+    assert found.expert_seconds == pytest.approx(0.0, abs=1e-9)
+    assert found.row_seconds == pytest.approx(by_rows.row_seconds, rel=1e-6)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_are_routed_to():
+    """Each pass of 8 of 128 experts: 1 row reads 6.25 % of them, 16 rows 64.4 %, and a long prompt
+    all of them."""
+    step_times = EXPERTS_STEP_TIMES
+    assert step_times.expert_passes(1, 0) == pytest.approx(0.0625)
+    assert step_times.expert_passes(16, 0) == pytest.approx(0.644, abs=0.001)
+    assert step_times.expert_passes(0, 500) == pytest.approx(1.0)
+    assert step_times.expert_passes(16, 500, passes=2) == pytest.approx(1.644, abs=0.001)
+    on_gpu = msgspec.structs.replace(step_times, shares_pass=True)
+    assert on_gpu.expert_passes(16, 500, passes=2) == pytest.approx(1.0), "one pass for both"
+    assert step_times.expert_passes(32, 0, passes=2, steps=2) == pytest.approx(2 * 0.644, abs=0.002)
+    assert STEP_TIMES.expert_passes(16, 500, passes=2) == 0.0, "a dense model has none"
+
+
+def test_the_error_is_that_of_what_was_left_out():
+    found = fit_step_times(seen(STEP_TIMES, 400, noise=0.1))
+    assert found.error == pytest.approx(0.1, rel=0.15)
+    assert not fit_step_times(seen(STEP_TIMES, 400, noise=0.4)).fits
+
+
+def test_a_slower_machine_takes_longer_for_every_step():
+    one = seen(STEP_TIMES, 5)[3]
+    assert STEP_TIMES.slower(1.3).of(one) == pytest.approx(1.3 * STEP_TIMES.of(one))
+    assert STEP_TIMES.slower(1.3).error == STEP_TIMES.error
+
+
+def test_too_few_observations_are_an_error():
+    with pytest.raises(WorkloadError, match="4 observations are too few"):
+        fit_step_times(seen(STEP_TIMES, 4))
