@@ -80,12 +80,11 @@ def held_words(found: Capacity) -> str:
     or why there is none."""
     if not found.is_confirmed:
         return found.reason
-    asked, good = (
-        formatting.count(found.confirmed_requests),
-        formatting.share(found.confirmed_attainment),
-    )
+    seconds = formatting.seconds(found.confirmed_seconds)
+    requests = formatting.count(found.confirmed_requests)
+    attainment = formatting.share(found.confirmed_attainment)
     starts = f", {found.starts} starts" if found.starts > 1 else ""
-    return f"{formatting.seconds(found.confirmed_seconds)}, {asked} requests, {good} attainment{starts}"
+    return f"{seconds}, {requests} requests, {attainment} attainment{starts}"
 
 
 def speed_words(found: Capacity) -> str:

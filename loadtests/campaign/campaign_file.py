@@ -686,7 +686,7 @@ def _faults(file: CampaignFile) -> Iterator[str]:
                 "workload: a campaign cannot estimate the capacity for conversations yet. Use "
                 "`crossover load --workload conversation` to measure them at one rate"
             )
-    except LoadError:
+    except WorkloadError:
         pass  # the loop below reports it
     arrivals = file.arrivals.path if isinstance(file.arrivals, Trace) else None
     named = {"arrivals.path": arrivals, "workload.file": lengths.file}

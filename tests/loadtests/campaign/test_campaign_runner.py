@@ -101,7 +101,7 @@ def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: 
     folder = world.run(campaign(), tmp_path / "some")
     assert len(world.opened) == MAX_SERVERS and ended(folder)
     left[0] = MAX_SERVERS
-    with pytest.raises(Incomplete, match=f"nothing was measured.*{MAX_SERVERS} times"):
+    with pytest.raises(Incomplete, match=f"Nothing was measured.*{MAX_SERVERS} times"):
         world.run(campaign(), tmp_path / "all")
     (folder,) = (tmp_path / "all").iterdir()
     (skipped,) = of_kind(read_records(folder).events, CellSkipped)

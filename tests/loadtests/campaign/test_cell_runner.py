@@ -57,10 +57,18 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     assert world.now < 240
     (made,) = of_kind(read_records(folder).events, Calibrated)
     assert made.step_times is not None
-    parts = ("alone: 20 (100%) of 20 met the SLO", "calibrated in", " came: ", "holds", "complete:")
+    parts = (
+        "alone: 20 (100%) of 20 met the SLO",
+        "calibrated in",
+        " offered, ",
+        "confirmed",
+        "complete:",
+    )
     for part in parts:
         assert part in world.said.getvalue(), part
-    units = [" a minute" in line for line in world.said.getvalue().splitlines() if "limit " in line]
+    units = [
+        " a minute" in line for line in world.said.getvalue().splitlines() if "capacity " in line
+    ]
     assert len(set(units)) == 1, "the rates of a cell are read in one unit"
 
 
