@@ -17,14 +17,26 @@ STATE_ELEMENT_BYTES = 4  # recurrent states are float32
 # Every so many layers one attends to the whole context, the others to a window, where the file does
 # not say it (`attention.sliding_window_pattern`): llama.cpp has these in its code.
 _WINDOW_PERIODS = {
+    "afmoe": 4,
     "cohere2": 4,
+    "cohere2moe": 4,
+    "exaone-moe": 4,
     "exaone4": 4,
     "gemma2": 2,
     "gemma3": 6,
     "gemma3n": 5,
     "gpt-oss": 2,
+    "llama4": 4,
+    "mellum": 4,
+    "muse-glimmer": 4,
     "olmo2": 4,
+    "plamo3": 8,
+    "smallthinker": 4,
 }
+# Those of these families whose first layer of each period, not the last, has no window.
+_BEGIN_WHOLE = ("cohere2moe", "smallthinker")
+# Windows that llama.cpp takes whatever the file says, or where it says none.
+_OWN_WINDOWS = {"llama4": 8192, "smallthinker": 4096}
 
 Shapes = Mapping[str, Sequence[int]]  # of tensors by name, as GGUF has them: columns, rows, experts
 
@@ -52,8 +64,10 @@ def state_bytes(own: Mapping[str, Any], shapes: Shapes, layers: int) -> int:
 def _cached_elements(own: Mapping[str, Any], shapes: Shapes, layer: int) -> tuple[int, int]:
     """Elements of a token's keys and of its values."""
     latent = _rows(shapes, layer, "attn_kv_a_mqa")
-    if latent:  # one vector, of which the values are a part
-        return latent, 0
+    if latent:  # one vector, of which the values are a part, and the keys of an indexer
+        return latent + _rows(shapes, layer, "indexer.attn_k"), 0
+    if _has(shapes, layer, "ssm_conv1d_q"):  # Kimi's delta attention, whose keys are not cached
+        return 0, 0
     keys = _rows(shapes, layer, "attn_k")
     if keys:
         return keys, _rows(shapes, layer, "attn_v") or keys
@@ -73,6 +87,9 @@ def _state_elements(own: Mapping[str, Any], shapes: Shapes, layer: int) -> int:
     if convolution is not None:  # Mamba, gated delta nets
         inputs = (int(convolution[0]) - 1) * int(convolution[1])
         return inputs + int(own.get("ssm.state_size", 0)) * int(own.get("ssm.inner_size", 0))
+    if _has(shapes, layer, "ssm_conv1d_q"):  # Kimi: convolved queries, keys and values, a matrix
+        width, head = _rows(shapes, layer, "attn_q"), int(own.get("kda.head_dim", 0))
+        return width * (3 * (int(own.get("ssm.conv_kernel", 4)) - 1) + head)
     short = shapes.get(f"blk.{layer}.shortconv.conv.weight")
     if short is not None:  # LFM2
         return (int(short[0]) - 1) * int(short[1])
@@ -84,21 +101,27 @@ def _state_elements(own: Mapping[str, Any], shapes: Shapes, layer: int) -> int:
 
 def _window(family: str, own: Mapping[str, Any], layer: int) -> int | None:
     """The tokens that a layer attends to; None: the whole context."""
-    window = own.get("attention.sliding_window")
+    said = own.get("attention.sliding_window", _OWN_WINDOWS["llama4"] if family == "llama4" else 0)
     pattern = own.get("attention.sliding_window_pattern", _WINDOW_PERIODS.get(family))
-    if not isinstance(window, int) or window <= 0 or pattern is None:
+    if not isinstance(said, int) or said <= 0 or pattern is None:
         return None
     if isinstance(pattern, list):
         has_window = bool(pattern[layer]) if layer < len(pattern) else False
+    elif family in _BEGIN_WHOLE:
+        has_window = int(pattern) > 0 and layer % int(pattern) > 0
     else:
         has_window = int(pattern) > 0 and layer % int(pattern) < int(pattern) - 1
-    return window if has_window else None
+    return _OWN_WINDOWS.get(family, said) if has_window else None
 
 
 def _rows(shapes: Shapes, layer: int, name: str) -> int:
     """The rows of a layer's matrix; 0: it has none of this name."""
     shape = shapes.get(f"blk.{layer}.{name}.weight")
     return int(shape[1]) if shape is not None and len(shape) > 1 else 0
+
+
+def _has(shapes: Shapes, layer: int, name: str) -> bool:
+    return f"blk.{layer}.{name}.weight" in shapes
 
 
 def _of_layer(value: Any, layer: int) -> int:

@@ -488,7 +488,7 @@ def write_file(
         kinds = {bool: "bool", int: "uint32", float: "float32", list: "array", str: "string"}
         getattr(writer, f"add_{kinds[type(value)]}")(f"{architecture}.{key}", value)
     if has_weights:
-        _add_vocabulary(writer)
+        add_vocabulary(writer)
     else:
         writer.add_tokenizer_model("no_vocab")
         writer.add_vocab_size(s.vocabulary)
@@ -496,7 +496,7 @@ def write_file(
     for tensor, shape in tensors.items():
         stored = _stored_type(tensor, shape, s)
         if has_weights:
-            data = gguf.quants.quantize(_values(tensor, shape, random), stored)
+            data = gguf.quants.quantize(random_values(tensor, shape, random), stored)
             writer.add_tensor(tensor, data, raw_dtype=stored)
         else:
             size = math.prod(gguf.quants.quant_shape_to_byte_shape(shape, stored))
@@ -522,7 +522,9 @@ def _full_name(name: str) -> str:
     return name.removesuffix(".") if "." in name else f"{name}.weight"
 
 
-def _values(name: str, shape: tuple[int, ...], random: np.random.Generator) -> npt.NDArray[Any]:
+def random_values(
+    name: str, shape: tuple[int, ...], random: np.random.Generator
+) -> npt.NDArray[Any]:
     """Activations stay near a size of one, and a recurrent state decays."""
     drawn = random.standard_normal(shape, dtype=np.float32)
     if name.endswith("ssm_a"):
@@ -544,7 +546,7 @@ def _stored_type(name: str, shape: tuple[int, ...], s: Sizes) -> gguf.GGMLQuanti
     return gguf.GGMLQuantizationType[kind]
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter) -> None:
     """The shipped tokenizer."""
     model = shipped(VOCABULARY)["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)

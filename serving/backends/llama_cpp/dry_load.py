@@ -102,6 +102,11 @@ def held_memory(
         options={key: options[key] for key in LlamaOptions.__struct_fields__ if key in options},
     )
     held = dry_load(config, contexts)
+    if not any(one.kv_bytes or one.state_bytes for one in held):
+        raise UnsupportedModel(
+            f"{spec.name} keeps nothing of a sequence, as encoders and embedding models do; it "
+            "writes no text. Use llama-server --embeddings for it."
+        )
     return tuple(_with_checkpoints(one, spec, config) for one in held)
 
 
