@@ -35,8 +35,9 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.export_with_optimum import export_graph, foreign_spec
-from models.hf_config import FAMILIES, TEXTS, read_config, spec_of, v4_config
+from models.hf_config import TEXTS, read_config, spec_of, v4_config
 from models.machine_limits import int8_bits
+from models.model_families import FAMILIES
 from models.model_spec import ModelSpec
 from models.random_weights import GENERATOR, Weights, as_bytes, write_texts
 from models.rotated_weights import BLOCK, Turned, rotations

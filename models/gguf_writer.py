@@ -13,13 +13,11 @@ import gguf
 import numpy as np
 
 from models.chat_template import CHATML
+from models.model_families import FAMILIES
 from models.model_spec import ModelSpec
 from models.tokenizer import SPECIAL_TOKENS, shipped
 from models.weight_formats import GgufTensor, gguf_tensors
 from models.weights_manifest import Progress
-
-# transformers' model_type -> architecture name in GGUF, which knows Mistral as llama.
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
 def write_file(
@@ -32,7 +30,7 @@ def write_file(
     """Write a GGUF file with the shipped tokenizer. `data` gives a tensor's bytes in chunks."""
     logging.getLogger("gguf").setLevel(logging.WARNING)
     tensors = gguf_tensors(spec, weight_format)
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[spec.family])
+    writer = gguf.GGUFWriter(path, FAMILIES[spec.family].gguf)
     file_type = "ALL_F32" if weight_format == "F32" else f"MOSTLY_{weight_format}"
     writer.add_file_type(gguf.LlamaFileType[file_type])
     _add_shape(writer, spec)

@@ -14,11 +14,9 @@ from typing import Any
 import msgspec
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from models.model_families import FAMILIES
 from models.model_spec import ModelSpec, RopeScaling, whole_number
 
-# The families (model_type) that are computed here, and their classes in transformers.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ARCHITECTURES = {one: f"{one.capitalize()}ForCausalLM" for one in FAMILIES}
 # What a folder holds beside its weights.
 TEXTS = "config.json generation_config.json tokenizer.json tokenizer_config.json".split()
 TEXTS += ["chat_template.jinja", "chat_template.json"]
@@ -94,13 +92,13 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
             f"{name} has model_type {family!r}, but torch supports only {', '.join(FAMILIES)}. Use "
             f"onnx, which exports other dense models, or {_GGUF}."
         )
-    # transformers' defaults of a missing key, where they differ by family.
-    usual = {"mistral": {"sliding_window": 4096}, "qwen3": {"head_dim": 128}}
-    config = {**usual.get(family, {}), **config}
+    own = FAMILIES[family]
+    config = {**own.config_defaults, **config}
     known = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    known |= {"attention_out_bias": False}
     known |= {"quantization_config": None, "partial_rotary_factor": 1.0}
     for key, value in known.items():
-        if config.get(key) not in (None, value):
+        if config.get(key) not in (None, value, *own.known_values.get(key, ())):
             raise UnsupportedModel(f"{name} has {key} {config[key]!r}, which is not supported")
 
     def count(key: str, default: int | None = None) -> int:
@@ -116,7 +114,7 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
             f"num_key_value_heads {kv_heads}"
         )
     context, theta, scaling = count("max_position_embeddings"), *_rope(config, name)
-    is_windowed = family == "mistral" or config.get("use_sliding_window")
+    is_windowed = own.is_windowed or config.get("use_sliding_window")
     if is_windowed or "sliding_attention" in (config.get("layer_types") or ()):
         context = min(context, count("sliding_window", context))  # up to there it is not felt
     return ModelSpec(
@@ -133,8 +131,8 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
         tied=bool(config.get("tie_word_embeddings")),
         rope_theta=theta,
         norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=own.has_qkv_bias,
+        qk_norm=own.has_qk_norm,
         rope_scaling=scaling,
     )
 

@@ -25,7 +25,8 @@ import msgspec
 from models.errors import ModelError, UnknownModel, UnsupportedModel, files_in_words
 from models.export_with_optimum import foreign_spec
 from models.gguf_reader import is_gguf_file, model_name, read_header
-from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
+from models.hf_config import TEXTS, read_config, spec_of
+from models.model_families import FAMILIES
 from models.model_ladder import (
     LADDER,
     PACKAGED,

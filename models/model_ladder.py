@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from models.errors import UnknownModel
+from models.model_families import FAMILIES
 from models.model_spec import CachedLayers, Experts, ModelSpec, RopeScaling, Scratch
 
 
@@ -34,7 +35,8 @@ class LadderModel(msgspec.Struct, frozen=True):
 def _ladder_model(row: dict[str, Any]) -> LadderModel:
     aliases, parameters = row.pop("aliases").split(), int(row.pop("parameters"))
     repository, factor = row.pop("repository"), row.pop("rope_factor")
-    row |= {"qkv_bias": row["family"] == "qwen2", "qk_norm": row["family"] == "qwen3"}
+    family = FAMILIES[row["family"]]
+    row |= {"qkv_bias": family.has_qkv_bias, "qk_norm": family.has_qk_norm}
     if factor:  # the rest is alike in all of Llama 3
         row["rope_scaling"] = RopeScaling(float(factor), 1.0, 4.0, 8192)
     spec = msgspec.convert(row, ModelSpec, strict=False)

@@ -28,7 +28,7 @@ from gguf import GGMLQuantizationType, quants
 
 from models.gguf_vocabulary import llama_library
 from models.gguf_writer import write_file
-from models.hf_config import ARCHITECTURES
+from models.model_families import FAMILIES
 from models.model_spec import ModelSpec, RopeScaling
 from models.safetensors_reader import EMBEDDING, HEAD, Floats
 from models.tokenizer import SHIPPED_MARK, write_shipped
@@ -129,7 +129,7 @@ def hf_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
             "original_max_position_embeddings": spec.rope_scaling.original_context,
         }
     return {
-        "architectures": [ARCHITECTURES[spec.family]],
+        "architectures": [FAMILIES[spec.family].architecture],
         "model_type": spec.family,
         "hidden_size": spec.hidden,
         "intermediate_size": spec.intermediate,

@@ -28,7 +28,7 @@ import msgspec
 from models.child_process import run_aside
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel, files_in_words
 from models.gguf_reader import part_names, read_header
-from models.hf_config import FAMILIES, TEXTS, read_config, spec_of
+from models.hf_config import TEXTS, read_config, spec_of
 from models.identify_model import (
     HUB_ID,
     find_local,
@@ -38,6 +38,7 @@ from models.identify_model import (
     shape_of,
     unknown_model,
 )
+from models.model_families import FAMILIES
 from models.model_ladder import PACKAGED, is_ladder_model, ladder_model, packaged_file, sized
 from models.model_spec import ModelSpec
 from models.random_weights import GENERATOR

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from models.errors import UnsupportedModel
+from models.model_families import FAMILIES
 from models.model_spec import ModelSpec, TensorShape
 
 
@@ -102,7 +103,7 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
 def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
     """Every tensor of the GGUF file of `spec`, in file order. Raises UnsupportedModel."""
-    from gguf import MODEL_ARCH, get_tensor_name_map
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     if weight_format not in GGUF_FORMATS:
         raise UnsupportedModel(
@@ -110,8 +111,9 @@ def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
             f"{', '.join(GGUF_FORMATS)}. Existing files of any format that llama.cpp reads are "
             "served."
         )
-    family = "LLAMA" if spec.family == "mistral" else spec.family.upper()
-    name_of = get_tensor_name_map(MODEL_ARCH[family], spec.layers).get_name
+    architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    architecture = architectures[FAMILIES[spec.family].gguf]
+    name_of = get_tensor_name_map(architecture, spec.layers).get_name
     out = []
     for one in spec.tensors():
         name, kind = name_of(one.name, (".weight", ".bias")), tensor_type(spec, weight_format, one)

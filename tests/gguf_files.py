@@ -19,7 +19,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
 from models.gguf_reader import read_header
 from models.gguf_vocabulary import llama_library
-from models.gguf_writer import ARCHITECTURES, write_file
+from models.gguf_writer import write_file
+from models.model_families import FAMILIES
 from models.model_spec import ModelSpec
 from models.random_weights import as_bytes, rope_factors, stored_as, write_texts
 from models.safetensors_reader import Floats, stored_rows
@@ -40,7 +41,7 @@ def gguf_of(folder: Path, spec: ModelSpec, file: Path, kind: str) -> None:
             return
         values = rows(tensor.hf_name, 0, tensor.shape[0])
         is_rotated = tensor.hf_name.endswith(("q_proj.weight", "k_proj.weight"))
-        if is_rotated and ARCHITECTURES[spec.family] == "llama":
+        if is_rotated and FAMILIES[spec.family].gguf == "llama":
             values = values[np.argsort(paired_rows(np.arange(len(values)), spec.head_dim))]
         yield as_bytes(stored_as(tensor.type, values))
 
