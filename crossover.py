@@ -31,6 +31,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "serving.cli.serve_command:serve",
         "Serve models over an OpenAI-compatible HTTP endpoint.",
     ),
+    "quick": (
+        "reports.cli.quick_command:quick",
+        "Estimate in 90 seconds what a running server carries: requests per second, users.",
+    ),
     "load": (
         "loadtests.cli.load_command:load",
         "Send load at one rate to an endpoint and report TTFT, TPOT and SLO attainment.",

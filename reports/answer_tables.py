@@ -14,10 +14,12 @@ import numpy as np
 
 from loadtests.analysis import capacity_text
 from models import formatting
+from reports.binding_limits import binding_of
 from reports.headline import Answer, machine_words
 from reports.report_data import CPU, GPU, SIDE_NAMES, CellData, ReportData
 from reports.sections.section import Grade, Table, table
 from serving.capacity.batching_simulator import Simulated
+from serving.capacity.binding_limit import sentence_of
 from serving.capacity.simulated_capacity import Server
 from serving.capacity.slo import Slo
 
@@ -215,6 +217,8 @@ def _limit(cell: CellData, slo: Slo) -> Cell:
             capacity_text.speed_words(found),
         )
         detail = "; ".join(filter(None, parts))
+        if (binding := binding_of(cell, slo)) is not None:
+            detail += f". {sentence_of(binding)}"
     return Cell(text=text, grade="estimated", detail=detail)
 
 

@@ -21,6 +21,7 @@ from reports.chart_style import (
     PAPER,
     PREDICTED,
 )
+from reports.first_screen_lines import first_screen_lines
 from reports.headline import Answer, basis, headline, whole_machine_words
 from reports.report_data import CPU as CPU_SIDE
 from reports.report_data import GPU as GPU_SIDE
@@ -80,7 +81,12 @@ def drawing(data: ReportData, answers: Sequence[Answer]) -> str:
         for x, column, cell in zip(lefts, columns, answer_row(one, data), strict=True):
             colour = GRADE_COLOURS[column.side].get(cell.grade or "", INK)
             text(x, cell.text[:44], size + 0.5, "#a8521b" if cell.grade == "predicted" else colour)
-    y += 30
+    y += 34
+    for said in first_screen_lines(data, answers):
+        for line in wrap(said, 150):
+            text(0, line, 12, INK)
+            y += 17
+    y += 13
     drawn = crossover_map(answers, data)
     if drawn is not None:
         height = float(drawn.svg.split('viewBox="0 0 ')[1].split('"')[0].split()[1])

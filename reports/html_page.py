@@ -18,6 +18,7 @@ from markupsafe import Markup, escape
 from models import formatting
 from reports.answer_tables import answer_row, columns_of, levels_table, side_heads
 from reports.chart_style import dark_rules, svg
+from reports.first_screen_lines import first_screen_lines
 from reports.headline import Answer, basis, headline, whole_machine_words
 from reports.report_data import CPU, GPU, SIDES, CellData, ReportData
 from reports.report_warnings import alerts_of, warnings_of
@@ -71,6 +72,7 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
         "sides": side_heads(data),
         "columns": columns,
         "rows": [answer_row(one, data) for one in told],
+        "lines": first_screen_lines(data, told),
         "map": None if the_map is None else _drawn(the_map),
         "map_title": MAP_TITLES[data.sides],
         "devices": data.sides,

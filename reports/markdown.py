@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from reports.answer_tables import answer_row, columns_of, side_heads
+from reports.first_screen_lines import first_screen_lines
 from reports.headline import Answer, basis, headline
 from reports.report_data import ReportData
 from reports.report_warnings import alerts_of, warnings_of
@@ -34,6 +35,7 @@ def markdown(data: ReportData, answers: Sequence[Answer], sections: Sequence[Sec
         "times that this run measured. Predicted: from datasheets and published measurements.",
         "",
     ]
+    lines += [*first_screen_lines(data, answers), ""]
     for section in sections:
         known = f" *({', '.join(section.grades)})*" if section.grades else ""
         lines.append(f"- **{section.title}**{known}: {section.sentence}")

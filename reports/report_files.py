@@ -12,13 +12,18 @@ from typing import Any
 import msgspec
 
 from models.weights_manifest import write_atomically
+from reports.binding_limits import binding_of
 from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, basis, headline
 from reports.markdown import markdown
 from reports.own_gpu import predicted_here
-from reports.report_data import CellData, LevelData, ReportData
+from reports.report_data import GPU, CellData, LevelData, ReportData
 from reports.report_warnings import warnings_of
-from reports.sections.energy_cost import joules_of
+from reports.sections.energy_cost import (
+    dollars_per_million_tokens,
+    joules_of,
+    takeover_dollars_per_million_tokens,
+)
 
 FORMATS = ("html", "md", "csv", "json", "png")
 
@@ -62,7 +67,20 @@ def _answer_record(one: Answer, data: ReportData) -> dict[str, Any]:
         "takeover": one.over,
         "predicted_here": predicted_here(one.gpu, data),
         "joules_per_token": {cell.side: joules_of(cell) for cell in one.cells},
+        "dollars_per_million_tokens": {
+            **{
+                cell.side: dollars_per_million_tokens(cell, _price(cell, data))
+                for cell in one.cells
+            },
+            "takeover": takeover_dollars_per_million_tokens(one),
+        },
+        "binding_limit": {cell.side: binding_of(cell, data.slo) for cell in one.cells},
     }
+
+
+def _price(cell: CellData, data: ReportData) -> float | None:
+    """Dollars an hour of the device; None: not known, as of a CPU."""
+    return data.gpu.dollars_per_hour if cell.side == GPU and data.gpu is not None else None
 
 
 def _cell_record(cell: CellData) -> dict[str, Any]:

@@ -175,8 +175,7 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
     starts: dict[object, list[Judged]] = {}
     for level, judged, _ in seen:
         if level.is_single_stream:
-            start = level.name if level.started.start is None else level.started.start
-            starts.setdefault(start, []).append(judged)
+            starts.setdefault(level.started.start, []).append(judged)  # None: of an endpoint
     if not starts or any(one.rate and one.judged.verdict == "meets" for one in seen):
         return None
     missed = asked = 0
@@ -186,10 +185,12 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
         if not is_enough or wilson(good, due, slo.confidence)[1] >= slo.target:
             return None
         missed, asked = missed + due - good, asked + due
-    where = "one start" if len(starts) == 1 else f"{len(starts)} starts"
+    # Of an endpoint each level counts, since it cannot be started again.
+    count = len(starts.keys() - {None}) + len(starts.get(None, ()))
+    where = "one start" if count == 1 else f"{count} starts"
     return Capacity(
         state="misses_slo_unloaded",
-        starts=len(starts),
+        starts=count,
         estimated_rate=0.0,
         low=0.0,
         high=0.0,

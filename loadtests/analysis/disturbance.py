@@ -67,11 +67,14 @@ def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Dis
         return Disturbance(counts=counts)
     lost = sum(taken.values())
     share = lost / (work + lost) if lost else 0.0
+    lost_share = round(lost / seconds, 4) if seconds else None
     least = max(MIN_TAKEN_SECONDS * (total("turns") or 0), MIN_TAKEN_SHARE * seconds)
     if share <= MAX_TAKEN_SHARE or lost <= least:
-        return Disturbance(share=round(share, 4), counts=counts)
+        return Disturbance(share=round(share, 4), lost_share=lost_share, counts=counts)
     most = max(taken, key=lambda name: taken[name])
-    return Disturbance(share=round(share, 4), who=most, is_disturbed=True, counts=counts)
+    return Disturbance(
+        share=round(share, 4), lost_share=lost_share, who=most, is_disturbed=True, counts=counts
+    )
 
 
 def is_slight(found: Disturbance) -> bool:

@@ -156,9 +156,12 @@ class CellRun:
         # of the server that serves now, from 1; None: it cannot be started again
         self.start = None if state.cell.url is not None else state.starts
         if found.state == "misses_slo_unloaded":
+            if self.start is None:  # what cannot be started again must say so in a second level
+                is_again = len(self.alone) < 2 and self.left_seconds > 0
+                return single if is_again else None
             if found.starts >= 2:
                 return None
-            if self.start is None or all(a.started.start != self.start for a in self.alone):
+            if all(a.started.start != self.start for a in self.alone):
                 return single
             return RESTART
         fails_alone = self._verdict(self.alone[-1]) == "misses"
@@ -286,12 +289,12 @@ class CellRun:
 
         policy, workload = self.bench.policy, self.campaign.workload
         single = [one for one in state.counted if one.is_single_stream]
-        slots = None if policy is None else policy.slots
+        slots = self.bench.slots if policy is None else policy.slots
         spec = state.cell.spec
         experts = spec.experts.routing if spec is not None and spec.experts is not None else None
         found = calibrate(ask, workload, slots, seconds, single, experts)
         if policy is None and found.slots is not None:  # a server that does not say its settings
-            policy = settings_of_another(found.slots, workload)
+            policy = settings_of_another(found.slots, workload, self.bench.kv_tokens)
         took = self.clock() - began
         # The bursts' own time is on record with each: here is what the rest took.
         spent = took - (state.spent_seconds - spent_before)
@@ -372,13 +375,17 @@ def capacity_of(state: CellRecord) -> journal.Capacity:
     )
 
 
-def settings_of_another(slots: int, workload: Workload) -> SchedulerSettings:
-    """Of a server that says none but shows its slots: tokens of a step as vLLM's server has them by
-    default, no target for a step's time, a KV cache that is never full."""
+def settings_of_another(
+    slots: int, workload: Workload, kv_tokens: int | None = None
+) -> SchedulerSettings:
+    """Return the settings of a server that only says or shows its slots: tokens of a step as vLLM's
+    server has them by default, and no target for a step's time. `kv_tokens` None: a KV cache that
+    is never full."""
     asks = draw(workload, 1000, 1)
     return SchedulerSettings(
         slots=slots,
         context_tokens=max(ask.prompt_tokens + ask.output_tokens for ask in asks),
+        kv_tokens=kv_tokens,
         prefill_tokens=VLLM_STEP_TOKENS,
         step_tokens=VLLM_STEP_TOKENS,
         step_seconds_target=None,

@@ -28,6 +28,7 @@ from loadtests.campaign.prometheus_scrape import EngineClock
 from loadtests.campaign.resume_state import CellState
 from loadtests.campaign.server_launch import Server
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
+from loadtests.host.listening_process import listening_pid
 from loadtests.host.resource_sampler import Sampler
 from loadtests.load_generator.level_messages import Ended, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator
@@ -68,7 +69,9 @@ class ServerBench:
 
     def __init__(self, state: CellState, progress: Progress) -> None:
         self.state, self.progress = state, progress
-        self.policy: SchedulerSettings | None = None
+        self.policy: SchedulerSettings | None = None  # None: of another server, which says none
+        self.slots: int | None = None  # as the server says; None: it does not
+        self.kv_tokens: int | None = None  # in its KV cache; None: it does not say
         self._samples: list[ResourceSample] = []  # of the level that runs now
 
     @contextlib.contextmanager
@@ -85,17 +88,19 @@ class ServerBench:
             self._facts = facts = wait_until_it_serves(server, progress)
             seconds = time.monotonic() - began
             progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
-            if ready.info.slots:  # the settings of another server are not known
-                default = DEFAULT_SETTINGS[ready.info.device or "cpu"]
-                self.policy = ready.info.filled(default)
+            self.slots, self.kv_tokens = ready.info.slots, ready.info.kv_tokens
             key = os.environ.get(server.target.api_key_env or "")
             is_crossover = facts.backend is not None
+            if ready.info.slots and (is_crossover or server.is_ours):
+                default = DEFAULT_SETTINGS[ready.info.device or "cpu"]
+                self.policy = ready.info.filled(default)
             self._clock = EngineClock(server.target.url, key) if is_crossover else None
             cores = server.layout.client if server.layout is not None else ()
+            self._watched = server.pid or listening_pid(server.target.url)
             log = logs / f"{state.key}.locust.log"
             self._generator = stack.enter_context(LoadGenerator(log=log, cores=cores))
             self._sampler = stack.enter_context(
-                Sampler(state.key, self._keep, server=server.pid, is_ours=server.is_ours)
+                Sampler(state.key, self._keep, server=self._watched, is_ours=server.is_ours)
             )
             target = msgspec.to_builtins(facts)
             state.event(msgspec.structs.replace(ready, unix_seconds=time.time(), target=target))
@@ -154,7 +159,7 @@ class ServerBench:
             self._check(engines)
         after = clock.read() if clock is not None and before is not None else None
         disturbance = None
-        if self.server.pid is not None:  # an engine of ours: what was taken from it
+        if self._watched is not None:  # an engine of this machine: what was taken from it
             is_ignored = state.campaign.disturbance == "ignore"
             disturbance = disturbance_of(self._sampler.cores, counts=is_ignored)
         # A closed loop, or a burst, is over with its last answer.

@@ -27,6 +27,7 @@ from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import Layout
 from loadtests.host.resource_sampler import engine_pids, family
+from loadtests.load_generator.endpoint_details import EndpointDetails, ask_details
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.journal_events import CellReady, EngineInfo
@@ -159,9 +160,10 @@ class Server:
         self._load_seconds = round(time.monotonic() - began, 3)
 
     def ready(self, cell: str) -> CellReady:
-        """Of ours what /v1/placement says; of others their command as it was run."""
+        """Of ours what /v1/placement says; of others their command as it was run; of an endpoint
+        what it says of itself."""
         if self.layout is None:
-            return CellReady(cell=cell, url=self.target.url)
+            return ready_of_endpoint(cell, self.target, ask_details(self.target, self._cell.model))
         load_seconds: float | None = self._load_seconds
         if self._engine is None:
             with connect(self.target.url) as pool:
@@ -203,6 +205,21 @@ class Server:
     def stop(self) -> None:
         if self._child is not None:
             self._child.stop(STOP_SECONDS + 10.0)
+
+
+def ready_of_endpoint(cell: str, target: Target, details: EndpointDetails) -> CellReady:
+    """Return the event of an endpoint that serves, with all that it said of itself."""
+    info = EngineInfo()
+    if details.placement is not None:
+        info = info_of(details.placement)
+    elif details.software != "unknown":
+        info = EngineInfo(
+            name=details.software,
+            slots=details.slots,
+            context_tokens=details.context_tokens,
+            kv_tokens=details.kv_tokens,
+        )
+    return CellReady(cell=cell, info=info, spec=details.spec, url=target.url)
 
 
 def identity_now(cell: Cell) -> ModelIdentity | None:

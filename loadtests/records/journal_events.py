@@ -68,6 +68,8 @@ class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """What was taken from the engine during a level; loadtests.analysis.disturbance says how."""
 
     share: float | None = None  # taken of the CPU time that it wanted, 0..1; None: not known
+    # What was taken, of the level's time: little where the engine hardly needs the CPU.
+    lost_share: float | None = None
     who: str = ""  # took most, where the level is disturbed
     is_disturbed: bool = False
     counts: bool = False  # all the same: the campaign says so, or little was taken and it holds

@@ -22,6 +22,7 @@ from reports.devices.device_capacity import Answer, DeviceCapacity, Grade
 from reports.devices.device_step_times import NOT_CALIBRATED
 from reports.plan.load_forecast import HOURS_A_MONTH, Forecast
 from reports.plan.plan_file import Question
+from serving.capacity.binding_limit import BindingLimit
 from serving.capacity.slo import Slo
 
 MAX_ROWS = 6
@@ -41,6 +42,7 @@ class Candidate(DeviceCapacity, frozen=True, kw_only=True):
     is_list_price: bool = False  # of its GPU, since nobody said what the machine costs
     gpu_name: str = ""  # of the GPU in it
     label: str = ""  # what its row is called, `your machine's GPU`; "": by the machine's name
+    binding: BindingLimit | None = None  # what limits it; None: not known, or predicted
     # Of a machine whose devices serve together: each, in the order in which they take load.
     parts: tuple[Candidate, ...] = ()
 
@@ -156,6 +158,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     options: tuple[Option, ...]
     changes: tuple[Change, ...]
     unknown: tuple[str, ...]  # what is not known, in words
+    binding: dict[str, BindingLimit] = {}  # what limits each of your machines, by its name
     price_date: str = ""  # the oldest of the prices in it
     stairs: dict[str, list[tuple[float, float]]] = {}  # option -> (peak rate, $ a month)
 
@@ -184,9 +187,16 @@ def make_plan(asked: Question, candidates: Sequence[Candidate]) -> Plan:
         options=tuple(found),
         changes=tuple(_changes(asked, candidates, _choice(found))),
         unknown=tuple(_unknown(candidates, found)),
+        binding={one.name: one.binding for one in _devices(candidates) if one.binding is not None},
         price_date=min((one.price_date for one in candidates if one.price_date), default=""),
         stairs=_stairs(asked, candidates, _rows(found)[:4]),
     )
+
+
+def _devices(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yield the machines, and the devices of those whose devices serve together."""
+    for one in candidates:
+        yield from one.parts or (one,)
 
 
 def _rows(options: Sequence[Option]) -> tuple[Option, ...]:

@@ -19,6 +19,7 @@ from loadtests.campaign.campaign_file import SloSpec
 from loadtests.records.journal_events import Capacity
 from models.identify_model import name_of
 from models.weights_manifest import with_home
+from reports.binding_limits import binding_of
 from reports.cheapest_gpu import best_cells
 from reports.devices.calibrated_machines import calibrated_machine
 from reports.devices.device_capacity import (
@@ -36,7 +37,8 @@ from reports.headline import machine_words
 from reports.plan.plan_costs import Candidate
 from reports.plan.plan_file import BadPlan, MachineKeys, Question, question
 from reports.report_data import CPU, SIDES, CellData, ReportData, read_report
-from serving.capacity.simulated_capacity import sd_of
+from serving.capacity.binding_limit import binding_limit
+from serving.capacity.simulated_capacity import Server, sd_of
 
 
 def asked_of(raw: dict[str, object], folder: Path) -> Question:
@@ -231,7 +233,8 @@ def _of_cell(asked: Question, data: ReportData, cell: CellData) -> Candidate:
     watts = [one.watts if cell.side == CPU else one.machine_watts for one in reversed(cell.loaded)]
     known = next((one for one in watts if one is not None), None)
     if _same_question(asked, data, cell):
-        return _measured(name, cell.capacity, known)
+        found = _measured(name, cell.capacity, known)
+        return msgspec.structs.replace(found, binding=binding_of(cell, asked.slo))
     if cell.step_times is None or cell.policy is None:
         raise BadPlan(
             f"run {data.manifest.run_id} has no step law of {cell.name}, so it says "
@@ -249,7 +252,10 @@ def _of_cell(asked: Question, data: ReportData, cell: CellData) -> Candidate:
         watts=known,
     )
     service = Service(machine, asked.spec, cell.weight_format, asked.traffic)
-    return _candidate(capacity_of(service, asked.slo))
+    found = _candidate(capacity_of(service, asked.slo))
+    server = Server(step_times, cell.policy, asked.traffic.lengths, asked.traffic.arrivals)
+    binding = binding_limit(server, asked.slo, found.rate or 0.0)
+    return msgspec.structs.replace(found, binding=binding)
 
 
 def _measured(name: str, capacity: Capacity, watts: float | None) -> Candidate:

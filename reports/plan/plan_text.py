@@ -15,6 +15,7 @@ from models import formatting
 from reports.devices.device_step_times import NOT_CALIBRATED
 from reports.headline import slo_words
 from reports.plan.plan_costs import Option, Plan
+from serving.capacity.binding_limit import sentence_of
 
 SHOWN_SPREAD = 0.2  # of the cost; a smaller one is not shown
 HEADS = ("way", "suffices", "machines", "$ a month", "kWh a month", "known by")
@@ -38,7 +39,13 @@ def as_text(plan: Plan, columns: int = 100) -> str:
         console.print()
         console.print(table)
         console.print()
-        for sentence in (*_changes(plan), *_unknown(plan), "", *_fine_print(plan)):
+        for sentence in (
+            *_bindings(plan),
+            *_changes(plan),
+            *_unknown(plan),
+            "",
+            *_fine_print(plan),
+        ):
             console.print(sentence)
     return said.get().rstrip()
 
@@ -107,6 +114,12 @@ def _changes(plan: Plan) -> Iterator[str]:
         else:
             paid = _cost(one.option, with_spread=False)
             yield f"{side} the choice is {_title(plan, one.option)} ({paid} a month)."
+
+
+def _bindings(plan: Plan) -> Iterator[str]:
+    """What limits each machine that is there."""
+    for machine, binding in plan.binding.items():
+        yield f"{machine}: {sentence_of(binding)}"
 
 
 def _unknown(plan: Plan) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from reports.headline import Answer
 from reports.report_data import ReportData
+from reports.sections.binding_limits_section import binding_limits
 from reports.sections.energy_cost import cost, energy
 from reports.sections.fallback_times import fallback_times
 from reports.sections.format_comparison import formats
@@ -18,6 +19,15 @@ from reports.sections.section import Section
 from reports.sections.speeds import batch_size, prefill_decode
 
 SECTIONS: tuple[Callable[[ReportData, Sequence[Answer]], Section | None], ...] = (
-    *(predicted_and_measured, memory, prefill_decode, batch_size, formats, cost, energy),
+    *(
+        binding_limits,
+        predicted_and_measured,
+        memory,
+        prefill_decode,
+        batch_size,
+        formats,
+        cost,
+        energy,
+    ),
     *(other_machines, multi_gpu, load_times, host_overhead, fallback_times),
 )

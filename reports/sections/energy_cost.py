@@ -27,16 +27,14 @@ def _of_devices(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     rows, sentence = [], ""
     for cell in (cell for one in answers for cell in one.cells):
         hourly = price if cell.side == GPU else None
-        rate = cell.confirmed_rate or cell.estimated_rate
+        rate, grade = sure_rate(cell)
         million = dollars_per_million_tokens(cell, hourly)
-        grade = "confirmed" if cell.confirmed_rate else "estimated"
-        rounded: formatting.Rounding = "down" if cell.confirmed_rate else "nearest"
         rows.append(
             (
                 cell.model,
                 cell.device_words,
                 machine_words(data, cell.side),
-                formatting.rate(rate, rounded=rounded, like=cell.like) if rate else "–",
+                formatting.rate(rate, rounded="down", like=cell.like) if rate else "–",
                 grade if rate else "–",
                 "not known" if hourly is None else formatting.dollars_per_hour(hourly),
                 "–" if million is None else f"${formatting.significant(million)}",
@@ -45,8 +43,8 @@ def _of_devices(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         if million is not None:
             sentence = (
                 f"On this machine's {machine_words(data, GPU)} a million output tokens of "
-                f"{cell.model} cost ${formatting.significant(million)} at the {grade} rate, by its "
-                "list price."
+                f"{cell.model} cost ${formatting.significant(million)} at the {RATE_NAMES[grade]}, "
+                "by its list price."
             )
     if not sentence:
         return None
@@ -77,12 +75,75 @@ def _price_words(data: ReportData) -> str:
     )
 
 
+RATE_NAMES: dict[Grade, str] = {
+    "confirmed": "confirmed rate",
+    "estimated": "low end of the estimate",
+    "predicted": "low end of the prediction",
+}
+
+
+def sure_rate(cell: CellData) -> tuple[float | None, Grade]:
+    """Return the confirmed rate, or the low end of the estimate; None: neither is known."""
+    if cell.confirmed_rate:
+        return cell.confirmed_rate, "confirmed"
+    low = None if cell.capacity is None else cell.capacity.low
+    return low or None, "estimated"
+
+
 def dollars_per_million_tokens(cell: CellData, dollars_per_hour: float | None) -> float | None:
-    """At the confirmed rate, else at the estimated capacity; None: price or rate is not known."""
-    rate = cell.confirmed_rate or cell.estimated_rate
+    """Return dollars of a million output tokens at the confirmed rate, or at the low end of the
+    estimate; None: price or rate is not known."""
+    rate, _ = sure_rate(cell)
     if not dollars_per_hour or not rate or cell.traffic is None:
         return None
     return dollars_per_hour / (3600 * rate * cell.traffic.mean_output) * 1e6
+
+
+def takeover_dollars_per_million_tokens(answer: Answer) -> float | None:
+    """The same of the GPU that takes over, at the low end of its prediction."""
+    gpu, traffic = answer.takeover_gpu, answer.cell.traffic
+    if gpu is None or not gpu.dollars_per_hour or not gpu.low or traffic is None:
+        return None
+    return gpu.dollars_per_hour / (3600 * gpu.low * traffic.mean_output) * 1e6
+
+
+def cost_lines(data: ReportData, answers: Sequence[Answer]) -> list[str]:
+    """Return, for the first screen, what a million output tokens cost and a token takes: a line for
+    each device with a price, of the largest model that it serves."""
+    lines = []
+    for side in data.sides:
+        price = data.gpu.dollars_per_hour if side == GPU and data.gpu is not None else None
+        served = [cell for one in answers if (cell := one.side(side)) and sure_rate(cell)[0]]
+        if price is None or not served:
+            continue
+        cell = served[-1]
+        million, grade = dollars_per_million_tokens(cell, price), sure_rate(cell)[1]
+        if million is not None:
+            joules = _joules(joules_of(cell))
+            lines.append(
+                f"{machine_words(data, side)} ({formatting.dollars_per_hour(price)}): "
+                f"${formatting.significant(million)} per million output tokens of {cell.model} at "
+                f"the {RATE_NAMES[grade]}; energy per token: {joules}."
+            )
+    if lines or not answers:
+        return lines
+    known = [
+        (one, million)
+        for one in answers
+        if (million := takeover_dollars_per_million_tokens(one)) is not None
+    ]
+    if not known:
+        return []
+    answer, million = known[-1]
+    gpu, own = answer.takeover_gpu, _joules(joules_of(answer.cell))
+    assert gpu is not None
+    predicted = _joules(_of_takeover(answer, answer.cell), "not known")
+    return [
+        f"{gpu.name} ({formatting.dollars_per_hour(gpu.dollars_per_hour)}): "
+        f"${formatting.significant(million)} per million output tokens of {answer.model} at the "
+        f"{RATE_NAMES['predicted']}; energy per token: {predicted} predicted. This machine: price "
+        f"not known; energy per token: {own}."
+    ]
 
 
 def _against_takeover(answers: Sequence[Answer]) -> Section | None:
@@ -95,10 +156,11 @@ def _against_takeover(answers: Sequence[Answer]) -> Section | None:
         )  # as the headline
         if gpu is None or gpu.dollars_per_hour is None or not gpu.low or not rate:
             continue
-        machines, million = max(1, math.ceil(gpu.low / rate)), "–"
-        if one.cell.traffic is not None:
-            tokens = 3600 * gpu.low * one.cell.traffic.mean_output
-            million = f"${formatting.significant(gpu.dollars_per_hour / tokens * 1e6)}"
+        machines, dollars = (
+            max(1, math.ceil(gpu.low / rate)),
+            takeover_dollars_per_million_tokens(one),
+        )
+        million = "–" if dollars is None else f"${formatting.significant(dollars)}"
         rows.append(
             (
                 one.title,

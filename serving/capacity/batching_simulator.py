@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from serving.capacity.plan_step import plan_step
 from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.step_time_model import StepTimeModel
+from serving.capacity.step_time_model import StepObservation, StepTimeModel
 
 Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | npt.NDArray[np.float64] | npt.NDArray[np.int64]
@@ -39,6 +39,11 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
     due: Array
     ttft: Array
     tpot: Array  # nan: an answer of one token
+    # Which requests had to wait for a slot, and which for room in the KV cache, or lost theirs to
+    # others. None: of requests one at a time, which are not played.
+    waited_for_slot: npt.NDArray[np.bool_] | None = None
+    waited_for_kv: npt.NDArray[np.bool_] | None = None
+    work: StepObservation | None = None  # the sums of all steps
 
     def good(self, ttft_seconds: float | None, tpot_seconds: float | None) -> npt.NDArray[np.bool_]:
         """Which requests were within both limits; None: no limit."""
@@ -48,6 +53,18 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
         if tpot_seconds is not None:
             good &= ~(self.tpot > tpot_seconds)
         return good
+
+    def of(self, which: npt.NDArray[np.bool_]) -> Simulated:
+        """Some of the requests; `work` stays that of all."""
+        slot, kv = self.waited_for_slot, self.waited_for_kv
+        return Simulated(
+            self.due[which],
+            self.ttft[which],
+            self.tpot[which],
+            waited_for_slot=None if slot is None else slot[which],
+            waited_for_kv=None if kv is None else kv[which],
+            work=self.work,
+        )
 
 
 def simulate(
@@ -69,7 +86,72 @@ def simulate(
     first, last = np.array(engine.first), np.array(engine.last)
     later = np.maximum(np.asarray(output_tokens, dtype=np.float64), 1.0) - 1.0
     tpot = np.divide(last - first, later, out=np.full(count, np.nan), where=later > 0)
-    return Simulated(due, first - due, tpot)
+    return Simulated(
+        due,
+        first - due,
+        tpot,
+        waited_for_slot=engine.work.waited_for_slot(due, last, settings.slots),
+        waited_for_kv=engine.work.waited_for_kv(due),
+        work=engine.work.summed(),
+    )
+
+
+class _Work:
+    """What the engine did: the sums of all its steps, and what kept requests waiting."""
+
+    def __init__(self, count: int) -> None:
+        self.admitted = [math.inf] * count
+        self.preempted = np.zeros(count, dtype=bool)
+        self.pool_full: list[float] = []  # moments at which a request found no room in the pool
+        self._seconds = self._rows = self._prompt = self._context = self._passes = 0.0
+        self._steps = 0
+
+    def add_decodes(self, steps: int, rows: int, context: int, seconds: float) -> None:
+        """Steps in a row that only decode; `context`: of the first."""
+        self._steps += steps
+        self._passes += steps
+        self._rows += steps * rows
+        self._context += steps * context + rows * steps * (steps - 1) / 2
+        self._seconds += seconds
+
+    def add_prefill(
+        self, rows: int, prompt_tokens: int, context: int, passes: int, seconds: float
+    ) -> None:
+        """One step with prompts."""
+        self._steps += 1
+        self._passes += passes
+        self._rows += rows
+        self._prompt += prompt_tokens
+        self._context += context
+        self._seconds += seconds
+
+    def waited_for_slot(self, due: Array, last: Array, slots: int) -> npt.NDArray[np.bool_]:
+        """Those that came while all slots were taken."""
+        admitted = np.sort(np.array(self.admitted))
+        running = np.searchsorted(admitted, due, "right") - np.searchsorted(
+            np.sort(last), due, "right"
+        )
+        waits: npt.NDArray[np.bool_] = running >= slots
+        return waits
+
+    def waited_for_kv(self, due: Array) -> npt.NDArray[np.bool_]:
+        """Those that waited while the pool had no room for the next, and those that lost theirs."""
+        full = np.array(self.pool_full)
+        admitted = np.array(self.admitted)
+        waits: npt.NDArray[np.bool_] = self.preempted | (
+            np.searchsorted(full, admitted) > np.searchsorted(full, due)
+        )
+        return waits
+
+    def summed(self) -> StepObservation:
+        return StepObservation(
+            seconds=self._seconds,
+            rows=self._rows,
+            prompt_tokens=self._prompt,
+            context_tokens=self._context,
+            passes=self._passes,
+            steps=self._steps,
+        )
 
 
 class _Engine:
@@ -126,6 +208,7 @@ class _Engine:
         self.again: list[int] = []  # preempted, the oldest last: they go first
         self.filling: list[int] = []  # prompts under way, oldest first
         self.ends: list[tuple[int, int]] = []  # heap: (decode step of the last token, request)
+        self.work = _Work(count)
 
     def play(self) -> None:
         """All requests to their end."""
@@ -162,6 +245,7 @@ class _Engine:
                 ):
                     steps = _steps_until(due[self.next] - self.now, each, growth, steps)
                     seconds = steps * (each + growth * (steps - 1))
+                self.work.add_decodes(steps, rows, self.context, seconds)
                 self.now += seconds
                 self.step += steps
                 self.leave(-rows * steps)
@@ -193,11 +277,13 @@ class _Engine:
             prompt = self.prompts[request]
             # The last token of each that decodes is known, but not in the KV yet.
             if running and self.promised + len(self.ends) + prompt + running > self.pool:
+                self.work.pool_full.append(self.now)
                 return
             if self.again:
                 self.again.pop()
             else:
                 self.next += 1
+            self.work.admitted[request] = min(self.work.admitted[request], self.now)
             self.filling.append(request)
             self.held += prompt - self.left[request]
             self.promised += prompt
@@ -216,6 +302,7 @@ class _Engine:
             taken = sum(piece for _, piece in pieces)
         rows = len(self.ends)
         passes = len(pieces) + (rows > 0)
+        began = self.now
         self.now += (
             self.decode_seconds[rows]
             + self.prompt_seconds * taken
@@ -224,6 +311,7 @@ class _Engine:
         )
         if self.expert_seconds:
             self.now += self.expert_seconds * self.prompt_expert_passes(pieces, rows)
+        self.work.add_prefill(rows, taken, self.context, passes, self.now - began)
         self.step += rows > 0
         self.context += rows
         self.promised += rows
@@ -278,6 +366,7 @@ class _Engine:
             self.prompts[request] += made
             self.outputs[request] -= made
         self.left[request] = self.prompts[request]
+        self.work.preempted[request] = True
         self.again.append(request)
         return request
 

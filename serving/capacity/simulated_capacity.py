@@ -178,8 +178,7 @@ class Server:
             counts = (part >= WARM_UP) & (part < 1.0 - COOL_DOWN)
             if not counts.any():
                 raise WorkloadError("The arrivals have gaps that are too long to simulate")
-            columns = (played.due, played.ttft, played.tpot)
-            self.played[rate] = Simulated(*(column[counts] for column in columns))
+            self.played[rate] = played.of(counts)
         return self.played[rate]
 
     def share(self, rate: float, slo: Slo) -> float:

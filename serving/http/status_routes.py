@@ -124,6 +124,8 @@ async def placement(request: Request) -> dict[str, Any]:
         found["load_seconds"] = loaded.load_seconds
     return found | {
         "model": model.served_name,
+        # For a plan of what else could serve it; null: an engine without a model.
+        "shape": None if model.prepared is None else model.prepared.request.model,
         "models": router.states(),
         "state": served.state,
         "reason": served.reason or None,

@@ -191,7 +191,7 @@ def test_dollars_a_million_tokens_are_of_each_device_with_a_price() -> None:
     assert "NVIDIA H200 a million output tokens of llama-3.1-8b cost $0.49" in cost.sentence
     by_device = {row[:2]: row[3:] for row in cost.table.rows}
     assert by_device["llama-3.1-8b", "GPU"] == ("23/s", "confirmed", "$7.91/h", "$0.49")
-    assert by_device["llama-3.2-1b", "CPU"] == ("1.6/s", "estimated", "not known", "–")
+    assert by_device["llama-3.2-1b", "CPU"] == ("1.3/s", "estimated", "not known", "–")
     assert "list price of 2026-07-20" in cost.note and "CPU alone is not known" in cost.note
 
 

@@ -118,6 +118,7 @@ class Simulated:
     policy: SchedulerSettings | None = SchedulerSettings(
         slots=8, step_tokens=2048, step_seconds_target=None
     )
+    slots_said: int | None = None  # by a server that says its slots and nothing else
     facts: HardwareFacts = FACTS
     trouble: dict[str, tuple[Cause, str]] = field(default_factory=dict)  # of backends with its GPU
     fate: Callable[[CellState, LevelSpec], None] = lambda state, asked: None
@@ -185,7 +186,7 @@ class Simulated:
 class Bench(ServerBench):
     def __init__(self, world: Simulated, state: CellState) -> None:
         super().__init__(state, Progress(world.said))
-        self.world, self.policy = world, world.policy
+        self.world, self.policy, self.slots = world, world.policy, world.slots_said
 
     def measure(self, asked: LevelSpec) -> Level:
         world, state = self.world, self.state

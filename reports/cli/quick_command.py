@@ -1,0 +1,305 @@
+"""The verb `quick`: what does this server carry? Options in, an answer of one screen out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+
+from loadtests.campaign.campaign_runner import run
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.quick_campaign import (
+    DEFAULT_SECONDS,
+    MIN_SECONDS,
+    QuickQuestion,
+    fitting_workload,
+    quick_plan,
+)
+from loadtests.errors import EndpointRefuses, Incomplete, LoadError, TargetUnusable
+from loadtests.host.child_processes import signals_interrupt
+from loadtests.load_generator.endpoint_details import (
+    SOFTWARE_NAMES,
+    USUAL_PORTS,
+    LocalServer,
+    ask_details,
+    find_local_servers,
+    look_at,
+)
+from loadtests.load_generator.load_options import parse_workload
+from loadtests.load_generator.openai_endpoint import Target, check_target, probe
+from models.errors import ModelError
+from models.identify_model import identify
+from models.model_ladder import PACKAGED, packaged_file
+from models.model_spec import ModelSpec
+from reports.quick_answer import QuickAnswer, lines_of, markdown_of, quick_answer
+from reports.report_data import ReportData, read_report
+from serving.capacity.slo import Slo, parse_slo
+from serving.cli.command_of_options import command_of
+from serving.option_help import Positive, Seconds, option
+
+READY_SECONDS = 20.0  # that a server may need for its first answer
+THINK_SECONDS = 45.0  # mean of inference-perf's interactive-chat
+
+
+class QuickOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line of `crossover quick`."""
+
+    url: Annotated[
+        str | None,
+        option(
+            "",
+            "The server's base URL, host:port, or a port of this machine. Default: the first "
+            "server on this machine's ports 8000 (Crossover, vLLM), 8080 (llama-server), 11434 "
+            "(Ollama) and 1234 (LM Studio).",
+            metavar="[URL]",
+            is_argument=True,
+        ),
+    ] = None
+    model: Annotated[
+        str | None, option("", "The model to measure. Default: the first that the server lists.")
+    ] = None
+    slo: Annotated[
+        str,
+        option(
+            "",
+            "The latency target. A preset: chat (TTFT 2 s, TPOT 0.1 s), interactive (0.5 s, "
+            "0.03 s), reading (5 s, 0.2 s); or limits in seconds: ttft=2,tpot=0.1,target=0.9.",
+        ),
+    ] = "chat"
+    workload: Annotated[
+        str,
+        option(
+            "",
+            "Lengths of requests, as in `crossover load`: chat, code, sharegpt, summarise; "
+            "chat:512:64 caps prompts and answers; 256x64: all the same.",
+        ),
+    ] = "chat:1024:256"
+    think: Annotated[
+        Seconds,
+        option("", "Seconds that a user reads and thinks between an answer and the next question."),
+    ] = THINK_SECONDS
+    shape: Annotated[
+        str | None,
+        option(
+            "",
+            "The model's shape, where the server does not say it, to name the GPU that would take "
+            "over: a size of the ladder (8b), a GGUF file, a folder.",
+            metavar="MODEL",
+        ),
+    ] = None
+    api: Annotated[
+        Literal["auto", "completions", "chat"],
+        option("", "The route to measure. auto: completions, or chat where there is none."),
+    ] = "auto"
+    api_key_env: Annotated[
+        str | None,
+        option("", "The environment variable that holds the API key.", metavar="NAME"),
+    ] = None
+    seconds: Annotated[
+        Positive, option("", "Maximum time to spend; a slow model needs more than the default.")
+    ] = DEFAULT_SECONDS
+    out: Annotated[Path, option("", "Where the run folder is made.")] = Path("runs")
+    as_json: Annotated[bool, option("", "Print the answer as JSON, and nothing else.", "json")] = (
+        False
+    )
+
+
+def _quick(options: QuickOptions) -> None:
+    """Estimate in 90 seconds what a running server carries: requests per second and users.
+
+    Sends single requests, then two short bursts, fits the time of an engine step to them, and
+    simulates the highest rate that meets the latency target. The answer is an estimate with its
+    90 % confidence interval; the last lines say how to confirm it. The server should be otherwise
+    idle, and should get no other requests meanwhile.
+
+    \b
+    crossover quick                                  # the server that runs on this machine
+    crossover quick http://10.0.0.5:8000 --slo interactive
+    crossover quick 8080 --workload 2000x200 --slo ttft=5,tpot=0.2
+    crossover quick --json > quick.json
+    """
+    slo = _slo_of(options)
+    if options.seconds < MIN_SECONDS:
+        raise LoadError(
+            f"--seconds must be at least {MIN_SECONDS:g}, got {options.seconds:g}: fewer tell "
+            "nothing of a server."
+        )
+    shape, workload = _shape_of(options), parse_workload(options.workload)
+    if workload.has_sessions:
+        raise LoadError(
+            f"--workload {options.workload!r} has conversations, which this estimate does not "
+            "simulate; give lengths of single requests, such as chat:1024:256."
+        )
+    try:
+        with signals_interrupt(), _QuickProgress() as progress:
+            server = _server_of(options, progress)
+            question = QuickQuestion(
+                target=_target_of(options, server, progress),
+                slo=slo,
+                workload=workload,
+                seconds=options.seconds,
+            )
+            answer = _measured(options, question, server, shape, progress)
+    except KeyboardInterrupt:
+        raise Incomplete("Stopped.") from None
+    if options.as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=1).decode())
+        return
+    for line in _screen(answer):
+        typer.echo(line)
+
+
+quick = command_of(QuickOptions, _quick)
+
+
+def _slo_of(options: QuickOptions) -> Slo:
+    """Raises LoadError."""
+    try:
+        slo = parse_slo(options.slo)
+    except ValueError as problem:
+        raise LoadError(f"--slo {problem}") from None
+    if slo.ttft_seconds is None and slo.tpot_seconds is None:
+        raise LoadError(
+            f"--slo {options.slo!r} has no limit of TTFT or TPOT: without one, no rate is too "
+            "high. Give a limit, such as ttft=10."
+        )
+    if slo.ttfa_seconds is not None or slo.e2e_seconds is not None:
+        raise LoadError(
+            f"--slo {options.slo!r}: limits of TTFA and E2E are not simulated; `crossover load` "
+            "measures them at one rate."
+        )
+    return slo
+
+
+def _shape_of(options: QuickOptions) -> ModelSpec | None:
+    """Raises LoadError."""
+    if options.shape is None:
+        return None
+    try:
+        spec = identify(options.shape).spec
+    except ModelError as problem:
+        raise LoadError(f"--shape {problem}") from problem
+    if spec is None:
+        raise LoadError(f"--shape {options.shape!r}: its shape is not known here.")
+    return spec
+
+
+def _server_of(options: QuickOptions, progress: Progress) -> LocalServer:
+    """Raises TargetUnusable where no server answers."""
+    if options.url is not None:
+        url = options.url.strip()
+        url = f"http://127.0.0.1:{url}" if url.isdecimal() else url
+        url = url if "://" in url else f"http://{url}"
+        check_target(Target(url=url))
+        progress.tick(f"looking at {url}")
+        return look_at(url) or LocalServer(url, "unknown", ())
+    progress.tick("looking for a server on this machine")
+    found = find_local_servers()
+    if not found:
+        ports = ", ".join(f"{port} ({who})" for port, who in USUAL_PORTS.items())
+        model = PACKAGED if packaged_file(PACKAGED) is not None else "135m"
+        raise TargetUnusable(
+            f"No server answers on the usual ports of this machine: {ports}. Start one with "
+            f"`crossover serve {model}` and run `crossover quick` in another terminal, or give the "
+            "URL of one: `crossover quick http://HOST:PORT`."
+        )
+    if others := found[1:]:
+        named = "; ".join(server.words for server in others)
+        progress.say(f"there is also {named}; name one to measure it", style="yellow")
+    return found[0]
+
+
+def _target_of(options: QuickOptions, server: LocalServer, progress: Progress) -> Target:
+    """Return the endpoint, with the name of its model and the route that it has.
+
+    Raises LoadError.
+    """
+    target = Target(
+        url=server.url,
+        model=options.model or next(iter(server.models), None),
+        api="chat" if options.api == "chat" else "completions",
+        api_key_env=options.api_key_env,
+        timeout_seconds=options.seconds,
+        ready_seconds=READY_SECONDS,
+    )
+    progress.tick(f"asking {server.words} what it can do")
+    try:
+        facts = probe(target)
+    except EndpointRefuses:
+        if options.api != "auto":
+            raise
+        target = msgspec.structs.replace(target, api="chat")
+        facts = probe(target)
+    progress.say(f"{server.words}: model {facts.model}")
+    return msgspec.structs.replace(target, model=facts.model)
+
+
+def _measured(
+    options: QuickOptions,
+    question: QuickQuestion,
+    server: LocalServer,
+    shape: ModelSpec | None,
+    progress: Progress,
+) -> QuickAnswer:
+    """Raises LoadError."""
+    target, notes = question.target, []
+    context_tokens = ask_details(target, target.model or "").context_tokens
+    workload = fitting_workload(question.workload, context_tokens)
+    if workload != question.workload:
+        prompt, answer = workload.limits
+        notes.append(
+            f"requests are cut to prompts of {prompt:.0f} and answers of {answer:.0f} tokens: the "
+            f"server's context has {context_tokens} tokens"
+        )
+        question = msgspec.structs.replace(question, workload=workload)
+    folder = run(quick_plan(question), options.out, progress, command=sys.argv)
+    progress.tick("simulating")
+    return quick_answer(
+        _with_shape(read_report(folder), shape),
+        software=SOFTWARE_NAMES[server.software],
+        think_seconds=options.think,
+        notes=tuple(notes),
+    )
+
+
+def _with_shape(data: ReportData, shape: ModelSpec | None) -> ReportData:
+    """Return the run with the shape that the user named."""
+    if shape is None:
+        return data
+    cells = tuple(msgspec.structs.replace(cell, spec=shape) for cell in data.cells)
+    return msgspec.structs.replace(data, cells=cells)
+
+
+def _screen(answer: QuickAnswer) -> list[str]:
+    trust = " --trust" if "--api-key-env" in sys.argv else ""
+    confirm = f"crossover campaign resume {answer.run} --confirm{trust}"
+    found = answer.capacity
+    if found is not None and found.confirm_seconds is not None and answer.grade == "estimated":
+        minutes = found.confirm_seconds / 60
+        following = [f"To confirm a rate under load ({minutes:.0f} min): {confirm}"]
+    else:
+        following = []
+    return [
+        "",
+        *lines_of(answer),
+        "",
+        "Markdown:",
+        "",
+        markdown_of(answer),
+        "",
+        *following,
+        f"The page of this run: crossover report {answer.run}",
+    ]
+
+
+class _QuickProgress(Progress):
+    """What a campaign says of itself moves; warnings and our own lines stay."""
+
+    def say(self, text: str, style: str | None = None) -> None:
+        if text.startswith(("run ", "cell ", "  ready", "complete", "  calibrated")):
+            self.tick(text.strip())
+        else:
+            super().say(text, style)

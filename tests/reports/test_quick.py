@@ -1,0 +1,148 @@
+"""`crossover quick`: a server whose step times are known, on a simulated clock; and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+import crossover
+from loadtests.campaign.quick_campaign import (
+    QuickQuestion,
+    fitting_workload,
+    quick_plan,
+)
+from loadtests.errors import LoadError
+from loadtests.load_generator.openai_endpoint import Target
+from models.model_ladder import ladder_model
+from reports.cli import quick_command
+from reports.quick_answer import QuickAnswer, lines_of, markdown_of, quick_answer
+from reports.report_data import read_report
+from serving.capacity.simulated_capacity import capacity
+from serving.capacity.slo import SLO_PRESETS, Slo, parse_slo
+from serving.capacity.step_time_model import StepTimeModel
+from serving.workload.request_lengths import Workload
+from tests.loadtests.campaign.simulated import Simulated
+from tests.loadtests.load_generator.scripted_endpoint import answered, scripted
+from tests.loadtests.simulation.known_server import SETTINGS
+
+CHAT = SLO_PRESETS["chat"]
+TARGET = Target(url="http://127.0.0.1:1", model="llama3.2:1b")
+SHORT = Workload(preset="chat", max_prompt_tokens=256, max_output_tokens=64)
+
+
+def answer_of(
+    simulated: Simulated, out: Path, slo: Slo = CHAT, shape: str | None = "1b"
+) -> QuickAnswer:
+    question = QuickQuestion(target=TARGET, slo=slo, workload=SHORT)
+    data = read_report(simulated.run(quick_plan(question), out))
+    spec = None if shape is None else ladder_model(shape).spec
+    cells = tuple(msgspec.structs.replace(cell, spec=spec) for cell in data.cells)
+    data = msgspec.structs.replace(data, cells=cells)
+    return quick_answer(data, software="Ollama", think_seconds=45.0)
+
+
+def test_a_running_server_is_estimated_within_ninety_seconds(tmp_path: Path) -> None:
+    simulated = Simulated(base=0.02, row=0.005, prompt=0.001, policy=None)
+    answer = answer_of(simulated, tmp_path)
+    assert simulated.now < 75  # the rest is for starting and simulating
+    known = StepTimeModel(base_seconds=0.02, row_seconds=0.005, prompt_token_seconds=0.001)
+    truth = capacity(known, SETTINGS, SHORT, CHAT, requests=2000).rate
+    found = answer.capacity
+    assert found is not None and found.estimated_rate is not None
+    assert found.estimated_rate == pytest.approx(truth, rel=0.25)
+    assert found.low is not None and found.high is not None
+    assert found.low < truth < found.high
+    assert answer.grade == "estimated" and found.confirmed_rate is None
+    assert answer.slots == 8
+    users = answer.users
+    assert users is not None and users.answer_seconds > 0
+    assert users.estimate == pytest.approx(found.estimated_rate * (45 + users.answer_seconds))
+    assert answer.binding is not None and answer.binding.lifted_rate is not None
+    assert answer.takeover.name is not None and answer.takeover.dollars_per_hour is not None
+    text, block = "\n".join(lines_of(answer)), markdown_of(answer)
+    for words in ("Single request", "Estimated capacity", "Concurrent users", " binds. ", "GPU"):
+        assert words in text and words in block
+    assert msgspec.json.decode(msgspec.json.encode(answer), type=QuickAnswer) == answer
+
+
+@pytest.mark.parametrize(
+    ("simulated", "reason", "limit"),
+    [
+        (Simulated(prompt=0.1, policy=None), "missed the SLO", "misses the TTFT limit"),
+        (Simulated(chunk=4, policy=None), "steps are unknown", None),
+    ],
+)
+def test_without_a_capacity_the_answer_says_why(
+    simulated: Simulated, reason: str, limit: str | None, tmp_path: Path
+) -> None:
+    answer = answer_of(simulated, tmp_path, shape=None)
+    assert answer.grade == "not measured" and answer.users is None
+    assert reason in answer.reason
+    assert answer.ttft_seconds is not None
+    text = "\n".join(lines_of(answer))
+    assert f"none: {answer.reason}" in text and "--shape" in text
+    assert (limit or "not known") in text
+
+
+def test_requests_are_cut_to_the_context_of_the_server() -> None:
+    whole = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
+    assert fitting_workload(whole, None) == whole == fitting_workload(whole, 2048)
+    cut = fitting_workload(whole, 512)
+    assert cut.max_prompt_tokens is not None and cut.max_output_tokens is not None
+    assert cut.max_prompt_tokens + cut.max_output_tokens < 512
+    with pytest.raises(LoadError, match="too short"):
+        fitting_workload(whole, 64)
+
+
+def run_command(*words: str) -> tuple[int, str]:
+    """`crossover quick`: its exit status, and what it said or why it refused."""
+    result = CliRunner().invoke(crossover.app, ["quick", *words])
+    problem = "" if result.exception is None else str(result.exception)
+    return result.exit_code, result.output + problem
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--slo", "chatt"], "chatt"),
+        (["--slo", "batch"], "no limit of TTFT or TPOT"),
+        (["--slo", "ttft=2,e2e=10"], "not simulated"),
+        (["--seconds", "5"], "at least 30"),
+        (["--shape", "nonsense"], "--shape"),
+        (["--workload", "chat:x"], "--workload"),
+        (["ftp://host"], "no URL"),
+        (["http://user:secret@host"], "password"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, text = run_command(*words)
+    assert status != 0 and said in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_server_it_offers_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick_command, "find_local_servers", list)
+    status, text = run_command()
+    assert status != 0 and "8000" in text and "11434" in text
+    assert "crossover serve" in text
+
+
+def test_a_server_that_does_not_stream_is_named_with_its_words(tmp_path: Path) -> None:
+    with scripted(lambda asked: answered({"error": {"message": "no such thing"}}, 404)) as url:
+        status, text = run_command(url, "--model", "m", "--out", str(tmp_path))
+    assert status != 0 and "no such thing" in text
+
+
+def test_an_slo_of_own_limits_is_the_campaigns() -> None:
+    slo = parse_slo("ttft=3,tpot=0.05,target=0.9")
+    plan = quick_plan(QuickQuestion(target=TARGET, slo=slo))
+    assert plan.campaign.slo == slo
+    assert plan.campaign.search.confirm == 0 and plan.campaign.target == TARGET
+    assert json.dumps("llama3.2:1b") in plan.text

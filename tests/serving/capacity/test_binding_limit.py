@@ -1,0 +1,152 @@
+"""Worlds whose limit is known since they were built for it: the function must name it, and no other
+relief of the same size may raise the capacity more."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from serving.capacity.binding_limit import (
+    AS_GOOD,
+    KIND_WORDS,
+    REMEDIES,
+    BindingLimit,
+    LimitKind,
+    binding_limit,
+    sentence_of,
+)
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import Server
+from serving.capacity.slo import SLO_PRESETS
+from serving.capacity.step_time_model import StepTimeModel
+from serving.workload.request_lengths import Workload
+
+CHAT = SLO_PRESETS["chat"]
+COUNT = 300  # requests of a simulation
+
+
+class World(NamedTuple):
+    step_times: StepTimeModel
+    settings: SchedulerSettings
+    prompt_tokens: int
+    output_tokens: int
+
+    def server(self, **changes: object) -> Server:
+        world = self._replace(**changes)  # type: ignore[arg-type]
+        lengths = Workload(
+            preset="chat",
+            max_prompt_tokens=world.prompt_tokens,
+            max_output_tokens=world.output_tokens,
+        )
+        return Server(world.step_times, world.settings, lengths, count=COUNT)
+
+
+def settings(slots: int = 16, kv_tokens: int | None = None) -> SchedulerSettings:
+    return SchedulerSettings(
+        slots=slots, kv_tokens=kv_tokens, step_tokens=2048, step_seconds_target=None
+    )
+
+
+def step_times(
+    base: float, row: float, prompt: float, context: float = 0.0, **more: float
+) -> StepTimeModel:
+    """In milliseconds."""
+    numbers = {
+        "base_seconds": base,
+        "row_seconds": row,
+        "prompt_token_seconds": prompt,
+        "context_token_seconds": context,
+    }
+    return StepTimeModel(**{name: value / 1e3 for name, value in numbers.items()}, **more)
+
+
+WORLDS: dict[LimitKind, World] = {
+    "prompts": World(step_times(5, 1, 1.2), settings(), 1024, 32),
+    "weights": World(step_times(60, 0.5, 0.02), settings(64), 64, 256),
+    "rows": World(step_times(3, 12, 0.1), settings(), 64, 256),
+    "context": World(step_times(5, 0.5, 0.01, 0.012), settings(), 2000, 200),
+    "slots": World(step_times(30, 0.5, 0.05), settings(2), 64, 128),
+    "kv_memory": World(step_times(30, 0.5, 0.05), settings(64, kv_tokens=2500), 512, 128),
+}
+
+
+def reliefs(world: World) -> dict[str, World]:
+    """The world with half of each cost, or twice of each setting."""
+
+    def cheaper(*names: str) -> World:
+        halved = {name: getattr(world.step_times, name) / 2 for name in names}
+        return world._replace(step_times=msgspec.structs.replace(world.step_times, **halved))
+
+    def more(**values: int) -> World:
+        return world._replace(settings=msgspec.structs.replace(world.settings, **values))
+
+    found = {
+        "prompts": cheaper("prompt_token_seconds"),
+        "weights": cheaper("base_seconds"),
+        "rows": cheaper("row_seconds"),
+        "context": cheaper("context_token_seconds"),
+        "slots": more(slots=2 * world.settings.slots),
+    }
+    if world.settings.kv_tokens is not None:
+        found["kv_memory"] = more(kv_tokens=2 * world.settings.kv_tokens)
+    return found
+
+
+@pytest.mark.parametrize("kind", WORLDS)
+def test_the_limit_that_a_world_was_built_for_binds(kind: LimitKind) -> None:
+    world = WORLDS[kind]
+    server = world.server()
+    rate = server.crossing(CHAT)
+    binding = binding_limit(server, CHAT, rate)
+    assert binding.kind == kind
+    lifted = {name: other.server().crossing(CHAT) for name, other in reliefs(world).items()}
+    assert lifted[kind] >= AS_GOOD * max(lifted.values())
+    assert binding.lifted_rate == pytest.approx(lifted[kind], rel=0.05)
+    assert binding.lifted_rate is not None and binding.lifted_rate > 1.1 * rate
+    shares = msgspec.structs.astuple(binding.shares)  # type: ignore[arg-type]
+    assert sum(shares) == pytest.approx(1.0)
+    words = sentence_of(binding)
+    assert binding.late_by_ttft_share is not None
+    assert words.lower().startswith(KIND_WORDS[kind].lower())
+    assert kind in ("slots", "kv_memory") or REMEDIES[kind] in words
+
+
+def test_without_load_the_limit_that_single_requests_miss_binds() -> None:
+    slow_prompts = World(step_times(5, 1, 20), settings(), 1024, 32).server()
+    slow_tokens = World(step_times(200, 1, 0.2), settings(), 1024, 32).server()
+    for server, kind, limit in (
+        (slow_prompts, "unloaded_ttft", "TTFT"),
+        (slow_tokens, "unloaded_tpot", "TPOT"),
+    ):
+        binding = binding_limit(server, CHAT, 0.0)
+        assert (binding.kind, binding.rate, binding.lifted_rate) == (kind, 0.0, None)
+        assert f"misses the {limit} limit" in sentence_of(binding)
+
+
+def test_other_processes_bind_where_they_took_a_tenth_of_the_engine() -> None:
+    server = WORLDS["rows"].server()
+    rate = server.crossing(CHAT)
+    assert binding_limit(server, CHAT, rate, taken_share=0.02).kind == "rows"
+    binding = binding_limit(server, CHAT, rate, taken_share=0.3)
+    assert binding.kind == "other_processes"
+    assert binding.lifted_rate == pytest.approx(rate / 0.7)
+    assert "30 %" in sentence_of(binding)
+
+
+def test_the_busy_time_of_a_simulation_is_that_of_its_steps() -> None:
+    """Shares are of all steps by the step-time model: their sum is the engine's busy time."""
+    world = WORLDS["kv_memory"]
+    server = world.server(step_times=step_times(20, 2, 0.4, 0.001, pass_seconds=0.004))
+    played = server.play(1.0)
+    assert played.work is not None
+    assert server.step_times.of(played.work) == pytest.approx(played.work.seconds)
+
+
+def test_every_kind_has_a_sentence() -> None:
+    assert set(KIND_WORDS) == set(REMEDIES)
+    for kind in KIND_WORDS:
+        if kind in WORLDS or kind == "other_processes":
+            continue
+        assert sentence_of(BindingLimit(kind=kind, rate=0.0)).endswith(".")
