@@ -32,7 +32,7 @@ def numbers(data: ReportData, answers: Sequence[Answer]) -> dict[str, Any]:
     """The report as plain values (docs/report.md). Missing is null, never 0."""
     return {
         "kind": "crossover-report",
-        "version": 4,
+        "version": 5,
         "run": data.manifest.run_id,
         "headline": headline(answers, data),
         "basis": basis(data),
