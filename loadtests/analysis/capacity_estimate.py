@@ -31,6 +31,7 @@ from serving.capacity.simulated_capacity import (
     LOADED,
     MIN_TELLING,
     MOVED,
+    Z_90,
     Lengths,
     SimulatedCapacity,
     capacity,
@@ -44,7 +45,6 @@ from serving.workload.request_lengths import Workload
 
 CONFIRMING_SHARE = 0.8  # of the limit: where a level confirms, and tells the factor
 MAX_TELLING = 1.4  # times the limit: above, queues say little of steps
-Z_90 = 1.645  # standard deviations to either end of a 90 % interval
 
 MIN_SECONDS = 60.0  # of a level that confirms; twice that, to tell the factor to 6 %, below ...
 SLOW_RATE = 3.0  # requests/s

@@ -16,11 +16,10 @@ from itertools import islice
 
 import msgspec
 
-from loadtests.analysis.capacity_estimate import Z_90
 from loadtests.records.journal_events import Capacity
 from models import formatting
 from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import QUICK_REQUESTS, capacity
+from serving.capacity.simulated_capacity import QUICK_REQUESTS, Z_90, capacity
 from serving.capacity.slo import Slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.workload.arrivals import Arrivals

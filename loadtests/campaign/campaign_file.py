@@ -31,7 +31,6 @@ from msgspec import Meta
 
 from loadtests.analysis.capacity_estimate import MIN_SECONDS
 from loadtests.errors import BadCampaign, LoadError
-from loadtests.load_generator.level_messages import DEFAULT_WORKLOAD
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from models.errors import ModelError, UnsupportedModel, printable
 from models.identify_model import ModelIdentity, identify, unique_names
@@ -48,7 +47,7 @@ from serving.placement.fastest_backend import BEST
 from serving.server_options import SharedOptions
 from serving.toml_files import Table, converted, key, parse_toml, read_toml
 from serving.workload.arrivals import Arrivals, Poisson, Trace
-from serving.workload.request_lengths import Workload
+from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 from serving.workload.trace_file import load_trace
 
 DEMO = Path(__file__).parents[1] / "demo.toml"

@@ -57,15 +57,14 @@ from serving.placement.fastest_backend import (
     BEST,
     USUAL,
     EngineCandidate,
-    EngineTimes,
     Question,
     fastest_backend,
     known_times,
+    step_times_of_timings,
 )
 from serving.placement.placement_policy import PlacementRequest, plan
 from serving.registry.engine_config import Machine
 from serving.server_options import Policy
-from serving.workload.request_lengths import draw
 
 CELL_SECONDS = 600.0  # measuring time of a cell if the campaign sets no budget
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
@@ -142,50 +141,26 @@ def layout_of(cell: Cell, campaign: Campaign, usable: tuple[int, ...] = ()) -> L
 def fastest_engine(
     cell: Cell, campaign: Campaign, facts: HardwareFacts, progress: Progress
 ) -> EngineChosen:
-    """The engine of the CPU that holds most under the cell's workload and SLO.
-
-    Step times of seconds, kept in this machine's table, make a step-time model of each candidate;
-    capacity() says what each would hold. Raises CrossoverError where no engine can run the cell.
+    """The engine of the CPU with the most capacity under the cell's workload and SLO, by the rule
+    of serving.placement.fastest_backend. Raises CrossoverError where no engine can run the cell.
     """
 
     def say(line: str) -> None:
         progress.say(f"  {line}")
 
-    found = fastest_backend(question_of(cell, campaign), facts, say, progress.tick)
-    best, reason = (found.backend, found.weight_format), found.reason
-    rates = {
-        (one.backend, one.weight_format): _held(step_times_of_timings(one.times), campaign).rate
-        for one in found.candidates
-        if one.times is not None and not one.why_not
-    }
-    if len(rates) > 1 and max(rates.values()) > 0:
-        best = max(rates, key=lambda engine: rates[engine])
-        like = min(filter(None, rates.values()))
-        told = ", ".join(
-            f"{' '.join(one)} {formatting.of_requests(formatting.rate(rate, like=like))}"
-            for one, rate in rates.items()
-        )
-        reason = f"it has the highest capacity by step times: {told}"
-    elif rates:
-        reason = f"no engine meets the SLO by its step times; without an SLO, {reason}"
-    reason += "".join(f"; not {one.name}: {one.why_not}" for one in found.candidates if one.why_not)
-    progress.say(f"{cell.key}: engine {' '.join(best)}: {reason}")
-    return EngineChosen(cell=cell.key, backend=best[0], weight_format=best[1], reason=reason)
-
-
-def _held(step_times: StepTimeModel, campaign: Campaign) -> SimulatedCapacity:
-    return capacity(step_times, cpu_settings(campaign.server), campaign.workload, campaign.slo)
-
-
-def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
-    """The step-time model of an engine whose steps of one row and of all slots were timed."""
-    row = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
-    row = min(max(row, 0.0), times.decode_seconds)
-    return StepTimeModel(
-        base_seconds=times.decode_seconds - row,
-        row_seconds=row,
-        prompt_token_seconds=1 / times.prompt_tokens_per_second,
+    choice = fastest_backend(question_of(cell, campaign), facts, say, progress.tick)
+    name = f"{choice.backend} {choice.weight_format}".strip()
+    progress.say(f"{cell.key}: engine {name}: {choice.reason}")
+    return EngineChosen(
+        cell=cell.key,
+        backend=choice.backend,
+        weight_format=choice.weight_format,
+        reason=choice.reason,
     )
+
+
+def _capacity_on_cpu(step_times: StepTimeModel, campaign: Campaign) -> SimulatedCapacity:
+    return capacity(step_times, cpu_settings(campaign.server), campaign.workload, campaign.slo)
 
 
 def question_of(cell: Cell, campaign: Campaign) -> Question:
@@ -200,16 +175,15 @@ def question_of(cell: Cell, campaign: Campaign) -> Question:
             spec = resolve(cell.source, kind=kind, cache=server.cache).spec
         engines = _engines_to_compare(cell, campaign)
     assert spec is not None
-    asks = draw(campaign.workload, 1000, 1)
     return Question(
         source=cell.source,
         request=_placement(campaign, cell, spec, Policy.cpu_only),
-        prompt_tokens=sum(ask.prompt_tokens for ask in asks) / len(asks),
-        output_tokens=sum(ask.output_tokens for ask in asks) / len(asks),
         threads=server.threads or layout.engine_threads,
         cores=layout.engine,
         formats=tuple(campaign.formats),
         engines=engines,
+        workload=campaign.workload,
+        slo=campaign.slo,
         cache=server.cache,
     )
 
@@ -447,7 +421,7 @@ def around_the_limit(
         cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND, device="cpu")
         if why_not(cell, on_cpu, facts) is None:
             parts = (ladder_model(one).spec.matrix_parameters for one in (name, MEASURED))
-            found[name] = _held(step_times.slower(next(parts) / next(parts)), on_cpu)
+            found[name] = _capacity_on_cpu(step_times.slower(next(parts) / next(parts)), on_cpu)
             if not found[name].rate:
                 break
     return dict(list(found.items())[-count:])

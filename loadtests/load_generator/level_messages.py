@@ -15,9 +15,7 @@ from loadtests.load_generator.openai_endpoint import Target, TargetFacts
 from loadtests.records.request_record import RequestRecord
 from models import formatting
 from serving.workload.arrivals import Arrivals, Poisson
-from serving.workload.request_lengths import RequestSpec, Workload
-
-DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
+from serving.workload.request_lengths import DEFAULT_WORKLOAD, RequestSpec, Workload
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

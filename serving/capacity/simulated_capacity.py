@@ -36,6 +36,7 @@ LOADED = 1.05
 SD_CALIBRATED = 0.12
 CALIBRATED_AS = 0.5
 SD_LEVEL, SD_CELL = 0.06, 0.026
+Z_90 = 1.645  # standard deviations to either end of a 90 % interval
 MIN_TELLING = 0.7
 MOVED = 0.2  # steps that took longer by more than this: the machine's speed changed
 

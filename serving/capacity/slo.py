@@ -94,6 +94,9 @@ SLO_PRESETS: dict[str, Slo] = {
 }
 
 
+DEFAULT_SLO = SLO_PRESETS["chat"]
+
+
 def requests_to_hold(slo: Slo) -> int:
     """Return the fewest requests, all good, with which a level can hold.
 

@@ -1,4 +1,4 @@
-"""The fastest backend of this CPU for a model and its work: measured once in seconds, then kept.
+"""The best engine of this CPU for a model, a workload and an SLO; `serve` and campaigns ask here.
 
     choice = fastest_backend(question, hardware_facts(), say, progress)
     choice.backend, choice.weight_format, choice.reason
@@ -6,17 +6,20 @@
 Memory and packages decide by arithmetic who can be chosen. Those who can are measured in a child
 process, by the backend that serves: prompts alone, decode steps of one row and of all slots. The
 times are kept in CACHE/engine-times.json until the CPU or the version of an engine's library
-changes; those that others disturbed, until the next time. One request costs its prompt's time alone
-and its share of the decode steps that it makes together with the other streams; the most requests/s
-win.
+changes; those that others disturbed, until the next time. The times make a step-time model of each
+engine, and `capacity()` says what it carries under the workload and the SLO. The engine with the
+most capacity is taken. Where the 90 % interval of that capacity reaches down to what another engine
+carries, the two cannot be told apart, and the one whose weights have more bits is taken. Where no
+engine meets the SLO even unloaded, the capacity without limits decides.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +33,7 @@ from models.machine_limits import read_text
 from models.model_ladder import ladder_model
 from models.model_spec import ModelSpec
 from models.resolve_model import resolve
+from models.weight_formats import weight_bytes
 from models.weights_manifest import Progress, cache_dir, write_atomically
 from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.backend_table import (
@@ -41,6 +45,16 @@ from serving.backends.backend_table import (
     weights_of,
 )
 from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from serving.capacity.simulated_capacity import (
+    SEED,
+    Z_90,
+    SimulatedCapacity,
+    capacity,
+    lengths_of,
+    sd_of,
+)
+from serving.capacity.slo import DEFAULT_SLO, SLO_PRESETS, Slo
+from serving.capacity.step_time_model import StepTimeModel
 from serving.errors import ServingError
 from serving.hardware.machine_facts import HardwareFacts
 from serving.placement.placement_policy import (
@@ -50,6 +64,7 @@ from serving.placement.placement_policy import (
     fitted,
 )
 from serving.sampling.step_inputs import Row
+from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 BEST = "best"  # in place of a backend's name in a campaign
 # Looked at where no format is asked for.
@@ -64,6 +79,10 @@ MAX_STEPS = 64  # of one kind
 SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long one where there is time for it
 TIMEOUT_SECONDS = 300.0
 MAX_TAKEN = 0.1  # of the CPU time that an engine wanted: more, and it is measured again
+
+# Simulated at each rate. All engines get the same draws, so that what so few requests add to all
+# capacities (5 to 8 % against 8,000) does not change their order; an engine takes 0.1 s of CPU.
+CHOICE_REQUESTS = 500
 
 Say = Callable[[str], None]
 
@@ -85,11 +104,24 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: str
     why_not: str = ""
     times: EngineTimes | None = None  # for the model that is asked for; None: not measured
-    requests_per_second: float | None = None  # under the work asked for, by `times`
+    capacity: SimulatedCapacity | None = None  # under the workload and SLO, by `times`
+
+    is_without_slo: bool = False  # the capacity is that without limits
 
     @property
     def name(self) -> str:
         return f"{self.backend} {self.weight_format}".strip()
+
+    @property
+    def rate(self) -> float:
+        """Requests/s of its capacity; 0.0: not measured, or the SLO is missed even unloaded."""
+        return 0.0 if self.capacity is None else self.capacity.rate
+
+    @property
+    def low_rate(self) -> float:
+        """Requests/s at the low end of the 90 % interval of its capacity."""
+        steepness = 1.0 if self.capacity is None else self.capacity.steepness
+        return self.rate * math.exp(-Z_90 * sd_of(0) * steepness)
 
 
 class EngineChoice(NamedTuple):
@@ -102,17 +134,17 @@ class EngineChoice(NamedTuple):
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is to be served on the CPU, all its slots busy with requests of mean lengths."""
+    """A model that is to be served on the CPU, and under which workload and SLO."""
 
     source: str  # a ladder model, a file or a folder
     request: PlacementRequest
-    prompt_tokens: float
-    output_tokens: float
     threads: int
     cores: tuple[int, ...]
     formats: tuple[str, ...] = ()  # none: USUAL
     # (backend, format) pairs, of a model that is there already; none: those of `formats`
     engines: tuple[tuple[str, str], ...] = ()
+    workload: Workload = DEFAULT_WORKLOAD
+    slo: Slo = DEFAULT_SLO
     cache: str | None = None
     may_measure: bool = True  # False: what the table does not hold is not known
 
@@ -141,27 +173,68 @@ def fastest_backend(
     looked = question.engines or (pairs if question.formats else USUAL)
     found = [_looked_at(question, facts, *pair) for pair in looked]
     if sum(not one.why_not for one in found) > 1:
-        found = [_measured(question, one, facts, say, progress) for one in found]
-    most = max((one.requests_per_second or 0.0 for one in found), default=0.0)
-    told = "; ".join(f"{one.name}: {one.why_not or _rate(one, most)}" for one in found)
-    possible = [one for one in found if not one.why_not]
+        found = _with_capacities(
+            question, [_measured(question, one, facts, say, progress) for one in found]
+        )
+    possible = ranked(found, question.request.model)
     if not possible:
+        told = "; ".join(f"{one.name}: {one.why_not}" for one in found)
         told = told or f"no engine of the CPU has the format {', '.join(question.formats)}"
         raise NoPlacement(f"{question.request.model.name} has no engine here: {told}")
-    best = max(possible, key=lambda one: one.requests_per_second or 0.0)
-    reason = (
-        f"{best.name} is the best engine by its step times, for prompts of "
-        f"{significant(question.prompt_tokens)} and answers of "
-        f"{significant(question.output_tokens)} tokens, {count(question.settings.slots)} at once: "
-        f"{told}"
+    best = possible[0]
+    return EngineChoice(
+        best.backend, best.weight_format, _reason(question, best, found), tuple(found)
     )
-    if len(found) == 1:
-        reason = f"{best.name} is the only engine of the CPU that runs it"
-    return EngineChoice(best.backend, best.weight_format, reason, tuple(found))
 
 
-def _rate(one: EngineCandidate, like: float) -> str:
-    return of_requests(rate(one.requests_per_second, like=like))
+def ranked(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[EngineCandidate]:
+    """Return the candidates that can be chosen, best first: by capacity, but the first is the one
+    with the most bits among those that the interval of the largest capacity does not tell apart.
+    Those that were not measured come last, in the order that they were given."""
+    possible = [one for one in candidates if not one.why_not]
+    order = sorted(possible, key=lambda one: one.rate, reverse=True)
+    if not order or not order[0].rate:
+        return order
+    near = [one for one in order if one.rate >= order[0].low_rate]
+    best = max(near, key=lambda one: weight_bytes(model, one.weight_format))
+    return [best, *(one for one in order if one is not best)]
+
+
+def _reason(
+    question: Question, best: EngineCandidate, candidates: Sequence[EngineCandidate]
+) -> str:
+    """Return a sentence: why this engine, under which workload and SLO, and what others carry."""
+    if len(candidates) == 1:
+        return f"{best.name} is the only engine of the CPU that runs it"
+    rates = [one.rate for one in candidates if one.rate]
+    like = min(rates, default=0.0)
+    told = "; ".join(
+        f"{one.name}: {one.why_not or _carried(one.capacity, like)}" for one in candidates
+    )
+    slots, slo = count(question.settings.slots), question.slo.name
+    lengths = lengths_of(question.workload, CHOICE_REQUESTS, SEED)
+    work = (
+        f"for the workload {question.workload.preset or 'given'} (prompts of "
+        f"{significant(float(lengths.prompt.mean()))} and answers of "
+        f"{significant(float(lengths.output.mean()))} tokens on average, {slots} slots)"
+    )
+    if any(one.is_without_slo for one in candidates):
+        return (
+            f"{best.name} is the best engine by its step times {work}; no engine meets the SLO "
+            f"{slo} unloaded, and without it they carry: {told}"
+        )
+    text = f"{best.name} is the best engine by its step times under the SLO {slo} {work}: {told}"
+    if rates and best.rate < max(rates):
+        text += "; where the capacities cannot be told apart, more bits are preferred"
+    return text
+
+
+def _carried(found: SimulatedCapacity | None, like: float) -> str:
+    if found is None:
+        return "not measured"
+    if not found.rate:
+        return "misses the SLO unloaded"
+    return of_requests(rate(found.rate, like=like))
 
 
 def known_times(
@@ -245,10 +318,48 @@ def _measured(
         decode_seconds=times.decode_seconds * read(1),
         decode_slots_seconds=times.decode_slots_seconds * read(times.slots),
     )
-    # The prompt gives the first token; the others take a share of steps with all slots.
-    seconds = question.prompt_tokens / times.prompt_tokens_per_second
-    seconds += max(0.0, question.output_tokens - 1) * times.decode_slots_seconds / times.slots
-    return msgspec.structs.replace(one, times=times, requests_per_second=1 / seconds)
+    return msgspec.structs.replace(one, times=times)
+
+
+def _with_capacities(
+    question: Question, candidates: Sequence[EngineCandidate]
+) -> list[EngineCandidate]:
+    """Return the candidates with the capacities of those that were measured: under the SLO, or
+    without limits where none of them meets it unloaded."""
+
+    def under(slo: Slo, is_without_slo: bool) -> list[EngineCandidate]:
+        return [
+            one
+            if one.times is None or one.why_not
+            else msgspec.structs.replace(
+                one,
+                capacity=capacity(
+                    step_times_of_timings(one.times),
+                    question.settings,
+                    question.workload,
+                    slo,
+                    requests=CHOICE_REQUESTS,
+                ),
+                is_without_slo=is_without_slo,
+            )
+            for one in candidates
+        ]
+
+    found = under(question.slo, False)
+    if any(one.capacity for one in found) and not any(one.rate for one in found):
+        return under(SLO_PRESETS["batch"], True)
+    return found
+
+
+def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
+    """The step-time model of an engine whose steps of one row and of all slots were timed."""
+    row = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
+    row = min(max(row, 0.0), times.decode_seconds)
+    return StepTimeModel(
+        base_seconds=times.decode_seconds - row,
+        row_seconds=row,
+        prompt_token_seconds=1 / times.prompt_tokens_per_second,
+    )
 
 
 # --- the kept table

@@ -33,12 +33,12 @@ from serving.backends.backend_table import (
 )
 from serving.backends.llama_cpp.dry_load import held_memory
 from serving.backends.onnx.onnx_folder import weight_bytes
-from serving.capacity.scheduler_settings import AUTO
+from serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS, SchedulerSettings
 from serving.errors import Cause, Unsupported
 from serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
 from serving.hardware.gpus import GpuFacts, render_nodes
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
-from serving.placement.fastest_backend import EngineChoice, Question, fastest_backend
+from serving.placement.fastest_backend import EngineChoice, Question, fastest_backend, ranked
 from serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
@@ -51,9 +51,7 @@ from serving.placement.placement_policy import (
     plan,
 )
 from serving.server_options import ModelOptions, Policy
-
-# Nobody says what a server will be asked: the mean lengths of the workload chat, all slots busy.
-USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS = 1166.0, 214.0
+from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,8 +263,7 @@ def with_known_fallback(
         found = fastest_backend(quiet, facts, machine.say, machine.progress)
     except NoPlacement:  # the table's order, and why each of it cannot run
         return request
-    timed = [one for one in found.candidates if one.requests_per_second and not one.why_not]
-    timed.sort(key=lambda one: one.requests_per_second or 0.0, reverse=True)
+    timed = [one for one in ranked(found.candidates, request.model) if one.rate]
     order: list[tuple[str, str | None]] = [(one.backend, one.weight_format) for one in timed]
     named = {one.backend for one in timed}
     order += [(name, None) for name in DEFAULTS["cpu"] if name not in named]
@@ -343,12 +340,26 @@ def question_of(
     return Question(
         source=model.source,
         request=request,
-        prompt_tokens=USUAL_PROMPT_TOKENS,
-        output_tokens=USUAL_OUTPUT_TOKENS,
         threads=split.threads,
         cores=split.engine,
         formats=(model.weight_format,) if model.weight_format else (),
+        workload=default_workload(model.scheduler.filled(DEFAULT_SETTINGS["cpu"])),
         cache=machine.cache,
+    )
+
+
+def default_workload(settings: SchedulerSettings) -> Workload:
+    """Return the workload that a server's engine is chosen for, since nobody says what it will be
+    asked: the default of load tests, with lengths cut to what the server takes."""
+    most = min(settings.context_tokens, settings.kv_tokens or settings.context_tokens)
+    prompt, output = DEFAULT_WORKLOAD.limits
+    if prompt + output <= most:
+        return DEFAULT_WORKLOAD
+    prompt_tokens = max(1, most * 4 // 5)
+    return msgspec.structs.replace(
+        DEFAULT_WORKLOAD,
+        max_prompt_tokens=prompt_tokens,
+        max_output_tokens=max(1, most - prompt_tokens),
     )
 
 

@@ -201,6 +201,9 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return min(self.limits[1], math.inf if fixed is None else max(1, round(fixed * self.scale)))
 
 
+DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
+
+
 class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request to be asked."""
 

@@ -6,11 +6,10 @@ import re
 import msgspec
 import pytest
 
-from loadtests.analysis.capacity_estimate import Z_90
 from loadtests.analysis.sharper_slo import SHARP, advice
 from loadtests.records.journal_events import Capacity
 from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import QUICK_REQUESTS, capacity, sd_of
+from serving.capacity.simulated_capacity import QUICK_REQUESTS, Z_90, capacity, sd_of
 from serving.capacity.slo import SLO_PRESETS, Slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.workload.request_lengths import Workload

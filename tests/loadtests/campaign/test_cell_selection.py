@@ -16,7 +16,6 @@ from loadtests.campaign.cell_selection import (
     on_this_machine,
     question_of,
     shares,
-    step_times_of_timings,
     to_confirm,
     why_not,
 )
@@ -27,7 +26,14 @@ from loadtests.errors import BadCampaign
 from loadtests.records.journal_events import EngineChosen, of_kind
 from loadtests.records.run_folder import read_records
 from serving.hardware.machine_facts import hardware_facts
-from serving.placement.fastest_backend import BEST, USUAL, EngineCandidate, EngineTimes, keep
+from serving.placement.fastest_backend import (
+    BEST,
+    USUAL,
+    EngineCandidate,
+    EngineTimes,
+    keep,
+    step_times_of_timings,
+)
 from tests.loadtests.campaign.simulated import Simulated, killed_after
 from tests.tools.made_up_machines import FACTS, MadeUp
 
@@ -170,8 +176,8 @@ def test_the_fastest_engine_is_the_one_that_would_hold_most(kept: Path, tmp_path
     folder = world.run(best, tmp_path / "runs")
     (choice,) = of_kind(read_records(folder).events, EngineChosen)
     assert (choice.backend, choice.weight_format) == ("onnx", "int8")
-    assert "llama_cpp Q4_0 " in choice.reason and "onnx int8 " in choice.reason
-    assert "the highest capacity by step times: " in world.said.getvalue()
+    assert "llama_cpp Q4_0: " in choice.reason and "onnx int8: " in choice.reason
+    assert "onnx int8 is the best engine by its step times under the SLO " in world.said.getvalue()
     run = read_records(folder)
     campaign, cells = campaign_of(run.manifest)
     cell = CellRecord(run.events, campaign, cells[0]).cell

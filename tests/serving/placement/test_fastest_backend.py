@@ -4,6 +4,7 @@ rows are scripted. Then real measurements.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from models.model_ladder import SIZED, ladder_model
 from models.random_weights import write_gguf
 from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
+from serving.capacity.slo import SLO_PRESETS
 from serving.errors import ServingError
 from serving.hardware.machine_facts import hardware_facts
 from serving.placement.fastest_backend import (
@@ -31,12 +33,16 @@ from serving.placement.fastest_backend import (
 )
 from serving.placement.placement_policy import NoPlacement, PlacementRequest
 from serving.sampling.step_inputs import Row, Sampled
+from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 from tests.serving.backends.hf_folders import onnx_folder
 from tests.shapes import TINY_LLAMA3
 
 FACTS = msgspec.structs.replace(
     hardware_facts(), memory_available_bytes=64 << 30, cgroup_memory_bytes=None
 )
+
+
+WORK = Workload(prompt_tokens=40, output_tokens=40)
 
 
 def times(seconds: float) -> EngineTimes:
@@ -54,11 +60,10 @@ def asked(cache: Path, model: str = "135m", kv_dtype: str = "auto", **more: Any)
         model=ladder_model(model).spec,
         settings=RequestedSettings(slots=8, context_tokens=512, kv_dtype=kv_dtype),
     )
-    settings: dict[str, Any] = {"output_tokens": 40, "may_measure": False, **more}
+    settings: dict[str, Any] = {"may_measure": False, "workload": WORK, **more}
     return Question(
         source=model,
         request=request,
-        prompt_tokens=40,
         threads=1,
         cores=(0,),
         cache=str(cache),
@@ -98,16 +103,55 @@ def cache(tmp_path: Path) -> Path:
 def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> None:
     choice = chosen(cache, may_measure=True)
     assert (choice.backend, choice.weight_format) == ("onnx", "int8")
-    assert "prompts of 40 and answers of 40 tokens, 8 at once" in choice.reason
+    assert "under the SLO chat for the workload given" in choice.reason
+    assert "prompts of 40 and answers of 40 tokens on average, 8 slots" in choice.reason
     assert [path.name for path in cache.iterdir()] == [table_path(cache).name]
-    assert "llama_cpp Q4_0: 1.1 requests/s; onnx int8: 2.2 requests/s" in choice.reason
+    rates = [one.rate for one in choice.candidates]
+    assert rates[1] > 1.5 * rates[0] > 0 and "onnx int8: " in choice.reason
 
 
 def test_the_work_decides_between_the_same_two_engines(cache: Path) -> None:
     slow_prompts = msgspec.structs.replace(times(0.01), prompt_tokens_per_second=20.0)
     keep_times(cache, "int8", slow_prompts)
-    assert chosen(cache, output_tokens=1).backend == "llama_cpp"
-    assert chosen(cache, output_tokens=2000).backend == "onnx"
+    short = msgspec.structs.replace(WORK, output_tokens=1)
+    long = Workload(prompt_tokens=4, output_tokens=2000)
+    assert chosen(cache, workload=short).backend == "llama_cpp"
+    assert chosen(cache, workload=long).backend == "onnx"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slo", "expected", "words"),
+    [
+        (0.005, "chat", "llama_cpp", "llama_cpp Q4_0 is the best engine"),  # twice as quick
+        (0.0095, "chat", "onnx", "more bits are preferred"),  # within the interval's width
+        (0.0105, "chat", "onnx", "onnx int8 is the best engine"),
+        (0.2, "chat", "onnx", "llama_cpp Q4_0: misses the SLO unloaded"),
+        (0.005, "interactive", "llama_cpp", "under the SLO interactive"),
+    ],
+)
+def test_most_capacity_under_the_slo_wins_and_what_is_as_good_goes_to_more_bits(
+    cache: Path, seconds: float, slo: str, expected: str, words: str
+) -> None:
+    keep_times(cache, "Q4_0", times(seconds), "llama_cpp")
+    choice = chosen(cache, slo=SLO_PRESETS[slo])
+    assert choice.backend == expected and words in choice.reason
+
+
+def test_where_none_meets_the_slo_unloaded_the_capacity_without_limits_decides(
+    cache: Path,
+) -> None:
+    keep_times(cache, "Q4_0", times(0.5), "llama_cpp")
+    keep_times(cache, "int8", times(1.0))
+    choice = chosen(cache)
+    assert choice.backend == "llama_cpp" and "no engine meets the SLO chat" in choice.reason
+    assert all(one.rate > 0 for one in choice.candidates)
+
+
+def test_choosing_by_kept_times_takes_little_of_a_start(cache: Path) -> None:
+    chosen(cache, workload=DEFAULT_WORKLOAD)
+    began = time.process_time()
+    chosen(cache, workload=DEFAULT_WORKLOAD)
+    assert time.process_time() - began < 2, "0.2 s on the machine where it was measured"
 
 
 def test_a_row_is_replaced_by_a_newer_one(cache: Path) -> None:

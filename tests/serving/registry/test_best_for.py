@@ -25,8 +25,6 @@ def machine(tmp_path: Path) -> Machine:
     question = Question(
         source="135m",
         request=PlacementRequest(model=SPEC),
-        prompt_tokens=1.0,
-        output_tokens=1.0,
         threads=1,
         cores=(0,),
     )
