@@ -68,9 +68,9 @@ KIND_WORDS: dict[LimitKind, str] = {
 }
 REMEDIES: dict[LimitKind, str] = {
     "unloaded_ttft": "a smaller model, shorter prompts, reuse of prefixes, or a GPU",
-    "unloaded_tpot": "a smaller model or weight format, or memory with more bandwidth, as of a GPU",
+    "unloaded_tpot": "a smaller model or weight format, or memory with more bandwidth",
     "prompts": "shorter prompts, reuse of prefixes, more cores, or a GPU",
-    "weights": "a smaller model or weight format, or memory with more bandwidth, as of a GPU",
+    "weights": "a smaller model or weight format, or memory with more bandwidth",
     "rows": "more cores, a smaller model, or a GPU",
     "context": "shorter contexts, a KV cache in 8 bits, or memory with more bandwidth",
     "slots": "more slots",
