@@ -78,6 +78,10 @@ def _kv_share(served: Supervisor) -> float | None:
 COUNTS: dict[str, tuple[str, Callable[[Supervisor], int]]] = {
     "engine_restarts": ("Restarts in the same place", lambda s: s.restarts),
     "engine_fallbacks": ("Another engine took over", lambda s: s.fallbacks),
+    "engine_bridges": (
+        "Fallbacks that began while the preferred engine restarted",
+        lambda s: s.bridges,
+    ),
     "engine_returns": ("The preferred engine came back", lambda s: s.returns),
     "num_preemptions": ("Sequences sent back to the queue", lambda s: _stats(s).preemptions),
 }

@@ -125,6 +125,10 @@ class SharedOptions(RequestedSettings, frozen=True, kw_only=True, forbid_unknown
             "its memory.",
         ),
     ] = "cold"
+    bridge: Annotated[
+        bool,
+        option(MACHINE, "While a GPU's engine restarts, the CPU answers if it is ready sooner."),
+    ] = True
     idle_unload_seconds: Annotated[
         Positive | None,
         option(

@@ -164,6 +164,7 @@ class Answer:
         try:
             for index, sequence in enumerate(self.sequences):
                 stream = self.model.supervisor.submit(sequence, arrived)
+                self.request.stream = self.request.stream or stream
                 splitter = None if self.form is None else OutputParser(self.form)
                 self.choices.append(Choice(index, stream, time.perf_counter(), splitter))
             running = len(self.choices)

@@ -22,6 +22,7 @@ from serving.http.api_errors import ApiError, too_late
 from serving.http.asgi_types import Receive, Scope, Send
 from serving.http.body_types import decode, encode
 from serving.registry.loaded_models import Registry, ServedModel
+from serving.supervisor.inflight_requests import Stream
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class Request:
         self.status: int | None = None
         self.ended = self.gone = False
         self.model: ServedModel | None = None  # once it is known
+        self.stream: Stream | None = None  # of its first answer, once it is submitted
         self._held: ServedModel | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -119,7 +121,10 @@ class Request:
     async def _head(self, status: int, more: dict[str, str]) -> None:
         self.status = status
         model = self.model or (self.router.first if self.router.models else None)
+        # A request that was moved is answered by another engine than the model's current one.
+        engine = None if self.stream is None else self.stream.engine
         backend = "none" if model is None else model.supervisor.label
+        backend = backend if engine is None else engine.label
         headers = [(b"x-request-id", self.id), (b"x-crossover-backend", backend.encode())]
         headers += [(name.lower().encode(), text.encode()) for name, text in more.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -132,6 +132,7 @@ async def placement(request: Request) -> dict[str, Any]:
         "engine": engine | msgspec.structs.asdict(settings),
         "restarts": served.restarts,
         "fallbacks": served.fallbacks,
+        "bridges": served.bridges,
         "returns": served.returns,
         "events": [
             {"seconds_ago": round(now - event.unix_seconds, 3)} | msgspec.structs.asdict(event)

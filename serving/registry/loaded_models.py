@@ -30,7 +30,9 @@ import msgspec
 
 from models import formatting
 from models.errors import BadChat
+from models.machine_limits import available_bytes
 from models.tokenizer import Tokenizer, load_tokenizer
+from serving.backends.backend_interface import EngineConfig
 from serving.errors import (
     ContextOverflow,
     EngineFailed,
@@ -45,6 +47,7 @@ from serving.errors import (
 from serving.hardware.machine_facts import resident_bytes
 from serving.metrics import Metrics, ServerMetrics
 from serving.placement.placement_policy import (
+    HEADROOM,
     Attempt,
     NoPlacement,
     Placement,
@@ -61,6 +64,9 @@ Bytes = Mapping[str, int]  # place -> bytes
 INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
 _NOT_THERE = (EngineState.unloaded, EngineState.failed)
 _UNLOADED = (EngineState.unloaded, EngineState.draining)  # or soon
+# Until an engine of the CPU is ready: Python and its libraries, then its weights from the disk, at
+# the pace of a slow one.
+ENGINE_START_SECONDS, LOAD_BYTES_PER_SECOND = 2.0, 1e9
 _LONGEST_SPECIAL = 64  # bytes of text of a control token; the table of bytes does not say
 _TEXT_THREAD = ThreadPoolExecutor(1, "text")
 
@@ -214,7 +220,8 @@ class ServedModel:
     def attempts(self) -> list[Attempt]:
         """The placements of the engines that are or will be loaded: in use, and on standby."""
         warm = self.prepared.model.standby == "warm"
-        configs = self.supervisor.configs[:2] if warm else (self.supervisor.config,)
+        supervisor = self.supervisor
+        configs = supervisor.configs[:2] if warm else (supervisor.config, *supervisor.loaded)
         labels = [(one.backend, one.device) for one in configs]
         return [one for one in self.placement.attempts if (one.backend, one.device) in labels]
 
@@ -357,7 +364,10 @@ class Registry:
             supervisor.reason = "it is loaded when it is first asked for"
         metrics = Metrics(self.metrics, name, supervisor)
         vocabulary = read_vocabulary(prepared.tokenizer_path)
-        self.add(ServedModel(supervisor, vocabulary, metrics, prepared))
+        model = ServedModel(supervisor, vocabulary, metrics, prepared)
+        if prepared.model.bridge:
+            supervisor.estimate_load_seconds = partial(self._estimate_load_seconds, model)
+        self.add(model)
 
     def add(self, model: ServedModel) -> None:
         """One more model."""
@@ -510,6 +520,23 @@ class Registry:
             # To its end, even where this load is given up: half an unload is none.
             unload = self._unload(self.models[gone], f"to make room for {name}", "evicted")
             await asyncio.shield(self._background.keep(unload))
+
+    def _estimate_load_seconds(self, model: ServedModel, config: EngineConfig) -> float | None:
+        """Return an upper bound of the seconds until this engine of the CPU is ready; None where it
+        has no memory now."""
+        engine = config.backend, config.device
+        attempts = model.placement.attempts
+        attempt = next((one for one in attempts if (one.backend, one.device) == engine), None)
+        if attempt is None:
+            return None
+        free_bytes = int(available_bytes() * HEADROOM)
+        attempt = msgspec.structs.replace(attempt, free_bytes=free_bytes)
+        others = [one for one in self.models.values() if one is not model and one.supervisor.pids]
+        free = bytes_free([attempt], others, self.limits.memory_bytes)[attempt.place]
+        is_checked = model.prepared.request.check_memory
+        if is_checked and free is not None and attempt.need_bytes > free:
+            return None
+        return ENGINE_START_SECONDS + attempt.weight_bytes / LOAD_BYTES_PER_SECOND
 
     # Unloading.
 

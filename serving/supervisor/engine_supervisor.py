@@ -12,6 +12,10 @@ stopped, or draining -> unloaded, from where `start` begins again. Of each confi
 most one engine: the current one serves, or will; one of an earlier place takes over as soon as it
 is loaded; one of a later place stands by. When one dies, sequences whose reader has seen nothing
 begin again on the next one; the others end with finish "error".
+
+A bridge: while a GPU's engine that died restarts, the next engine of the list, on the CPU, loads
+beside it where `estimate_load_seconds` says that it will be ready sooner. Whichever is ready first
+serves. When the GPU's engine is back, sequences whose reader has seen nothing move to it.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from serving.supervisor.restart_policy import EngineExit, RecoveryLimits, after_
 
 logger = logging.getLogger("crossover.serving")
 T = TypeVar("T")
+DEFAULT_LOAD_SECONDS = 5.0  # where no engine has been loaded yet
 LOOK_SECONDS = 0.1  # between two looks at engines and deadlines
 _KEPT_EVENTS, _KEPT_ENDINGS = 200, 100
 RETRY_SECONDS = 30.0  # until something that is over is worth another try
@@ -82,6 +87,10 @@ class Supervisor:
         self.loading: ipc.Loading | None = None
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self.restarts = self.fallbacks = self.returns = 0
+        self.bridges = 0  # fallbacks that began while the preferred engine was restarting
+        # Upper bound of the seconds until an engine that never ran here is ready; None: it has no
+        # memory. Without this function there are no bridges.
+        self.estimate_load_seconds: Callable[[EngineConfig], float | None] | None = None
         self.deaths: Counter[str] = Counter()  # by cause
         self._limits = limits
         self._wants_standby = standby
@@ -92,8 +101,8 @@ class Supervisor:
         self._retired: set[EngineProcess] = set()  # they finish what they have
         self._endings: deque[EngineExit] = deque(maxlen=_KEPT_ENDINGS)
         self._fell_back_at = 0.0
-        self._starts_at = 0.0  # the current engine, by time.monotonic()
-        self._load_seconds = 5.0  # of the last load
+        self._load_seconds: dict[int, float] = {}  # of the last load, by place
+        self._ready_due_at = 0.0  # when an engine is expected to serve, by time.monotonic()
         self._returns: list[float] = []  # when each was tried
         self._changed = asyncio.Event()
         self._background = Background(
@@ -134,11 +143,14 @@ class Supervisor:
     def _living(self) -> list[EngineProcess]:
         return [*self._engines.values(), *self._retired]
 
+    @property
+    def loaded(self) -> list[EngineConfig]:
+        """Configurations of the engines that serve, load or stand by."""
+        return [engine.config for engine in self._engines.values()]
+
     def retry_after_seconds(self) -> float:
         """When to come back where no engine serves: the rest of the load, by the last one."""
-        due = self._starts_at + self._load_seconds
-        if self.state in _OVER:
-            due = self.since + RETRY_SECONDS
+        due = self.since + RETRY_SECONDS if self.state in _OVER else self._ready_due_at
         return max(1.0, due - time.monotonic())
 
     def unavailable(self) -> Unavailable:
@@ -151,10 +163,13 @@ class Supervisor:
     async def start(self, configs: Sequence[EngineConfig] = ()) -> None:
         """Start the first engine, where none lives; returns at once. After an end it begins again,
         with other `configs` where they are given."""
-        self.configs = tuple(configs) or self.configs
+        if configs and tuple(configs) != self.configs:
+            self.configs = tuple(configs)
+            self._load_seconds.clear()
         self._endings.clear()
         self._returns.clear()
         self._place = 0
+        self._ready_due_at = time.monotonic() + self._expected_load_seconds(0)
         self._become(EngineState.loading, "starting")
         self._background.cancel()
         self._background.keep(self._look())
@@ -234,20 +249,25 @@ class Supervisor:
 
     # Engines begin and speak.
 
-    async def _spawn(self, place: int, delay_seconds: float = 0.0) -> None:
+    async def _spawn(
+        self, place: int, delay_seconds: float = 0.0, *, is_bridge: bool = False
+    ) -> None:
         """Start the engine of a place, where by then one is still wanted there."""
         await asyncio.sleep(delay_seconds)
         is_wanted = self.state in (EngineState.loading, EngineState.restarting)
-        if place != self._place:
+        if is_bridge:
+            is_wanted = self.state == EngineState.restarting and place == self._place + 1
+        elif place != self._place:
             last = self._place + 1 if self._wants_standby else self._place
             is_wanted = self.state == EngineState.ready and place <= last
         if not is_wanted or place in self._engines:
             return
         engine = self._engines[place] = EngineProcess(place, self.configs[place], self._on_output)
         if place == self._place:
-            self.loading, self._starts_at = None, time.monotonic()
+            self.loading = None
         kind = "returning" if place < self._place else "started"
-        self._tell(kind, f"loading {engine.config.model_name}", engine)
+        purpose = f", to answer until {self.label} has restarted" if is_bridge else ""
+        self._tell(kind, f"loading {engine.config.model_name}{purpose}", engine)
         await engine.start(self.requests.hear, self._hear, self._ended)
 
     def _hear(self, engine: EngineProcess, message: ipc.Loading | ipc.Ready) -> None:
@@ -262,22 +282,37 @@ class Supervisor:
 
     def _became_ready(self, engine: EngineProcess) -> None:
         assert engine.ready_at is not None
-        self._load_seconds = engine.ready_at - engine.started_at
-        took = f"loaded in {self._load_seconds:.1f} s"
-        if engine.place > self._place:
-            self._tell("standby", f"{took}, ready to take over", engine)
-            return
-        previous = self._current
-        if engine is previous:
+        seconds = self._load_seconds[engine.place] = engine.ready_at - engine.started_at
+        took = f"loaded in {seconds:.1f} s"
+        previous_place = self._place
+        if engine.place > previous_place:
+            if self.state != EngineState.restarting:
+                self._tell("standby", f"{took}, ready to take over", engine)
+                return
+            self.fallbacks += 1
+            self.bridges += 1
+            self._fell_back_at = engine.ready_at
+            last = next(end for end in reversed(self._endings) if end.engine == previous_place)
+            text = f"to {engine.label}, {took}, until {self.label} has restarted: {last.message}"
+            self._tell("fell_back", text, cause=last.cause)
+        elif engine.place == previous_place:
             self._tell("ready", took, engine)
         else:
             self.returns += 1
             self._tell("returned", f"{engine.label} serves again", engine)
-            is_next = self._place == engine.place + 1
-            if previous is not None and not (self._wants_standby and is_next and previous.ready):
-                self._retired.add(self._engines.pop(self._place))
-                self._ask_to_end(previous, drain=True)
         self._serve_with(engine)
+        self._end_later_engines(engine)
+
+    def _end_later_engines(self, engine: EngineProcess) -> None:
+        """Move what later engines have not begun to answer to this one, which serves now, and let
+        them end with the rest; one that stands by stays loaded."""
+        for place in [place for place in self._engines if place > engine.place]:
+            later = self._engines[place]
+            self.requests.recall(later)
+            if self._wants_standby and place == engine.place + 1:
+                continue
+            self._retired.add(self._engines.pop(place))
+            self._ask_to_end(later, drain=True)
 
     def _serve_with(self, engine: EngineProcess) -> None:
         """This engine, which is ready, is the current one from now on."""
@@ -343,7 +378,8 @@ class Supervisor:
             when = f"in {verdict.delay_seconds:.1f} s: {ending.message}"
             self._tell("restarting", when, engine, ending.cause)
         self._place = place
-        self._starts_at = ending.at_seconds + verdict.delay_seconds
+        due = ending.at_seconds + verdict.delay_seconds + self._expected_load_seconds(place)
+        self._ready_due_at = due
         heir = self._engines.get(place)  # who is loaded already, or on the way
         if heir is not None and heir.ready is not None:
             self._serve_with(heir)
@@ -352,6 +388,30 @@ class Supervisor:
         self._become(EngineState.restarting if was_up else EngineState.loading, verdict.text)
         if heir is None:
             self._background.keep(self._spawn(place, verdict.delay_seconds))
+        if place == engine.place and engine.ready_at is not None:
+            self._bridge(due)
+
+    def _bridge(self, restarted_at: float) -> None:
+        """Load the CPU's engine beside a GPU's that restarts, where it will be ready before
+        `restarted_at` (by time.monotonic()) and has memory."""
+        later = self._place + 1
+        if self.estimate_load_seconds is None or later >= len(self.configs):
+            return
+        if self.config.device != "gpu" or self.configs[later].device != "cpu":
+            return
+        bound_seconds = self.estimate_load_seconds(self.configs[later])
+        if bound_seconds is None:
+            return
+        seconds = self._load_seconds.get(later, bound_seconds)
+        ready_at = time.monotonic() + seconds
+        if ready_at < restarted_at:
+            self._ready_due_at = ready_at
+            self._background.keep(self._spawn(later, is_bridge=True))
+
+    def _expected_load_seconds(self, place: int) -> float:
+        """Return what the last load of this engine took, else the last of any."""
+        measured = self._load_seconds
+        return measured.get(place, next(reversed(measured.values()), DEFAULT_LOAD_SECONDS))
 
     # What is looked at all the time.
 

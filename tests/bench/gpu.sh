@@ -1,21 +1,31 @@
 #!/usr/bin/env bash
-# What only a GPU can prove, in calls which can be made in any order and again: a call that has ended well is not made twice, and what a call
-# keeps is in FOLDER as it comes.
+# Measures what only a GPU can show, on a machine that is had for 15 minutes and has no network.
 #
-#   tests/bench/gpu.sh FOLDER carry          where there is a network: the wheels of gpu_wheels.txt to FOLDER/wheels
-#   tests/bench/gpu.sh FOLDER [CALL...]      where the GPU is, without a network; no CALL: the next one that is not done
-#   tests/bench/gpu.sh FOLDER --device cpu   the rehearsal: every call on a CPU, with a small model and few steps
+# Before, where there is a network:    tests/bench/gpu.sh FOLDER carry
+#   fetches the wheels of gpu_wheels.txt to FOLDER/wheels (the machine has Python 3.12 and torch).
+# On the machine, as often as needed:  tests/bench/gpu.sh FOLDER [CALL...]
+#   makes the calls that are named, or the next one that is not done. In 15 minutes:
+#   `weights tests`, `steps`, `cpu-weights faults`, `campaign`, and `floor` with what is left.
+# Rehearsal on any machine:            tests/bench/gpu.sh FOLDER --device cpu
+#   makes every call on the CPU, with a small model and few steps.
 #
-#   weights  random weights of the models below in every format that the other calls use
-#   tests    what is marked gpu: bf16, flash attention, captured and launched steps, copies: the tokens of transformers; memory refused
-#   floor    the share of the floor that memory bandwidth sets, 1B, 3B and 8B at 1, 8, 32 and 128 rows, with and without the flash kernels;
-#            memory and time of each load
-#   faults   over HTTP: kill -9, memory taken by another process: causes and times
-#   campaign 1B and 8B on both devices of the machine, about 150 s of measuring; the run folder and its report
+# A call that ended well is not made again. Each is ended after CALL_SECONDS, its parts after limits
+# of their own, so that nothing blocks. What it printed is FOLDER/CALL.txt; figures are kept in
+# FOLDER as they come.
 #
-# PYTHON: the interpreter, python3 where it is not said. CORES: of every engine, "2 3 4 5". CROSSOVER_CACHE: where weights are made, in RAM.
-# CALL_SECONDS, WHEELS_MIB: a machine with a GPU is often had for minutes only, so a call that takes longer is ended, 235, and wheels that are
-# more to carry there are told, 64.
+#   weights      random weights of 135M, 1B and 8B in bf16
+#   tests        pytest -m gpu: bf16, flash attention, captured and launched steps, copies give the
+#                tokens of transformers; memory that does not suffice is refused
+#   steps        milliseconds of steps by what is in them, a burst, memory and time of the load
+#   cpu-weights  weights of 1B and 8B for the CPU's engine, which `faults` and `campaign` use
+#   faults       over HTTP with 1B: the engine is killed (the CPU may answer until it is back), and
+#                killed while another process holds the memory: causes and times
+#   campaign     1B and 8B on both devices, about 150 s of measuring; the run and its report
+#   floor        the share of the floor that memory bandwidth sets
+#
+# PYTHON: the interpreter (python3). CORES: of every engine ("2 3 4 5"). CROSSOVER_CACHE: where
+# weights are made (/dev/shm/crossover, in RAM: 25 GB). CALL_SECONDS: 235. WHEELS_MIB: more wheels
+# than this are reported (64).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?name a folder for the results}
@@ -27,8 +37,10 @@ mkdir -p "$out"
 out=$(realpath "$out")
 here=tests/bench
 if [[ ${1:-} == carry ]]; then
-  "$python" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-    --platform manylinux_2_34_x86_64 --platform manylinux_2_31_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
+  "$python" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_34_x86_64 \
+    --platform manylinux_2_31_x86_64 --platform manylinux_2_17_x86_64 \
+    --platform manylinux2014_x86_64 --platform any \
     --dest "$out/wheels" --requirement "$here/gpu_wheels.txt"
   mib=$(du -sm "$out/wheels" | cut -f1)
   echo "$(find "$out/wheels" -name '*.whl' | wc -l) wheels, $mib MiB"
@@ -41,23 +53,32 @@ if [[ ${1:-} == --device ]]; then
   shift 2
 fi
 if [[ -d $out/wheels ]]; then
-  [[ -e $out/site/.complete ]] || "$python" -m pip install --quiet --no-index --no-deps --find-links "$out/wheels" --target "$out/site" \
+  [[ -e $out/site/.complete ]] || timeout 120 "$python" -m pip install --quiet --no-index \
+    --no-deps --find-links "$out/wheels" --target "$out/site" \
     --requirement "$here/gpu_wheels.txt"
   touch "$out/site/.complete"
   export PYTHONPATH=$out/site${PYTHONPATH:+:$PYTHONPATH}
 fi
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} CROSSOVER_CACHE=${CROSSOVER_CACHE:-/dev/shm/crossover} HF_HUB_OFFLINE=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export CROSSOVER_CACHE=${CROSSOVER_CACHE:-/dev/shm/crossover} HF_HUB_OFFLINE=1
 read -r -a cores <<<"${CORES:-2 3 4 5}"
-big=8b models=(llama-3.2-1b llama-3.2-3b llama-3.1-8b) rows=(1 8 32 128) steps=64 rounds=3
+models=(smollm2-135m llama-3.2-1b llama-3.1-8b) served=1b stepped=(1b 8b) quick=()
+campaigned=(llama-3.2-1b llama-3.1-8b) rows=(1 8 32 128) steps=64 rounds=3
 measured='"llama-3.2-1b", "llama-3.1-8b"' devices='"cpu", "gpu"' campaign_seconds=150
 if [[ $device == cpu ]]; then
-  big=135m models=(smollm2-135m) rows=(1 2) steps=4 rounds=1
+  models=(smollm2-135m) served=135m stepped=(135m) quick=(--quick)
+  campaigned=(smollm2-135m)
+  rows=(1 2) steps=4 rounds=1
   measured='"smollm2-135m"' devices='"cpu"' campaign_seconds=60
   read -r -a cores <<<"${CORES:-0}"
 else
-  "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no GPU here")'
-  nvidia-smi -q > "$out/nvidia-smi.txt" || true
+  timeout 60 "$python" -c 'import torch; assert torch.cuda.is_available(), "no GPU for torch here"'
+  timeout 20 nvidia-smi -q > "$out/nvidia-smi.txt" || true
 fi
+
+limited() {  # SECONDS COMMAND...
+  timeout --kill-after 5 "$@"
+}
 
 campaign() {  # torch on the GPU, onnx on the CPU; without a GPU both on the CPU
   cat >"$out/campaign.toml" <<END
@@ -72,42 +93,46 @@ workload = { preset = "sharegpt", max_prompt_tokens = 512, max_output_tokens = 2
 search = { single_stream_requests = 10, single_stream_seconds = 6 }
 server.context_tokens = 1024
 END
-  "$python" -m crossover campaign run "$out/campaign.toml" --out "$out/runs"
+  limited 215 "$python" -m crossover campaign run "$out/campaign.toml" --out "$out/runs"
   run=$(ls -td "$out"/runs/*/ | head -n 1)
-  "$python" -m crossover campaign show "$run"
-  "$python" -m crossover report "$run" --out "$out/page"
+  limited 30 "$python" -m crossover campaign show "$run"
+  limited 60 "$python" -m crossover report "$run" --out "$out/page"
 }
 
 call() {
   case $1 in
-  weights)
-    "$python" -m crossover models make --backend torch "${models[@]}"
-    "$python" -m crossover models make --backend onnx "${models[0]}" "$big"
-    ;;
+  weights) limited 230 "$python" -m crossover models make --backend torch "${models[@]}" ;;
+  cpu-weights) limited 230 "$python" -m crossover models make --backend onnx "${campaigned[@]}" ;;
   tests)
-    "$python" -m pytest tests/serving/backends/torch -m gpu -p no:cacheprovider \
-      -o filterwarnings=default
+    limited 230 "$python" -m pytest tests/serving/backends/torch -m gpu -p no:cacheprovider \
+      -o filterwarnings=default -o faulthandler_timeout=60
     ;;
-  floor)
-    for attention in auto sdpa; do
-      "$python" -m tests.bench.torch_floor --device "$device" --attention "$attention" --models "${models[@]}" --rows "${rows[@]}" \
-        --steps "$steps" --rounds "$rounds" --cores "${cores[@]}" --json "$out/floor-$attention.json"
-    done
+  steps)
+    limited 230 "$python" -m tests.bench.gpu_steps --device "$device" --models "${stepped[@]}" \
+      "${quick[@]}" --json "$out/steps.json"
     ;;
-  faults) "$python" -m tests.bench.gpu_faults --device "$device" --model "$big" --json "$out/faults.json" ;;
+  faults)
+    limited 230 "$python" -m tests.bench.gpu_faults --device "$device" --model "$served" \
+      --json "$out/faults.json"
+    ;;
   campaign) campaign ;;
+  floor)
+    limited 230 "$python" -m tests.bench.torch_floor --device "$device" \
+      --models "${campaigned[@]}" --rows "${rows[@]}" --steps "$steps" --rounds "$rounds" \
+      --cores "${cores[@]}" --json "$out/floor.json"
+    ;;
   *)
-    echo "no call $1; there are weights tests floor faults campaign" >&2
+    echo "no call $1; there are ${all[*]}" >&2
     return 2
     ;;
   esac
 }
 
+all=(weights tests steps cpu-weights faults campaign floor)
 if [[ ${1:-} == --only ]]; then  # this script, under the limit of one call
   call "$2"
   exit
 fi
-all=(weights tests floor faults campaign)
 wanted=("$@")
 if [[ ${#wanted[@]} == 0 ]]; then
   for one in "${all[@]}"; do
@@ -121,7 +146,8 @@ failed=0
 for one in "${wanted[@]}"; do
   [[ -e $out/$one.done ]] && continue
   status=0
-  timeout --kill-after 10 "$call_seconds" bash "$here/gpu.sh" "$out" --device "$device" --only "$one" >"$out/$one.txt" 2>&1 || status=$?
+  timeout --kill-after 10 "$call_seconds" bash "$here/gpu.sh" "$out" --device "$device" \
+    --only "$one" >"$out/$one.txt" 2>&1 || status=$?
   tail -n 40 "$out/$one.txt"
   # 5: pytest has found no test to run, which is so without a GPU.
   if [[ $status == 0 || ($device == cpu && $one == tests && $status == 5) ]]; then

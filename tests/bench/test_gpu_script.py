@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "gpu.sh"
-# By call: weights, tests, floor, faults, campaign (run, show, report).
-CALLS = ["crossover"] * 2 + ["pytest"] + ["torch_floor"] * 2 + ["gpu_faults"] + ["crossover"] * 3
+CALLS = [
+    *("crossover", "pytest", "gpu_steps"),  # weights, tests, steps
+    *("crossover", "gpu_faults"),  # cpu-weights, faults
+    *["crossover"] * 3,  # campaign: run, show, report
+    "torch_floor",
+]
 
 
 def called(
@@ -47,7 +51,8 @@ def test_a_call_can_be_named_and_an_unknown_one_is_refused(tmp_path: Path) -> No
     status, calls = called(tmp_path, "flor")
     assert status == 1 and calls == []
     assert (
-        "there are weights tests floor faults campaign" in (tmp_path / "out/flor.txt").read_text()
+        "there are weights tests steps cpu-weights faults campaign floor"
+        in (tmp_path / "out/flor.txt").read_text()
     )
 
 
@@ -75,3 +80,12 @@ def test_every_wheel_that_is_carried_has_its_version() -> None:
     lines = (SCRIPT.parent / "gpu_wheels.txt").read_text().splitlines()
     named = [line for line in lines if line and not line.startswith("#")]
     assert named and all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9.]*", line) for line in named)
+
+
+@pytest.mark.parametrize("module", ["gpu_steps", "gpu_faults", "torch_floor"])
+def test_the_script_gives_options_that_the_modules_have(module: str) -> None:
+    _, _, call = SCRIPT.read_text().partition(f"tests.bench.{module} ")
+    call = re.sub(r"\\\n\s*", "", call).partition("\n")[0]
+    given = set(re.findall(r"--[a-z-]+", call))
+    source = (SCRIPT.parent / f"{module}.py").read_text()
+    assert given and given <= set(re.findall(r"\"(--[a-z-]+)\"", source))

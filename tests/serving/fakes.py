@@ -106,7 +106,7 @@ class FakeSupervisor:
             "m",
             settings=info.settings,
         )
-        self.restarts = self.fallbacks = self.returns = 0
+        self.restarts = self.fallbacks = self.bridges = self.returns = 0
         self.deaths: dict[str, int] = {}
         self.events: list[Any] = []
         self.submitted: list[GenerationRequest] = []

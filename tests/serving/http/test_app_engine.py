@@ -283,6 +283,26 @@ def test_a_fallback_is_seen_in_the_head_of_the_answer(tokenizer_path: Path) -> N
         assert scraped(ask(port, "GET", "/metrics").body)["engine_fallbacks_total",] == 1
 
 
+def test_an_answer_names_the_engine_that_gives_it_while_a_gpu_restarts(tokenizer_path: Path) -> None:
+    """The CPU's answers until the GPU's is back, and ends what it has begun to answer."""
+    gpu = msgspec.structs.replace(engine(tokenizer_path, load_seconds=0.6), device="gpu")
+    with serving(gpu, engine(tokenizer_path, step_seconds=0.005)) as (port, supervisor):
+        supervisor.estimate_load_seconds = lambda config: 0.0
+        assert complete(port, max_tokens=1).headers["x-crossover-backend"] == "fake/gpu"
+        assert supervisor.engine_pid is not None
+        os.kill(supervisor.engine_pid, signal.SIGKILL)
+        wait_until(lambda: supervisor.bridges == 1)
+        answer = complete(port, stream=True, max_tokens=300, ignore_eos=True)
+        assert answer.headers["x-crossover-backend"] == "fake/cpu" and answer.events[-1] == "[DONE]"
+        wait_until(lambda: supervisor.returns == 1)
+        assert complete(port, max_tokens=1).headers["x-crossover-backend"] == "fake/gpu"
+        placed = ask(port, "GET", "/v1/placement").json
+        assert (placed["engine"]["device"], placed["bridges"], placed["returns"]) == ("gpu", 1, 1)
+        metrics = scraped(ask(port, "GET", "/metrics").body)
+        counted = {name: metrics[f"engine_{name}_total",] for name in ("restarts", "fallbacks")}
+        assert counted == {"restarts": 1, "fallbacks": 1} and metrics["engine_bridges_total",] == 1
+
+
 def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(tokenizer_path: Path) -> None:
     draw = random.Random(3)
     with serving(engine(tokenizer_path, step_seconds=0.001)) as (port, supervisor):

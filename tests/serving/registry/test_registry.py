@@ -11,6 +11,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from serving.engine.ipc_messages import GenerationRequest
@@ -340,5 +341,25 @@ def test_an_engine_that_is_killed_is_replaced_and_the_other_models_do_not_notice
             assert (await collect(other)).tokens == 200
             assert (await collect(unread)).tokens == 50
             assert (a.supervisor.restarts, b.supervisor.restarts) == (1, 0)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("is_allowed", "memory_bytes", "seconds"),
+    [(True, None, 2.0), (True, MIB, None), (False, None, None)],
+)
+def test_a_bridge_needs_memory_and_can_be_turned_off(
+    is_allowed: bool, memory_bytes: int | None, seconds: float | None
+) -> None:
+    async def scenario() -> None:
+        one = msgspec.structs.replace(model("a", load="demand"), bridge=is_allowed)
+        limits = RegistryLimits(memory_bytes=memory_bytes)
+        async with fleet_of(one, limits=limits) as registry:
+            supervisor = registry.models["a"].supervisor
+            estimate = supervisor.estimate_load_seconds
+            assert (estimate is not None) == is_allowed
+            if estimate is not None:
+                assert estimate(supervisor.configs[0]) == seconds
 
     run(scenario())
