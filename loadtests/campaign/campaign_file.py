@@ -116,13 +116,21 @@ class Server(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 # Options of `serve` that a campaign sets for its cells or not at all, and the key to use instead.
-NOT_OF_SERVER = ("policy", "backend", "weight_format", "calibration", "idle_unload_seconds")
+NOT_OF_SERVER = (
+    "policy",
+    "backend",
+    "weight_format",
+    "calibration",
+    "idle_unload_seconds",
+    "bridge",
+)
 INSTEAD_OF_SERVER = {
     "policy": 'Use the top-level key devices: ["cpu"], ["gpu"] or both.',
     "backend": "Use the top-level key backends.",
     "weight_format": "Use the top-level key formats.",
     "calibration": 'Use backends = ["best"] to choose the fastest engine.',
     "idle_unload_seconds": "A server of a campaign never unloads its model.",
+    "bridge": "An engine of a campaign has no fallback.",
 }
 
 

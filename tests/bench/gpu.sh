@@ -73,6 +73,10 @@ if [[ $device == cpu ]]; then
   read -r -a cores <<<"${CORES:-0}"
 else
   timeout 60 "$python" -c 'import torch; assert torch.cuda.is_available(), "no GPU for torch here"'
+  # pyproject.toml sets a limit for each test, which pytest refuses without its plugin.
+  timeout 60 "$python" -c 'import pytest_timeout'
+  timeout 60 "$python" -c 'import onnx, onnxruntime, scipy' ||
+    echo "cpu-weights and campaign need onnx, onnxruntime and scipy" >&2
   timeout 20 nvidia-smi -q > "$out/nvidia-smi.txt" || true
 fi
 
@@ -102,7 +106,9 @@ END
 call() {
   case $1 in
   weights) limited 230 "$python" -m crossover models make --backend torch "${models[@]}" ;;
-  cpu-weights) limited 230 "$python" -m crossover models make --backend onnx "${campaigned[@]}" ;;
+  cpu-weights)
+    limited 230 "$python" -m crossover models make --backend onnx "${campaigned[@]}"
+    ;;
   tests)
     limited 230 "$python" -m pytest tests/serving/backends/torch -m gpu -p no:cacheprovider \
       -o filterwarnings=default -o faulthandler_timeout=60

@@ -283,7 +283,9 @@ def test_a_fallback_is_seen_in_the_head_of_the_answer(tokenizer_path: Path) -> N
         assert scraped(ask(port, "GET", "/metrics").body)["engine_fallbacks_total",] == 1
 
 
-def test_an_answer_names_the_engine_that_gives_it_while_a_gpu_restarts(tokenizer_path: Path) -> None:
+def test_an_answer_names_the_engine_that_gives_it_while_a_gpu_restarts(
+    tokenizer_path: Path,
+) -> None:
     """The CPU's answers until the GPU's is back, and ends what it has begun to answer."""
     gpu = msgspec.structs.replace(engine(tokenizer_path, load_seconds=0.6), device="gpu")
     with serving(gpu, engine(tokenizer_path, step_seconds=0.005)) as (port, supervisor):

@@ -155,7 +155,7 @@ def test_there_is_no_bridge(
 
 
 def test_what_a_load_took_counts_for_more_than_the_estimate(config: Config) -> None:
-    """The CPU's engine took 1.5 s when it bridged, the GPU's less: it is not tried a second time."""
+    """The CPU's engine took 1.5 s, the GPU's less: there is no second bridge."""
 
     async def scenario() -> None:
         gpu, cpu = config(device="gpu"), config(load_seconds=1.5)
