@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from models import formatting
 from reports.headline import Answer
-from reports.report_data import ReportData
+from reports.report_data import CellData, ReportData
 from reports.sections.section import Section, table
 
 
@@ -41,5 +43,35 @@ def host_overhead(data: ReportData, answers: Sequence[Answer]) -> Section | None
             words=("device", "load"),
         ),
         note="By the engine's own clock: scheduling, sampling outside the backend, text and "
-        "messages. The quicker the device, the more of its time this share is.",
+        "messages. The quicker the device, the more of its time this share is."
+        + _words_of_single_requests(data.cells),
     )
+
+
+def _words_of_single_requests(cells: Sequence[CellData]) -> str:
+    """Return the sentence on the time outside the engine; "" where it is not known."""
+    parts = [
+        f"{formatting.seconds(seconds)} ({cell.name})"
+        for cell in cells
+        if (seconds := seconds_outside_engine(cell)) is not None
+    ]
+    if not parts:
+        return ""
+    return (
+        f" A single request spent {', '.join(parts)} outside the engine on average: HTTP, "
+        "tokenizer, messages between processes, and once what a first request sets up. The "
+        "step-time model has no part for it."
+    )
+
+
+def seconds_outside_engine(cell: CellData) -> float | None:
+    """Return the mean time of a single request less the engine's busy time; None where the engine
+    told no time, or a request failed."""
+    seconds, requests = 0.0, 0
+    for level in (one.level for one in cell.levels):
+        told = level.finished.engine_time if level.finished else None
+        if not level.is_single_stream or told is None or not np.isfinite(level.e2e).all():
+            continue
+        seconds += float(level.e2e.sum()) - told.device_seconds - told.host_seconds
+        requests += len(level.e2e)
+    return seconds / requests if requests else None

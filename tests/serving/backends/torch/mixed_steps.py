@@ -10,6 +10,7 @@ slot, and both go on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +23,13 @@ from tests.serving.backends.backend_steps import prompt_of, row
 from tests.serving.backends.hf_folders import TRANSFORMERS_LOCK
 
 LAUNCHED_STEPS, COPIED_STEPS = 24, 8
-# Below the share of tokens in which transformers' own bf16 agrees with its float32. Of 16 sequences
-# of a 1B model on an H200 both agree in 92.0 %.
-MAX_LOST_AGREEMENT = 0.04
-MAX_GAP_RATIO, MAX_GAP_SHARE = 2.0, 0.02
+# Below the share of tokens in which transformers' own bf16 agrees with its float32 (of a 1B model
+# on an H200 both agree in 92.0 %). Two shares of n tokens differ by chance, which other kernels
+# draw anew, so that some standard errors are always allowed.
+MAX_LOST_AGREEMENT, STANDARD_ERRORS = 0.04, 3.0
+# Times the worst choice of transformers' bf16, and a share of the logits' spread: among few tokens
+# one of the two may have met no near-tie.
+MAX_GAP_RATIO, MAX_GAP_SHARE = 2.0, 0.04
 
 
 class Played(NamedTuple):
@@ -143,7 +147,10 @@ def check_tokens(folder: Path, played: Sequence[Played], device: str = "cpu") ->
         f"own bf16 {agreement[1]:.3f}; worst gap {float(mine.max()):.4f}, of its own bf16 "
         f"{float(theirs.max()):.4f}; standard deviation of the logits {spread:.3f}"
     )
-    assert agreement[0] >= agreement[1] - MAX_LOST_AGREEMENT, said
+    share = max(agreement[1], 0.5)  # a wrong judge must not widen the bound
+    standard_error = math.sqrt(2 * share * (1 - share) / len(mine))
+    allowed = max(MAX_LOST_AGREEMENT, STANDARD_ERRORS * standard_error)
+    assert agreement[0] >= agreement[1] - allowed, said
     worst = MAX_GAP_RATIO * float(theirs.max()) + MAX_GAP_SHARE * spread
     assert float(mine.max()) <= worst, said
 
