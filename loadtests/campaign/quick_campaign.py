@@ -17,10 +17,9 @@ import msgspec
 
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.errors import LoadError
-from loadtests.load_generator.level_messages import DEFAULT_WORKLOAD
 from loadtests.load_generator.openai_endpoint import Target
 from serving.capacity.slo import Slo
-from serving.workload.request_lengths import Workload
+from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 DEFAULT_SECONDS = 90.0
 MIN_SECONDS = 30.0
