@@ -7,6 +7,7 @@ alerts_of(data)         # what must stand on the first screen
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -21,6 +22,7 @@ from loadtests.records.journal_events import (
     RunFinished,
     of_kind,
 )
+from models import formatting
 from reports.report_data import CellData, ReportData
 
 NOTE, WARNING, SERIOUS = Seriousness.NOTE, Seriousness.WARNING, Seriousness.SERIOUS
@@ -29,7 +31,7 @@ FAST_MOVE = 0.1  # of the machine's speed, above which the first screen says so
 
 def warnings_of(data: ReportData) -> list[NamedWarning]:
     """All warnings about a run, serious ones first."""
-    found = [*_of_levels(data), *_of_cells(data), *_of_run(data)]
+    found = [*_of_levels(data), *_of_cells(data), *_of_engines(data), *_of_run(data)]
     return sorted(found, key=lambda warning: warning.seriousness.rank)
 
 
@@ -98,6 +100,34 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
                 "Choose the SLO that you mean; the capacity is then known as well as step times."
             )
             yield NamedWarning("SteepSlo", NOTE, f"{title}: {cell.capacity.advice}", advice)
+
+
+def _of_engines(data: ReportData) -> Iterator[NamedWarning]:
+    """Engines of one model on one side whose capacities a run does not tell apart."""
+    for first, second in itertools.combinations(data.cells, 2):
+        if (first.model, first.side) != (second.model, second.side):
+            continue
+        if (one := first.capacity) is None or (other := second.capacity) is None:
+            continue
+        if one.low is None or one.high is None or other.low is None or other.high is None:
+            continue
+        if one.low <= other.high and other.low <= one.high:
+            like = first.like
+            intervals = " and ".join(
+                f"{_engine(cell)} ({formatting.rate_interval(found.low, found.high, like)})"
+                for cell, found in ((first, one), (second, other))
+            )
+            yield NamedWarning(
+                "NoDifferenceShown",
+                NOTE,
+                f"{_named(first, data)}: no difference shown between the capacities of "
+                f"{intervals}: their intervals overlap.",
+                "Confirm more rates, or measure longer, to tell them apart.",
+            )
+
+
+def _engine(cell: CellData) -> str:
+    return f"{cell.engine or cell.backend} {cell.weight_format}".strip()
 
 
 def _of_run(data: ReportData) -> Iterator[NamedWarning]:

@@ -42,7 +42,7 @@ MIN_SHARE = 0.01  # smaller differences are of no use to anybody
 MIN_SPREAD = 1e-4  # standard deviation of ln(value) below which equal values are not believed
 LIMIT, TOKENS = "limit", "output tokens/s"
 
-Verdict = Literal["faster", "slower", "no difference", "not known"]
+Verdict = Literal["faster", "slower", "no difference shown", "not known"]
 Values = dict[tuple[str, str], list[float]]  # (load, metric) -> above 0; load "": of the cell
 Facts = tuple[str, ...]  # of a cell: those of run_environment.CELL
 
@@ -154,7 +154,7 @@ def compare(
         rows += own
     rows = _judged(rows)
     said = {row.verdict for row in rows}
-    order: tuple[Verdict, ...] = ("faster", "slower", "no difference")
+    order: tuple[Verdict, ...] = ("faster", "slower", "no difference shown")
     verdict: Verdict | Literal["different"] = next((w for w in order if w in said), "not known")
     if {"faster", "slower"} <= said:
         verdict = "different"
@@ -261,7 +261,7 @@ def _judged(rows: Sequence[Row]) -> list[Row]:
     for rank, (p, at) in enumerate(tested):
         row = rows[at]
         corrected = max(corrected, (len(tested) - rank) * p)
-        verdict: Verdict = "no difference"
+        verdict: Verdict = "no difference shown"
         if corrected < ALPHA and abs(row.ratio - 1) > MIN_SHARE:
             verdict = "faster" if (row.ratio > 1) == (row.metric in (LIMIT, TOKENS)) else "slower"
         found[at] = msgspec.structs.replace(row, verdict=verdict)

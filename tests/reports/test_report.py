@@ -395,3 +395,27 @@ def test_levels_are_told_with_what_never_came() -> None:
 def test_a_name_with_bars_and_line_feeds_stays_in_its_row_of_markdown() -> None:
     assert markdown._row(["a\n\n| b", "c\td"]) == "| a / b | c d |"
     assert markdown._LINE_ENDS.sub(" ", "a\r\n\u2028b\xa0c") == "a b\xa0c"
+
+
+@pytest.mark.parametrize(
+    ("model", "interval", "is_shown"),
+    [("x", (2.2, 3.1), False), ("x", (2.6, 3.1), True), ("another", (2.2, 3.1), True)],
+)
+def test_engines_whose_intervals_overlap_are_said_not_to_differ(
+    model: str, interval: tuple[float, float], is_shown: bool
+) -> None:
+    data = shown()[1]
+    cell = next(cell for cell in data.cells if cell.capacity is not None)
+    assert cell.capacity is not None
+    capacities = [
+        msgspec.structs.replace(cell.capacity, low=low, high=high)
+        for low, high in ((1.9, 2.5), interval)
+    ]
+    cells = [
+        msgspec.structs.replace(cell, model="x", backend="onnx", capacity=capacities[0]),
+        msgspec.structs.replace(cell, model=model, engine="vllm-cpu", capacity=capacities[1]),
+    ]
+    found = warnings_of(msgspec.structs.replace(data, cells=tuple(cells)))
+    said = [one.text for one in found if one.code == "NoDifferenceShown"]
+    assert (not said) == is_shown
+    assert all("no difference shown" in text and "vllm-cpu" in text for text in said)
