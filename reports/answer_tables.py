@@ -171,7 +171,7 @@ def _alone(cell: CellData, slo: Slo) -> Cell:
     if cell.alone.is_good is None:
         detail += "; too few to tell whether they meet the SLO"
         if (simulated := _simulated_alone(cell)) is not None:
-            good = float(simulated.good(slo.ttft_seconds, slo.tpot_seconds).mean())
+            good = float(simulated.meets(slo).mean())
             verdict = "met" if good >= slo.target else f"{formatting.share(good, 2)} attainment"
             detail += f"; simulated SLO attainment {formatting.share(good, 2)}"
     return Cell(text=f"{text}: {verdict}", detail=detail)
@@ -215,6 +215,8 @@ def _limit(cell: CellData, slo: Slo) -> Cell:
         parts = (
             found.reason if found.estimated_rate is None else how,
             capacity_text.speed_words(found),
+            capacity_text.users_words(found),
+            capacity_text.reuse_words(found, cell.like),
         )
         detail = "; ".join(filter(None, parts))
         if (binding := binding_of(cell, slo)) is not None:

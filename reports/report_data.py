@@ -395,7 +395,7 @@ def _traffic(manifest: RunManifest, workload: Workload) -> Traffic | None:
     if isinstance(arrivals, Trace):
         arrivals = Poisson()
     try:
-        return Traffic(lengths_of(workload, QUICK_REQUESTS, seed=1), arrivals)
+        return Traffic(lengths_of(workload, QUICK_REQUESTS, seed=1), arrivals, workload)
     except WorkloadError:  # a trace file that is not here
         return None
 
@@ -438,11 +438,15 @@ def _cell_of(
             step_times=step_times,
             policy=policy,
             reused_share=0.0 if calibrated is None else calibrated.reused_share,
+            reuse=None if calibrated is None else calibrated.reuse,
+            reasoning_share=0.0 if calibrated is None else calibrated.reasoning_share,
             workload=None if traffic is None else workload,
             arrivals=None if traffic is None else traffic.arrivals,
             least_seconds=least_seconds,
         )
     factor = found.factor if found is not None and found.factor else LOADED
+    if calibrated is not None and traffic is not None and step_times is not None:
+        traffic = traffic.served_with(calibrated.reuse, calibrated.reasoning_share)
     model, identity = str(said.get("model", "unknown")), _identity_of(said)
     never_quiet = _last(events, NeverQuiet)
     samples = [sample for sample in run.samples if sample.cell == key]

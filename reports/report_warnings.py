@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from loadtests.analysis.capacity_text import speed_words
+from loadtests.analysis.capacity_text import reuse_words, speed_words, users_words
 from loadtests.analysis.level_warnings import NamedWarning, Seriousness
 from loadtests.load_generator.openai_endpoint import TargetFacts, route_words
 from loadtests.records.journal_events import (
@@ -95,6 +95,11 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
         if cell.capacity is not None and (text := speed_words(cell.capacity)):
             advice = "The interval holds both speeds; measure again at another hour."
             yield NamedWarning("SpeedMoved", WARNING, f"{title}: {text}.", advice)
+        if cell.capacity is not None and (text := reuse_words(cell.capacity, cell.like)):
+            users = users_words(cell.capacity)
+            serves = f" It serves {users}." if users else ""
+            advice = "Slots hold histories: with fewer of them than users, histories are evicted."
+            yield NamedWarning("PrefixReuse", NOTE, f"{title}: {text}{serves}", advice)
         if cell.capacity is not None and cell.capacity.advice:
             advice = (
                 "Choose the SLO that you mean; the capacity is then known as well as step times."

@@ -33,6 +33,7 @@ from serving.capacity.simulated_capacity import (
     MOVED,
     Z_90,
     Lengths,
+    PrefixReuse,
     SimulatedCapacity,
     capacity,
     common_factor,
@@ -76,6 +77,8 @@ def estimate(
     step_times: StepTimeModel | None = None,
     policy: SchedulerSettings | None = None,
     reused_share: float = 0.0,
+    reuse: PrefixReuse | None = None,
+    reasoning_share: float = 0.0,
     workload: Lengths | Workload | None = None,
     arrivals: Arrivals | None = None,
     least_seconds: float = MIN_SECONDS,
@@ -109,6 +112,8 @@ def estimate(
                 slo,
                 arrivals=arrivals,
                 reused_share=reused_share,
+                reuse=reuse,
+                reasoning_share=reasoning_share,
             )
 
         found = _by_step_times(simulate, told, speeds, min(short, default=math.inf))
@@ -243,6 +248,7 @@ def _by_step_times(
         method="step_times",
         steepness=found.steepness,
         factor=factor if near else None,
+        users=found.users,
         speed_moved=moved if moved > MOVED else None,
     )
 

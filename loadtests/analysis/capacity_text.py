@@ -91,3 +91,29 @@ def speed_words(found: Capacity) -> str:
     """Return how much the machine's speed changed during the run; "": no change was seen."""
     moved = found.speed_moved
     return f"this machine's speed changed by {moved:.0%} during the measurement" if moved else ""
+
+
+def reuse_words(found: Capacity, like: float | None = None) -> str:
+    """What reused prefixes are worth: "Prefix caching raises the capacity from 21/min to 38/min.";
+    "" where it is not known."""
+    if found.estimated_rate_without_reuse is None or not found.estimated_rate:
+        return ""
+    like = like or common_rate([found])
+    if not found.estimated_rate_without_reuse:
+        return "Without prefix caching even one conversation at a time misses the SLO."
+    before, after = (
+        formatting.rate(one, like=like)
+        for one in (found.estimated_rate_without_reuse, found.estimated_rate)
+    )
+    if before == after:
+        return f"Prefix caching does not change the capacity of {after}."
+    return f"Prefix caching raises the capacity from {before} to {after}."
+
+
+def users_words(found: Capacity) -> str:
+    """`about 34 users at a time`: conversations under way at the estimated capacity, whose users
+    read and think for most of the time; "" where the requests are no conversations."""
+    if found.users is None:
+        return ""
+    users = formatting.significant(found.users, 2)
+    return f"about {users} {'user' if users == '1' else 'users'} at a time"

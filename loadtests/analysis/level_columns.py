@@ -40,6 +40,7 @@ _FIELDS = {  # column -> field of a record
     "last": "last_content_seconds",
     "ended": "ended_seconds",
     **{name: name for name in (*_TOKENS, "requested_prompt_tokens", "requested_output_tokens")},
+    **{name: name for name in ("session", "turn", "added_tokens")},
 }
 
 
@@ -80,6 +81,9 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     first_chunk_tokens: Floats
     requested_prompt_tokens: Floats
     requested_output_tokens: Floats
+    session: Floats  # the conversation that a request is a turn of; nan: of none
+    turn: Floats  # 0.. within it
+    added_tokens: Floats  # what a turn's prompt adds to the history
     failure: tuple[str | None, ...]  # why a request is not ok, in one word; None: it is
     backend: tuple[str | None, ...]  # X-Crossover-Backend
 

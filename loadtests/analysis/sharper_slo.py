@@ -19,8 +19,8 @@ import msgspec
 from loadtests.records.journal_events import Capacity
 from models import formatting
 from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import QUICK_REQUESTS, Z_90, capacity
-from serving.capacity.slo import Slo
+from serving.capacity.simulated_capacity import QUICK_REQUESTS, Z_90, PrefixReuse, capacity
+from serving.capacity.slo import LIMITS, Slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.workload.arrivals import Arrivals
 from serving.workload.request_lengths import Workload
@@ -41,6 +41,8 @@ def advice(
     *,
     arrivals: Arrivals | None = None,
     reused_share: float = 0.0,
+    reuse: PrefixReuse | None = None,
+    reasoning_share: float = 0.0,
 ) -> str:
     """Return a sentence that names the target and the limit at which the interval becomes sharp.
 
@@ -71,6 +73,8 @@ def advice(
                     other,
                     arrivals=arrivals,
                     reused_share=reused_share,
+                    reuse=reuse,
+                    reasoning_share=reasoning_share,
                     requests=QUICK_REQUESTS,
                 )
                 if name == "target":
@@ -95,7 +99,7 @@ def _looser(slo: Slo) -> Iterator[tuple[str, list[tuple[str, Slo]]]]:
     """Yield each key of the SLO with looser values of it, the nearest first."""
     lower = [target for target in TARGETS if target < slo.target]
     yield "target", [(f"{one:g}", msgspec.structs.replace(slo, target=one)) for one in lower]
-    for name in ("ttft_seconds", "tpot_seconds"):
+    for name in LIMITS.values():
         limit = getattr(slo, name)
         if limit is not None:
             values = [limit * factor for factor in LOOSER]

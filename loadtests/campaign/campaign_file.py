@@ -40,13 +40,14 @@ from models.weight_formats import DEFAULT_FORMATS, known_format
 from serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of
 from serving.backends.model_engines import engines_on, refusal, usual_engines
 from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
-from serving.capacity.slo import SLO_PRESETS, Slo
+from serving.capacity.slo import LIMITS, SLO_PRESETS, Slo
 from serving.errors import BackendUnavailable, ServingError, WorkloadError
 from serving.option_help import Count, Positive, Seconds, Share
 from serving.placement.fastest_backend import BEST
 from serving.server_options import SharedOptions
 from serving.toml_files import Table, converted, key, parse_toml, read_toml
 from serving.workload.arrivals import Arrivals, Poisson, Trace
+from serving.workload.conversations import draw_sessions
 from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 from serving.workload.trace_file import load_trace
 
@@ -63,6 +64,10 @@ CPU_BACKENDS = ("llama_cpp",)
 # backends.
 GPU_BACKEND = DEFAULTS["gpu"][0]
 OTHER_ENGINES = "List other engines as [[engines]] tables: docs/measure-any-endpoint.md."
+CHECKED_SESSIONS = 2_000  # conversations that a campaign draws to see whether they fit
+# Of a server's context, for what a conversation is counted to have: the marks of the chat template,
+# and answers that become more tokens when they are sent back.
+CONTEXT_USED = 0.85
 ANY_MODEL = "135m"  # all ladder models run on the same engines
 Device = Literal["cpu", "gpu"]
 DEVICES: tuple[Device, ...] = ("cpu", "gpu")
@@ -145,7 +150,15 @@ class SloSpec(Table, frozen=True):
         Positive | None, key("Limit of the time to first token, in seconds.")
     ] = None
     tpot_seconds: Annotated[
-        Positive | None, key("Limit of the time per output token, in seconds.")
+        Positive | None,
+        key("Limit of the time per output token, over reasoning and answer alike, in seconds."),
+    ] = None
+    ttfa_seconds: Annotated[
+        Positive | None,
+        key("Limit of the time to the first token of the answer, behind all reasoning."),
+    ] = None
+    e2e_seconds: Annotated[
+        Positive | None, key("Limit of the time to the end of the answer, in seconds.")
     ] = None
     target: Annotated[
         Share | None, key("SLO attainment to reach: the share of requests that meet every limit.")
@@ -382,7 +395,8 @@ def parse_campaign(text: str, *, models: Sequence[str] = (), where: str = "") ->
             raise BadCampaign("; ".join(faults))
         if models and AUTO in file.models:
             file = msgspec.structs.replace(file, models=list(models))
-        campaign = Campaign(**(msgspec.structs.asdict(file) | {"slo": slo_of(file.slo)}))
+        changed = {"slo": slo_of(file.slo), "workload": with_context(file)}
+        campaign = Campaign(**(msgspec.structs.asdict(file) | changed))
         return Plan(campaign, [] if AUTO in file.models else _parsed_cells(file), text)
     except BadCampaign as problem:
         raise BadCampaign(f"{where}{problem}") from problem
@@ -413,7 +427,7 @@ def slo_of(spec: str | SloSpec) -> Slo:
     changes = {name: value for name, value in given.items() if value is not None}
     if spec.preset is None:
         return Slo(**{"ttft_seconds": None, "tpot_seconds": None, "name": "own", **changes})
-    if changes.keys() & {"ttft_seconds", "tpot_seconds"}:
+    if changes.keys() & set(LIMITS.values()):
         changes.setdefault("name", f"{spec.preset} (changed)")
     return msgspec.structs.replace(SLO_PRESETS[spec.preset], **changes)
 
@@ -687,14 +701,7 @@ def _faults(file: CampaignFile) -> Iterator[str]:
         except UnsupportedModel as problem:
             yield f"formats: {problem}"
     lengths = file.workload
-    try:
-        if lengths.has_sessions:
-            yield (
-                "workload: a campaign cannot estimate the capacity for conversations yet. Use "
-                "`crossover load --workload conversation` to measure them at one rate"
-            )
-    except WorkloadError:
-        pass  # the loop below reports it
+    yield from _faults_of_sessions(file)
     arrivals = file.arrivals.path if isinstance(file.arrivals, Trace) else None
     named = {"arrivals.path": arrivals, "workload.file": lengths.file}
     for name, path in (named | {"workload.replay": lengths.replay}).items():
@@ -716,6 +723,62 @@ def _faults(file: CampaignFile) -> Iterator[str]:
             )
     for position, engine in enumerate(file.engines):
         yield from (f"engines[{position}].{what}" for what in _faults_of(engine))
+
+
+def _faults_of_sessions(file: CampaignFile) -> Iterator[str]:
+    """What cannot be of conversations."""
+    workload, server = file.workload, file.server
+    try:
+        if not workload.has_sessions:
+            for name in ("turns", "think_seconds", "turn_tokens", "context_tokens"):
+                if getattr(workload, name) is not None:
+                    yield (
+                        f"workload.{name} is of conversations: set workload.turns, or take a "
+                        "preset or a file that has them"
+                    )
+            return
+        sessions = draw_sessions(workload, CHECKED_SESSIONS, file.seed)
+    except WorkloadError:
+        return  # said of the file below
+    api = "api" if file.target is None else "target.api"
+    if "completions" in (file.api, None if file.target is None else file.target.api):
+        yield f'{api} = "completions": conversations are chats; set {api} = "chat"'
+    if isinstance(file.arrivals, Trace):
+        yield 'arrivals.kind = "trace": conversations begin by poisson, constant or gamma arrivals'
+    if file.target is not None:
+        return
+    longest = max(
+        one.prefix_tokens + turn.prompt_tokens + turn.output_tokens
+        for one in sessions
+        for turn in one.turns
+    )
+    contexts = {"server.context_tokens": server.context_tokens}
+    if server.gpu is not None and server.gpu.context_tokens is not None:
+        contexts["server.gpu.context_tokens"] = server.gpu.context_tokens
+    for name, context in contexts.items():
+        if workload.context_tokens is not None and workload.context_tokens > context:
+            yield (
+                f"workload.context_tokens = {workload.context_tokens} is more than {name} = "
+                f"{context}: lower it, or raise {name}"
+            )
+        if longest > context * CONTEXT_USED:
+            yield (
+                f"workload: a turn of up to {longest} tokens, prompt and answer, does not fit in "
+                f"{name} = {context} with room for the chat template: raise it, or set "
+                "workload.max_prompt_tokens and max_output_tokens"
+            )
+
+
+def with_context(file: CampaignFile) -> Workload:
+    """The workload of a campaign, whose conversations are cut at the server's context where they do
+    not say where."""
+    workload = file.workload
+    if file.target is not None or workload.context_tokens or not workload.has_sessions:
+        return workload
+    contexts = [file.server.context_tokens]
+    if file.server.gpu is not None and file.server.gpu.context_tokens is not None:
+        contexts.append(file.server.gpu.context_tokens)
+    return msgspec.structs.replace(workload, context_tokens=int(CONTEXT_USED * min(contexts)))
 
 
 def _faults_of(engine: Engine) -> Iterator[str]:

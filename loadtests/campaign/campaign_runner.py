@@ -255,8 +255,10 @@ class CampaignSession:
             state.event(journal.CellFinished(cell=state.key, capacity=capacity))
             found(state.key, capacity_text.in_words(capacity))
             say(f"{place}: {capacity_text.in_words(capacity)}", style="bold")
-            if capacity.advice:
-                say(f"  {capacity.advice}")
+            users = capacity_text.users_words(capacity)
+            said = (users and f"{users}.", capacity_text.reuse_words(capacity), capacity.advice)
+            for text in filter(None, said):
+                say(f"  {text[:1].upper()}{text[1:]}")
 
     def _why_not(self, cell: Cell) -> str | None:
         return cell_selection.why_not(cell, self._campaign, self.facts)

@@ -123,5 +123,12 @@ def _show_cell(
             console.print(f"  {level_text(level, state.campaign.slo, like)}")
     if found is not None:
         console.print(capacity_text.in_words(found, like))
-        for text in filter(None, (found.reason, capacity_text.speed_words(found), found.advice)):
+        said = (
+            found.reason,
+            capacity_text.speed_words(found),
+            capacity_text.users_words(found),
+            capacity_text.reuse_words(found),
+            found.advice,
+        )
+        for text in filter(None, said):
             console.print(f"  {text}", style="dim")

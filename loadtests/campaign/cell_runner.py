@@ -30,17 +30,30 @@ from loadtests.analysis.capacity_estimate import (
 from loadtests.analysis.disturbance import in_words
 from loadtests.analysis.level_columns import Level
 from loadtests.analysis.sharper_slo import advice
+from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.level_runner import LevelSpec, OpenBench, ServerBench, level_text
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellRecord, CellState, seed_of
 from loadtests.errors import LevelInterrupted, LoadError, ServerLost
 from loadtests.records import journal_events as journal
 from loadtests.simulation.calibration_bursts import Burst, calibrate
-from loadtests.simulation.prefix_reuse import measured_reuse
+from loadtests.simulation.prefix_reuse import (
+    measured_history_reuse,
+    measured_reasoning_share,
+    measured_reuse,
+)
 from models import formatting
 from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.slo import requests_to_hold
-from serving.workload.request_lengths import Workload, draw
+from serving.capacity.simulated_capacity import (
+    LOADED,
+    QUICK_REQUESTS,
+    PrefixReuse,
+    capacity,
+    lengths_of,
+)
+from serving.capacity.slo import LIMITS, requests_to_hold
+from serving.workload.conversations import session_seconds
+from serving.workload.request_lengths import Workload
 
 ENOUGH = 1.4  # a limit that is higher above the confirmed rate is worth one more level
 MAX_LEVELS = 2  # at a start: a level at 0.8 Y, and one more
@@ -49,6 +62,7 @@ MAX_ALONE = 4  # levels of single streams, where a few slow requests do not tell
 NEAR = 0.5  # of the limit: lower levels do not count as tries
 CALIBRATION_SECONDS, MIN_CALIBRATION_SECONDS = 30.0, 5.0
 MIN_WARMUP_SECONDS, MAX_WARMUP_SECONDS = 5.0, 20.0
+MAX_SESSION_SECONDS = 300.0  # of warm-up, for conversations
 NARROW = 1.25  # between the highest rate that held and the lowest that failed
 LOWEST = 1 / 50  # of the first rate that is tried: below it requests hardly ever meet
 LOWER = 0.85  # of a rate that did not hold: where the next level is put at the highest
@@ -125,8 +139,11 @@ class CellRun:
             self.slo,
             arrivals=self.campaign.arrivals,
             reused_share=made.reused_share,
+            reuse=made.reuse,
+            reasoning_share=made.reasoning_share,
         )
-        return msgspec.structs.replace(found, advice=text)
+        without = rate_without_reuse(found, made, self.campaign)
+        return msgspec.structs.replace(found, advice=text, estimated_rate_without_reuse=without)
 
     # What to measure next.
 
@@ -141,7 +158,10 @@ class CellRun:
         self.left_seconds = self.part.until_seconds - state.spent_seconds
         # two answers of an idle server: its queue has to fill first
         warmup = max(MIN_WARMUP_SECONDS, 2 * (self.alone_seconds or 0.0))
-        self.warmup_seconds = round(min(warmup, MAX_WARMUP_SECONDS), 1)
+        warmup = min(warmup, MAX_WARMUP_SECONDS)
+        # Of conversations: until late turns come as often as first ones.
+        talking = session_seconds(self.campaign.workload, self.alone_seconds or 0.0)
+        self.warmup_seconds = round(max(warmup, min(talking, MAX_SESSION_SECONDS)), 1)
         single = LevelSpec(
             requests=self.search.single_stream_requests,
             window_seconds=self.search.single_stream_seconds_on(state.device),
@@ -168,7 +188,7 @@ class CellRun:
         if fails_alone and self.left_seconds > 0 and len(self.alone) < MAX_ALONE:
             return single  # too few to say so
         # Without a limit of latency a step-time model tells nothing.
-        has_limit = self.slo.ttft_seconds is not None or self.slo.tpot_seconds is not None
+        has_limit = any(getattr(self.slo, name) is not None for name in LIMITS.values())
         seconds = min(CALIBRATION_SECONDS, self.left_seconds)
         if has_limit and state.calibrated is None and seconds >= MIN_CALIBRATION_SECONDS:
             return Calibrate(seconds)
@@ -304,12 +324,20 @@ class CellRun:
             step_times=found.step_times,
             policy=policy,
             reused_share=measured_reuse(workload, single) if policy is not None else 0.0,
+            reuse=self._measured_history_reuse(single) if workload.has_sessions else None,
+            reasoning_share=measured_reasoning_share(single),
             reason=found.reason,
         )
         state.event(made)
         limit = capacity_text.in_words(capacity_of(state))
         words = limit if found.step_times is not None else f"no step-time model, {found.reason}"
         self.progress.say(f"  calibrated in {formatting.duration(took)}: {words}")
+
+    def _measured_history_reuse(self, single: Sequence[Level]) -> PrefixReuse:
+        """What the server saved of histories, with the way that it says it does."""
+        said = self.state.ready.info.prefix_reuse if self.state.ready is not None else None
+        is_checkpointed = said is not None and said.startswith("from checkpoints")
+        return measured_history_reuse(single, "checkpoints" if is_checkpointed else "any prefix")
 
     def _level_that_counts(self, asked: LevelSpec) -> Level | None:
         """One level, measured again after a pause where it was disturbed: that costs the cell's
@@ -369,6 +397,8 @@ def capacity_of(state: CellRecord) -> journal.Capacity:
         step_times=None if made is None else made.step_times,
         policy=None if made is None else made.policy,
         reused_share=0.0 if made is None else made.reused_share,
+        reuse=None if made is None else made.reuse,
+        reasoning_share=0.0 if made is None else made.reasoning_share,
         workload=campaign.workload,
         arrivals=campaign.arrivals,
         least_seconds=state.level_seconds,
@@ -381,15 +411,44 @@ def settings_of_another(
     """Return the settings of a server that only says or shows its slots: tokens of a step as vLLM's
     server has them by default, and no target for a step's time. `kv_tokens` None: a KV cache that
     is never full."""
-    asks = draw(workload, 1000, 1)
+    lengths = lengths_of(workload, 1000, 1)
     return SchedulerSettings(
         slots=slots,
-        context_tokens=max(ask.prompt_tokens + ask.output_tokens for ask in asks),
+        context_tokens=int((lengths.prompt + lengths.output).max()),
         kv_tokens=kv_tokens,
         prefill_tokens=VLLM_STEP_TOKENS,
         step_tokens=VLLM_STEP_TOKENS,
         step_seconds_target=None,
     )
+
+
+def rate_without_reuse(
+    found: journal.Capacity, made: journal.Calibrated, campaign: Campaign
+) -> float | None:
+    """The estimated capacity if the server computed each conversation's history again; None: it
+    does, there are no conversations, or nothing is estimated."""
+    reuse, step_times, policy = made.reuse, made.step_times, made.policy
+    is_told = (
+        reuse is not None and reuse.kind != "none" and step_times is not None and policy is not None
+    )
+    if not is_told or not found.estimated_rate or found.method != "step_times":
+        return None
+    assert reuse is not None and step_times is not None and policy is not None
+    nothing = msgspec.structs.replace(reuse, kind="none")
+    with_reuse, without = (
+        capacity(
+            step_times.slower(found.factor or LOADED),
+            policy,
+            campaign.workload,
+            campaign.slo,
+            arrivals=campaign.arrivals,
+            reuse=one,
+            reasoning_share=made.reasoning_share,
+            requests=QUICK_REQUESTS,
+        ).rate
+        for one in (reuse, nothing)
+    )
+    return found.estimated_rate * without / with_reuse if with_reuse > 0 else None
 
 
 def next_rate(tried: Sequence[tuple[float, bool]], start: float) -> float | None:

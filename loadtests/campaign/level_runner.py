@@ -40,6 +40,7 @@ from loadtests.simulation.calibration_bursts import Burst
 from models import formatting
 from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from serving.capacity.slo import Slo
+from serving.workload.conversations import mean_turns_of
 from serving.workload.request_lengths import RequestSpec
 
 MAX_DRAIN_SECONDS = 300.0  # after the last due time, for answers
@@ -206,7 +207,9 @@ class ServerBench:
             raise self._sampler.failure
 
     def _plan(self, asked: LevelSpec) -> LoadPlan:
-        campaign, given = self.state.campaign, dict[str, Any](rate=asked.rate)
+        campaign, given = self.state.campaign, dict[str, Any](rate=None)
+        if asked.rate is not None:  # of requests: conversations begin less often
+            given["rate"] = asked.rate / mean_turns_of(campaign.workload)
         if asked.burst is not None:
             pairs = zip(asked.burst.prompt_tokens, asked.burst.output_tokens, strict=True)
             asks = tuple(RequestSpec(i, prompt, output) for i, (prompt, output) in enumerate(pairs))

@@ -238,6 +238,8 @@ def api_of(campaign: Campaign, model: ModelIdentity | None) -> Literal["completi
     """The route that is measured on a server started here."""
     if campaign.api != "auto":
         return campaign.api
+    if campaign.workload.has_sessions:
+        return "chat"
     return "chat" if model is not None and model.has_chat_template else "completions"
 
 
@@ -273,6 +275,7 @@ def info_of(placement: Mapping[str, Any]) -> EngineInfo:
         "name": engine.get("backend"),
         "device_name": placement.get("device_name"),
         "predicted": memory.get("predicted"),
+        "prefix_reuse": placement.get("prefix_reuse"),
     }
     return msgspec.convert({**engine, **more}, EngineInfo)
 

@@ -16,7 +16,8 @@ class _Exchange(NamedTuple):
     """A turn that was answered."""
 
     messages: tuple[Message, Message]
-    tokens: int
+    tokens: int  # of both, in later prompts
+    output_tokens: int
 
 
 class Conversation:
@@ -29,6 +30,8 @@ class Conversation:
             text = maker.words("prefix", session.prefix_tokens)
             self._system.append({"role": "system", "content": text})
         self._past: list[_Exchange] = []
+        self._marks = 0  # tokens that the chat template adds to the first prompt, as counted
+        self._growth = 1.0  # tokens of an answer in the next prompt over its own, as counted
         self._known_tokens = 0  # of the last request and its answer: a server may have kept them
         self._is_cut = False
         self._prompt: Message = {}
@@ -44,7 +47,10 @@ class Conversation:
         plan, session = self._plan, self._session
         asked = session.turns[turn]
         self._added = asked.prompt_tokens
-        text = self._maker.words(f"{plan.seed}/{session.index}/{turn}", asked.prompt_tokens)
+        # What the chat template adds to every prompt is part of the first turn's tokens.
+        fixed = 0.0 if turn else self._maker.fixed_tokens
+        words = max(1, round(asked.prompt_tokens - fixed))
+        text = self._maker.words(f"{plan.seed}/{session.index}/{turn}", words)
         self._prompt = {"role": "user", "content": text}
         context = plan.workload.context_tokens
         while self._past and context is not None and self._tokens + asked.output_tokens > context:
@@ -59,6 +65,7 @@ class Conversation:
             turn=turn,
             scheduled_seconds=scheduled_seconds,
             requested_prompt_tokens=self._tokens,
+            added_tokens=asked.prompt_tokens,
             requested_output_tokens=asked.output_tokens,
             # What the server has seen before: all of the request and answer before, or, where the
             # history was cut at its start, the system prompt alone.
@@ -67,10 +74,22 @@ class Conversation:
         return [*self._system, *history, self._prompt], record
 
     def end(self, record: RequestRecord, answer: str) -> None:
-        """An answer joins the history, with the server's counts where it gave them."""
+        """An answer joins the history, with the server's counts where it gave them.
+
+        What the server counted more than was asked are the marks of the chat template, and answers
+        that became other tokens when they were sent back.
+        """
         output = record.output_tokens or record.requested_output_tokens or 0
+        surplus = (record.prompt_tokens or self._tokens) - self._tokens
+        if self._past:
+            last = self._past[-1]
+            self._past[-1] = last._replace(tokens=max(0, last.tokens + surplus))
+            self._growth = max(0.0, self._growth + surplus / max(last.output_tokens, 1))
+        else:
+            self._marks += surplus
         said: Message = {"role": "assistant", "content": answer}
-        self._past.append(_Exchange((self._prompt, said), self._added + output))
+        tokens = self._added + round(self._growth * output)
+        self._past.append(_Exchange((self._prompt, said), tokens, output))
         self._known_tokens = (record.prompt_tokens or record.requested_prompt_tokens or 0) + output
         self._is_cut = False
 
@@ -101,4 +120,4 @@ class Conversation:
     def _tokens(self) -> int:
         """Of the request, as far as they are counted."""
         past = sum(one.tokens for one in self._past)
-        return self._session.prefix_tokens + past + self._added
+        return self._session.prefix_tokens + self._marks + past + self._added

@@ -52,10 +52,11 @@ class Dispatcher:
         self._scheduled: list[Request] = []
         if plan.has_sessions:
             self._sessions = factory.conversations()
+            self._talks = iter(self._sessions)  # of a closed loop
         elif plan.concurrency is None:
             self._scheduled = factory.scheduled()
         self._in_turn = factory.endless()  # of a closed loop
-        if plan.concurrency is not None and plan.requests is not None:
+        if plan.concurrency is not None and plan.requests is not None and not plan.has_sessions:
             self._in_turn = iter(list(islice(self._in_turn, plan.requests)))
         self._indices = count()  # of the turns of conversations
         self._account = Ended()
@@ -75,8 +76,10 @@ class Dispatcher:
         self._origin = origin
         plan, end = self.plan, origin + self.plan.duration_seconds
         cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
-        users = [gevent.spawn(self._use) for _ in range(plan.concurrency or 0)]
-        users += [gevent.spawn(self._converse, *one) for one in self._sessions]
+        use = self._talk_in_turn if plan.has_sessions else self._use
+        users = [gevent.spawn(use) for _ in range(plan.concurrency or 0)]
+        if plan.concurrency is None:
+            users += [gevent.spawn(self._converse, *one) for one in self._sessions]
         try:
             counted = [one for one in self._scheduled if self._counts(one.record)]
             self._dispatch(counted)
@@ -138,6 +141,33 @@ class Dispatcher:
                 return
             self._send(wire, asked)
 
+    def _talk_in_turn(self) -> None:
+        """One user of a closed loop who has one conversation after the other, without thinking."""
+        gevent.sleep(max(0.0, self._origin - clock()))
+        for _, talk, session in self._talks:
+            for number, turn in enumerate(session.turns):
+                due = clock() - self._origin
+                if self._over.is_set() or due >= self.plan.duration_seconds:
+                    return
+                index = next(self._indices)
+                if self.plan.requests is not None and index >= self.plan.requests:
+                    return
+                messages, asked = talk.begin(number, due, index)
+                watch = ReasoningWatch(keeps_text=True)
+                wire = self._factory.turn_bytes(messages, turn.output_tokens)
+                record = self._send(wire, asked, watch)
+                if record.error is not None:
+                    self._end_session(talk, number + 1, record.ended_seconds or due)
+                    break
+                talk.end(record, "".join(watch.texts or ()))
+
+    def _end_session(self, talk: Conversation, turn: int, ended_seconds: float) -> None:
+        """The turns from `turn` on never come since an answer failed: each is a failure."""
+        for missing in talk.missing(turn, ended_seconds, self._indices):
+            self._account.due += 1
+            self._account.recorded += 1
+            self._tell(missing)
+
     def _converse(self, begin_seconds: float, talk: Conversation, session: Session) -> None:
         """One session, from its first turn to its last, or to an answer that failed."""
         due = begin_seconds
@@ -156,11 +186,7 @@ class Dispatcher:
                 self._expect(-counts)
             ended = record.ended_seconds or due
             if record.error is not None:
-                for missing in talk.missing(number + 1, ended, self._indices):
-                    self._account.due += 1
-                    self._account.recorded += 1
-                    self._tell(missing)
-                return
+                return self._end_session(talk, number + 1, ended)
             talk.end(record, "".join(watch.texts or ()))
             if number + 1 < len(session.turns):
                 due = ended + session.turns[number + 1].think_seconds

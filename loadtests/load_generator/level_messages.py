@@ -47,15 +47,15 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def has_sessions(self) -> bool:
-        """Whether `rate` is of conversations that begin. Raises LoadError."""
-        is_open = self.asks is None and self.concurrency is None
-        return is_open and self.workload.has_sessions
+        """Whether the requests are turns of conversations, of which `rate` then begin. Raises
+        WorkloadError."""
+        return self.asks is None and self.workload.has_sessions
 
     @property
     def load_in_words(self) -> str:
         if self.asks is not None:
             return f"{len(self.asks)} requests at once"
-        if self.has_sessions:
+        if self.has_sessions and self.rate is not None:
             return f"{self.rate:.3g} conversations/s"
         return formatting.of_requests(formatting.load(self.rate, self.concurrency, 3))
 

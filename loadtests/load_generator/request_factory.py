@@ -21,6 +21,7 @@ from serving.workload.conversations import Session, draw_sessions
 from serving.workload.exact_prompts import PromptMaker
 from serving.workload.request_lengths import RequestSpec, draw
 
+MAX_CLOSED_SESSIONS = 1_000  # that the users of a closed loop have in turn
 MAX_LEVEL_TOKENS = 250_000_000  # of all prompts of a level together: some 2 GB of text
 
 
@@ -61,14 +62,18 @@ class RequestFactory:
         return made
 
     def conversations(self) -> list[tuple[float, Conversation, Session]]:
-        """All sessions of an open level, by the moment at which they begin."""
+        """All sessions of a level: of an open one by the moment at which they begin, of a closed
+        one as many as its requests may need."""
         plan = self._plan
         if plan.target.api != "chat":
             raise LoadError(
                 "conversations are chats, and the target's api is 'completions': give --api chat"
             )
-        seconds = plan.duration_seconds + plan.follow_seconds
-        due = due_times(plan.arrivals, plan.rate or 0.0, seconds, plan.seed).tolist()
+        if plan.concurrency is not None:
+            due = [0.0] * (plan.requests or MAX_CLOSED_SESSIONS)
+        else:
+            seconds = plan.duration_seconds + plan.follow_seconds
+            due = due_times(plan.arrivals, plan.rate or 0.0, seconds, plan.seed).tolist()
         sessions = draw_sessions(plan.workload, len(due), plan.seed)
         return [
             (at, Conversation(plan, self._maker, session), session)

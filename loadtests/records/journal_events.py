@@ -19,6 +19,7 @@ import msgspec
 
 from models.model_spec import ModelSpec
 from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
+from serving.capacity.simulated_capacity import PrefixReuse
 from serving.capacity.step_time_model import StepTimeModel
 
 FORMAT_VERSION = 6  # goes up when what is written means something else
@@ -56,6 +57,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     speed_moved: float | None = None
     reason: str = ""
     confirm_seconds: float | None = None  # measuring that would confirm 0.8 x the estimate
+    # Conversations under way at `estimated_rate`, with users who read and think; None: no
+    # conversations
+    users: float | None = None
+    # `estimated_rate` if the server computed each conversation's history again; None: no
+    # conversations, or a server that does
+    estimated_rate_without_reuse: float | None = None
     advice: str = ""  # the SLO under which a wide interval would be sharp; "": none
 
     @property
@@ -114,6 +121,7 @@ class EngineInfo(RequestedSettings, frozen=True, kw_only=True, omit_defaults=Tru
     device_name: str | None = None  # the CPU or GPU that it runs on
     weight_format: str | None = None
     threads: int | None = None
+    prefix_reuse: str | None = None  # what it goes on from, in words
     predicted: dict[str, Any] | None = None  # memory in bytes by what holds it
     command: str | None = None  # of an engine of others
 
@@ -204,6 +212,9 @@ class Calibrated(Event, frozen=True, kw_only=True):
     step_times: StepTimeModel | None = None
     policy: SchedulerSettings | None = None  # of the engine; of another server, as far as found
     reused_share: float = 0.0  # of shared prefixes, how much the server found in its cache
+    # What it saved of the histories of conversations; None: the workload has none
+    reuse: PrefixReuse | None = None
+    reasoning_share: float = 0.0  # of an answer's time, until its first token behind all reasoning
     reason: str = ""  # why there is no step-time model
 
 

@@ -33,6 +33,7 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     requested_output_tokens: int | None = None
     prompt_tokens: int | None = None  # as the server's usage counted
     cached_tokens: int | None = None  # of the prompt, not computed again, as the server says
+    added_tokens: int | None = None  # of a turn's prompt: what the user added to the history
     history_tokens: int | None = None  # of a turn's prompt: what the server saw in the turn before
     output_tokens: int | None = None
     status: int | None = None  # HTTP status; None: no answer

@@ -27,6 +27,7 @@ import numpy as np
 from loadtests.analysis.level_columns import Level
 from loadtests.simulation.step_observation import merged_steps, observed_steps
 from models.model_spec import Routing
+from serving.capacity.simulated_capacity import lengths_of
 from serving.capacity.step_time_model import (
     FITS,
     MIN_OBSERVATIONS,
@@ -35,7 +36,7 @@ from serving.capacity.step_time_model import (
     fit_step_times,
 )
 from serving.errors import WorkloadError
-from serving.workload.request_lengths import Workload, draw
+from serving.workload.request_lengths import Workload
 
 SHORT_PROMPT = 16
 MAX_STREAMS = 64
@@ -88,7 +89,7 @@ def calibrate(
     Nothing is asked that is expected to pass `seconds`, but for one burst of two streams, and
     bursts that are asked again.
     """
-    prompts = np.array([one.prompt_tokens for one in draw(workload, 400, 1)])
+    prompts = lengths_of(workload, 400, 1).prompt  # of conversations with their histories
     seen = _Seen(ask, prompts, seconds, experts)
     for level in alone:
         seen.take(level)

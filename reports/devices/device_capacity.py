@@ -27,10 +27,17 @@ from reports.devices.device_catalog import Device
 from reports.devices.device_step_times import default_slots, predicted_step_times
 from reports.errors import ReportError
 from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import QUICK_REQUESTS, Lengths, Server
+from serving.capacity.simulated_capacity import (
+    QUICK_REQUESTS,
+    Lengths,
+    PrefixReuse,
+    Server,
+    lengths_of,
+)
 from serving.capacity.slo import Slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.workload.arrivals import Arrivals, Poisson
+from serving.workload.request_lengths import Workload
 
 # Of the half width of a two-sided 90 % band: the quantile of 90 % over that of 95 %.
 ONE_SIDED = 1.2816 / 1.6449
@@ -60,6 +67,21 @@ class Traffic(msgspec.Struct, frozen=True, eq=False):
 
     lengths: Lengths
     arrivals: Arrivals = Poisson()
+    workload: Workload | None = None  # that the lengths are drawn from; None: not known
+
+    def served_with(self, reuse: PrefixReuse | None, reasoning_share: float) -> Traffic:
+        """The same traffic, of a server that saves so much of histories and whose model reasons so
+        long."""
+        if self.workload is None or (reuse is None and not reasoning_share):
+            return self
+        lengths = lengths_of(
+            self.workload,
+            len(self.lengths.prompt),
+            seed=1,
+            reuse=reuse,
+            reasoning_share=reasoning_share,
+        )
+        return msgspec.structs.replace(self, lengths=lengths)
 
     @property
     def mean_prompt(self) -> float:
@@ -250,7 +272,7 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
 
 
 def _is_good_alone(server: Server, slo: Slo) -> bool:
-    alone = server.alone().good(slo.ttft_seconds, slo.tpot_seconds)
+    alone = server.alone().meets(slo)
     return bool(alone.mean() >= slo.target)
 
 

@@ -190,11 +190,6 @@ def question(
                 f"model = {keys.model!r}: its shape is not known, so nothing can be predicted of "
                 f"it: {model.missing}"
             )
-        if msgspec.structs.replace(workload, **paths).has_sessions:
-            raise BadPlan(
-                "workload: conversations are not simulated yet, so a plan cannot say what holds "
-                "them; give the lengths of their turns as single requests"
-            )
         lengths = lengths_of(msgspec.structs.replace(workload, **paths), QUICK_REQUESTS, seed=1)
         return Question(
             keys=keys,

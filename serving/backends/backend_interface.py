@@ -140,12 +140,6 @@ class Saved(Protocol):
     tokens: int  # that the slot held
 
 
-def max_checkpoints(slots: int) -> int:
-    """How many `Saved` are kept of a backend with so many slots: one a slot, for the next turn of
-    its chat, and one for a beginning that they share."""
-    return slots + 1
-
-
 class Launched(Protocol):
     """A step that may still be under way."""
 

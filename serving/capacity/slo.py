@@ -49,6 +49,8 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, **tighter)
 
 
+# Limits of the 99th percentiles of TTFT and of the time between tokens.
+CATALOG = "limits of inference-perf's workload catalog"
 LIMITS = {name: f"{name}_seconds" for name in ("ttft", "tpot", "ttfa", "e2e")}
 
 
@@ -89,6 +91,9 @@ SLO_PRESETS: dict[str, Slo] = {
             source="limits of MLPerf Inference v5.1, Llama-3.1-8B, Interactive",
         ),
         Slo("reading", 5.0, 0.200, source="about the speed of silent reading, 5 tokens/s"),
+        Slo("conversation", 0.5, 0.050, 0.99, source=f"{CATALOG}, interactive-chat"),
+        Slo("reasoning", 2.0, 0.100, 0.99, source=f"{CATALOG}, reasoning"),
+        Slo("agent", 10.0, 0.100, 0.99, source=f"{CATALOG}, deep-research"),
         Slo("batch", None, None, source="no latency limit: throughput and cost only"),
     )
 }

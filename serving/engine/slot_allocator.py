@@ -2,9 +2,9 @@
 
 Where a backend can cut a slot back, a sequence may reuse any common prefix. Where it cannot (a
 recurrent state, a window), it may go on where a free slot stands, or from a checkpoint: a copy of
-that state, made at two points of a prompt (`checkpoints_of`): shortly before its end, where the
-next turn of a chat begins, and where a beginning that it shares with another sequence ends, which
-is where the next of them will go on.
+that state, made at two points of a prompt: shortly before its end, where the next turn of a chat
+begins, and where a beginning that it shares with another sequence ends, which is where the next of
+them will go on. Which slot that is, `serving.capacity.choose_slot` decides.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from serving.backends.backend_interface import Backend, max_checkpoints
+from serving.backends.backend_interface import Backend
+from serving.capacity.choose_slot import (
+    COMPUTED_TAIL,
+    choose_checkpointed_slot,
+    choose_slot,
+    max_checkpoints,
+)
 from serving.sampling.step_inputs import Tokens
 
-MIN_REUSED_TOKENS = 16  # a shorter common prefix is not worth a copy
-# Tokens of a prompt behind its last checkpoint. What a chat template puts there (`<think>`, an
-# empty thought) is gone in the next turn's prompt, which could not use a checkpoint behind it.
-PROMPT_TAIL = 8
 _NOTHING: Tokens = np.empty(0, np.int32)
 
 
@@ -63,9 +65,8 @@ class SlotAllocator:
         """A free slot for this prompt. All but its last two tokens may be reused, so that no piece
         of one token is left. `running`: the tokens computed in the slots in use, whose prefixes may
         be copied."""
-        wanted = prompt[: max(0, len(prompt) - 2)]
         choose = self._choose_saved if self._saves else self._choose
-        taken = choose(wanted, running)
+        taken = choose(prompt, running)
         self._held[taken.slot] = _NOTHING
         self._backend.truncate(taken.slot, taken.reused)
         return taken
@@ -95,42 +96,45 @@ class SlotAllocator:
         self._held[oldest] = _NOTHING
         return True
 
-    def _choose(self, wanted: Tokens, running: Mapping[int, Tokens]) -> Taken:
+    def _choose(self, prompt: Tokens, running: Mapping[int, Tokens]) -> Taken:
         """Where a slot can be cut back, or nothing is reused."""
-        free = [slot for slot in range(len(self._held)) if slot not in running]
+        free = self._free(running)
         if not self._reuses:
             return Taken(free[0], 0)
-        common = self._common(wanted, running)
-        best = max(range(len(common)), key=lambda slot: (common[slot], slot in free, -slot))
-        if common[best] < MIN_REUSED_TOKENS:
-            return Taken(min(free, key=self._age), 0)
-        target = self._target(best, common[best], free)
-        if target != best:
-            self._backend.copy(best, target, common[best])
-        return Taken(target, common[best])
+        common = self._common(prompt[: max(0, len(prompt) - COMPUTED_TAIL)], running)
+        slot, reused, source = choose_slot(common, self._held_tokens, free, self._idle_since)
+        if source != slot:
+            self._backend.copy(source, slot, reused)
+        return Taken(slot, reused)
 
-    def _choose_saved(self, wanted: Tokens, running: Mapping[int, Tokens]) -> Taken:
+    def _choose_saved(self, prompt: Tokens, running: Mapping[int, Tokens]) -> Taken:
         """Where a slot cannot be cut back."""
-        free = [slot for slot in range(len(self._held)) if slot not in running]
+        wanted = prompt[: max(0, len(prompt) - COMPUTED_TAIL)]
         common = self._common(wanted, running)
-        standing = [slot for slot in free if common[slot] == len(self._held[slot])]
-        target = max(standing, key=lambda slot: common[slot], default=free[0])
-        reused = common[target] if standing else 0
         checkpoint = self._longest_checkpoint(wanted, max(common))
-        if checkpoint is not None and len(checkpoint.tokens) > reused:
-            reused = len(checkpoint.tokens)
-            source = max(range(len(common)), key=lambda slot: (common[slot], slot in free, -slot))
-            target = self._target(source, reused, free)
-            self._backend.restore(target, checkpoint.saved, source)
+        (slot, reused, source), is_restored, marks = choose_checkpointed_slot(
+            common,
+            self._held_tokens,
+            self._free(running),
+            self._idle_since,
+            prompt_tokens=len(prompt),
+            checkpoint_tokens=0 if checkpoint is None else len(checkpoint.tokens),
+        )
+        if is_restored and checkpoint is not None:
+            self._backend.restore(slot, checkpoint.saved, source)
             self._checkpoints.remove(checkpoint)
             self._checkpoints.append(checkpoint)  # the last used one
-        elif reused < MIN_REUSED_TOKENS:
-            target, reused = min(free, key=self._age), 0
-            self._backend.truncate(target, 0)
-        shared, end = max(common), len(wanted) + 2 - PROMPT_TAIL
-        lengths = (shared, end) if shared < end - MIN_REUSED_TOKENS else (end,)
-        marks = tuple(one for one in lengths if one >= max(MIN_REUSED_TOKENS, reused + 1))
-        return Taken(target, reused, marks)
+        elif not reused:
+            self._backend.truncate(slot, 0)
+        return Taken(slot, reused, marks)
+
+    def _free(self, running: Mapping[int, Tokens]) -> list[int]:
+        return [slot for slot in range(len(self._held)) if slot not in running]
+
+    @property
+    def _held_tokens(self) -> list[int]:
+        """Tokens in the KV of each idle slot."""
+        return [len(held) for held in self._held]
 
     def _longest_checkpoint(self, wanted: Tokens, most: int) -> Checkpoint | None:
         """The longest one that `wanted` begins with; of `most` tokens, which some slot holds."""
@@ -146,18 +150,6 @@ class SlotAllocator:
         return [
             common_prefix(running.get(slot, held), wanted) for slot, held in enumerate(self._held)
         ]
-
-    def _target(self, best: int, reused: int, free: list[int]) -> int:
-        """The free slot for a sequence that reuses tokens of slot `best`: that one, unless it is in
-        use or would lose much that others could reuse."""
-        mostly_shared = reused * 2 >= len(self._held[best])
-        if best in free and (mostly_shared or len(free) == 1):
-            return best
-        return min(free, key=lambda slot: (slot == best, *self._age(slot)))
-
-    def _age(self, slot: int) -> tuple[bool, float, int]:
-        """Order of free slots: empty ones first, then the one idle for longest."""
-        return len(self._held[slot]) > 0, self._idle_since[slot], slot
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

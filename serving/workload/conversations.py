@@ -10,16 +10,24 @@ end of the answer before it, so only the first turns of sessions have times that
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from serving.errors import WorkloadError
 from serving.workload.arrivals import generator
 from serving.workload.request_lengths import Workload, draw
 from serving.workload.trace_file import load_sessions
 
+Whole = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
+NEARLY_ALL = 0.9  # of the turns: their rate is then nearly what it will be
+MEAN_SESSIONS, MEAN_SEED = 2_000, 1  # by which a workload's means are told
 _STREAM = 0x0C  # keeps these draws apart from those of lengths and arrivals under the same seed
 
 
@@ -86,6 +94,68 @@ def _sessions_of_file(workload: Workload, path: str, n: int, seed: int) -> list[
         )
         for index, at in enumerate(order[:n])
     ]
+
+
+class SentTurn(NamedTuple):
+    """What a turn sends: the whole prompt, with the history."""
+
+    session: int
+    number: int
+    prompt_tokens: int
+    output_tokens: int
+    think_seconds: float
+    # At the start of its prompt, as the turn before left them with its answer; 0 of a first turn,
+    # and where the oldest turns were left out, so that nothing but the system prompt is the same.
+    kept_tokens: int
+
+
+def sent_turns(
+    session: Session, context_tokens: int | None, answer_growth: float = 1.0
+) -> Iterator[SentTurn]:
+    """Yield what each turn of a session sends, if every answer has as many tokens as are asked.
+
+    The oldest turns are left out where a request would not fit in `context_tokens`.
+    `answer_growth`: tokens of an answer in the next prompt, over its own.
+    """
+    past: list[int] = []  # of each exchange: prompt and answer
+    kept = 0
+    for number, turn in enumerate(session.turns):
+        own = session.prefix_tokens + turn.prompt_tokens
+        while past and context_tokens and own + sum(past) + turn.output_tokens > context_tokens:
+            del past[0]
+            kept = 0
+        prompt = own + sum(past)
+        yield SentTurn(session.index, number, prompt, turn.output_tokens, turn.think_seconds, kept)
+        kept = prompt + turn.output_tokens - 1  # the last token is drawn, and never computed
+        past.append(turn.prompt_tokens + round(answer_growth * turn.output_tokens))
+
+
+@functools.lru_cache(maxsize=64)
+def mean_turns_of(workload: Workload) -> float:
+    """Turns of a conversation of a workload, on average; 1.0 without conversations."""
+    if not workload.has_sessions:
+        return 1.0
+    return mean_turns(draw_sessions(workload, MEAN_SESSIONS, MEAN_SEED))
+
+
+def session_seconds(workload: Workload, answer_seconds: float) -> float:
+    """Seconds from a conversation's beginning within which nearly all turns come, where an answer
+    takes so long; 0.0 without conversations."""
+    if not workload.has_sessions:
+        return 0.0
+    sessions = draw_sessions(workload, MEAN_SESSIONS, MEAN_SEED)
+    number = [place for one in sessions for place in range(len(one.turns))]
+    thinking = [turn.think_seconds for one in sessions for turn in one.turns]
+    return offsets_quantile(np.array(number), np.array(thinking) + answer_seconds)
+
+
+def offsets_quantile(number: Whole, seconds: Seconds) -> float:
+    """Within how long of a conversation's beginning NEARLY_ALL turns come: `seconds` from the turn
+    before to each one, `number` its place, session by session."""
+    since = np.where(number > 0, seconds, 0.0)
+    total = np.cumsum(since)
+    begins = np.maximum.accumulate(np.where(number == 0, np.arange(len(number)), 0))
+    return float(np.quantile(total - total[begins], NEARLY_ALL)) if len(number) else 0.0
 
 
 def _capped(tokens: float, cap: float) -> int:

@@ -29,18 +29,18 @@ class PromptMaker:
     def __init__(self, seed: int, fixed_tokens: float = 0.0, word_tokens: float = 1.0) -> None:
         """`fixed_tokens`: of a prompt besides its words: BOS, chat template. May be below 0."""
         self._seed = seed
-        self._fixed, self._word = fixed_tokens, word_tokens
+        self.fixed_tokens, self._word = fixed_tokens, word_tokens
 
     def make(self, ask: RequestSpec) -> tuple[str, int]:
         """The prompt of an ask, the same for the same settings, and how many tokens it has.
 
         It has more than asked only where that is shorter than a prompt can be.
         """
-        count = max(1, round((ask.prompt_tokens - self._fixed) / self._word))
+        count = max(1, round((ask.prompt_tokens - self.fixed_tokens) / self._word))
         shared = min(count, round(ask.prefix_tokens / self._word))
         words = _drawn("prefix", shared) + _drawn(f"{self._seed}/{ask.index}", count - shared)
         words[0] = WORDS[0]
-        return " ".join(words), round(self._fixed + self._word * count)
+        return " ".join(words), round(self.fixed_tokens + self._word * count)
 
     def words(self, name: str, tokens: int) -> str:
         """Words of a stream of its own, for a message of a conversation: so many tokens, without

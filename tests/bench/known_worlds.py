@@ -28,7 +28,8 @@ from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.capacity.slo import Slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.workload.arrivals import Arrivals, Gamma, Poisson, due_times
-from serving.workload.request_lengths import Workload, draw
+from serving.workload.conversations import draw_sessions, mean_turns_of
+from serving.workload.request_lengths import Spread, Workload, draw
 from tests.loadtests.campaign.simulated import Serves
 from tests.loadtests.simulation.known_server import KnownServer
 
@@ -64,6 +65,8 @@ class World:
 
     def share(self, rate: float, start: int = 1) -> float:
         """The long-run share of good requests."""
+        if self.workload.has_sessions:
+            return self._share_of_turns(rate, start)
         due = due_times(self.arrivals, rate, self.long_run / rate, 99)
         asks = draw(self.workload, len(due), 99)
         server = (self.quiet or self.serving)(99, 0.0, start)
@@ -76,6 +79,17 @@ class World:
         )
         good = level.good(self.slo)
         return float(good[len(good) // 50 :].mean())
+
+    def _share_of_turns(self, rate: float, start: int) -> float:
+        """The long-run share of good turns of conversations, behind their beginning."""
+        seconds = self.long_run / rate
+        begins = due_times(self.arrivals, rate / mean_turns_of(self.workload), seconds, 99).tolist()
+        sessions = draw_sessions(self.workload, len(begins), 99)
+        server = (self.quiet or self.serving)(99, 0.0, start)
+        assert isinstance(server, KnownServer)
+        records = server.converse(begins, sessions, until=seconds)
+        level = Level.of(records, LevelStarted(cell="c", level="l", window_seconds=seconds))
+        return float(level.good(self.slo)[level.due > 0.1 * seconds].mean())
 
     @functools.cache  # noqa: B019
     def capacity(self, start: int = 1) -> float:
@@ -241,8 +255,18 @@ CHAT = Slo("chat, 90 %", 2.0, 0.1, target=0.9)
 PATIENT = Slo("patient", 30.0, None, target=0.9)
 SLOW = Slo("slow", 10.0, 1.0, target=0.9)
 SLOWER = Slo("slower", 30.0, 2.0, target=0.9)
+ANSWER = Slo("answer", None, 0.15, target=0.9, ttfa_seconds=3.0)
 READING = Slo("reading", 5.0, 0.2, target=0.9)
 TIGHT = Slo("tight", 2.0, 0.0126, target=0.9)  # three times the step of one row of MIXTURE
+
+
+TALK = Workload(
+    prompt_tokens=200,
+    output_tokens=40,
+    turns=Spread(mean=4, sd=2, min=1, max=8),
+    think_seconds=Spread(mean=8, sd=5, min=1, max=30),
+    turn_tokens=Spread(mean=40, sd=20, min=20, max=120),
+)
 
 
 @functools.cache
@@ -329,6 +353,25 @@ def worlds() -> dict[str, World]:
             *(batching(step_times(18, 4, 1.2), whole_prompts=True), 0.1, 6.0),
             policy=None,
             budget=1800.0,
+        ),
+        World(
+            *("conversations, reused", CHAT, TALK, batching(step_times(20, 4, 2.0, 2e-4), 16)),
+            *(0.1, 4.0),
+            policy=sixteen,
+            budget=1800.0,
+            long_run=4_000,
+        ),
+        World(
+            *("conversations, few slots", CHAT, TALK, batching(step_times(20, 4, 2.0, 2e-4), 3)),
+            *(0.05, 4.0),
+            policy=SchedulerSettings(slots=3, step_tokens=2048, step_seconds_target=None),
+            budget=1800.0,
+            long_run=4_000,
+        ),
+        World(
+            *("thinks first", ANSWER, middle, batching(batched, 16, reasoning_share=0.6)),
+            *(0.3, 6.0),
+            policy=sixteen,
         ),
         World(
             *("new: 8 of 128 experts", TIGHT, chat(128, 256), batching(MIXTURE.seconds, 16)),

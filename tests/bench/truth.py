@@ -33,9 +33,11 @@ from loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from loadtests.records.run_folder import RunRecords, read_records
 from serving.capacity.batching_simulator import simulate
 from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import capacity
+from serving.capacity.simulated_capacity import PrefixReuse, capacity, lengths_of_sessions
 from serving.capacity.slo import Slo
 from serving.capacity.step_time_model import StepTimeModel
+from serving.workload.conversations import draw_sessions
+from serving.workload.request_lengths import Workload
 from tests.bench.paired import parser_of
 
 RATES = (0.85, 1.0, 1.15)  # of the estimate
@@ -130,7 +132,7 @@ def truth_of(
     made = [one for one in of_kind(first.events, Calibrated) if one.step_times and one.policy]
     if not made or not levels:
         return None
-    step_times, policy = made[-1].step_times, made[-1].policy
+    step_times, policy, workload = made[-1].step_times, made[-1].policy, campaign.workload
     judged = [one.judge(slo) for one in levels]
     measured = sum(one.good for one in judged)
     if measured == sum(one.due for one in judged):
@@ -138,26 +140,35 @@ def truth_of(
     low, high = (math.log(one) for one in FACTORS)
     for _ in range(14):  # more good requests: quicker steps
         middle = (low + high) / 2
-        good = sum(
-            _simulated_good(step_times.slower(math.exp(middle)), policy, x, slo) for x in levels
-        )
+        slower = step_times.slower(math.exp(middle))
+        good = sum(_simulated_good(slower, policy, one, slo, workload, made[-1]) for one in levels)
         low, high = (middle, high) if good > measured else (low, middle)
     factor = math.exp((low + high) / 2)
-    workload = campaign.workload
     return capacity(
         step_times.slower(factor),
         policy,
         workload,
         slo,
         arrivals=campaign.arrivals,
+        reuse=made[-1].reuse,
+        reasoning_share=made[-1].reasoning_share,
         requests=20_000,
     ).rate
 
 
 def _simulated_good(
-    step_times: StepTimeModel, policy: SchedulerSettings, level: Level, slo: Slo
+    step_times: StepTimeModel,
+    policy: SchedulerSettings,
+    level: Level,
+    slo: Slo,
+    workload: Workload,
+    made: Calibrated,
 ) -> int:
-    """Good requests of a level that is simulated with its own arrivals and lengths."""
+    """Good requests of a level that is simulated with its own arrivals and lengths; of
+    conversations with its own sessions: when each began, the tokens of every turn, and the think
+    times, while what is found in the cache is simulated."""
+    if workload.has_sessions:
+        return _simulated_good_turns(step_times, policy, level, slo, workload, made)
     prompt = np.where(
         np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
     )
@@ -166,7 +177,50 @@ def _simulated_good(
     )
     cached = np.nan_to_num(level.cached_tokens)
     played = simulate(step_times, policy, level.due, prompt, output, cached)
-    return int(played.good(slo.ttft_seconds, slo.tpot_seconds)[level.counted].sum())
+    played = msgspec.structs.replace(played, reasoning_share=made.reasoning_share)
+    return int(played.meets(slo)[level.counted].sum())
+
+
+def _simulated_good_turns(
+    step_times: StepTimeModel,
+    policy: SchedulerSettings,
+    level: Level,
+    slo: Slo,
+    workload: Workload,
+    made: Calibrated,
+) -> int:
+    """Turns in the window count by when they are due in the simulation, whose answers end at other
+    times; scaled to as many as were due in the window."""
+    reuse = made.reuse or PrefixReuse()
+    sessions = draw_sessions(workload, int(np.nanmax(level.session)) + 1, level.started.seed)
+    begins = {
+        int(level.session[one]): float(level.due[one]) for one in np.flatnonzero(level.turn == 0)
+    }
+    lengths = lengths_of_sessions(
+        [one for one in sessions if one.index in begins], workload, reuse, made.reasoning_share
+    )
+    assert lengths.turns is not None
+    # As the server counted them, where it did.
+    counted = {
+        (int(level.session[one]), int(level.turn[one])): one
+        for one in np.flatnonzero(~np.isnan(level.prompt_tokens))
+    }
+    prompt = lengths.prompt.copy()
+    pairs = zip(lengths.turns.session.tolist(), lengths.turns.number.tolist(), strict=True)
+    for place, pair in enumerate(pairs):
+        if (known := counted.get(pair)) is not None:
+            prompt[place] = int(level.prompt_tokens[known])
+    more = prompt - lengths.prompt  # of which the next turn finds as many more
+    history = lengths.turns.history_tokens + np.where(
+        lengths.turns.number > 0, np.concatenate([[0], more[:-1]]), 0
+    )
+    turns = msgspec.structs.replace(lengths.turns, history_tokens=np.maximum(history, 0))
+    due = np.array([begins[one] for one in lengths.turns.session.tolist()])
+    played = simulate(step_times, policy, due, prompt, lengths.output, turns=turns)
+    played = msgspec.structs.replace(played, reasoning_share=made.reasoning_share)
+    inside = (played.due >= level.window[0]) & (played.due < level.window[1])
+    share = float(played.meets(slo)[inside].mean()) if inside.any() else 0.0
+    return round(share * int(level.counted.sum()))
 
 
 def plain_reading(levels: list[Level], slo: Slo) -> float | None:

@@ -11,8 +11,10 @@ from loadtests.analysis.capacity_text import (
     held_words,
     in_words,
     limit,
+    reuse_words,
     speed_words,
     state_words,
+    users_words,
 )
 from loadtests.records.journal_events import Capacity
 from models import formatting
@@ -106,3 +108,27 @@ def test_capacities_side_by_side_are_read_in_one_unit() -> None:
     for rates, unit in (((43.0, 2.4), "43/s"), ((0.12, 0.011), "430 an hour"), ((), "34 a minute")):
         like = common_rate([Capacity(state="confirmed", confirmed_rate=one) for one in rates])
         assert formatting.rate(next(iter(rates), 0.57), like=like) == unit
+
+
+def test_what_reuse_is_worth_and_how_many_users() -> None:
+    talk = Capacity(
+        state="confirmed",
+        confirmed_rate=0.5,
+        method="step_times",
+        estimated_rate=0.63,
+        estimated_rate_without_reuse=0.35,
+    )
+    assert reuse_words(talk) == (
+        "Prefix caching raises the capacity from 21 a minute to 38 a minute."
+    )
+    same = Capacity(
+        state="confirmed", method="step_times", estimated_rate=2.0, estimated_rate_without_reuse=2.0
+    )
+    assert reuse_words(same) == "Prefix caching does not change the capacity of 2.0/s."
+    never = Capacity(
+        state="confirmed", method="step_times", estimated_rate=2.0, estimated_rate_without_reuse=0.0
+    )
+    assert "even one conversation at a time misses the SLO" in reuse_words(never)
+    assert reuse_words(Capacity(state="confirmed", estimated_rate=2.0)) == ""
+    assert users_words(Capacity(state="confirmed", users=33.7)) == "about 34 users at a time"
+    assert users_words(Capacity(state="confirmed")) == ""

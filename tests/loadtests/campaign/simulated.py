@@ -38,6 +38,7 @@ from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.errors import Cause
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from serving.workload.arrivals import due_times
+from serving.workload.conversations import draw_sessions, mean_turns_of
 from serving.workload.request_lengths import draw
 from tests.loadtests.simulation.known_server import KnownServer
 from tests.tools.made_up_machines import MadeUp
@@ -239,6 +240,8 @@ class Bench(ServerBench):
             burst = asked.burst
             due = [0.0] * burst.streams
             return server.records(due, burst.prompt_tokens, burst.output_tokens, None, *named)
+        if workload.has_sessions:
+            return self._conversations(server, asked)
         if asked.rate is None:
             return self._one_by_one(server, asked)
         seconds = asked.warmup_seconds + asked.window_seconds
@@ -246,6 +249,20 @@ class Bench(ServerBench):
         asks = draw(workload, len(due), asked.seed)
         prompts = [ask.prompt_tokens for ask in asks]
         return server.records(due, prompts, [ask.output_tokens for ask in asks], None, *named)
+
+    def _conversations(self, server: Serves, asked: LevelSpec) -> list[RequestRecord]:
+        """As the load generator has them: at a rate, or one after the other without thinking."""
+        campaign, named = self.state.campaign, {"cell": self.state.key, "level": asked.name}
+        assert isinstance(server, KnownServer)
+        seconds = asked.warmup_seconds + asked.window_seconds
+        if asked.rate is None:
+            sessions = draw_sessions(campaign.workload, asked.requests or 1, asked.seed)
+            most = asked.requests
+            return server.converse([], sessions, thinks=False, most=most, until=seconds, **named)
+        rate = asked.rate / mean_turns_of(campaign.workload)
+        begins = due_times(campaign.arrivals, rate, seconds, asked.seed).tolist()
+        sessions = draw_sessions(campaign.workload, len(begins), asked.seed)
+        return server.converse(begins, sessions, until=seconds, **named)
 
     def _one_by_one(self, server: Serves, asked: LevelSpec) -> list[RequestRecord]:
         state, at, records = self.state, 0.0, []

@@ -22,7 +22,7 @@ from loadtests.campaign.campaign_file import (
     slo_of,
 )
 from loadtests.campaign.resume_state import new_run
-from loadtests.campaign.server_launch import filled, program_of
+from loadtests.campaign.server_launch import api_of, filled, program_of
 from loadtests.cli.campaign_command import campaign
 from loadtests.errors import BadCampaign
 from loadtests.load_generator.openai_endpoint import Target
@@ -300,14 +300,6 @@ def test_a_model_of_an_endpoint_has_a_name_of_one_line():
         assert cell_of_target(Target(url="http://h", model=model)).model == shown
 
 
-@pytest.mark.parametrize("workload", ['preset = "agent"', 'preset = "chat"\nturns = 3'])
-def test_conversations_are_refused_until_they_are_simulated(workload):
-    text = f'name = "a"\nmodels = ["135m"]\n[workload]\n{workload}\n'
-    with pytest.raises(BadCampaign, match="for conversations yet.*crossover load --workload"):
-        parse_campaign(text)
-    assert parse_campaign(text.replace(workload, 'preset = "reasoning"')).cells
-
-
 def test_each_shipped_engine_of_others_is_one_that_a_campaign_can_start() -> None:
     assert {"llama-server", "ik-llama-server", "vllm-cpu", "sglang-cpu"} <= {*recipe_names()}
     for name in recipe_names():
@@ -344,3 +336,57 @@ def test_a_recipe_that_is_not_shipped_is_refused_with_those_that_are() -> None:
 )
 def test_the_program_of_a_command_is_behind_its_variables(command: str, program: str) -> None:
     assert program_of(command) == program
+
+
+TALK = """turns = 4
+prompt_tokens = 160
+output_tokens = 48
+"""
+
+
+def with_workload(workload: str, more: str = "") -> str:
+    return f'name = "a"\nmodels = ["135m"]\n{more}\n[workload]\n{workload}\n'
+
+
+def test_conversations_go_by_the_chat_route_and_are_cut_at_the_servers_context():
+    workload = parse_campaign(with_workload(TALK)).campaign.workload
+    assert workload.has_sessions and workload.context_tokens == int(0.85 * 2048)
+    own = parse_campaign(with_workload(f"{TALK}context_tokens = 900")).campaign
+    assert own.workload.context_tokens == 900
+    assert api_of(own, None) == "chat"
+    single = parse_campaign(with_workload('preset = "reasoning"\nmax_output_tokens = 512'))
+    assert not single.campaign.workload.has_sessions
+    assert single.campaign.workload.context_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("workload", "more", "said"),
+    [
+        ("turns = 0\npreset = 'chat'", "", "workload.turns"),
+        (f"{TALK}think_seconds = -1", "", "workload.think_seconds"),
+        ("preset = 'chat'\nthink_seconds = 5", "", "workload.think_seconds is of conversations"),
+        ("preset = 'chat'\nturn_tokens = 5", "", "workload.turn_tokens is of conversations"),
+        (f"{TALK}turnes = 5", "", "turnes"),
+        (f"{TALK}context_tokens = 4000", "", "is more than server.context_tokens = 2048"),
+        ("preset = 'agent'", "", "does not fit in server.context_tokens = 2048"),
+        (TALK, 'api = "completions"', 'set api = "chat"'),
+        (TALK, "slo = { ttfa_seconds = 0 }", "slo.ttfa_seconds"),
+        (TALK, "slo = { e2e = 3 }", "e2e"),
+    ],
+)
+def test_what_cannot_be_of_conversations_is_said_by_key(workload, more, said):
+    with pytest.raises(BadCampaign) as problem:
+        parse_campaign(with_workload(workload, more))
+    assert said in str(problem.value)
+
+
+def test_limits_of_the_slo_are_joined_in_any_number():
+    slo = parse_campaign(
+        with_workload(TALK, "slo = { ttfa_seconds = 3, e2e_seconds = 20, target = 0.9 }")
+    ).campaign.slo
+    assert (slo.ttft_seconds, slo.tpot_seconds) == (None, None)
+    assert (slo.ttfa_seconds, slo.e2e_seconds, slo.target) == (3, 20, 0.9)
+    chat = parse_campaign(with_workload(TALK, 'slo = { preset = "chat", e2e_seconds = 20 }'))
+    assert chat.campaign.slo.name == "chat (changed)" and chat.campaign.slo.ttft_seconds == 2.0
+    catalog = slo_of("conversation")
+    assert (catalog.ttft_seconds, catalog.tpot_seconds, catalog.target) == (0.5, 0.05, 0.99)

@@ -17,7 +17,7 @@ from loadtests.records.journal_events import (
     of_kind,
 )
 from loadtests.records.run_folder import read_records
-from serving.capacity.simulated_capacity import capacity
+from serving.capacity.simulated_capacity import NO_REUSE, QUICK_REQUESTS, capacity
 from serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, campaign
@@ -190,3 +190,56 @@ def test_given_rates_are_measured_in_their_order(tmp_path: Path) -> None:
     check_folder(folder)
     assert rates(folder) == [1.5, 0.5]
     assert [one.window_seconds for one in started(folder)[1:]] == [20.0, 20.0]
+
+
+TALK = """name = "talk"
+models = ["135m"]
+backends = ["fake"]
+budget_seconds = 900
+[slo]
+ttft_seconds = 1.0
+tpot_seconds = 0.2
+target = 0.9
+[workload]
+prompt_tokens = 200
+output_tokens = 24
+turns = { mean = 4, sd = 2, min = 1, max = 8 }
+think_seconds = { mean = 8, sd = 5, min = 1, max = 30 }
+turn_tokens = { mean = 40, sd = 20, min = 20, max = 120 }
+"""
+
+
+def test_conversations_are_measured_and_estimated_with_and_without_reuse(tmp_path: Path) -> None:
+    """The estimate is that of the known steps, in requests/s and in users; the levels are at rates
+    of requests, and wait until late turns come."""
+    world, plan = Simulated(base=0.02, row=0.004, prompt=0.0014), parse_campaign(TALK)
+    folder = world.run(plan, tmp_path)
+    check_folder(folder)
+    found, (made,) = found_in(folder), of_kind(read_records(folder).events, Calibrated)
+    assert made.reuse is not None and made.reuse.kind == "any prefix"
+    assert made.reuse.answer_share == 1.0 and made.reuse.answer_growth == pytest.approx(1.0)
+    step_times = StepTimeModel(base_seconds=0.02, row_seconds=0.004, prompt_token_seconds=0.0014)
+    assert world.policy is not None
+    asked = plan.campaign
+    with_reuse, without = (
+        capacity(
+            step_times,
+            world.policy,
+            asked.workload,
+            asked.slo,
+            reuse=reuse,
+            requests=QUICK_REQUESTS,
+        ).rate
+        for reuse in (None, NO_REUSE)
+    )
+    assert found.estimated_rate == pytest.approx(with_reuse, rel=0.1)
+    assert found.low is not None and found.high is not None and found.low < with_reuse < found.high
+    assert found.estimated_rate_without_reuse == pytest.approx(without, rel=0.15)
+    assert found.estimated_rate_without_reuse < 0.8 * found.estimated_rate
+    assert found.users is not None and found.users > 3
+    assert found.state == "confirmed" and found.confirmed_rate is not None
+    assert found.confirmed_rate < with_reuse
+    said = world.said.getvalue()
+    assert "Prefix caching raises the capacity from " in said and " users at a time." in said
+    levels = [one for one in started(folder) if one.rate_per_second is not None]
+    assert all(one.warmup_seconds > 20 for one in levels)

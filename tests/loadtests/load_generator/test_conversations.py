@@ -40,8 +40,13 @@ TALK = Workload(
 class Listener:
     """Answers each request by its own number; `fail`: says which fail."""
 
-    def __init__(self, fail: Callable[[int], bool] = lambda number: False) -> None:
+    def __init__(
+        self,
+        fail: Callable[[int], bool] = lambda number: False,
+        prompt_tokens: Callable[[int], int] = lambda words: words,
+    ) -> None:
         self.fail, self.chats = fail, list[list[dict[str, str]]]()
+        self.prompt_tokens = prompt_tokens
         self._lock = threading.Lock()
 
     def __call__(self, asked: Asked) -> bytes:
@@ -53,7 +58,11 @@ class Listener:
             return answered({"error": {"message": "full"}}, 503)
         thought = {"choices": [{"delta": {"reasoning_content": "hm"}}]}
         text = {"choices": [{"delta": {"content": f"answer {number}"}, "finish_reason": "stop"}]}
-        counts = {"prompt_tokens": 30, "completion_tokens": 4}
+        words = sum(
+            4 if one["role"] == "assistant" else len(one["content"].split())
+            for one in asked.body["messages"]
+        )
+        counts = {"prompt_tokens": self.prompt_tokens(words), "completion_tokens": 4}
         counts |= {"prompt_tokens_details": {"cached_tokens": 7}}
         events = [thought, text, {"choices": [], "usage": counts}]
         return sse(*(b"data: " + json.dumps(one).encode() for one in events), b"data: [DONE]")
@@ -89,7 +98,9 @@ def test_a_turn_sends_what_was_said_and_is_due_when_its_user_has_thought() -> No
             assert before.ended_seconds is not None and after.sent_seconds is not None
             assert after.scheduled_seconds == pytest.approx(before.ended_seconds + THINK_SECONDS)
             assert after.sent_seconds >= after.scheduled_seconds
-            assert (after.history_tokens, after.cached_tokens) == (34, 7)
+            assert before.requested_prompt_tokens is not None
+            assert after.history_tokens == before.requested_prompt_tokens + 4
+            assert after.cached_tokens == 7
         assert (first.history_tokens, first.requested_prompt_tokens) == (0, 20)
         assert (second.requested_prompt_tokens, third.requested_prompt_tokens) == (29, 38)
     longest = max(listener.chats, key=len)
@@ -122,8 +133,33 @@ def test_a_history_is_cut_at_the_context_as_a_client_would() -> None:
     records = talked(listener, workload, rate=0.4)
     assert [record.requested_prompt_tokens for record in records] == [20, 29, 14, 23]
     assert [len(chat) for chat in listener.chats] == [1, 3, 3, 5]
-    assert [record.history_tokens for record in records] == [0, 34, 0, 34]
+    assert [record.history_tokens for record in records] == [0, 24, 0, 18]
     assert all((r.requested_prompt_tokens or 0) + 4 <= 40 for r in records)
+
+
+def test_what_the_server_counts_of_marks_and_answers_is_asked_of_the_next_turn() -> None:
+    """A chat template that adds 6 tokens to every prompt, and answers that become three times as
+    many tokens when they are sent back."""
+    listener = Listener(prompt_tokens=lambda words: words + 6 + 2 * 4 * ((words - 20) // 9))
+    records = talked(listener, TALK, rate=0.4)
+    asked = [record.requested_prompt_tokens for record in records]
+    assert [record.prompt_tokens for record in records] == [26, 43, 60]
+    assert asked == [20, 35, 60], "the third is asked as it is counted"
+    assert [record.added_tokens for record in records] == [12, 5, 5]
+
+
+def test_one_user_at_a_time_has_whole_conversations_without_thinking() -> None:
+    listener = Listener(fail=lambda number: number == 5)
+    records = talked(listener, rate=None, concurrency=1, requests=8, window_seconds=20.0)
+    turns = [(record.session, record.turn) for record in records]
+    assert turns == [(session, turn) for session in range(3) for turn in range(3)][:8]
+    assert [record.error for record in records] == [
+        *[None] * 4, "http_503", "session_ended", None, None
+    ]  # fmt: skip
+    ok = [record for record in records if record.error is None]
+    for before, after in zip(ok, ok[1:], strict=False):
+        assert before.ended_seconds is not None
+        assert after.scheduled_seconds - before.ended_seconds < THINK_SECONDS
 
 
 def test_turns_due_after_the_window_are_not_begun() -> None:

@@ -6,6 +6,8 @@ Played step by step, apart from serving.capacity.batching_simulator, which it is
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +19,7 @@ from loadtests.simulation.calibration_bursts import Burst
 from models.model_spec import Routing
 from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.capacity.step_time_model import StepTimeModel
+from serving.workload.conversations import Session, sent_turns
 
 STEP_TIMES = StepTimeModel(
     base_seconds=0.02,
@@ -39,6 +42,22 @@ EXPERTS_STEP_TIMES = StepTimeModel(
 SETTINGS = SchedulerSettings(slots=8, step_tokens=2048, step_seconds_target=None)
 
 
+@dataclasses.dataclass(eq=False)
+class _Asked:
+    """A request on its way."""
+
+    index: int
+    due: float
+    prompt: int
+    output: int
+    cached: int
+    session: Session | None = None
+    turn: int = 0
+    added: int = 0
+    left: int = 0
+    stamps: list[float] = dataclasses.field(default_factory=list)
+
+
 @dataclasses.dataclass
 class KnownServer:
     """`steps(rows, prompt tokens, context, passes)` says what a step takes."""
@@ -48,6 +67,8 @@ class KnownServer:
     chunk: int = 1  # tokens that come together
     prefill_tokens: int = 256  # of a step while someone decodes
     step_tokens: int = 2048
+    reuses: bool = True  # histories of conversations
+    reasoning_share: float = 0.0  # of the chunks of an answer
     whole_prompts: bool = False  # nobody decodes while a prompt is computed
     asked: list[Burst] = dataclasses.field(default_factory=list)
     spent_seconds: float = 0.0  # of bursts
@@ -90,58 +111,135 @@ class KnownServer:
     ) -> list[RequestRecord]:
         """What became of requests that are due at these times, in their order."""
         cached = [0] * len(due) if cached_tokens is None else list(cached_tokens)
-        waiting = list(range(len(due)))
-        left = [p - c for p, c in zip(prompt_tokens, cached, strict=True)]
-        stamps: list[list[float]] = [[] for _ in due]
-        running: list[int] = []
+        columns = zip(due, prompt_tokens, output_tokens, cached, strict=True)
+        asked = [
+            _Asked(i, float(at), int(p), int(o), int(c)) for i, (at, p, o, c) in enumerate(columns)
+        ]
+        return [self._record(one, cell, level) for one in self._play(asked)]
+
+    def converse(
+        self,
+        begins: Sequence[float],
+        sessions: Sequence[Session],
+        *,
+        thinks: bool = True,
+        most: int | None = None,
+        until: float = math.inf,
+        cell: str = "c",
+        level: str = "l",
+    ) -> list[RequestRecord]:
+        """What became of conversations that begin at these times. Each slot keeps the conversation
+        that it had last, until another one needs it; the slot idle for longest is taken first.
+
+        `thinks` False: one conversation after the other, at most `most` turns. `until`: no turn
+        that is due later is sent.
+        """
+        turns = {one.index: list(sent_turns(one, None)) for one in sessions}
+        count = sum(map(len, turns.values()))
+        left = count if most is None else min(most, count)
+        number = 0
+        told: list[_Asked] = []
+
+        def asked_of(session: Session, turn: int, due: float) -> list[_Asked]:
+            nonlocal number
+            if number >= left or due >= until:
+                return []
+            sent = turns[session.index][turn]
+            known = sent.kept_tokens if self.reuses else 0
+            new = _Asked(number, due, sent.prompt_tokens, sent.output_tokens, known)
+            new.session, new.turn, new.added = session, turn, session.turns[turn].prompt_tokens
+            number += 1
+            told.append(new)
+            return [new]
+
+        def follow(done: _Asked) -> list[_Asked]:
+            assert done.session is not None
+            after = done.turn + 1
+            if after < len(done.session.turns):
+                think = done.session.turns[after].think_seconds if thinks else 0.0
+                return asked_of(done.session, after, done.stamps[-1] + think)
+            following = done.session.index + 1
+            if not thinks and following < len(sessions):
+                return asked_of(sessions[following], 0, done.stamps[-1])
+            return []
+
+        first = zip(begins, sessions, strict=True) if thinks else [(0.0, sessions[0])]
+        self._play([one for at, session in first for one in asked_of(session, 0, at)], follow)
+        return [self._record(one, cell, level) for one in told]
+
+    def _play(
+        self, asked: Sequence[_Asked], follow: Callable[[_Asked], list[_Asked]] = lambda one: []
+    ) -> list[_Asked]:
+        """The requests, answered; `follow`: what an answer is followed by."""
+        waiting = [(one.due, one.index, one) for one in asked]
+        heapq.heapify(waiting)
+        running: list[_Asked] = []
+        kept: dict[int, float] = {}  # session -> since when an idle slot holds it
         now = 0.0
         while waiting or running:
             if not running:
-                now = max(now, due[waiting[0]])
-            while waiting and due[waiting[0]] <= now and len(running) < self.slots:
-                running.append(waiting.pop(0))
-            filling = [i for i in running if left[i] > 0]
-            decoding = [i for i in running if left[i] == 0]
+                now = max(now, waiting[0][0])
+            while waiting and waiting[0][0] <= now and len(running) < self.slots:
+                one = heapq.heappop(waiting)[2]
+                if one.session is not None and one.session.index not in kept:
+                    one.cached = 0
+                    if len(kept) + len(running) >= self.slots:
+                        del kept[min(kept, key=lambda each: kept[each])]
+                elif one.session is not None:
+                    del kept[one.session.index]
+                one.left = one.prompt - one.cached
+                running.append(one)
+            filling = [one for one in running if one.left > 0]
+            decoding = [one for one in running if one.left == 0]
             if self.whole_prompts and filling:
                 decoding = []
             room = self.prefill_tokens if decoding else self.step_tokens
             taken, filled, passes = 0, [], int(bool(decoding))
-            for i in filling:
-                piece = min(left[i], room - taken)
-                left[i] -= piece
+            for one in filling:
+                piece = min(one.left, room - taken)
+                one.left -= piece
                 taken += piece
                 passes += piece > 0
-                if left[i] == 0:
-                    filled.append(i)
+                if one.left == 0:
+                    filled.append(one)
             self.now = now
-            context = sum(prompt_tokens[i] + len(stamps[i]) for i in decoding)
+            context = sum(one.prompt + len(one.stamps) for one in decoding)
             now += self.steps(len(decoding), taken, context, passes)
-            for i in decoding + filled:
-                stamps[i].append(now)
-                if len(stamps[i]) == output_tokens[i]:
-                    running.remove(i)
-        records = []
-        for i, all_stamps in enumerate(stamps):
-            seen = all_stamps[self.chunk - 1 :: self.chunk] or all_stamps[-1:]
-            records.append(
-                RequestRecord(
-                    cell=cell,
-                    level=level,
-                    index=i,
-                    scheduled_seconds=float(due[i]),
-                    sent_seconds=float(due[i]),
-                    first_content_seconds=seen[0],
-                    last_content_seconds=seen[-1],
-                    ended_seconds=all_stamps[-1],
-                    content_seconds=seen,
-                    first_chunk_tokens=self.chunk,
-                    prompt_tokens=int(prompt_tokens[i]),
-                    cached_tokens=cached[i],
-                    output_tokens=int(output_tokens[i]),
-                    status=200,
-                )
-            )
-        return records
+            for one in decoding + filled:
+                one.stamps.append(now)
+                if len(one.stamps) == one.output:
+                    running.remove(one)
+                    if one.session is not None:
+                        kept[one.session.index] = now
+                    for after in follow(one):
+                        heapq.heappush(waiting, (after.due, after.index, after))
+        return list(asked)
+
+    def _record(self, one: _Asked, cell: str, level: str) -> RequestRecord:
+        seen = one.stamps[self.chunk - 1 :: self.chunk] or one.stamps[-1:]
+        answer = min(int(self.reasoning_share * len(seen)), len(seen) - 1)
+        return RequestRecord(
+            cell=cell,
+            level=level,
+            index=one.index,
+            session=None if one.session is None else one.session.index,
+            turn=None if one.session is None else one.turn,
+            scheduled_seconds=one.due,
+            sent_seconds=one.due,
+            first_content_seconds=seen[0],
+            first_answer_seconds=seen[answer] if self.reasoning_share else None,
+            last_content_seconds=seen[-1],
+            ended_seconds=one.stamps[-1],
+            content_seconds=seen,
+            first_chunk_tokens=self.chunk,
+            requested_prompt_tokens=one.prompt,
+            requested_output_tokens=one.output,
+            prompt_tokens=one.prompt,
+            cached_tokens=one.cached,
+            added_tokens=None if one.session is None else one.added,
+            output_tokens=one.output,
+            status=200,
+        )
 
 
 class Skewed:

@@ -4,7 +4,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.simulation.prefix_reuse import measured_reuse
+from loadtests.analysis.level_columns import Level
+from loadtests.records.journal_events import LevelStarted
+from loadtests.records.request_record import RequestRecord
+from loadtests.simulation.prefix_reuse import (
+    measured_history_reuse,
+    measured_reasoning_share,
+    measured_reuse,
+)
 from serving.workload.request_lengths import Workload
 from tests.loadtests.simulation.known_server import STEP_TIMES, KnownServer
 
@@ -22,3 +29,61 @@ def test_how_much_a_server_found_in_its_cache_is_measured():
     assert measured_reuse(CHAT, levels) == 0.0
     untold = msgspec.structs.replace(levels[1], cached_tokens=np.array([np.nan]))
     assert measured_reuse(shared, [untold]) == 0.0
+
+
+def conversing(growth: float, answer_share: float, **more: object) -> Level:
+    """Two conversations of three turns, on a server that finds so much of each history, and whose
+    answers become so many times their tokens."""
+    records = []
+    for session in range(2):
+        prompt, cached = 100, 40 if session else 0
+        for turn in range(3):
+            begin = 60.0 * session + 10.0 * turn
+            records.append(
+                RequestRecord(
+                    cell="c",
+                    level="l",
+                    index=3 * session + turn,
+                    session=session,
+                    turn=turn,
+                    scheduled_seconds=begin,
+                    first_content_seconds=begin + 1.0,
+                    first_answer_seconds=begin + 1.5,
+                    last_content_seconds=begin + 2.0,
+                    ended_seconds=begin + 2.0,
+                    content_seconds=[begin + 1.0, begin + 1.5, begin + 2.0],
+                    added_tokens=20,
+                    prompt_tokens=prompt,
+                    cached_tokens=cached,
+                    output_tokens=51,
+                    status=200,
+                )
+            )
+            cached = round(prompt + answer_share * 50)
+            prompt = round(prompt + growth * 51 + 20)
+    if more:
+        records = [msgspec.structs.replace(one, **more) for one in records]
+    return Level.of(records, LevelStarted(cell="c", level="l", window_seconds=200.0))
+
+
+@pytest.mark.parametrize(("growth", "share"), [(1.0, 1.0), (4.0, 0.0), (1.5, 0.5)])
+def test_what_a_server_saves_of_histories_is_measured(growth: float, share: float) -> None:
+    found = measured_history_reuse([conversing(growth, share)])
+    assert found.kind == "any prefix" and found.shared_tokens == 40
+    assert found.answer_share == pytest.approx(share, abs=0.01)
+    assert found.answer_growth == pytest.approx(growth, abs=0.02)
+    by_checkpoints = measured_history_reuse([conversing(growth, share)], "checkpoints")
+    assert by_checkpoints.kind == "checkpoints"
+
+
+@pytest.mark.parametrize("cached", [None, 0, 9])
+def test_a_server_that_computes_histories_again_saves_nothing(cached: int | None) -> None:
+    found = measured_history_reuse([conversing(1.0, 1.0, cached_tokens=cached)])
+    assert found.kind == "none" and found.answer_growth == pytest.approx(1.0)
+
+
+def test_how_long_a_model_reasons_is_measured() -> None:
+    assert measured_reasoning_share([conversing(1.0, 1.0)]) == 0.5
+    plain = conversing(1.0, 1.0, first_answer_seconds=None)
+    assert measured_reasoning_share([plain]) == 0.0
+    assert measured_reasoning_share([]) == 0.0

@@ -144,7 +144,6 @@ def test_the_example_is_short_and_can_be_read() -> None:
         ({"forecast": {"peak_rate": 1, "day": "monday"}}, "monday"),
         ({"forecast": {"peak_rate": float("inf")}}, "forecast.peak_rate must be at most"),
         ({"workload": {"file": "nowhere.jsonl"}}, "nowhere.jsonl"),
-        ({"workload": {"preset": "conversation"}}, "conversations are not simulated yet"),
     ],
 )
 def test_a_wrong_file_is_one_sentence_with_key_and_value(
@@ -153,6 +152,20 @@ def test_a_wrong_file_is_one_sentence_with_key_and_value(
     with pytest.raises(BadPlan) as caught:
         question({"model": "1b", "forecast": {"peak_rate": 1.0}, **change})
     assert said in str(caught.value)
+
+
+def test_conversations_are_planned_with_their_histories() -> None:
+    """Turns of 4,000 tokens and more, with the KV memory that they need."""
+    asked = question(
+        {
+            "model": "1b",
+            "forecast": {"peak_rate": 0.2},
+            "workload": {"preset": "conversation", "max_prompt_tokens": 4000},
+        }
+    )
+    lengths = asked.traffic.lengths
+    assert lengths.turns is not None and lengths.turns.number.max() > 3
+    assert lengths.prompt.mean() > 3000 and asked.traffic.longest > 4000
 
 
 def test_a_gpu_without_a_list_price_is_considered_at_yours(

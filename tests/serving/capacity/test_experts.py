@@ -67,7 +67,7 @@ class KnownCapacity(Server):
         prompts, outputs = self.lengths.prompt[at].tolist(), self.lengths.output[at].tolist()
         server = KnownServer(self.steps, slots=SLOTS.slots)
         level = server.level(due.tolist(), prompts, outputs)
-        return Simulated(due, level.ttft, level.tpot)
+        return Simulated(due, level.ttft, level.tpot, level.e2e, np.zeros(len(due)))
 
 
 def step_times_of(measured: Measured, experts: Routing | None) -> StepTimeModel:

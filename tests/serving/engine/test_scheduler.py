@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from serving.backends.backend_interface import EngineConfig, max_checkpoints
+from serving.backends.backend_interface import EngineConfig
+from serving.capacity.choose_slot import PROMPT_TAIL, max_checkpoints
 from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.engine.ipc_messages import Delta
 from serving.engine.scheduler import Scheduler
-from serving.engine.slot_allocator import PROMPT_TAIL
 from serving.errors import EngineFailed, ServingError, Unsupported
 from serving.sampling.step_inputs import Row, Sampled, Sampling
 from tests.fake_backend import FakeBackend, continuation

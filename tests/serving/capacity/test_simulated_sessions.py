@@ -1,0 +1,210 @@
+"""Conversations in the simulation, held to the scheduler and its slot allocator, step by step."""
+
+from __future__ import annotations
+
+import heapq
+
+import msgspec
+import numpy as np
+import pytest
+
+from serving.backends.backend_interface import EngineConfig
+from serving.capacity.batching_simulator import simulate
+from serving.capacity.scheduler_settings import SchedulerSettings
+from serving.capacity.simulated_capacity import (
+    NO_REUSE,
+    Lengths,
+    PrefixReuse,
+    Server,
+    capacity,
+    lengths_of,
+)
+from serving.capacity.slo import Slo
+from serving.capacity.step_time_model import StepTimeModel
+from serving.engine.ipc_messages import GenerationRequest, Submit
+from serving.engine.scheduler import Scheduler
+from serving.workload.arrivals import Constant, Poisson, due_times
+from serving.workload.request_lengths import Spread, Workload
+from tests.fake_backend import FakeBackend
+
+STEPS = StepTimeModel(
+    base_seconds=0.02, row_seconds=0.006, prompt_token_seconds=0.0025, context_token_seconds=2e-6
+)
+CHATS = Workload(
+    prompt_tokens=220,
+    output_tokens=24,
+    shared_prefix_tokens=60,
+    turns=Spread(mean=4, sd=2, min=1, max=8),
+    think_seconds=Spread(mean=8, sd=5, min=0.5, max=30),
+    turn_tokens=Spread(mean=40, sd=20, min=20, max=120),
+)
+
+
+class Clocked(FakeBackend):
+    """A backend whose steps take what the step-time model says, on a clock of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, lambda *_: None)
+        self.now = 0.0
+        self.last_decode_seconds = 0.0
+
+    def step(self, rows):  # type: ignore[no-untyped-def]
+        decoding = [row for row in rows if len(row.tokens) == 1]
+        context = sum(row.start for row in decoding)
+        prompt_tokens = sum(len(row.tokens) for row in rows) - len(decoding)
+        passes = len(rows) - len(decoding) + bool(decoding)
+        self.now += STEPS.seconds(len(decoding), prompt_tokens, context, passes)
+        self.last_decode_seconds = STEPS.seconds(len(decoding), 0, context)
+        return super().step(rows)
+
+
+def converse(
+    lengths: Lengths, due: np.ndarray, settings: SchedulerSettings, options: dict[str, str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """TTFT and reused tokens of each turn, by the server's own scheduler: users send the answers
+    back that it gave them."""
+    turns = lengths.turns
+    assert turns is not None
+    config = EngineConfig(
+        backend="fake",
+        model_path="",
+        model_name="fake",
+        settings=msgspec.structs.replace(settings, context_tokens=2048),
+        prefix_reuse=True,
+        options=options,
+    )
+    backend = Clocked(config)
+    engine = Scheduler(backend, [b"x"] * 8192, frozenset(), config, clock=lambda: backend.now)
+    count = len(lengths.prompt)
+    shared = np.random.default_rng(9).integers(3, 8192, turns.shared_tokens).tolist()
+    begins = turns.number == 0
+    coming = [(float(at), one) for one, at in enumerate(due) if begins[one]]
+    heapq.heapify(coming)
+    times = {one: at for at, one in coming}
+    prompts: dict[int, list[int]] = {}
+    answers: dict[int, list[int]] = {}
+    submitted: list[int] = []  # the request of each sequence, by its id
+    ttft, cached = np.full(count, np.nan), np.full(count, np.nan)
+    while coming or engine.busy:
+        if not engine.busy:
+            backend.now = max(backend.now, coming[0][0])
+        while coming and coming[0][0] <= backend.now:
+            _, one = heapq.heappop(coming)
+            before = prompts[one - 1] + answers[one - 1] if turns.number[one] else shared
+            new = int(lengths.prompt[one]) - len(before)
+            rng = np.random.default_rng([one, 3])
+            prompts[one] = before + rng.integers(3, 8192, new).tolist()
+            answers[one] = []
+            request = GenerationRequest(prompts[one], int(lengths.output[one]), ignore_eos=True)
+            assert engine.add(Submit(len(submitted), request)) is None
+            submitted.append(one)
+        sequences = {sequence.id: sequence for sequence in engine.waiting}
+        sequences |= {sequence.id: sequence for sequence in engine.running.values()}
+        for delta in engine.step():
+            one, sequence = submitted[delta.id], sequences[delta.id]
+            if np.isnan(ttft[one]):
+                ttft[one] = backend.now - times[one]
+                cached[one] = sequence.cached
+            if delta.finish is not None:
+                answers[one] = sequence.tokens[len(prompts[one]) : sequence.length].tolist()
+                after = one + 1
+                if after < count and turns.number[after]:
+                    at = backend.now + float(turns.think_seconds[after])
+                    times[after] = at
+                    heapq.heappush(coming, (at, after))
+    return ttft, cached
+
+
+SLO = Slo("chats", 2.0, 0.2, target=0.9)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "slots", "kv_tokens", "gap_seconds"),
+    [
+        ({}, "any prefix", 8, None, 8.0),
+        ({}, "any prefix", 3, None, 8.0),
+        ({}, "any prefix", 8, 1800, 8.0),
+        ({"rewinds": "false"}, "checkpoints", 4, None, 16.0),
+    ],
+    ids=["slots enough", "too few slots", "a tight pool", "checkpoints"],
+)
+def test_reuse_is_the_slot_allocators_own(options, kind, slots, kv_tokens, gap_seconds):
+    settings = SchedulerSettings(
+        slots=slots,
+        prefill_tokens=256,
+        step_tokens=512,
+        kv_tokens=kv_tokens,
+        step_seconds_target=0.2,
+    )
+    lengths = lengths_of(CHATS, 240, 3, reuse=PrefixReuse(kind=kind))
+    turns = lengths.turns
+    assert turns is not None
+    due = np.cumsum(np.random.default_rng(5).exponential(gap_seconds, turns.session[-1] + 1))
+    played = simulate(
+        STEPS, settings, due[turns.session], lengths.prompt, lengths.output, turns=turns
+    )
+    ttft, cached = converse(lengths, due[turns.session], settings, options)
+    assert cached.sum() > 0.2 * lengths.prompt.sum(), "much is reused"
+    assert played.cached.sum() == pytest.approx(cached.sum(), rel=0.03)
+    assert (played.cached == cached).mean() > 0.9
+    assert played.ttft.mean() == pytest.approx(ttft.mean(), rel=0.05)
+
+
+def test_capacity_with_reuse_is_higher_and_is_told_in_users() -> None:
+    """Little's law is held to what the simulation itself has under way."""
+    settings = SchedulerSettings(slots=16, step_tokens=512)
+    found = capacity(STEPS, settings, CHATS, SLO, requests=2_000)
+    without = capacity(STEPS, settings, CHATS, SLO, reuse=NO_REUSE, requests=2_000)
+    assert found.rate > 1.3 * without.rate
+    assert found.users is not None and without.users is not None
+    lengths = lengths_of(CHATS, 2_000, 0)
+    assert lengths.turns is not None
+    sessions = int((lengths.turns.number == 0).sum())
+    begins = due_times(Poisson(), found.rate / lengths.mean_turns, 1e6, 0)[:sessions]
+    played = Server(STEPS, settings, lengths)._simulated(begins)
+    first = np.flatnonzero(lengths.turns.number == 0)
+    until = (played.due + played.e2e)[[*first[1:] - 1, -1]]
+    start, end = 0.2 * begins[-1], 0.8 * begins[-1]
+    overlap = np.minimum(until, end) - np.maximum(played.due[first], start)
+    assert found.users == pytest.approx(np.maximum(overlap, 0).sum() / (end - start), rel=0.1)
+
+
+def test_few_slots_evict_histories_and_lower_the_capacity() -> None:
+    many, few = (
+        capacity(
+            STEPS, SchedulerSettings(slots=slots, step_tokens=512), CHATS, SLO, requests=2_000
+        ).rate
+        for slots in (16, 2)
+    )
+    assert few < 0.8 * many
+
+
+def test_a_conversation_alone_computes_only_what_is_new() -> None:
+    """One after the other, each turn goes on where the slot stands: in closed form as played."""
+    settings = SchedulerSettings(slots=1, step_tokens=4096)
+    talk = msgspec.structs.replace(CHATS, turns=3, shared_prefix_tokens=0)
+    lengths = lengths_of(talk, 3, 1)
+    assert lengths.prompt.tolist()[0] == 220 and len(lengths.prompt) == 3
+    server = Server(STEPS, settings, lengths, Constant())
+    played = server._simulated(np.zeros(1))
+    alone = server.alone()
+    for one in ("ttft", "tpot", "e2e", "cached"):
+        assert getattr(alone, one) == pytest.approx(getattr(played, one), rel=0.01), one
+    assert alone.cached.tolist() == [0, *(lengths.prompt[:-1] + lengths.output[:-1] - 1)]
+    nothing = Server(STEPS, settings, lengths.without_reuse(), Constant())
+    assert nothing.alone().cached.tolist() == [0, 0, 0]
+
+
+def test_limits_of_the_whole_answer_and_of_the_answer_itself_are_simulated() -> None:
+    settings = SchedulerSettings(slots=8, step_tokens=512)
+    fixed = Workload(prompt_tokens=100, output_tokens=50)
+    plain = Server(STEPS, settings, lengths_of(fixed, 50, 1)).alone()
+    thinking = Server(STEPS, settings, lengths_of(fixed, 50, 1, reasoning_share=0.5)).alone()
+    assert plain.ttfa[0] == plain.ttft[0]
+    assert thinking.ttfa[0] == pytest.approx((thinking.ttft[0] + thinking.e2e[0]) / 2)
+    e2e = float(plain.e2e[0])
+    for limit, is_met in ((e2e * 1.01, True), (e2e * 0.99, False)):
+        slo = Slo("e2e", None, None, e2e_seconds=limit)
+        assert bool(plain.meets(slo).all()) is is_met
+    slo = Slo("ttfa", 9.0, 9.0, ttfa_seconds=float(thinking.ttfa[0]) * 0.99)
+    assert not thinking.meets(slo).any() and plain.meets(slo).all()
