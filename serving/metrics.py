@@ -173,7 +173,7 @@ class ServerMetrics(Collector):
         states = {(name, one): float(s.state == one) for name, s in served for one in EngineState}
         yield _family("engine_state", "1 for the state the engine is in", "state", states)
         deaths = {(name, cause): n for name, s in served for cause, n in s.deaths.items()}
-        text = "Engine processes that ended unasked, by cause"
+        text = "Engine processes that ended unexpectedly, by cause"
         yield _family("engine_deaths", text, "cause", deaths, True)
         loads = {(name, one): n for name, m in models.items() for one, n in m.loads.items()}
         yield _family("model_loads", "Times the model was loaded", "outcome", loads, True)

@@ -50,8 +50,8 @@ class RequestFactory:
             asks = draw(plan.workload, len(due), plan.seed)
         if (tokens := sum(ask.prompt_tokens for ask in asks)) > MAX_LEVEL_TOKENS:
             raise LoadError(
-                f"the {len(asks)} prompts of this level hold {tokens:,} tokens, and at most "
-                f"{MAX_LEVEL_TOKENS:,} are made before it starts: lower the rate, the seconds or "
+                f"The {len(asks)} prompts of this level have {tokens:,} tokens, but at most "
+                f"{MAX_LEVEL_TOKENS:,} can be prepared. Lower the rate, the duration or "
                 "the lengths"
             )
         made: list[Request] = []
@@ -67,7 +67,7 @@ class RequestFactory:
         plan = self._plan
         if plan.target.api != "chat":
             raise LoadError(
-                "conversations are chats, and the target's api is 'completions': give --api chat"
+                "Conversations need the chat route. Use --api chat"
             )
         if plan.concurrency is not None:
             due = [0.0] * (plan.requests or MAX_CLOSED_SESSIONS)

@@ -1,4 +1,4 @@
-"""What a backend is: it takes a step's rows and gives one token for each row that wants one.
+"""The interface of a backend: it runs a step of rows and returns a token for each that wants one.
 
 A backend owns `slots` KV slots of up to `context_tokens` tokens each. A row is the next piece of
 one sequence: one token when it decodes, many when it prefills. Rows come in ascending slot order,
@@ -43,16 +43,15 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -
     known = kind.__struct_fields__
     for key in given:
         if key not in known:
-            text = (
-                f"the {backend} backend has no option {key!r}; it has {', '.join(known) or 'none'}"
-            )
+            options = ", ".join(known) or "none"
+            text = f"The {backend} backend has no option {key!r}. Options: {options}"
             raise Unsupported(text, key)
     try:
         return msgspec.convert(dict(given), kind, strict=False)
     except msgspec.ValidationError as problem:
         key = str(problem).rpartition("$.")[2].rstrip("`")
         why = explained(str(problem), given)
-        text = f"option {key} of the {backend} backend cannot be {given[key]!r}: {why}"
+        text = f"The option {key} of the {backend} backend cannot be {given[key]!r}: {why}"
         raise Unsupported(text, key) from problem
 
 
@@ -107,19 +106,19 @@ def check_sizes(config: EngineConfig, context_tokens: int | None, kv_dtype: str)
     settings = config.settings
     if context_tokens is not None and settings.context_tokens > context_tokens:
         raise Unsupported(
-            f"context_tokens is {settings.context_tokens}, and the model was made for "
+            f"context_tokens = {settings.context_tokens} exceeds the model's maximum of "
             f"{context_tokens}",
             "context_tokens",
         )
     if settings.kv_dtype not in (AUTO, kv_dtype):
         raise Unsupported(
-            f"kv_dtype {settings.kv_dtype} cannot be had; the KV cache of this model is {kv_dtype}",
+            f"kv_dtype {settings.kv_dtype} is not available; this model's KV cache is {kv_dtype}",
             "kv_dtype",
         )
     if settings.step_tokens < settings.slots:
         raise Unsupported(
-            f"step_tokens = {settings.step_tokens} has no room for a token of each of "
-            f"{settings.slots} slots; give more step_tokens or fewer slots",
+            f"step_tokens = {settings.step_tokens} is too small for one token from each of "
+            f"{settings.slots} slots. Raise step_tokens or lower slots.",
             "step_tokens",
         )
 

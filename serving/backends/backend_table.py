@@ -228,7 +228,7 @@ def spec_of(name: str) -> BackendSpec:
     if ":" in name:
         return _foreign_row(name)
     raise BackendUnavailable(
-        f"unknown backend {name!r}; known: {', '.join(BACKENDS)}, or package.module:Class"
+        f"The backend {name!r} is unknown. Backends: {', '.join(BACKENDS)}, or package.module:Class"
     )
 
 
@@ -269,7 +269,7 @@ def format_of(name: str, weight_format: str | None) -> str:
         return spelt(spec.weights, weight_format)
     except UnsupportedModel as problem:
         known = ", ".join(spec.formats)
-        text = f"backend {name!r} has no weight format {weight_format!r}; it has {known}"
+        text = f"The backend {name!r} has no weight format {weight_format!r}. Formats: {known}"
         raise Unsupported(text, "weight_format") from problem
 
 
@@ -281,7 +281,7 @@ def weights_of(name: str, weight_format: str | None = None) -> tuple[str, str]:
     for kind in ("hf", "gguf", "onnx"):  # safetensors first: onnx has fp32 too
         with contextlib.suppress(UnsupportedModel):
             return kind, spelt(kind, weight_format or DEFAULT_FORMATS[kind])
-    raise Unsupported(f"no engine has a weight format {weight_format!r}", "weight_format")
+    raise Unsupported(f"No engine has the weight format {weight_format!r}", "weight_format")
 
 
 def backend_for(kind: str) -> str:
@@ -316,7 +316,7 @@ def probe_backend(name: str) -> BackendProbe:
     ran = run_probe(function, PROBE_SECONDS)
     if ran.status == 0:
         return msgspec.json.decode(ran.output, type=BackendProbe)
-    problem = f"importing it did not end within {PROBE_SECONDS:g} s"
+    problem = f"importing it took longer than {PROBE_SECONDS:g} s"
     return BackendProbe(name, False, problem=problem if ran.status is None else ran.reason)
 
 

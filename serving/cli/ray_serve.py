@@ -75,7 +75,7 @@ def launch_on_ray(options: ServeOptions) -> int:
             serve.run(replica.bind(), name=APPLICATION, route_prefix="/")
         except RuntimeError as problem:  # the last line of the traceback that Ray quotes
             why = str(problem).strip().rpartition("\n")[2].strip()
-            raise ServingError(f"no replica could be started: {why}") from None
+            raise ServingError(f"No replica could be started: {why}") from None
         print(f"ready: {url} ({options.replicas} replicas, {cpus} cores each)", flush=True)
         if options.ready_file:
             about = json.dumps({"url": url, "pid": os.getpid()})
@@ -98,11 +98,11 @@ def check_options(options: ServeOptions) -> None:
     for field in msgspec.structs.fields(ServeOptions):
         if field.name in REFUSED and getattr(options, field.name) != field.default:
             flag = flags_of(ServeOptions)[field.name]
-            raise ServingError(f"{flag} cannot be honoured with --on ray, with several engines")
+            raise ServingError(f"{flag} is not supported with --on ray and several engines")
     if len(options.models) != 1:
-        raise ServingError(f"--on ray serves one model, and {len(options.models)} are named")
+        raise ServingError(f"--on ray serves only one model, but {len(options.models)} are given")
     if importlib.util.find_spec("ray") is None:
-        raise ServingError("--on ray needs Ray: pip install 'llm-crossover[scale]'")
+        raise ServingError("--on ray needs Ray. Install it: pip install 'llm-crossover[scale]'")
 
 
 def connect() -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ def connect() -> list[dict[str, Any]]:
                 namespace=APPLICATION, log_to_driver=False, configure_logging=False, **settings
             )
     except (ConnectionError, RuntimeError, ValueError) as problem:
-        where = f"the Ray cluster {address or 'of this machine'}"
+        where = f"The Ray cluster {address or 'of this machine'}"
         raise ServingError(f"{where} cannot be used: {problem}") from problem
     return [node for node in ray.nodes() if node["Alive"]]
 
@@ -138,7 +138,7 @@ def share_of(nodes: list[dict[str, Any]], options: ServeOptions) -> tuple[int, i
     each = options.threads or max(1, sum(cores) // options.replicas)
     if sum(have // each for have in cores) < options.replicas:
         asked = f"--replicas {options.replicas}, --threads {each} each"
-        raise ServingError(f"{asked}, do not fit: nodes have {cores} cores")
+        raise ServingError(f"{asked}, do not fit: the nodes have {cores} cores")
     return each, int(options.policy is not Policy.cpu_only and gpus >= options.replicas)
 
 

@@ -191,7 +191,7 @@ class Worker:
             return
         if not isinstance(problem, Unsupported):
             what = f"{type(problem).__name__}: {problem}"
-            problem = Unsupported(f"the grammar cannot be used: {what}")
+            problem = Unsupported(f"The grammar cannot be used: {what}")
         self._tell(failed_delta(submit.id, problem))
 
     def _add(self, submit: ipc.Submit, matcher: Matcher | None = None) -> None:

@@ -94,7 +94,7 @@ class Scheduler:
         """
         request, context = submit.request, self.settings.context_tokens
         if not 1 <= len(request.prompt) < context:
-            why = f"a prompt of {len(request.prompt)} tokens; 1 to {context - 1} fit"
+            why = f"The prompt has {len(request.prompt)} tokens, but 1 to {context - 1} fit"
             return Delta(submit.id, 0, "", FinishReason.REFUSED, error=why)
         for parameter, ids in (
             ("prompt", request.prompt),
@@ -103,7 +103,7 @@ class Scheduler:
         ):
             if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
                 why = (
-                    f"{parameter}: an id is out of range; the model has rows for the ids 0 to "
+                    f"{parameter}: A token id is out of range. The model has rows for the ids 0 to "
                     f"{self._vocabulary - 1}"
                 )
                 problem = Unsupported(why, parameter)
@@ -240,7 +240,7 @@ class Scheduler:
         where that is so of one after another."""
         self._broken += 1
         if self._broken > MAX_BROKEN:
-            raise EngineFailed("the model's logits are not numbers (NaN), whatever it is asked")
+            raise EngineFailed("The model's logits are not numbers (NaN) for any request")
         sequence.computed = 0
         problem = ServingError("this prompt makes the model's logits NaN")
         return failed_delta(sequence.id, problem, sequence.text.finish())

@@ -3,9 +3,9 @@
     choice = fastest_backend(question, hardware_facts(), say, progress)
     choice.backend, choice.weight_format, choice.reason
 
-Memory and packages decide by arithmetic who can be chosen. Those who can are measured in a child
-process, by the backend that serves: prompts alone, decode steps of one row and of all slots. The
-times are kept in CACHE/engine-times.json until the CPU or the version of an engine's library
+Memory and installed packages decide which backends are candidates. A child process measures each
+candidate with the backend that would serve: prompts alone, decode steps of one row, and decode
+steps of all slots. The times are saved in CACHE/engine-times.json until the CPU or the version of
 changes; those that others disturbed, until the next time. The times make a step-time model of each
 engine, and `capacity()` says what it carries under the workload and the SLO. The engine with the
 most capacity is taken. Where the 90 % interval of that capacity reaches down to what another engine
@@ -66,7 +66,7 @@ from serving.placement.placement_policy import (
 from serving.sampling.step_inputs import Row
 from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
-BEST = "best"  # in place of a backend's name in a campaign
+BEST = "best"  # a campaign writes it in place of a backend's name
 # Looked at where no format is asked for.
 USUAL = tuple(
     (name, format_of(name, None)) for name, row in BACKENDS.items() if row.is_cpu_candidate
@@ -74,7 +74,7 @@ USUAL = tuple(
 # A bigger model, whose weights would first have to be made, is judged by this ladder model's times,
 # scaled.
 PROXY, MAX_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
-PART_SECONDS = 0.5  # of each kind of step
+PART_SECONDS = 0.5  # measuring time of each kind of step
 MAX_STEPS = 64  # of one kind
 SHORT_PROMPT, LONG_PROMPT = 16, 256  # tokens; the long one where there is time for it
 TIMEOUT_SECONDS = 300.0
@@ -92,13 +92,13 @@ class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: int
     prompt_tokens_per_second: float
-    decode_seconds: float  # of a step of one row
-    decode_slots_seconds: float  # of a step of `slots` rows
-    taken_share: float = 0.0  # of the CPU time that the engine wanted while it was measured
+    decode_seconds: float  # time of a decode step of one row
+    decode_slots_seconds: float  # time of a decode step of `slots` rows
+    taken_share: float = 0.0  # share of the engine's CPU time that other processes took
 
 
 class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that was looked at. `why_not`: why it cannot be chosen; "": it can."""
+    """A candidate engine. `why_not`: why it cannot be chosen; "": it can."""
 
     backend: str
     weight_format: str
@@ -125,7 +125,7 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineChoice(NamedTuple):
-    """The engine chosen, why, and all that were looked at."""
+    """The chosen engine, the reason, and all candidates."""
 
     backend: str
     weight_format: str
@@ -146,15 +146,15 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload = DEFAULT_WORKLOAD
     slo: Slo = DEFAULT_SLO
     cache: str | None = None
-    may_measure: bool = True  # False: what the table does not hold is not known
+    may_measure: bool = True  # False: use only times that are saved already
 
     @property
     def settings(self) -> SchedulerSettings:
-        """Those of the engine, with a CPU's for what nobody said."""
+        """Return the engine's settings, with a CPU's defaults for those that are not set."""
         return self.request.settings.filled(DEFAULT_SETTINGS["cpu"])
 
     def key(self, engine: EngineCandidate) -> str:
-        """Of the times in the table: all that they depend on beside the machine."""
+        """Return the key of the times in the table: all they depend on except the machine."""
         model, asked = self.request.model, self.settings
         return (
             f"{model.name} ({model.parameters}), {engine.name}, {self.threads} threads, "
@@ -165,9 +165,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 def fastest_backend(
     question: Question, facts: HardwareFacts, say: Say, progress: Progress
 ) -> EngineChoice:
-    """The choice; seconds for each engine that this machine's table does not hold yet.
+    """Return the choice; takes seconds for each engine that has not been measured here yet.
 
-    Raises NoPlacement where no engine can run the model here.
+    Raises NoPlacement if no engine can run the model here.
     """
     pairs = [pair for one in question.formats for pair in backends_with("cpu", one)]
     looked = question.engines or (pairs if question.formats else USUAL)
@@ -179,8 +179,8 @@ def fastest_backend(
     possible = ranked(found, question.request.model)
     if not possible:
         told = "; ".join(f"{one.name}: {one.why_not}" for one in found)
-        told = told or f"no engine of the CPU has the format {', '.join(question.formats)}"
-        raise NoPlacement(f"{question.request.model.name} has no engine here: {told}")
+        told = told or f"no CPU engine has the format {', '.join(question.formats)}"
+        raise NoPlacement(f"No engine here can run {question.request.model.name}: {told}")
     best = possible[0]
     return EngineChoice(
         best.backend, best.weight_format, _reason(question, best, found), tuple(found)
@@ -240,9 +240,10 @@ def _carried(found: SimulatedCapacity | None, like: float) -> str:
 def known_times(
     question: Question, engine: EngineCandidate, facts: HardwareFacts, say: Say, progress: Progress
 ) -> EngineTimes | None:
-    """The engine's times for the model: kept, or measured now, where others disturbed them too.
+    """Return the engine's times for the model, from the table or measured now, also if other
+    processes disturbed them.
 
-    None: not kept, and not to be measured. Raises CrossoverError where measuring fails.
+    None: not in the table, and measuring is not allowed. Raises CrossoverError if measuring fails.
     """
     cache, began = question.cache, time.monotonic()
     kept = read_table(cache, facts).get(question.key(engine))
@@ -263,14 +264,14 @@ def known_times(
     progress(f"measuring {engine.name} on {files.name}", None)
     times = measured_times(config, question.request.model)
     spent = duration(time.monotonic() - began)
-    where = f"kept in {table_path(cache)}"
+    where = f"saved in {table_path(cache)}"
     try:
         keep(cache, facts, question.key(engine), times)
-    except OSError as problem:  # such as a cache on a disk that cannot be written to
-        where = f"not kept: {table_path(cache)} cannot be written to ({problem.strerror})"
+    except OSError as problem:  # such as a cache on a read-only disk
+        where = f"not saved: {table_path(cache)} cannot be written to ({problem.strerror})"
     if times.taken_share > MAX_TAKEN:
         taken = share(times.taken_share, 2)
-        where = f"others took {taken} of the CPU time that it wanted: measured again next time"
+        where = f"other processes took {taken} of its CPU time: it is measured again next time"
     say(f"measured {engine.name} on {files.name} in {spent}, {where}")
     return times
 
@@ -278,7 +279,7 @@ def known_times(
 def _looked_at(
     question: Question, facts: HardwareFacts, backend: str, weight_format: str
 ) -> EngineCandidate:
-    """The candidate, with the reason where it cannot run here."""
+    """Return the candidate, with the reason if it cannot run here."""
     why_not = missing_backends().get(backend, "")
     request = msgspec.structs.replace(question.request, weight_format=weight_format)
     attempt, reason = fitted(request, facts, backend, None)
@@ -290,7 +291,7 @@ def _looked_at(
 def _measured(
     question: Question, one: EngineCandidate, facts: HardwareFacts, say: Say, progress: Progress
 ) -> EngineCandidate:
-    """The candidate with its times; one that fails to be measured cannot be chosen."""
+    """Return the candidate with its times; one that cannot be measured cannot be chosen."""
     if one.why_not:
         return one
     spec, asked = question.request.model, question
@@ -306,11 +307,11 @@ def _measured(
     measured = asked.request.model
 
     def read(rows: int) -> float:
-        """What a step of so many rows reads of the weights, beside the measured model's."""
+        """Return the weight bytes that a step reads, relative to those of the measured model."""
         own = spec.step_weight_bytes(rows, spec.parameters)
         return own / measured.step_weight_bytes(rows, measured.parameters)
 
-    # Prompts are bound by arithmetic, decode steps by reading weights: of experts, those in use.
+    # Prompts are compute-bound; decode steps are bound by reading weights (only experts in use).
     factor = spec.active_parameters / measured.active_parameters
     times = EngineTimes(
         slots=times.slots,
@@ -370,8 +371,8 @@ def table_path(cache: str | Path | None) -> Path:
 
 
 def read_table(cache: str | Path | None, facts: HardwareFacts) -> dict[str, EngineTimes]:
-    """The kept times by Question.key; none where the file is of another machine, of other versions
-    of the engines' libraries, or cannot be read."""
+    """Return the saved times by Question.key; {} if the file is from another machine or other
+    library versions, or cannot be read."""
     try:
         content = table_path(cache).read_bytes()
         machine, rows = msgspec.json.decode(content, type=tuple[str, dict[str, EngineTimes]])
@@ -381,7 +382,7 @@ def read_table(cache: str | Path | None, facts: HardwareFacts) -> dict[str, Engi
 
 
 def keep(cache: str | Path | None, facts: HardwareFacts, key: str, times: EngineTimes) -> None:
-    """Write the table with these times in place of older ones of the same key, atomically."""
+    """Write the table with these times, which replace older ones of the same key, atomically."""
     table = _machine(facts), read_table(cache, facts) | {key: times}
     path = table_path(cache)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -389,7 +390,7 @@ def keep(cache: str | Path | None, facts: HardwareFacts, key: str, times: Engine
 
 
 def _machine(facts: HardwareFacts) -> str:
-    """What all times depend on."""
+    """Return the facts of the machine that all times depend on."""
     versions = [f"{name} {version}" for name, version in library_versions().items()]
     cores = f"{facts.physical_cores} cores, {facts.logical_cores} threads"
     return "; ".join([facts.cpu_model, " ".join(facts.isa), cores, *versions])
@@ -399,7 +400,7 @@ def _machine(facts: HardwareFacts) -> str:
 
 
 def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
-    """The engine's times with this configuration; its context is cut to what is measured.
+    """Return the engine's times with this configuration and a context as short as possible.
 
     Raises ServingError.
     """
@@ -412,17 +413,17 @@ def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
     )
     if ran.status == 0:
         return msgspec.json.decode(ran.output.splitlines()[-1], type=EngineTimes)
-    why = f"nothing for {TIMEOUT_SECONDS:g} s" if ran.status is None else ran.reason
-    raise ServingError(f"{config.backend} {config.weight_format} says: {why}")
+    why = f"no result after {TIMEOUT_SECONDS:g} s" if ran.status is None else ran.reason
+    raise ServingError(f"{config.backend} {config.weight_format} failed: {why}")
 
 
 def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) -> EngineTimes:
-    """Times of a loaded backend, by steps of random tokens."""
+    """Return the times of a loaded backend, measured with steps of random tokens."""
     info, settings = backend.info, backend.info.settings
     random, held = np.random.default_rng(1), [0] * settings.slots
 
     def seconds_of(slots: Iterable[int], tokens: int) -> float:
-        """Of a step that puts so many tokens behind what each of these slots holds."""
+        """Return the seconds of a step that appends this many tokens to each of these slots."""
         step = []
         for slot in slots:
             drawn = random.integers(3, info.vocabulary, tokens, np.int32)  # below: special ones
@@ -437,7 +438,7 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
         return seconds_of([slot], tokens)
 
     def usual(step: Callable[[], float], least: int) -> float:
-        """The lower quartile: whatever else the machine does only makes a step longer."""
+        """Return the lower quartile, since other work on the machine only makes steps longer."""
         until, found = clock() + PART_SECONDS, list[float]()
         while len(found) < least or (clock() < until and len(found) < MAX_STEPS):
             found.append(step())
@@ -458,8 +459,8 @@ def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) ->
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """Seconds in which threads of this process ran; in which they were ready and had no core, or
-    the host of this machine had taken it."""
+    """Return the seconds that threads of this process ran, and those that they were ready but had
+    no core, or that the hypervisor took."""
     told = [read_text(one).split() for one in Path("/proc/self/task").glob("*/schedstat")]
     ran, waited = (1e-9 * sum(int(each[at]) for each in told if each) for at in (0, 1))
     names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
@@ -469,7 +470,7 @@ def _cpu_seconds() -> tuple[float, float]:
 
 
 def main() -> None:
-    """The child: measures on the engine's cores, says one line of JSON."""
+    """The child process: measure on the engine's cores and print one line of JSON."""
     config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
     if config.cores:
         os.sched_setaffinity(0, config.cores)

@@ -1,13 +1,13 @@
-"""What runs where, in how much memory, and why: from a model and a machine to a decision. Pure.
+"""Decides where a model runs, in how much memory, and why. Pure.
 
     placement = plan(PlacementRequest(model=spec), hardware_facts())
     placement.device, placement.backend          # "cpu", "llama_cpp"
     print("\\n".join(explain(placement)))
 
-Candidates are looked at in order: the GPU, with the backends that may drive it, then the CPU, with
-every backend that runs there. The first one that fits is chosen, later ones are what the engine
-falls back to: the best engine of the CPU, and last the GPU's own backend on the CPU, which needs no
-other files. Of several GPUs it is the one with most free memory.
+Candidates are tried in order: the GPU with each backend that can use it, then the CPU with every
+backend that runs there. The first one that fits is chosen. The engine falls back to later ones: the
+best engine on the CPU, and last the GPU's own backend on the CPU, which needs no other files. Of
+several GPUs, the one with the most free memory is used.
 
 Memory: the weights (the file's size, else the format's), the KV cache layer by layer in the type
 and the row lengths that the backend holds, recurrent states by slot, the buffer of a step's
@@ -40,24 +40,24 @@ from serving.hardware.machine_facts import HardwareFacts
 from serving.option_help import check
 from serving.server_options import Policy
 
-HEADROOM = 0.95  # share of the free memory that may be planned with
-KV_SHARE = 0.25  # of the free memory, where nobody says how long a context may be
-MIN_CONTEXT = 2048  # where nobody says one and memory is short
+HEADROOM = 0.95  # share of the free memory that a plan may use
+KV_SHARE = 0.25  # of the free memory, if no context length is set
+MIN_CONTEXT = 2048  # if no context length is set and memory is short
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """One step of the decision. `cause` is None for what speaks for the choice."""
+    """One step of the decision. `cause` is None for a reason in favor of the choice."""
 
     cause: Cause | None
     text: str
 
 
 class NoPlacement(ServingError):
-    """The model can run nowhere on this machine under this policy."""
+    """The model cannot run on this machine under this policy."""
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be placed. None: the tables of serving.backends decide."""
+    """The model to place and what is requested. None: the tables of serving.backends decide."""
 
     model: ModelSpec
     policy: Policy = Policy.auto
@@ -76,7 +76,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Obstacles(msgspec.Struct, frozen=True):
-    """Backends that cannot run: not installed -> why; unable to use the GPU -> cause and why."""
+    """Backends that cannot run (backend -> why) or cannot use the GPU (backend -> cause, why)."""
 
     missing: Mapping[str, str] = {}
     gpu: Mapping[str, tuple[Cause, str]] = {}
@@ -101,7 +101,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """Whose memory it takes: "cpu" for RAM, else the GPU's UUID, or "gpu" where it has none."""
+        """Return where its memory is: "cpu" for RAM, else the GPU's UUID, or "gpu" without one."""
         return self.device_id or self.device
 
     @property
@@ -111,7 +111,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @property
     def memory_text(self) -> str:
-        """The parts of its memory, for people."""
+        """Return the parts of its memory as text."""
         parts = [("weights", self.weight_bytes), ("KV", self.kv_bytes)]
         parts += [("state", self.state_bytes), ("buffers", self.buffer_bytes)]
         shown = [(name, count) for name, count in parts if count or name in ("weights", "KV")]
@@ -124,7 +124,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Placement(Attempt, frozen=True, kw_only=True):
-    """The decision: the first attempt, and all of them in the order they are tried."""
+    """The decision: the first attempt, and all attempts in the order in which they are tried."""
 
     model: str
     policy: Policy
@@ -132,7 +132,7 @@ class Placement(Attempt, frozen=True, kw_only=True):
     attempts: tuple[Attempt, ...]
 
 
-# A device and backend that was looked at: usable, or the reason why not (or both).
+# A device and backend that was considered: usable, or the reason why not (or both).
 Looked = tuple[Attempt | None, Reason | None]
 NOTHING_KNOWN = Obstacles()
 
@@ -142,29 +142,29 @@ def plan(
 ) -> Placement:
     """Decide where the model runs on a machine with these facts.
 
-    Raises NoPlacement where nothing is left, Unsupported for sizes that cannot be.
+    Raises NoPlacement if no device is left, Unsupported for impossible sizes.
     """
     check(request)
     model, settings = request.model, request.settings
     if settings.kv_dtype not in (None, AUTO, *KV_ELEMENT_BYTES):
         known = ", ".join((AUTO, *KV_ELEMENT_BYTES))
-        raise NoPlacement(f"unknown KV dtype {settings.kv_dtype!r}; known: {known}")
+        raise NoPlacement(f"Unknown KV dtype {settings.kv_dtype!r}. Available: {known}")
     asked, context = settings.context_tokens, _context(request, facts, obstacles)
     if settings.kv_tokens is not None and settings.kv_tokens < context:
         raise NoPlacement(
-            f"kv_tokens = {settings.kv_tokens} hold no sequence of context_tokens = {context}; "
-            "give more of the one or fewer of the other"
+            f"kv_tokens = {settings.kv_tokens} is too small for one sequence of context_tokens = "
+            f"{context}. Raise kv_tokens or lower context_tokens."
         )
     request = in_context(request, context)
     found = list(_everywhere(request, facts, obstacles))
     attempts = tuple(attempt for attempt, _ in found if attempt is not None)
     reasons = [reason for _, reason in found if reason is not None]
     if asked is not None and context < asked:
-        cut = f"context cut from {asked} to {context} tokens: {model.name} was made for no more"
+        cut = f"context reduced from {asked} to {context} tokens, the maximum of {model.name}"
         reasons.insert(0, Reason(None, cut))
     if not attempts:
         told = "; ".join(reason.text for reason in reasons)
-        raise NoPlacement(f"{model.name} can run nowhere on this machine: {told}")
+        raise NoPlacement(f"{model.name} cannot run on this machine: {told}")
     return Placement(
         model=model.name,
         policy=request.policy,
@@ -175,8 +175,8 @@ def plan(
 
 
 def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
-    """Most tokens of one sequence: as asked for, else the model's own, as far as what grows with
-    the context (KV cache, attention buffer) takes at most KV_SHARE of each engine's free memory."""
+    """Return the maximum tokens of one sequence: as requested, else the model's own limit, reduced
+    until KV cache and attention buffer take at most KV_SHARE of each engine's free memory."""
     most, asked = request.model.context, request.settings
     if asked.context_tokens is not None:
         return min(asked.context_tokens, most)
@@ -217,7 +217,7 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
 def in_context(
     request: PlacementRequest, context_tokens: int, *, slots: int | None = None
 ) -> PlacementRequest:
-    """The request with a context of so many tokens, and so many slots where they are given."""
+    """Return the request with this context and, if given, this number of slots."""
     slots = slots or request.settings.slots
     sized = msgspec.structs.replace(request.settings, context_tokens=context_tokens, slots=slots)
     return msgspec.structs.replace(request, settings=sized)
@@ -230,18 +230,18 @@ def _everywhere(
     *,
     has_last_resort: bool = True,
 ) -> Iterator[Looked]:
-    """Every device and backend that the policy leaves, in the order they are tried.
+    """Yield every device and backend that the policy allows, in the order they are tried.
 
-    `has_last_resort`: with the GPU's backend on the CPU, behind the best engine of the CPU.
+    `has_last_resort`: add the GPU's backend on the CPU after the best engine of the CPU.
     """
     on_gpu: list[Looked] = []
     if request.policy is Policy.cpu_only:
-        yield None, Reason(Cause.forced, "the policy cpu-only leaves GPUs aside")
+        yield None, Reason(Cause.forced, "the policy cpu-only excludes GPUs")
     else:
         on_gpu = list(_on_gpu(request, facts, obstacles))
         yield from on_gpu
     if request.policy is Policy.gpu_only:
-        yield None, Reason(Cause.forced, "the policy gpu-only leaves the CPU aside")
+        yield None, Reason(Cause.forced, "the policy gpu-only excludes the CPU")
     else:
         chosen = [one for one, _ in on_gpu if one is not None and has_last_resort]
         yield from _on_cpu(request, facts, obstacles, chosen[-1] if chosen else None)
@@ -250,9 +250,8 @@ def _everywhere(
 def _on_gpu(
     request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles
 ) -> Iterator[Looked]:
-    """The GPU with the first backend that can use it and fits; before it the others, and why.
-
-    Of several GPUs, the one with most free memory."""
+    """Yield the GPU with the first backend that can use it and fits, after the reasons against the
+    others. Of several GPUs, it is the one with the most free memory."""
     if not facts.gpus:
         cause = Cause(facts.gpu_cause or Cause.no_device)
         yield None, Reason(cause, facts.gpu_note or "no GPU found")
@@ -261,10 +260,10 @@ def _on_gpu(
     if request.backend or request.weight_format:
         names = (request.backend or default_backend("gpu", request.weight_format),)
     for name in names:
-        cause, there = Cause.backend_missing, f"{facts.gpus[0].name} is there, but"
+        cause, there = Cause.backend_missing, f"{facts.gpus[0].name} was found, but"
         if "gpu" not in spec_of(name).devices:
             able = ", ".join(sorted(one for one, row in BACKENDS.items() if "gpu" in row.devices))
-            text = f"backend {name!r} does not run on GPUs; those that do: {able}"
+            text = f"backend {name!r} does not run on GPUs; backends that do: {able}"
         elif name in obstacles.missing:
             text = f"{there} backend {name!r} cannot run: {obstacles.missing[name]}"
         elif name in obstacles.gpu:
@@ -283,8 +282,8 @@ def _on_gpu(
 def _on_cpu(
     request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles, on_gpu: Attempt | None
 ) -> Iterator[Looked]:
-    """The first backend of the CPU that fits, before it the others and why; after it that of the
-    GPU's attempt, whose files are there."""
+    """Yield the first CPU backend that fits, after the reasons against the others; then the backend
+    of the GPU's attempt, whose files exist."""
     is_found, is_short = False, False
     for name, weight_format in _cpu_backends(request):
         is_the_gpus = on_gpu is not None and on_gpu.backend == name
@@ -310,7 +309,7 @@ def _on_cpu(
 
 
 def _cpu_backends(request: PlacementRequest) -> Sequence[tuple[str, str | None]]:
-    """Backends that may run the model on the CPU and their formats, the best first."""
+    """Return the backends that may run the model on the CPU with their formats, best first."""
     if request.backend:
         return [(request.backend, request.weight_format)]
     if request.cpu_backends:
@@ -324,15 +323,15 @@ def _cpu_backends(request: PlacementRequest) -> Sequence[tuple[str, str | None]]
 def fitted(
     request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
 ) -> Looked:
-    """The attempt where it fits, else the shortage (or both: check_memory is off)."""
+    """Return the attempt if it fits, else the shortage (both if check_memory is off)."""
     found = predicted(request, facts, backend, gpu)
     where = f"on the {found.device.upper()}"
     asked, settings = request.settings, found.settings
     if asked.kv_dtype not in (None, AUTO, settings.kv_dtype):
-        text = f"{backend} {where} holds its KV cache in {settings.kv_dtype}"
-        return None, Reason(Cause.forced, f"{text}; {asked.kv_dtype} was asked for")
+        text = f"{backend} {where} stores its KV cache in {settings.kv_dtype}"
+        return None, Reason(Cause.forced, f"{text}, not in {asked.kv_dtype} as requested")
     if settings.step_tokens < settings.slots:
-        text = f"step_tokens = {settings.step_tokens} has no room for a token of each of"
+        text = f"step_tokens = {settings.step_tokens} is too small for one token from each of"
         return None, Reason(Cause.forced, f"{text} {settings.slots} slots")
     if found.fits:
         return found, None
@@ -345,7 +344,7 @@ def fitted(
     room = (found.free_bytes or 0) - found.need_bytes + of_slots
     fitting = room // max(1, of_slots // settings.slots)
     advice = f"{fitting} slots instead of {settings.slots} would fit"
-    text += f"; {advice if fitting > 0 else 'take a smaller model or format'}"
+    text += f"; {advice if fitting > 0 else 'use a smaller model or format'}"
     cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
     return None if request.check_memory else found, Reason(cause, text)
 
@@ -353,10 +352,11 @@ def fitted(
 def predicted(
     request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
 ) -> Attempt:
-    """The engine and its memory on this GPU, or on the CPU. The context must be known.
+    """Return the engine with its predicted memory on this GPU, or on the CPU. The context must be
+    known.
 
-    Where nobody says how many slots a GPU has, it has as many as fit beside weights and workspaces,
-    at most MAX_GPU_SLOTS; a CPU's number of them where the driver does not say what is free.
+    If slots are not set, a GPU gets as many as fit beside weights and workspaces, at most
+    MAX_GPU_SLOTS, or a CPU's default if the driver does not report its free memory.
     """
     spec, model, asked = spec_of(backend), request.model, request.settings
     device = "cpu" if gpu is None else "gpu"
@@ -418,9 +418,9 @@ def predicted(
 
 
 def held_at(held: Sequence[HeldMemory], context: int) -> HeldMemory:
-    """What an engine holds at this length of context, between or beyond the lengths it was asked
-    for: caches grow evenly, and the buffer is the larger of parts that are even or grow evenly, so
-    that a line between two lengths is never too low."""
+    """Return the memory of an engine at this context length, interpolated or extrapolated from
+    known lengths. Caches grow linearly, and the buffer is the maximum of constant and linear parts,
+    so a line between two lengths is never too low."""
     above = next((at for at, one in enumerate(held) if one.context_tokens >= context), len(held))
     if above < len(held) and held[above].context_tokens == context:
         return held[above]
@@ -439,13 +439,13 @@ def held_at(held: Sequence[HeldMemory], context: int) -> HeldMemory:
 
 
 def default_backend(device: str, weight_format: str | None = None) -> str:
-    """The backend where the user names none: the first that has the format, else the default."""
+    """Return the backend if the user names none: the first with the format, else the default."""
     able = backends_with(device, weight_format) if weight_format else []
     return able[0][0] if able else DEFAULTS[device][0]
 
 
 def backends_with(device: str, weight_format: str) -> list[tuple[str, str]]:
-    """Backends of a device that have a format, the default first, and how each spells it."""
+    """Return the backends of a device with a format and how each spells it, the default first."""
     names = [*DEFAULTS[device], *BACKENDS]
     found = [
         (name, one)
@@ -460,7 +460,7 @@ def backends_with(device: str, weight_format: str) -> list[tuple[str, str]]:
 def narrowed(
     placement: Placement, attempts: tuple[Attempt, ...], reason: Reason | None
 ) -> Placement:
-    """The decision with these attempts only, the first one chosen, and one more reason."""
+    """Return the decision with only these attempts (the first is chosen) and one more reason."""
     return msgspec.structs.replace(
         placement,
         reasons=placement.reasons if reason is None else (*placement.reasons, reason),
@@ -470,7 +470,7 @@ def narrowed(
 
 
 def explain(placement: Placement) -> list[str]:
-    """The decision as lines for people: what runs where, the arithmetic, every reason."""
+    """Return the decision as lines of text: what runs where, the arithmetic, and every reason."""
     lines = [
         f"{placement.model} on the {placement.device.upper()} with {placement.backend}, "
         f"format {placement.weight_format}, {placement.settings.slots} slots "
@@ -496,7 +496,7 @@ def explain(placement: Placement) -> list[str]:
 def _why_no_fallback(placement: Placement) -> str:
     """Return why nothing serves while the GPU's engine is gone."""
     if placement.policy is Policy.gpu_only:
-        return "the policy gpu-only leaves the CPU aside; --policy auto would fall back to it"
+        return "the policy gpu-only excludes the CPU; with --policy auto there is a fallback"
     return (
         f"no engine can run {placement.model} on the CPU, for the reasons below; while the GPU's "
         "engine is gone, requests get 503"

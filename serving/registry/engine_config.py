@@ -157,7 +157,7 @@ class Machine:
             answer = self._probed(name)
             if not answer.gpu:
                 cause = Cause(answer.gpu_cause or Cause.backend_missing)
-                troubles[name] = cause, answer.gpu_note or answer.problem or "it does not say why"
+                troubles[name] = cause, answer.gpu_note or answer.problem or "it gives no reason"
         return troubles
 
     def place(self, request: PlacementRequest, facts: HardwareFacts) -> Placement:
@@ -215,8 +215,8 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         try_tokenizer(path)
     if any(one.synthetic and one.path for one in prepared.files.values()):
         machine.say(
-            f"{request.model.name} has random weights: "
-            "times and memory are those of the real model, the text is noise"
+            f"{request.model.name} has random weights: speed and memory are those of the real "
+            "model, but its text is noise"
         )
     return prepared
 
@@ -239,7 +239,7 @@ def files_of_engines(
             except ModelError as problem:
                 if not attempts:
                     raise
-                text = f"no fallback to {one.backend} on the CPU: its weights cannot be had: "
+                text = f"no fallback to {one.backend} on the CPU: its weights are not available: "
                 reason = Reason(Cause.load_failed, f"{text}{problem}")
                 continue
         attempts.append(one)
@@ -372,7 +372,7 @@ def options_by_backend(
     for key in given:
         if not any(names is None or key in names for names in known.values()):
             told = "; ".join(f"{one} has {', '.join(names or ())}" for one, names in known.items())
-            raise Unsupported(f"no engine here has the option {key!r}: {told}", key)
+            raise Unsupported(f"No engine here has the option {key!r}: {told}", key)
     return {
         backend: {key: value for key, value in given.items() if names is None or key in names}
         for backend, names in known.items()

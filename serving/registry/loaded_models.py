@@ -1,4 +1,4 @@
-"""Several models in one server: who is loaded, who makes room for whom, what a request waits for.
+"""Several models in one server: loading, eviction, and what a request waits for.
 
     registry = Registry(metrics, machine, make_supervisor, RegistryLimits())
     registry.serve(prepared)                          # each of them
@@ -239,7 +239,7 @@ class ServedModel:
 def is_load_cancelled(model: ServedModel) -> Unavailable:
     """The answer to whoever waits for a load that an unload has ended."""
     who = f"the model {model.served_name!r}"
-    text = f"the load of {who} was given up: it was unloaded, or the server ends"
+    text = f"Loading {who} was canceled: it was unloaded, or the server is stopping."
     return Unavailable(text, 5.0, "unloaded")
 
 
@@ -279,7 +279,7 @@ def make_room(
         for at in lacks(needs)
     )
     if all(lacks(needs, residents) for needs in options):
-        raise NoPlacement(f"it would not fit even alone: {why}")
+        raise NoPlacement(f"it would not fit even without other models: {why}")
     busy = ", ".join(one.served_name for one in residents if one.busy)
     raise NoRoom(f"{why}, while {busy} are busy")
 
@@ -339,8 +339,8 @@ class Registry:
             return self.models[name]
         shown = ", ".join(map(repr, self.models))
         if name is None:
-            raise UnknownModel(f"model is needed: {shown} are served")
-        raise UnknownModel(f"the model {name[:200]!r} does not exist; there is {shown}")
+            raise UnknownModel(f"model: This key is required, because {shown} are served.")
+        raise UnknownModel(f"The model {name[:200]!r} does not exist. Served models: {shown}")
 
     def states(self) -> dict[str, EngineState]:
         """Name -> state; a model that is on its way counts as loading."""
@@ -357,11 +357,11 @@ class Registry:
         """One more model, not loaded yet. Raises ServingError for a name that is taken."""
         name = prepared.name
         if name in self.models:
-            raise ServingError(f"two models are called {name!r}; give one of them another name")
+            raise ServingError(f"Two models have the name {name!r}. Give one of them another name.")
         supervisor = self._make_supervisor(prepared)
         if prepared.model.load == "demand":
             supervisor.state = EngineState.unloaded
-            supervisor.reason = "it is loaded when it is first asked for"
+            supervisor.reason = "it is loaded at its first request"
         metrics = Metrics(self.metrics, name, supervisor)
         vocabulary = read_vocabulary(prepared.tokenizer_path)
         model = ServedModel(supervisor, vocabulary, metrics, prepared)
@@ -406,7 +406,7 @@ class Registry:
                 break
             if model.load is None:
                 if state in _UNLOADED and not model.on_demand:
-                    text = f"the model {name!r} was unloaded by an administrator"
+                    text = f"The model {name!r} was unloaded by an administrator."
                     raise Unavailable(text, 30.0, "unloaded")
                 if state not in _UNLOADED and not model.is_retry_due:
                     break
@@ -502,7 +502,7 @@ class Registry:
             attempts = [one for one in wanted.attempts if one.backend in prepared.files]
             if not attempts:
                 why = "; ".join(reason.text for reason in wanted.reasons)
-                raise NoPlacement(f"it can run nowhere any more: {why}")
+                raise NoPlacement(f"it can no longer run anywhere: {why}")
             others = [one for one in self.models.values() if one is not model]
             residents = [one for one in others if one.supervisor.pids]
             free = bytes_free(attempts, residents, self.limits.memory_bytes) if check else {}
@@ -511,11 +511,11 @@ class Registry:
             if gone is None:
                 first, *later = attempts[option:]
                 attempts = [first, *(one for one in later if one.fits or not check)]
-                text = f"unloaded {', '.join(evicted)}, idle for longest, to make room"
+                text = f"unloaded {', '.join(evicted)}, least recently used, to make room"
                 reason = Reason(None, text) if evicted else None
                 return narrowed(wanted, tuple(attempts), reason)
             if not evict:
-                raise NoRoom(f"there is no room beside {gone}; it is loaded when it is asked for")
+                raise NoRoom(f"there is no room beside {gone}; it is loaded at its first request")
             evicted.append(gone)
             # To its end, even where this load is given up: half an unload is none.
             unload = self._unload(self.models[gone], f"to make room for {name}", "evicted")
@@ -546,7 +546,7 @@ class Registry:
         model.on_demand = False
         if model.load is not None and self._call_off(model):
             await asyncio.wait([model.load])
-        return await self._unload(model, "asked for", "asked", drain)
+        return await self._unload(model, "by request", "asked", drain)
 
     async def _unload(self, model: ServedModel, why: str, kind: str, drain: bool = True) -> int:
         if model.supervisor.state == EngineState.unloaded:

@@ -95,7 +95,7 @@ class Grammars:
     def _compiled(self, grammar: str | None, schema: str | None, calls: str | None) -> Matcher:
         sampling = Sampling(grammar=grammar, json_schema=schema, tool_calls=calls)
         if self._tokenizer is None:
-            raise _refused(sampling, "the model names no token that ends a text")
+            raise _refused(sampling, "the model has no token that ends a text")
         matcher = Matcher(self._tokenizer, sampling, self._ends)
         gc.collect(1)  # the converter's trees are circles: milliseconds
         return matcher
@@ -178,7 +178,7 @@ def check_size(sampling: Sampling) -> str:
         (rules, MAX_RULES, "rules"),
     ):
         if count > most:
-            raise _refused(sampling, f"it has {count} {what}; {most} are allowed")
+            raise _refused(sampling, f"it has {count} {what}; the maximum is {most}")
     return text
 
 
@@ -195,13 +195,13 @@ def _translated(sampling: Sampling) -> str:
             given = json.loads(text)
             count = _patterns(given)
             if count > MAX_PATTERNS:
-                raise ValueError(f"it has {count} patternProperties; {MAX_PATTERNS} are allowed")
+                raise ValueError(f"it has {count} patternProperties; the maximum is {MAX_PATTERNS}")
             if sampling.tool_calls is not None:
                 lark = _lark_of(_schema_of_calls(msgspec.convert(given, ToolCalls)))
             else:
                 lark = _lark_of(prepared(given))
     except RecursionError:
-        raise _refused(sampling, "it nests too deep") from None
+        raise _refused(sampling, "it is nested too deeply") from None
     except json.JSONDecodeError as problem:
         raise _refused(sampling, f"it is not JSON: {problem}") from None
     except Unsupported as problem:
@@ -251,7 +251,7 @@ def _schema_of_arguments(tool: CallableTool, prefix: str) -> dict[str, Any]:
         if why:
             raise Problem("", "", why)
     except Problem as problem:
-        text = f"tool {tool.name!r}: the JSON schema cannot be used: {problem}"
+        text = f"Tool {tool.name!r}: The JSON schema cannot be used: {problem}"
         raise Unsupported(text, "tools") from None
     return schema if isinstance(schema, dict) else {"allOf": [schema]}
 
@@ -283,6 +283,6 @@ def _words_of(reason: str) -> str:
 def _refused(sampling: Sampling, reason: str) -> Unsupported:
     words = _words_of(reason)
     if sampling.grammar is not None:
-        return Unsupported(f"the grammar cannot be used: {words}", "grammar")
+        return Unsupported(f"The grammar cannot be used: {words}", "grammar")
     parameter = "response_format" if sampling.tool_calls is None else "tools"
-    return Unsupported(f"the JSON schema cannot be used: {words}", parameter)
+    return Unsupported(f"The JSON schema cannot be used: {words}", parameter)

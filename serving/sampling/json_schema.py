@@ -134,7 +134,7 @@ class _Document:
     def _target(self, place: Place, reference: Any) -> Place:
         """What a reference leads to. Raises Problem."""
         if not isinstance(reference, str):
-            raise Problem(place.path, "$ref", "a text is needed")
+            raise Problem(place.path, "$ref", "it must be a string")
         is_inside = reference.startswith("#")  # urljoin does not know urn:
         uri = place.base + reference if is_inside else urljoin(place.base, reference)
         resource, fragment = urldefrag(uri)
@@ -143,7 +143,7 @@ class _Document:
             return named
         start = self._resources.get(resource)
         if start is None:
-            raise Problem(place.path, "$ref", f"{reference[:200]!r} leads out of the schema")
+            raise Problem(place.path, "$ref", f"{reference[:200]!r} points outside the schema")
         schema, base, path = start
         for step in unquote(fragment).split("/")[1:] if fragment else ():
             key: Any = step.replace("~1", "/").replace("~0", "~")
@@ -152,10 +152,10 @@ class _Document:
             elif isinstance(schema, dict) and key in schema:
                 schema = schema[key]
             else:
-                raise Problem(place.path, "$ref", f"{reference[:200]!r} leads nowhere")
+                raise Problem(place.path, "$ref", f"{reference[:200]!r} does not exist")
             base, path = self._base_of(schema, base), f"{path}/{step}"
         if fragment and not fragment.startswith("/"):
-            raise Problem(place.path, "$ref", f"{reference[:200]!r} leads nowhere")
+            raise Problem(place.path, "$ref", f"{reference[:200]!r} does not exist")
         return Place(schema, base, path)
 
     def _name_of(self, place: Place, closes: bool) -> str:
@@ -273,7 +273,7 @@ class _Document:
             kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             for kind in kinds:
                 if not isinstance(kind, str) or kind not in _TYPES:
-                    raise Problem(path, "type", f"{str(kind)[:50]!r} is no type of JSON Schema")
+                    raise Problem(path, "type", f"{str(kind)[:50]!r} is not a JSON Schema type")
         for key in ("allOf", "anyOf", "oneOf"):
             if key in schema:
                 self._list(place, key)
@@ -297,7 +297,7 @@ class _Document:
                 if isinstance(count, float) and count.is_integer():
                     made[key] = count = int(count)
                 if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                    raise Problem(path, key, "a whole number is needed")
+                    raise Problem(path, key, "it must be an integer")
         for exclusive, plain in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
             if isinstance(made.get(exclusive), bool):
                 if made.pop(exclusive) and plain in made:
@@ -305,7 +305,7 @@ class _Document:
         for key in (*_LEAST, *_MOST, "multipleOf"):
             bound = made.get(key, 0)
             if isinstance(bound, bool) or not isinstance(bound, int | float):
-                raise Problem(path, key, "a number is needed")
+                raise Problem(path, key, "it must be a number")
             outward = -1 if key in _LEAST else 1
             if key != "multipleOf" and abs(bound) > MAX_BOUND:
                 made[key] = outward * MAX_BOUND  # what keeps this keeps the other
@@ -317,7 +317,7 @@ class _Document:
         """Formats and patterns that the compiler knows."""
         for key in _TEXTS:
             if key in made and not isinstance(made[key], str):
-                raise Problem(path, key, "a text is needed")
+                raise Problem(path, key, "it must be a string")
         if "format" in made and not _is_known("format", made["format"]):
             del made["format"]
         if "pattern" in made and not _is_known("pattern", made["pattern"]):
@@ -350,7 +350,7 @@ class _Document:
 
     def _cannot(self, path: str, keyword: str, what: str) -> None:
         if not self._best_effort:
-            raise Problem(path, keyword, f"answers cannot be held to {what}; leave it out")
+            raise Problem(path, keyword, f"answers cannot be constrained to {what}; leave it out")
 
     # Which properties the parts of a joint object have.
 

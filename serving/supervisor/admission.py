@@ -1,4 +1,4 @@
-"""Who may still join the queue, and the Retry-After of who may not.
+"""Admission control: which requests may join the queue, and the Retry-After of the others.
 
     ledger = AdmissionController(QueueBounds(ttft_seconds=2.0), 16, sequences)
     ledger.check_room(prompt_tokens=300)     # raises Overloaded
@@ -11,8 +11,8 @@ in the same steps:
     wait = (prompts that wait + slots x outputs until a slot is free) / pace     0 while one is free
     TTFT = wait + own prompt / pace, at least (prompts that wait + own prompt) / pace of prompts
 
-Where no pace is known nothing is predicted: the other bounds hold, and with a TTFT SLO nobody may
-wait. Pure: no clock of time, no sockets.
+While the pace is unknown nothing is predicted: the other limits apply, and with a TTFT SLO no
+request may wait. Pure: no clock, no sockets.
 """
 
 from __future__ import annotations
@@ -117,19 +117,20 @@ class AdmissionController:
         if waits:
             wait = self.predicted_wait_seconds()
             if len(self._sequences) >= self._slots + bounds.waiting_requests:
-                text = f"{bounds.waiting_requests} requests are waiting, the most allowed"
+                text = f"The queue is full: {bounds.waiting_requests} requests are waiting"
                 raise _refused("queue_requests", text, wait)
             if wait is not None and wait > bounds.wait_seconds:
-                text = f"a wait of {wait:.1f} s is predicted, {bounds.wait_seconds:g} s at most"
+                limit = f"the maximum of {bounds.wait_seconds:g} s"
+                text = f"The predicted wait of {wait:.1f} s exceeds {limit}"
                 raise _refused("queue_wait", text, wait - bounds.wait_seconds)
         slo = bounds.ttft_seconds
         if slo is not None and (waits or self._load()[0]):  # else no better time can come
             ttft = self.predicted_ttft_seconds(prompt_tokens)
             if ttft is None and waits:
-                text = "all slots are taken, and the pace of the engine is not known yet"
+                text = "All slots are in use, and the speed of the engine is not known yet"
                 raise _refused("queue_ttft", text, None)
             if ttft is not None and (late := ttft - (1 - MARGIN) * slo) > 0:
-                text = f"the first token is predicted after {ttft:.1f} s, {slo:g} s are promised"
+                text = f"The predicted TTFT of {ttft:.1f} s exceeds the limit of {slo:g} s"
                 raise _refused("queue_ttft", text, late)
 
     def _load(self) -> tuple[int, float]:
@@ -147,4 +148,4 @@ class AdmissionController:
 
 def _refused(kind: str, text: str, room_in_seconds: float | None) -> Overloaded:
     retry = min(60.0, max(0.1, 1.0 if room_in_seconds is None else room_in_seconds))
-    return Overloaded(f"{text}; try again in {retry:.1f} s", retry, kind)
+    return Overloaded(f"{text}. Try again in {retry:.1f} s.", retry, kind)

@@ -179,8 +179,8 @@ class EngineProcess(asyncio.Protocol):
     def _leave(self) -> None:
         """Count a process as ended that SIGKILL does not end; whoever waits goes on without it."""
         if self.returncode is None:
-            why = self._cause[1] if self._cause is not None else "it was to end"
-            text = f"{why}; it is stuck in the driver, and SIGKILL has not ended it"
+            why = self._cause[1] if self._cause is not None else "it was asked to end"
+            text = f"{why}; it hangs in the driver, and SIGKILL did not end it"
             self._cause = Cause.health_timeout, text
             self._tell_exit()
 
@@ -196,7 +196,7 @@ class EngineProcess(asyncio.Protocol):
         now, count, device = time.monotonic(), len(self._sequences), self.config.device
         silent, age = now - self._heard_at, now - self._step_at
         if self.ready is None and silent > LOAD_SILENCE_SECONDS[device]:
-            why = f"no word from the loading engine for {silent:.0f} s"
+            why = f"no message from the loading engine for {silent:.0f} s"
             self.give_up(Cause.health_timeout, why)
         elif self.ready is not None and count:
             longest = LONGEST_STEP[device] * timeout_seconds
@@ -229,7 +229,7 @@ class EngineProcess(asyncio.Protocol):
         if last := (about_memory or told)[-1:]:
             how = f"{how}: {last[0]}"
         elif status == -signal.SIGKILL:
-            how = f"{how}; if you did not do this, the kernel may have run out of memory"
+            how = f"{how}; unless you did this, the kernel may have run out of memory"
         if about_memory:
             return Cause.runtime_oom if self.ready is not None else Cause.load_oom, how
         is_death = self.ready is not None or status < 0

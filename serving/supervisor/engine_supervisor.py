@@ -1,4 +1,4 @@
-"""Keeps one model served: an engine process that lives, sequences given to it, and its state.
+"""Keeps one model served: starts and restarts its engine, and moves sequences between engines.
 
     supervisor = Supervisor([gpu_config, cpu_config])        # in order of preference
     await supervisor.start()
@@ -106,7 +106,7 @@ class Supervisor:
         self._returns: list[float] = []  # when each was tried
         self._changed = asyncio.Event()
         self._background = Background(
-            lambda bug: self._become(EngineState.failed, f"a failure of ours: {bug}")
+            lambda bug: self._become(EngineState.failed, f"internal error: {bug}")
         )
 
     # What others may know.
@@ -155,7 +155,7 @@ class Supervisor:
 
     def unavailable(self) -> Unavailable:
         """The answer while no engine serves."""
-        text = f"the model is not served at the moment ({self.state}): {self.reason or 'soon'}"
+        text = f"The model is not available ({self.state}): {self.reason or 'it will be soon'}"
         return Unavailable(text, self.retry_after_seconds(), self.state)
 
     # What others may ask for.
@@ -238,12 +238,12 @@ class Supervisor:
                 engine.kill()
             while self._living:
                 await self.wait_change()
-        self.requests.fail(f"{why} before this request had finished")
+        self.requests.fail(f"{why} before this request finished")
         cut_off = self.requests.failed
         self._background.cancel()
         # Of an unload and a stop at the same time, the stop has the last word.
         if self.state == EngineState.draining or state == EngineState.stopped:
-            self._tell(state.value, f"{why}, {cut_off} sequences cut off" if cut_off else why)
+            self._tell(state.value, f"{why}, {cut_off} sequences aborted" if cut_off else why)
             self._become(state, why)
         return cut_off
 
@@ -370,7 +370,7 @@ class Supervisor:
         if place != engine.place:
             self.fallbacks += 1
             self._fell_back_at = ending.at_seconds
-            warm = ", which stood by" if is_warm else ""
+            warm = ", which was on standby" if is_warm else ""
             to = f"to {label(self.configs[place])}{warm}: {ending.message}"
             self._tell("fell_back", to, engine, ending.cause)
         else:
@@ -477,5 +477,5 @@ class Background:
         self._tasks.discard(task)
         problem = None if task.cancelled() else task.exception()
         if problem is not None and not isinstance(problem, CrossoverError):
-            logger.error("a failure of ours", exc_info=problem)
+            logger.error("Internal error", exc_info=problem)
             self._on_failure(problem)

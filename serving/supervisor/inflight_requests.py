@@ -1,4 +1,4 @@
-"""The sequences in flight: which engine has which, and what becomes of them when it ends.
+"""The sequences in flight: which engine runs them, and what happens to them when it ends.
 
     requests = InflightRequests(bounds, slots)
     requests.serve_with(engine)                         # one that is ready
@@ -189,7 +189,7 @@ class InflightRequests(AdmissionController):
         for stream in [one for one in self._streams.values() if one.engine is engine]:
             tried = place is None or stream.places.count(place) >= MAX_ATTEMPTS
             if stream.handed_over or stream.given_up or tried:
-                self._fail(stream, f"the engine ended while this request was running: {message}")
+                self._fail(stream, f"The engine ended while this request was running: {message}")
                 continue
             stream.start_again()
             if self.engine is not None:

@@ -1,4 +1,4 @@
-"""What to do when an engine has died, and when to go back to the preferred one.
+"""Decides what to do after an engine died, and when to return to the preferred engine.
 
 Pure decisions on times that are given. An engine list is in order of preference (GPU first).
 
@@ -32,7 +32,7 @@ SLOWER_THAN_PACE = 10.0
 
 
 class RecoveryLimits(msgspec.Struct, frozen=True):
-    """How patient the supervisor is. All times in seconds."""
+    """The limits and delays of the supervisor. All times in seconds."""
 
     backoff_first_seconds: float = 0.5
     backoff_longest_seconds: float = 30.0
@@ -87,7 +87,7 @@ def after_death(
         return Verdict(None, 0.0, text)
     if len(recent) >= limits.deaths:
         died = f"died {len(recent)} times in {last.at_seconds - recent[0].at_seconds:.0f} s"
-        return Verdict(None, 0.0, f"the engine {died} and is not started again; last {why}")
+        return Verdict(None, 0.0, f"the engine {died} and is not restarted; the last time: {why}")
     pause = limits.backoff_first_seconds * 2.0 ** (len(recent) - 1)
     pause = min(limits.backoff_longest_seconds, pause)
     return Verdict(last.engine, pause, f"restarting after {why}")

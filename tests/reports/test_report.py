@@ -122,7 +122,7 @@ def test_markdown_has_the_same_table_and_never_grows_beyond_six_kilobytes() -> N
     assert text.count("\n| ") == 2 + len(answers)
     assert all(f"**{one.title}** *({', '.join(one.grades)})*" in text for one in sections[:3])
     many = markdown.markdown(data, answers, sections * 20)
-    assert len(many.encode()) <= 6_000 and "the rest is on the page" in many
+    assert len(many.encode()) <= 6_000 and "see the page for the rest" in many
 
 
 def test_numbers_as_json_and_csv_have_null_for_what_is_missing() -> None:
@@ -192,9 +192,9 @@ def test_conditions_for_ci_pass_fail_and_are_refused() -> None:
     for wrong, said in (
         ("135m", "is no condition"),
         ("135m:speed>=1", "'speed' is not one of confirmed"),
-        ("70b:confirmed>=1", "the run has no model '70b'"),
-        ("llama3.2:1b:ttft<=1", "the run has no model 'llama3.2:1b'"),
-        ("135m:confirmed>=1e", "is no number"),
+        ("70b:confirmed>=1", "The run has no model '70b'"),
+        ("llama3.2:1b:ttft<=1", "The run has no model 'llama3.2:1b'"),
+        ("135m:confirmed>=1e", "is not a number"),
     ):
         with pytest.raises(ReportError, match=said):
             checked(wrong, answers)
@@ -237,7 +237,7 @@ def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
     whole = (copied / name).read_bytes()
     (copied / name).write_bytes(whole[: int(len(whole) * share)])
     if name == EVENTS and share == 0.0:
-        with pytest.raises(BadRun, match="nothing was begun"):
+        with pytest.raises(BadRun, match="is empty"):
             read_report(copied)
         return
     data = read_report(copied)
@@ -326,7 +326,7 @@ def test_a_shared_copy_has_the_same_answer_and_no_names(tmp_path: Path) -> None:
         text = path.read_text()
         assert str(folder) not in text and str(host) not in text and "/tmp" not in text
     assert "texts in it" in said[-1]
-    with pytest.raises(ReportError, match="is there already"):
+    with pytest.raises(ReportError, match="exists already"):
         export_run(folder, tmp_path / "shared")
 
 

@@ -140,7 +140,7 @@ def test_memory_of_a_configuration_is_that_of_its_device() -> None:
         assert cell.memory.measured_bytes == pytest.approx(measured, rel=0.002)
     memory = sections["memory"]
     said = "llama-3.1-8b bf16 takes 24.09 GiB of GPU memory, where 24.08 GiB was predicted"
-    assert memory.sentence.startswith(f"{said}: a card of 32 GB holds it.")
+    assert memory.sentence.startswith(f"{said}; it fits in a GPU with 32 GB.")
     assert "takes 8.23 GiB on the CPU" in memory.sentence
     assert [row[1] for row in memory.table.rows] == ["CPU", "GPU", "CPU", "GPU"]
     assert [row[-1] for row in memory.table.rows if row[1] == "GPU"] == ["+1.3 %", "+0.1 %"]
@@ -189,11 +189,11 @@ def test_energy_is_of_the_device_that_served_and_not_of_a_gpu_that_idles_beside_
 
 def test_dollars_a_million_tokens_are_of_each_device_with_a_price() -> None:
     cost = h200()[2]["cost"]
-    assert "NVIDIA H200 a million output tokens of llama-3.1-8b cost $0.49" in cost.sentence
+    assert "1M output tokens of llama-3.1-8b cost $0.49" in cost.sentence
     by_device = {row[:2]: row[3:] for row in cost.table.rows}
     assert by_device["llama-3.1-8b", "GPU"] == ("23/s", "confirmed", "$7.91/h", "$0.49")
     assert by_device["llama-3.2-1b", "CPU"] == ("1.3/s", "estimated", "not known", "–")
-    assert "list price of 2026-07-20" in cost.note and "CPU alone is not known" in cost.note
+    assert "list price of 2026-07-20" in cost.note and "CPU alone is unknown" in cost.note
 
 
 def test_what_was_predicted_of_this_gpu_stands_beside_what_was_measured() -> None:
@@ -313,7 +313,7 @@ def test_a_condition_names_the_device_where_there_are_two() -> None:
             "8b:confirmed>=1",
             "Name the device: llama-3.1-8b:cpu:confirmed or llama-3.1-8b:gpu:confirmed",
         ),
-        ("8b:tpu:confirmed>=1", "the run has no model '8b:tpu'"),
+        ("8b:tpu:confirmed>=1", "The run has no model '8b:tpu'"),
     ):
         with pytest.raises(ReportError, match=re.escape(said)):
             checked(wrong, answers)
@@ -370,7 +370,7 @@ def test_a_plan_offers_the_cpu_the_gpu_and_both_and_asks_for_the_machines_price(
     for one in mine.values():
         assert one.suffices == "yes" and one.dollars == pytest.approx(7.91 * 730.5)
     text = as_text(made, 200)
-    assert "what your machine costs: $7.91/h, the list price of its NVIDIA H200, stands" in text
+    assert "the cost of your machine: the list price of its NVIDIA H200, $7.91/h, is assumed" in text
     assert all(title in text for title in mine)
 
 
@@ -381,7 +381,7 @@ def test_a_machine_that_is_paid_for_costs_its_energy_and_one_with_a_price_that_p
     assert gpu.kwh == pytest.approx(0.569 * 20 / 30.6 * 730.5, rel=0.01)
     assert gpu.dollars == pytest.approx(gpu.kwh * 0.15) and gpu == paid.choice
     assert choice_sentence(paid).startswith("Your GPU (NVIDIA H200) serves llama-3.1-8b at 20 ")
-    assert "what your machine costs" not in as_text(paid)
+    assert "the cost of your machine" not in as_text(paid)
     rented = planned("8b", 20.0, dollars_per_hour=2.0)
     assert next(one.dollars for one in rented.options if one.title == "your GPU") == 2.0 * 730.5
     cpu = next(one for one in rented.options if one.title == "your CPU alone")
@@ -406,7 +406,7 @@ def test_the_price_is_an_option_and_nonsense_is_refused() -> None:
     assert "Your GPU (NVIDIA H200) serves" in (text := said(*one, "--price", "2.5"))
     assert "$1,826 a month, confirmed" in " ".join(text.split())
     assert "--price -1 must be 0 or more" in said(*one, "--price", "-1")
-    assert "that --run names" in said("--price", "1")
+    assert "the machine of --run" in said("--price", "1")
 
 
 def changed(side: str, capacity: Capacity | None) -> list[Answer]:

@@ -42,7 +42,7 @@ def test_what_replicas_cannot_honour_is_refused_by_its_flag() -> None:
     assert {*REFUSED} <= {*ServeOptions.__struct_fields__}
     with pytest.raises(ServingError, match="--idle-unload cannot be honoured"):
         check_options(options(idle_unload_seconds=5.0))
-    with pytest.raises(ServingError, match="2 are named"):
+    with pytest.raises(ServingError, match="2 are given"):
         check_options(ServeOptions(models=("135m", "360m"), on="ray"))
 
 

@@ -59,7 +59,7 @@ def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[HeldMemory,
     ran = run_python("-m", __name__, asked, timeout_seconds=MAX_SECONDS)
     name = Path(config.model_path).name
     if ran.status is None:
-        raise BrokenWeights(f"llama.cpp does not read the header of {name} in {MAX_SECONDS:g} s")
+        raise BrokenWeights(f"llama.cpp did not read the header of {name} within {MAX_SECONDS:g} s")
     lines = ran.output.splitlines()
     if ran.status != 0 or not lines:
         reason = ran.reason.removeprefix("llama.cpp: ")

@@ -89,7 +89,8 @@ def library() -> Any:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as problem:  # RuntimeError: of its shared library
         raise BackendUnavailable(
-            f"{PACKAGE} cannot be imported: {problem}; pip install 'llm-crossover[llama-cpp]'"
+            f"{PACKAGE} cannot be imported: {problem}. Install it: pip install "
+            "'llm-crossover[llama-cpp]'"
         ) from problem
     LOG.install(llama_cpp)
     _load_devices(llama_cpp)
@@ -118,7 +119,7 @@ def probe() -> BackendProbe:
     find.argtypes, find.restype = [ctypes.c_char_p], ctypes.c_void_p
     build = next((name for name in VENDORS if find(name.encode())), "")
     gpu, cause = bool(llama.llama_supports_gpu_offload()), Cause.no_device
-    note = f"built with {build}" if gpu else f"built with {build}, which shows no device here"
+    note = f"built with {build}" if gpu else f"built with {build}, which finds no device here"
     if not build:
         note, cause = "this build of llama.cpp is for the CPU only", Cause.backend_missing
     return BackendProbe(

@@ -74,11 +74,11 @@ class Loader:
         need(settings.pool_tokens >= settings.context_tokens, "kv_tokens", least)
         if config.device == "gpu" and not self.llama.llama_supports_gpu_offload():
             raise BackendUnavailable(
-                f"{PACKAGE} {self.llama.__version__} was built without GPU support; crossover "
-                "doctor says how to build it with CUDA, ROCm or Vulkan"
+                f"{PACKAGE} {self.llama.__version__} was built without GPU support. crossover "
+                "doctor shows how to build it with CUDA, ROCm or Vulkan."
             )
         if not self._file.is_file():
-            raise BrokenWeights(f"there is no GGUF file {self._file.name}")
+            raise BrokenWeights(f"The GGUF file {self._file.name} does not exist")
 
     def load(self, progress: Progress) -> tuple[Any, Any]:
         """The model and its context. Raises OutOfMemory, UnsupportedModel too."""
@@ -141,7 +141,7 @@ class Loader:
             if is_memory(reason):
                 raise OutOfMemory(f"{name} does not fit in memory: {reason}")
             if "unknown model architecture" in reason:
-                text = f"llama.cpp does not know the architecture of {name}: {reason}"
+                text = f"llama.cpp does not support the architecture of {name}: {reason}"
                 raise UnsupportedModel(text)
             raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
         for is_other, what in (
@@ -150,7 +150,7 @@ class Loader:
         ):
             if is_other(model):
                 llama.llama_model_free(model)
-                raise UnsupportedModel(f"{name} is {what}; only decoders are served")
+                raise UnsupportedModel(f"{name} is {what}; only decoder models are supported")
         return model
 
     def keeps_windows_only(self, model: Any, context_tokens: int) -> bool:

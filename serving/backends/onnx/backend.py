@@ -51,7 +51,7 @@ class OnnxBackend:
         options = parse_options(OnnxOptions, config.options, "onnx")
         if config.device != "cpu":
             raise BackendUnavailable(
-                f"the onnx backend runs on the CPU; device={config.device!r} was asked for"
+                f"The onnx backend runs only on the CPU, not on device {config.device!r}"
             )
         import onnxruntime
 

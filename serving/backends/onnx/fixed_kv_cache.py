@@ -129,8 +129,8 @@ class SlotGraph:
             view = self._ort.OrtValue.ortvalue_from_numpy(buffer[lo:hi])
             if view.data_ptr() != buffer[lo:hi].ctypes.data:
                 raise EngineFailed(
-                    "onnxruntime copied a KV buffer instead of using it in place; "
-                    "this version cannot be used"
+                    "onnxruntime copied a KV buffer instead of using it in place, so this version "
+                    "cannot be used"
                 )
             binding.bind_ortvalue_input(f"past_key_values.{name}", view)
             binding.bind_ortvalue_output(f"present.{name}", view)

@@ -94,8 +94,7 @@ def read_facts(session: Any, file: Path) -> GraphFacts:
     if missing or unknown:
         wrong = f"lacks {', '.join(missing[:3])}" if missing else f"wants {', '.join(unknown[:3])}"
         raise UnsupportedModel(
-            f"{file.name} is no causal language model with a KV cache that is served here: it "
-            f"{wrong}"
+            f"{file.name} is not a supported causal language model with a KV cache: it {wrong}"
         )
     past, logits = inputs["past_key_values.0.key"], outputs["logits"]
     if {past.type, logits.type} != {"tensor(float)"}:
@@ -107,8 +106,8 @@ def read_facts(session: Any, file: Path) -> GraphFacts:
         grouped = view.find(b"GroupQueryAttention") >= 0
     if grouped and (logits.shape[1] != 1 or "position_ids" in inputs):
         raise UnsupportedModel(
-            f"{file.name} has GroupQueryAttention and was not written by crossover; serve the "
-            "model's safetensors, which are converted"
+            f"{file.name} has GroupQueryAttention but was not written by Crossover. Serve the "
+            "model's safetensors, which are converted."
         )
     sizes = past.shape[1], past.shape[3], logits.shape[2]
     if not all(isinstance(one, int) for one in sizes):
@@ -134,5 +133,5 @@ def _config_beside(file: Path) -> dict[str, Any]:
             try:
                 return dict(json.loads(path.read_text(encoding="utf-8")))
             except (ValueError, TypeError) as problem:
-                raise BrokenWeights(f"{path.name} is no object of JSON: {problem}") from problem
+                raise BrokenWeights(f"{path.name} is not a JSON object: {problem}") from problem
     return {}

@@ -96,7 +96,7 @@ class TorchBackend:
         known = ["fp32", "bf16", "fp16"] if is_gpu else ["fp32", "bf16"]
         if weight_format not in known:
             raise Unsupported(
-                f"torch has no weight_format {weight_format!r} on this device; it has "
+                f"torch does not support weight_format {weight_format!r} on this device. Formats: "
                 f"{', '.join(known)}",
                 "weight_format",
             )

@@ -110,7 +110,7 @@ def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: st
         ("name = ", "not valid TOML"),
         ('models = ["135m"]', "^name is missing$"),
         ('name = "x"', "nothing to measure"),
-        ('name = "x"\n[target]\nurl = "http://u:p@h"', "target: the url holds a user"),
+        ('name = "x"\n[target]\nurl = "http://u:p@h"', "target: The url contains a user"),
         ('name = "x"\n[target]\nurl = "http://[::1"', r"target: 'http://\[::1' has no valid host"),
         (f'{ONE}workload.file = "/no.csv"', "workload.file: trace /no.csv: there is no such file"),
         (f'{ONE}[target]\nurl = "http://x"', "so models must not be set"),
@@ -135,7 +135,10 @@ def test_a_campaign_is_data_until_the_command_line_says_more(text: str, said: st
         (f'{ONE}arrivals = {{ kind = "gama" }}', "arrivals.kind.*'gama'"),
         ('name = "x"\nmodels = ["99b"]', "'99b' is not a known model.* Give a GGUF file"),
         ('name = "x"\nmodels = ["135m", "smollm2-135m"]', "names the same model twice"),
-        (f'{ONE}backends = ["vllm"]', r"unknown backend .*List other engines as \[\[engines\]\]"),
+        (
+            f'{ONE}backends = ["vllm"]',
+            r"The backend 'vllm' is unknown.*List other engines as \[\[engines\]\]",
+        ),
         (
             f'{ONE}formats = ["Q9"]',
             "formats: 'Q9' is not a known weight format. Examples:",

@@ -199,5 +199,5 @@ def test_the_verb_compares_run_folders_and_folders_of_runs(tmp_path: Path) -> No
     assert "+2" in one.output, "the difference as a number"
     refused = asked(*slower, f"{a}/a0", f"{b}/b0")
     assert refused.exit_code != 0 and "not known" in str(refused.exception)
-    with pytest.raises(BadRunFolder, match="holds no run"):
+    with pytest.raises(BadRunFolder, match="is not a run folder"):
         read(tmp_path)

@@ -172,7 +172,7 @@ def test_conversations_need_the_chat_route() -> None:
         target=Target(url="http://h"), workload=TALK, rate=1.0,
         facts=TargetFacts("m", True, True, True),
     )  # fmt: skip
-    with pytest.raises(LoadError, match="give --api chat"):
+    with pytest.raises(LoadError, match="Use --api chat"):
         Dispatcher(plan, lambda record: None)
 
 

@@ -49,5 +49,5 @@ def test_lengths_are_bounded_and_said_in_words(text: str) -> None:
 @pytest.mark.parametrize("changes", [{"model": "\udcff"}, {"url": "http://h/\udcff"}])
 def test_bytes_that_are_no_utf_8_are_refused(changes: dict[str, str]) -> None:
     options = LoadOptions(**({"url": "http://h", "rate": 1.0} | changes))  # type: ignore[arg-type]
-    with pytest.raises(LoadError, match="no UTF-8"):
+    with pytest.raises(LoadError, match="not UTF-8"):
         plan_of(options)

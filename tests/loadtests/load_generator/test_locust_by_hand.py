@@ -34,7 +34,7 @@ def test_headless_locust_sends_when_due_and_counts_each_request_once(
     done = locust(tmp_path, "--host", url, *"--rate 20 --run-time 2 --workload 16x4".split())
     assert done.returncode == 1, done.stderr[-2000:]  # Locust's own, where requests failed
     (seen,) = json.loads(done.stdout)
-    assert seen["name"] == "answer, from due to end"
+    assert seen["name"] == "answer, from scheduled time to end"
     assert seen["num_requests"] == len(due_times(Poisson(), 20.0, 2.0, 1))
     assert 0 < seen["num_failures"] < seen["num_requests"] / 2
     assert 330 <= seen["max_response_time"] < 5000
@@ -54,7 +54,7 @@ def test_workers_share_the_rate_and_send_where_their_own_command_says(
 
 def test_options_by_hand_are_checked(tmp_path: Path) -> None:
     for words, message in (
-        ([], "say how many requests a second"),
+        ([], "Give the requests per second"),
         (["--rate", "1", "--workload", "tea"], "'tea' is not one of"),
     ):
         done = locust(tmp_path, "--host", "x", *words)

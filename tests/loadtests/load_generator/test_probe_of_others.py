@@ -140,7 +140,7 @@ def test_a_model_that_is_named_is_asked_for(models: Any, model: str | None, serv
             b"HTTP/1.1 307 X\r\nLocation: https://h/v1\r\nContent-Length: 0\r\n\r\n",
             "307: redirected to https://h/v1; say which",
         ),
-        ({"data": [{"id": "embeddings"}, {"id": "m"}]}, "also lists m: say which one"),
+        ({"data": [{"id": "embeddings"}, {"id": "m"}]}, "also lists m: choose one"),
     ],
     ids=str,
 )
@@ -151,7 +151,7 @@ def test_without_a_name_the_list_must_have_one(models: Any, message: str) -> Non
 
 def test_a_model_that_is_not_there_is_said_with_those_that_are() -> None:
     with scripted(Endpoint()) as url:
-        with pytest.raises(EndpointRefuses, match="does not exist.*lists no model 'x', but m"):
+        with pytest.raises(EndpointRefuses, match="does not exist.*not list the model 'x', but m"):
             probe(Target(url=url, api="chat", model="x"))
 
 
@@ -273,7 +273,7 @@ NO_FIELD = {"error": {"message": "ignore_eos is not supported", "code": 400}}
 )
 def test_a_field_may_be_refused_in_any_form_that_names_it(answer: bytes) -> None:
     notes = measured(Faulty(answer, times=99, key="ignore_eos"), model="m")
-    assert any("ignore_eos is not honoured" in note for note in notes)
+    assert any("ignore_eos is not supported" in note for note in notes)
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -180,10 +180,10 @@ def test_the_probe_finds_what_there_is(truth_server: Start) -> None:
 @pytest.mark.parametrize(
     ("settings", "lost", "note"),
     [
-        ({"refuse": ["continuous_usage_stats"]}, {"continuous_usage"}, "is taken as one token"),
-        ({"refuse": ["ignore_eos"]}, {"ignore_eos"}, "ignore_eos is not honoured"),
-        ({"refuse": ["stream_options"]}, {"usage", "continuous_usage"}, "no counts of prompts"),
-        ({"usage": False}, {"usage", "continuous_usage"}, "no token counts in streams"),
+        ({"refuse": ["continuous_usage_stats"]}, {"continuous_usage"}, "counts as one token"),
+        ({"refuse": ["ignore_eos"]}, {"ignore_eos"}, "ignore_eos is not supported"),
+        ({"refuse": ["stream_options"]}, {"usage", "continuous_usage"}, "prompts have no token counts"),
+        ({"usage": False}, {"usage", "continuous_usage"}, "streams have no token counts"),
     ],
 )
 def test_the_probe_leaves_out_what_is_refused(

@@ -122,7 +122,7 @@ def test_a_full_disk_loses_the_record_being_written_and_no_other(tmp_path: Path)
         folder.request(record("l", 1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         try:
-            with pytest.raises(BadRunFolder, match="requests.jsonl: a record was written in part"):
+            with pytest.raises(BadRunFolder, match="requests.jsonl: only part of a record was written"):
                 folder.request(record("l", 2))
             with pytest.raises(BadRunFolder, match="requests.jsonl cannot be written: File too"):
                 folder.request(record("l", 2))
@@ -156,7 +156,7 @@ def test_two_runners_do_not_work_on_one_run(tmp_path: Path) -> None:
         RunFolder(tmp_path)
     assert (tmp_path / ".lock").read_text() == f"process {os.getpid()}\n"
     RunFolder(tmp_path).close()  # free again
-    with pytest.raises(BadRunFolder, match="holds a run already"):
+    with pytest.raises(BadRunFolder, match="has a run already"):
         RunFolder.create(tmp_path, MANIFEST_RECORD)
 
 
@@ -231,13 +231,13 @@ def test_another_format_is_refused(tmp_path: Path, version: int, other: str) -> 
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadRunFolder, match="holds no run"):
+    with pytest.raises(BadRunFolder, match="is not a run folder"):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST).write_text(f'{{"format_version": {FORMAT_VERSION}}}')
-    with pytest.raises(BadRunFolder, match="is no manifest: .*run_id"):
+    with pytest.raises(BadRunFolder, match="is not a manifest: .*run_id"):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST).write_bytes(b'{"format_version": %d, "run_id": "\xff"}' % FORMAT_VERSION)
-    with pytest.raises(BadRunFolder, match="is no manifest: .*0xff"):
+    with pytest.raises(BadRunFolder, match="is not a manifest: .*0xff"):
         read_manifest(tmp_path)
 
 
@@ -253,7 +253,7 @@ def test_a_strangers_run_is_not_written_into_files_elsewhere(tmp_path: Path, nam
         elsewhere.write_text("precious, and cut off")
         (tmp_path / "run" / name).unlink(missing_ok=True)
     (tmp_path / "run" / name).symlink_to(elsewhere)
-    with pytest.raises(BadRunFolder, match=f"{name} is a link"):
+    with pytest.raises(BadRunFolder, match=f"{name} is a symbolic link"):
         RunFolder(tmp_path / "run")
     assert name == "logs" or elsewhere.read_text() == "precious, and cut off"
 
@@ -263,7 +263,7 @@ def test_a_file_without_an_end_is_not_read(tmp_path: Path, name: str) -> None:
     RunFolder.create(tmp_path, MANIFEST_RECORD).close()
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/full")
-    with pytest.raises(BadRunFolder, match=f"{name} is no plain file"):
+    with pytest.raises(BadRunFolder, match=f"{name} is not a regular file"):
         read_records(tmp_path)
 
 

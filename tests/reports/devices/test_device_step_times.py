@@ -81,7 +81,7 @@ def test_steps_are_shared_by_links_that_cost() -> None:
     assert step(H100, 2) < step(H100, 1)
     assert step(H100, 8) < step(by_pcie, 8)
     assert step(H100, 16) > step(H100, 8)
-    with pytest.raises(ReportError, match="not shared"):
+    with pytest.raises(ReportError, match="cannot share a step"):
         predicted_step_times(device_named("M4 Max"), SPEC, "Q4_0", 8, devices=2)
 
 
@@ -94,7 +94,7 @@ def test_bands_are_those_of_the_classes_and_a_factor_of_three_where_nothing_was_
 
 
 def test_what_cannot_be_predicted_is_one_sentence() -> None:
-    with pytest.raises(ReportError, match="16-bit peak is not known"):
+    with pytest.raises(ReportError, match="16-bit peak is unknown"):
         predicted_step_times(
             msgspec.structs.replace(H100, tflops=type(H100.tflops)()), SPEC, "bf16", 8
         )

@@ -92,9 +92,9 @@ def test_spares_are_added_and_nothing_that_suffices_is_said_so() -> None:
     assert plan(1.5, SMALL, spares=1).options[0].machines == 2
     hopeless = machine("slow", 0.0, 0.0, 0.0, 1.0)
     made = plan(1.0, hopeless)
-    assert made.choice is None and "Nothing surely serves" in as_text(made)
+    assert made.choice is None and "No option meets the SLO for" in as_text(made)
     unpriced = plan(1.0, machine("dear", 2.0, 3.0, 4.0, None))
-    assert unpriced.choice is None and "has a known price: give [prices]" in as_text(unpriced, 200)
+    assert unpriced.choice is None and "has a known price. Add it to [prices]" in as_text(unpriced, 200)
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0, 5.0, 30.0])
@@ -196,7 +196,7 @@ def test_a_run_that_measured_nothing_says_how_to_go_on(tmp_path: Path) -> None:
         shutil.copy(shown()[0] / name, tmp_path)
     (tmp_path / EVENTS).write_bytes((tmp_path / EVENTS).read_bytes().split(b"\n")[0] + b"\n")
     tables = {"model": "1b", "forecast": {"peak_rate": 1.0}, "machines": [{"run": str(tmp_path)}]}
-    with pytest.raises(BadPlan, match=f"no capacity of any model yet: .* resume {tmp_path}"):
+    with pytest.raises(BadPlan, match=f"no capacity of any model yet. .* resume {tmp_path}"):
         candidates_of(asked_of(tables, tmp_path))
 
 

@@ -95,7 +95,9 @@ def test_a_class_of_another_package_needs_no_row() -> None:
     spec = spec_of("package.module:Class")
     assert spec.devices == ("cpu", "gpu") and spec.cls == "package.module:Class"
     assert format_of("package.module:Class", "odd") == "odd"
-    with pytest.raises(BackendUnavailable, match="unknown backend 'llama'; known: llama_cpp"):
+    with pytest.raises(
+        BackendUnavailable, match="The backend 'llama' is unknown. Backends: llama_cpp"
+    ):
         spec_of("llama")
 
 
@@ -110,7 +112,7 @@ def test_the_backend_decides_the_kind_of_file() -> None:
     assert weights_of("mine.module:Mine", "fp32") == ("hf", "fp32")
     assert weights_of("mine.module:Mine", "int4") == ("onnx", "int4")
     assert [backend_for(kind) for kind in ("gguf", "hf", "onnx")] == ["llama_cpp", "torch", "onnx"]
-    with pytest.raises(Unsupported, match="'torch' has no weight format 'Q4_0'; it has bf16"):
+    with pytest.raises(Unsupported, match="'torch' has no weight format 'Q4_0'. Formats: bf16"):
         weights_of("torch", "Q4_0")
 
 

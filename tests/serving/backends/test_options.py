@@ -24,7 +24,7 @@ def test_text_becomes_values() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"swich": True}, "the x backend has no option 'swich'; it has switch, share, kind"),
+        ({"swich": True}, "The x backend has no option 'swich'. Options: switch, share, kind"),
         ({"switch": "perhaps"}, "option switch of the x backend cannot be 'perhaps': Expected"),
         ({"share": 1}, "option share of the x backend .* at most 0.9, got 1"),
         ({"kind": "both"}, "option kind .* 'both'"),

@@ -174,7 +174,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_harms_nobody(
     child.send(Submit(3, GenerationRequest([5], 3, bad)), Cancel(3), Stop(drain=True))
     found = ended(child)
     assert (found[2].finish, found[3].finish) == ("length", "cancelled")
-    why = "the JSON schema cannot be used: type: 'colour' is no type of JSON Schema"
+    why = "The JSON schema cannot be used: type: 'colour' is not a JSON Schema type"
     refused = found[1].finish, found[1].error, found[1].parameter
     assert refused == ("refused", why, "response_format")
     assert child.process.wait(10) == 0

@@ -177,4 +177,4 @@ def test_two_models_of_one_name_are_refused_before_anything_is_served(
     file = tmp_path / "models.toml"
     file.write_text(MODELS.replace('"two"', '"one"'))
     done = crossover("serve", "--models-file", str(file), "--port", "0")
-    assert done.returncode == 2 and "two models are called 'one'" in done.stderr
+    assert done.returncode == 2 and "Two models have the name 'one'" in done.stderr

@@ -136,7 +136,7 @@ def test_a_failure_inside_a_stream_is_an_error_event_and_no_done(
 def test_what_the_engine_refuses_names_its_parameter(
     port: int, supervisor: FakeSupervisor, begun: bool
 ) -> None:
-    why = "the JSON schema cannot be used: Pointer '/$defs/a/b' does not exist"
+    why = "The JSON schema cannot be used: Pointer '/$defs/a/b' does not exist"
     with connected(port, post(stream=True)) as client:
         if begun:
             supervisor.push_soon(1, "good")

@@ -230,7 +230,7 @@ def test_the_formats_asked_for_limit_the_engines(cache: Path) -> None:
     choice = chosen(cache, formats=("q4_0",))
     assert [one.name for one in choice.candidates] == ["llama_cpp Q4_0"]
     assert chosen(cache, formats=("Q4_0", "int4")).weight_format == "int4"
-    with pytest.raises(NoPlacement, match="no engine of the CPU has the format Q9"):
+    with pytest.raises(NoPlacement, match="no CPU engine has the format Q9"):
         chosen(cache, formats=("Q9",))
 
 

@@ -109,7 +109,7 @@ def test_each_engine_gets_its_own_options() -> None:
     found = options_by_backend({"mlock": True}, both)
     assert found == {"torch": {}, "llama_cpp": {"mlock": True}}
     for wrong in ("mlok", "torch.margin", "spinning"):
-        with pytest.raises(Unsupported, match=f"no engine here has the option '{wrong}'"):
+        with pytest.raises(Unsupported, match=f"No engine here has the option '{wrong}'"):
             options_by_backend({wrong: 1}, both)
     assert options_by_backend({"what": 1}, ("some.where:Mine",)) == {"some.where:Mine": {"what": 1}}
 
@@ -144,7 +144,8 @@ def test_a_fallback_without_weights_keeps_no_gpu_from_serving(tmp_path: Path) ->
     assert list(files) == ["torch"]
     text = "\n".join(explain(placement))
     assert (
-        "no fallback to llama_cpp on the CPU: its weights cannot be had: the disk is full" in text
+        "no fallback to llama_cpp on the CPU: its weights are not available: the disk is full"
+        in text
     )
     broken = narrowed(found, found.attempts[1:], None)
     with pytest.raises(BrokenWeights):

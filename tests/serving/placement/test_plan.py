@@ -125,7 +125,7 @@ def test_the_start_says_that_there_is_no_fallback_and_why() -> None:
     assert "requests get 503" in text and "backend 'onnx' cannot run: not installed" in text
     assert text.count("insufficient_memory") == 1, "the smallest format says it for all"
     text = "\n".join(explain(planned(EIGHT, with_gpu(), Policy.gpu_only)))
-    assert "no fallback: the policy gpu-only leaves the CPU aside" in text
+    assert "no fallback: the policy gpu-only excludes the CPU" in text
 
 
 def test_a_context_is_not_cut_for_the_last_resort() -> None:
@@ -196,7 +196,7 @@ def test_a_gpu_has_as_many_slots_as_memory_has_room_for(backend: str, free_gib: 
 
 def test_a_step_has_room_for_a_token_of_each_slot() -> None:
     assert planned(SMALL, machine(), slots=400).settings.step_tokens == 800
-    with pytest.raises(NoPlacement, match="step_tokens = 8 has no room for .* 16 slots"):
+    with pytest.raises(NoPlacement, match="step_tokens = 8 is too small for .* 16 slots"):
         planned(SMALL, machine(), step_tokens=8)
 
 
@@ -247,7 +247,7 @@ def test_a_missing_package_is_a_cause_on_either_device() -> None:
 
 
 def test_what_does_not_fit_in_memory_is_an_error_unless_asked_for() -> None:
-    with pytest.raises(NoPlacement, match="70b.*take a smaller model or format"):
+    with pytest.raises(NoPlacement, match="70b.*use a smaller model or format"):
         planned(ladder_model("70b").spec, machine(16))
     placement = planned(ladder_model("70b").spec, machine(16), check_memory=False)
     assert placement.device == "cpu" and Cause.insufficient_memory in causes(placement)
@@ -257,7 +257,7 @@ def test_what_does_not_fit_in_memory_is_an_error_unless_asked_for() -> None:
 def test_the_context_is_cut_to_what_the_model_was_made_for_and_that_is_said() -> None:
     placement = planned(SMALL, machine(), context_tokens=10**6)
     assert placement.settings.context_tokens == SMALL.context
-    assert "context cut from 1000000" in placement.reasons[0].text
+    assert "context reduced from 1000000" in placement.reasons[0].text
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,10 @@ def test_the_context_is_cut_to_what_the_model_was_made_for_and_that_is_said() ->
     [
         ({"slots": 0}, "slots must be at least 1, got 0"),
         ({"kv_tokens": 0}, "kv_tokens must be at least 1, got 0"),
-        ({"kv_tokens": 8, "context_tokens": 256}, "kv_tokens = 8 hold no sequence of context_"),
+        (
+            {"kv_tokens": 8, "context_tokens": 256},
+            "kv_tokens = 8 is too small for one sequence of context_",
+        ),
     ],
 )
 def test_impossible_sizes_are_refused_by_name(sizes: dict[str, Any], message: str) -> None:
@@ -293,7 +296,7 @@ def test_the_format_decides_the_backend_where_the_user_names_none(
 
 def test_formats_are_spelt_as_the_backend_spells_them() -> None:
     assert planned(SMALL, machine(), weight_format="q4_k_m").weight_format == "Q4_K_M"
-    with pytest.raises(NoPlacement, match="'torch' has no weight format 'Q4_0'; it has bf16"):
+    with pytest.raises(NoPlacement, match="'torch' has no weight format 'Q4_0'. Formats: bf16"):
         planned(SMALL, machine(), backend="torch", weight_format="Q4_0")
 
 
@@ -315,7 +318,7 @@ def test_the_kv_cache_is_planned_as_the_backend_stores_it(
         assert placement.settings.kv_dtype == held
         assert placement.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(held)
     if backend != "llama_cpp":
-        refusal = f"{backend} on the CPU holds its KV cache in {held}; q8_0 was asked"
+        refusal = f"{backend} on the CPU stores its KV cache in {held}, not in q8_0"
         with pytest.raises(NoPlacement, match=refusal):
             planned(SMALL, machine(isa=isa), kv_dtype="q8_0", **settings)
 

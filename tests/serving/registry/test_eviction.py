@@ -55,7 +55,7 @@ def test_of_two_cards_only_the_one_that_is_needed_gives_memory_back() -> None:
     """Half of the need free on each card is room on none."""
     residents = [resident("a", 20, 1.0, False, "GPU-1"), resident("b", 20, 2.0, False, "GPU-2")]
     assert make_room([{"GPU-2": 24}], residents, {"GPU-2": 4}) == (0, "b")
-    with pytest.raises(NoPlacement, match="even alone"):
+    with pytest.raises(NoPlacement, match="even without other models"):
         make_room([{"GPU-2": 30}], residents, {"GPU-2": 4})
 
 

@@ -105,7 +105,7 @@ def test_the_idle_make_room_and_the_busy_never_go() -> None:
             assert registry.states() == {"a": "unloaded", "b": "ready"}
             told = [event for event in b.supervisor.events if event.kind == "unloaded"]
             assert [one.message for one in told] == [
-                "there is no room beside a; it is loaded when it is asked for"
+                "there is no room beside a; it is loaded at its first request"
             ]
             assert "to make room for b" in (a.supervisor.reason or "")
             pid = b.supervisor.engine_pid
@@ -181,7 +181,7 @@ def test_an_administrator_unloads_what_is_in_flight_ends_and_only_he_loads_it_ag
             loading = asyncio.create_task(registry.load("b"))  # and calls off what is under way
             await until(lambda: bool(registry.models["b"].supervisor.pids))
             await registry.unload("b")
-            with pytest.raises(Unavailable, match="given up"):
+            with pytest.raises(Unavailable, match="was canceled"):
                 await loading
             assert registry.states()["b"] == "unloaded"
             assert registry.models["b"].supervisor.pids == []
@@ -196,7 +196,7 @@ def test_a_load_that_is_called_off_before_its_first_step_can_be_asked_for_again(
             await asyncio.sleep(0)
             assert await registry.unload("a") == 0
             assert registry.states() == {"a": "unloaded"}
-            with pytest.raises(Unavailable, match="given up"):
+            with pytest.raises(Unavailable, match="was canceled"):
                 await asked
             await registry.load("a")
             assert registry.states() == {"a": "ready"}
@@ -238,7 +238,7 @@ def test_an_eviction_goes_to_its_end_where_the_load_is_given_up() -> None:
             loading = asyncio.create_task(registry.load("b"))
             await until(lambda: a.state != "ready")
             await registry.unload("b")
-            with pytest.raises(Unavailable, match="given up"):
+            with pytest.raises(Unavailable, match="was canceled"):
                 await loading
             await until(lambda: a.metrics.unloads["evicted"] == 1, 5)
             assert a.state == "unloaded" and b.state == "unloaded"
@@ -322,7 +322,9 @@ def test_what_never_fits_is_said_to_be_so_and_given_up() -> None:
     async def scenario() -> None:
         limits = RegistryLimits(memory_bytes=MIB)
         async with fleet_of(model("a", "demand"), limits=limits) as registry:
-            with pytest.raises(NoPlacement, match="^it would not fit even alone: .* 1 MiB may be"):
+            with pytest.raises(
+                NoPlacement, match="^it would not fit even without other models: .* 1 MiB may be"
+            ):
                 await registry.load("a")
             assert (await refused(registry, "a")).code == "failed"
             assert registry.models["a"].given_up

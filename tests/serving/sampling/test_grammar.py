@@ -26,14 +26,14 @@ BYTES = Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}
     [
         ("", "No 'root' rule found"),
         ('root ::= "a"\nroot2 := "b"', "Expected ::= at line 2"),
-        ("root ::= " + "(" * 1500 + '"a"' + ")" * 1500, "nests too deep"),
+        ("root ::= " + "(" * 1500 + '"a"' + ")" * 1500, "nested too deeply"),
         ('root ::= "' + "a" * 70_000 + '"', "it has 70011 characters"),
         ('root ::= "a"\n' + 'x ::= "a"\n' * 600, "it has 601 rules"),
         ('root ::= root "a"', "nothing matches it"),
     ],
 )
 def test_bad_grammars_are_refused_with_a_reason(text: str, words: str) -> None:
-    with pytest.raises(Unsupported, match="the grammar cannot be used") as caught:
+    with pytest.raises(Unsupported, match="The grammar cannot be used") as caught:
         BYTES.open(Sampling(grammar=text))
     assert words in str(caught.value) and "start:" not in str(caught.value)
     assert caught.value.parameter == "grammar"
@@ -44,18 +44,18 @@ def test_bad_grammars_are_refused_with_a_reason(text: str, words: str) -> None:
     [
         ("[]", "schema must be an object"),
         ("{", "not JSON"),
-        ("[" * 3_000, "nests too deep"),
+        ("[" * 3_000, "nested too deeply"),
         ('{"$ref":"https://example.org/x.json"}', "https://example.org/x.json"),
         ('{"uniqueItems":true,"type":"array"}', "uniqueItems"),
         ('{"$ref":"#"}', "nothing matches it"),
         (
             json.dumps({"items": [{"patternProperties": {f"^x{n}_": {} for n in range(65)}}]}),
-            "it has 65 patternProperties; 64 are allowed",
+            "it has 65 patternProperties; the maximum is 64",
         ),
     ],
 )
 def test_schemas_that_cannot_be_held_to_are_refused(schema: str, words: str) -> None:
-    with pytest.raises(Unsupported, match="the JSON schema cannot be used") as caught:
+    with pytest.raises(Unsupported, match="The JSON schema cannot be used") as caught:
         BYTES.open(Sampling(json_schema=schema))
     assert words in str(caught.value)
     assert caught.value.parameter == "response_format"

@@ -102,7 +102,7 @@ def troubled(cause: Cause, why: str) -> MadeUp:
             MadeUp(with_gpu(memory_available_bytes=10 * MIB)),
             "9.5 MiB may be used",
         ),
-        (Cause.forced, MadeUp(with_gpu()), "the policy cpu-only leaves GPUs aside"),
+        (Cause.forced, MadeUp(with_gpu()), "the policy cpu-only excludes GPUs"),
     ],
 )
 def test_a_cause_known_beforehand_is_explained_in_words_and_numbers(
@@ -144,6 +144,6 @@ def test_a_real_signal_twice_moves_the_model_to_the_cpu(number: signal.Signals) 
 def test_gpu_only_has_nothing_to_fall_back_to_and_the_server_says_so() -> None:
     with serving(MadeUp(with_gpu()), Policy.gpu_only) as server:
         lines = server.placement()["explanation"]["lines"]
-        assert any("forced: the policy gpu-only leaves the CPU aside" in line for line in lines)
+        assert any("forced: the policy gpu-only excludes the CPU" in line for line in lines)
         server.kill(signal.SIGKILL)
         assert server.answer() == "fake/gpu" and server.placement()["restarts"] == 1

@@ -64,7 +64,7 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
         await asyncio.wait_for(ended.wait(), 20)
         cause, text = engine.why()
         assert cause is Cause.health_timeout
-        assert text.startswith("no step finished for 31.0 s; it is stuck in the driver")
+        assert text.startswith("no step finished for 31.0 s; it hangs in the driver")
         assert engine._process is not None
         engine._process.communicate()
 
@@ -84,7 +84,7 @@ def test_a_silent_gpu_is_given_up_earlier(monkeypatch: pytest.MonkeyPatch, what:
         time.sleep(0.1)
         engine.end_if_hung(0.05)
         assert engine.killed is (device == "gpu")
-        said = {"load": "no word from the loading engine", "step": "with 1 sequences in flight"}
+        said = {"load": "no message from the loading engine", "step": "with 1 sequences in flight"}
         assert device == "cpu" or said[what] in engine.why()[1]
 
 

@@ -69,7 +69,7 @@ def test_it_takes_over_at_once_after_a_single_death_and_nothing_unread_is_lost(
                 supervisor.restarts,
             ) == ("fake/cpu", "ready", 1, 0)
             fell = next(event for event in supervisor.events if event.kind == "fell_back")
-            assert fell.cause == "engine_died" and "which stood by" in fell.message
+            assert fell.cause == "engine_died" and "which was on standby" in fell.message
             assert "restarting" not in kinds(supervisor) and supervisor.deaths == {"engine_died": 1}
 
     run(scenario())

@@ -47,9 +47,9 @@ def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
         ({"kv_dtype": "int3"}, Unsupported, "kv_dtype must be one of .* got 'int3'"),
         ({"slots": 0}, Unsupported, "slots must be at least 1, got 0"),
         ({"slots": 100_000}, Unsupported, "slots must be at most"),
-        ({"context_tokens": 4096}, Unsupported, "4096, and the model was made for 2048"),
+        ({"context_tokens": 4096}, Unsupported, "4096 exceeds the model's maximum of 2048"),
         ({"device": "gpu"}, BackendUnavailable, "built without GPU support"),
-        ({"source": "/nowhere/model.gguf"}, BrokenWeights, "no GGUF file model.gguf"),
+        ({"source": "/nowhere/model.gguf"}, BrokenWeights, "The GGUF file model.gguf does not exist"),
     ],
 )
 def test_bad_settings_are_refused_by_name(
