@@ -20,6 +20,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_UP, Context, Decimal
 from typing import Literal
 
 NOT_MEASURED = "not measured"
+SINGLE_STREAM = "single stream"  # the load of one request at a time
 GIB = 1 << 30
 
 Rounding = Literal["nearest", "down", "up"]
@@ -108,10 +109,10 @@ def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest"
 def load(
     per_second: float | None, users: int | None = None, digits: int = 2, like: float | None = None
 ) -> str:
-    """What a level is loaded with: `1.8/s`, `8 users`, `alone` (one request at a time)."""
+    """Return the load of a level: `1.8/s`, `8 users` or `single stream` (one after another)."""
     if per_second is not None:
         return rate(per_second, digits, like=like)
-    return "alone" if users in (None, 1) else f"{users} users"
+    return SINGLE_STREAM if users in (None, 1) else f"{users} users"
 
 
 def rate_interval(low: float | None, high: float | None, like: float | None = None) -> str:

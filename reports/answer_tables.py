@@ -23,7 +23,7 @@ from serving.capacity.binding_limit import sentence_of
 from serving.capacity.simulated_capacity import Server
 from serving.capacity.slo import Slo
 
-STATES = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not begun"}
+STATES = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not started"}
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ def _cell(answer: Answer, column: Column, data: ReportData) -> Cell:
 def _model_detail(answer: Answer) -> str:
     parts = [f"{answer.cell.size_words} parameters"]
     if any(cell.ready is not None and cell.ready.synthetic for cell in answer.cells):
-        parts.append("random weights of its shape: speed and memory are real, the text is noise")
+        parts.append("random weights: speed and memory are real, the text is noise")
     for cell in answer.cells:
         where = f" on the {cell.device_words}" if len(answer.cells) > 1 else ""
         if cell.slots:
@@ -149,7 +149,7 @@ def _alone_times(cell: CellData) -> tuple[str, str]:
     if measured is not None and measured.ttft_seconds is not None:
         many = "1 request" if measured.requests == 1 else f"{measured.requests} requests"
         times = _times_in_words(measured.ttft_seconds, measured.tpot_seconds)
-        return times, f"measured, medians of {many} sent one at a time"
+        return times, f"measured: medians of {many} sent one at a time"
     if measured is None or (simulated := _simulated_alone(cell)) is None:
         return formatting.NOT_MEASURED, ""
     ttft, tpot = (float(np.nanmedian(one)) for one in (simulated.ttft, simulated.tpot))
@@ -209,7 +209,7 @@ def _limit(cell: CellData, slo: Slo) -> Cell:
     text = capacity_text.limit(found, cell.like)
     if found is None or text in ("–", "not known"):
         return Cell(text=text)
-    detail = "between levels that held and failed"
+    detail = "between the levels that met and missed the SLO"
     if found.method == "step_times":
         how = "simulated from step times that this run measured; 90 % confidence interval"
         parts = (
@@ -235,7 +235,7 @@ def _takes_over(answer: Answer) -> Cell:
     rate = formatting.rate(gpu.rate, like=like)
     asked = formatting.rate(over.rate, like=like)
     detail = (
-        f"the cheapest of the list that holds {asked} in nine cases of ten; predicted {rate} "
+        f"the cheapest GPU that serves {asked} with 90 % confidence; predicted capacity {rate} "
         f"({formatting.rate_interval(gpu.low, gpu.high, like)}) from its datasheet, weights in "
         "16 bits"
     )
@@ -281,9 +281,9 @@ def levels_table(data: ReportData) -> Table:
                     ", ".join(notes),
                 )
             )
-    words = ("device", "load", "good", "verdict", "notes")
+    words = ("device", "load", "met the SLO", "verdict", "notes")
     columns = (
         *("model", *words[:4], "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"),
-        *("tokens/s", "sent late p99", "seconds", "notes"),
+        *("tokens/s", "send delay p99", "seconds", "notes"),
     )
     return table(columns, rows, words)

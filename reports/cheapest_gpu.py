@@ -62,7 +62,9 @@ def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:
                 return TakeOver(rate=asked, gpu=capacity_of(service, slo))
         except ReportError:  # its memory does not suffice, or its peak is not known
             continue
-    return TakeOver(rate=asked, gpu=None, reason="no GPU of the catalogue surely holds it")
+    return TakeOver(
+        rate=asked, gpu=None, reason="no GPU of the catalog serves it with 90 % confidence"
+    )
 
 
 def fitting(spec: ModelSpec, traffic: Traffic, most: int) -> list[Service]:

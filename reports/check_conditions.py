@@ -72,8 +72,8 @@ def checked(condition: str, answers: Sequence[Answer]) -> Checked:
     known = ", ".join(QUANTITIES)
     if found is None:
         raise ReportError(
-            f"--check {condition!r} is no condition: MODEL:QUANTITY>=NUMBER or "
-            f"MODEL:DEVICE:QUANTITY>=NUMBER, quantities are {known}"
+            f"--check {condition!r} is not a condition. Write MODEL:QUANTITY>=NUMBER or "
+            f"MODEL:DEVICE:QUANTITY>=NUMBER. Quantities are {known}"
         )
     model, side, name, sign, number = found.groups()
     if name not in QUANTITIES:
@@ -81,7 +81,7 @@ def checked(condition: str, answers: Sequence[Answer]) -> Checked:
     try:
         wanted = float(number)
     except ValueError:
-        raise ReportError(f"--check {condition!r}: {number!r} is no number") from None
+        raise ReportError(f"--check {condition!r}: {number!r} is not a number") from None
     value = QUANTITIES[name][1](_cell(_answer(model, answers, condition), side, name, condition))
     if value is None:
         return Checked(False, f"{condition}: {name} is {formatting.NOT_MEASURED}")
@@ -95,7 +95,7 @@ def _answer(model: str, answers: Sequence[Answer], condition: str) -> Answer:
         if names & {one.model, one.cell.spec.name if one.cell.spec else one.model}:
             return one
     known = ", ".join(one.model for one in answers)
-    raise ReportError(f"--check {condition!r}: the run has no model {model!r}, it has {known}")
+    raise ReportError(f"--check {condition!r}: The run has no model {model!r}. Models: {known}")
 
 
 def _cell(answer: Answer, side: str | None, quantity: str, condition: str) -> CellData:

@@ -1,4 +1,4 @@
-"""What can go wrong while reporting."""
+"""The errors of reports and plans."""
 
 from models.errors import CrossoverError
 
@@ -8,8 +8,8 @@ class ReportError(CrossoverError):
 
 
 class BadRun(ReportError):
-    """No report can be made of this folder: no run, nothing begun in it, or of a newer format."""
+    """No report can be made of this folder: it has no run, an empty run, or a newer format."""
 
 
 class MissingPackage(ReportError):
-    """An optional package that draws or writes this format is not installed."""
+    """The optional package that draws charts or writes this format is not installed."""

@@ -58,7 +58,7 @@ MAX_TEXT = 80
 def export_run(folder: Path, out: Path) -> list[str]:
     """Write the copy; returns what is in it, in lines. Raises ReportError, BadRunFolder."""
     if out.exists() and any(out.iterdir() if out.is_dir() else [1]):
-        raise ReportError(f"--share {str(out)!r} is there already; name a new folder")
+        raise ReportError(f"--share {str(out)!r} exists already. Give a new folder")
     run = read_records(folder)
     own = _own_names(run.manifest.cells)
     events = [_event(one, own) for one in run.events]

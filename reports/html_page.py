@@ -37,7 +37,7 @@ MAP_TITLES = {
 WIDE, HALF = 520, 430  # pixels of a drawn chart; on a phone its text can still be read
 FACTS = {
     "cpu_model": "CPU",
-    "isa": "instruction sets",
+    "isa": "ISA extensions",
     "allowed_cores": "usable cores",
     "logical_cores": "logical cores",
     "memory_total_bytes": "memory",

@@ -43,7 +43,7 @@ def markdown(data: ReportData, answers: Sequence[Answer], sections: Sequence[Sec
     kept: list[str] = []
     for line in (_LINE_ENDS.sub(" ", line) for line in lines):
         if sum(len(one.encode()) + 1 for one in (*kept, line)) > MAX_BYTES - 60:
-            kept.append("- ... the rest is on the page")
+            kept.append("- ... see the page for the rest")
             break
         kept.append(line)
     return "\n".join(kept).rstrip() + "\n"

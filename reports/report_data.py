@@ -344,7 +344,7 @@ def read_report(folder: Path, slo: Slo | None = None) -> ReportData:
     except BadRunFolder as problem:
         raise BadRun(str(problem)) from problem
     if not run.events:
-        raise BadRun(f"in run {folder} nothing was begun: {folder / EVENTS} is empty or missing")
+        raise BadRun(f"The run {folder} is empty: {folder / EVENTS} is empty or missing")
     asked = slo or _converted(run.manifest, "slo", Slo)
 
     def order(cell: CellData) -> tuple[float, str, str, str, str]:
@@ -368,8 +368,7 @@ def _converted(manifest: RunManifest, key: str, kind: type[T]) -> T:
     except msgspec.ValidationError as problem:
         value = manifest.campaign.get(key)
         raise BadRun(
-            f"run {manifest.run_id}: its campaign has no {key} that can be read: "
-            f"{key} = {value!r} ({problem})"
+            f"Run {manifest.run_id}: its campaign has no valid {key}: {key} = {value!r} ({problem})"
         ) from problem
 
 
@@ -518,7 +517,7 @@ def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState,
     if ended:
         return "measured", ""
     told = [one.reason for one in events if isinstance(one, Interrupted | LevelAbandoned)]
-    why = told[-1] if told else "the run ended, or was interrupted, within it"
+    why = told[-1] if told else "the run ended or was interrupted during it"
     return ("measured" if levels else "unfinished"), why
 
 

@@ -149,7 +149,7 @@ def compare(
         cell = _in_words(mine, theirs)
         ours, others = _of_arm(first, mine), _of_arm(second, theirs)
         own = [_row(cell, at, ours[at], others[at]) for at in ours if at in others]
-        if not any(row.load not in ("", "alone") for row in own):
+        if not any(row.load not in ("", formatting.SINGLE_STREAM) for row in own):
             notes.append(f"{cell}: no rate was measured on both sides; set `search.rates`")
         rows += own
     rows = _judged(rows)

@@ -87,7 +87,7 @@ function show() {
     return `${names[side]} serves up to ${entry.title} (${said})${beyond}`;
   });
   document.getElementById("headline").textContent = `Under this SLO ${sentences.join("; ")}.`;
-  moved.textContent = "Confirmed: by levels that ran. Estimated: the same simulation, at this SLO.";
+  moved.textContent = "Confirmed: from the measured levels. Estimated: the same simulation, under this SLO.";
   history.replaceState(null, "", "#" + knobs.map((name) => `${name}=${lattice[name][Number(input[name].value)]}`).join("&"));
 }
 function fromHash() {

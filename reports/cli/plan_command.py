@@ -1,4 +1,4 @@
-"""`crossover plan`: what serves a forecast, what it costs, and how sure that is.
+"""`crossover plan`: which machines serve a forecast, at what cost, and how sure that is.
 
 crossover plan --example > plan.toml
 crossover plan plan.toml --run runs/ID
@@ -37,42 +37,44 @@ RATES = ("peak_rate", "mean_rate", "users", "requests_per_user")
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover plan`."""
 
-    file: Annotated[Path | None, option("", "The plan file, TOML.", is_argument=True)] = None
+    file: Annotated[Path | None, option("", "Plan file (TOML).", is_argument=True)] = None
     model: Annotated[
-        str | None, option("", "A size of the ladder (8b), a GGUF file, a folder or a hub id.")
+        str | None, option("", "Model: a ladder model (8b), a GGUF file, a folder or a hub id.")
     ] = None
     rate: Annotated[
-        float | None, option("", "Requests/s of the busiest hour, in place of the file's.")
+        float | None,
+        option("", "Requests/s in the busiest hour. Default: the rate of the plan file."),
     ] = None
     slo: Annotated[
         str | None,
-        option("", f"A good request: {PRESETS}. Default: as the run asks, else chat."),
+        option("", f"SLO preset: {PRESETS}. Default: that of the run, else chat."),
     ] = None
     device: Annotated[
-        list[str] | None, option("", "Consider this device for rent, not the list; repeatable.")
+        list[str] | None,
+        option("", "Device to consider for rent, instead of the default list. Repeatable."),
     ] = None
-    run: Annotated[list[Path] | None, option("", "A run of a machine of yours; repeatable.")] = None
+    run: Annotated[list[Path] | None, option("", "Run of one of your machines. Repeatable.")] = None
     price: Annotated[
         float | None,
         option(
             "",
-            "Dollars an hour of the machine of --run, rented all month; 0 if it is paid for: then "
-            "it costs its energy. Default: 0, but of a machine with a GPU the GPU's list price.",
+            "Price of the machine of --run in $/h, rented all month. 0 means that it is paid for "
+            "and costs only its energy. Default: 0, but for a machine with a GPU its list price.",
         ),
     ] = None
     machine: Annotated[
-        list[Path] | None, option("", "A file of `crossover calibrate`; repeatable.")
+        list[Path] | None, option("", "File written by `crossover calibrate`. Repeatable.")
     ] = None
     chart: Annotated[
-        Path | None, option("", "Write the staircase of costs: .png, .svg or .html.")
+        Path | None, option("", "Chart of the costs to write: .png, .svg or .html.")
     ] = None
     as_json: Annotated[bool, option("", "Print the plan as JSON (docs/plan.md).", "json")] = False
-    devices: Annotated[bool, option("", "List the devices that are known, and end.")] = False
-    example: Annotated[bool, option("", "Print a plan file, and end.")] = False
+    devices: Annotated[bool, option("", "List all known devices and exit.")] = False
+    example: Annotated[bool, option("", "Print an example plan file and exit.")] = False
 
 
 def _plan(options: PlanOptions) -> None:
-    """Rank the ways to serve a forecast by what they cost: this CPU, more of it, GPUs, or both.
+    """Rank the options to serve a forecast by cost: this CPU, more CPUs, GPUs, or combinations.
 
     crossover plan --example > plan.toml; crossover plan plan.toml --run runs/ID
     """
@@ -103,7 +105,7 @@ def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
     tables = read_toml(options.file, BadPlan)[0] if options.file is not None else {}
     if options.file is None and (options.model is None or options.rate is None):
         raise ReportError(
-            "give a plan file, or --model and --rate; `crossover plan --example` prints a file"
+            "Give a plan file, or --model and --rate. `crossover plan --example` prints a file."
         )
     model = options.model
     if model is not None and Path(model).exists() and not is_ladder_model(model):
@@ -115,8 +117,7 @@ def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
         tables["forecast"] = {**kept, "peak_rate": options.rate}
     if options.price is not None and (not options.run or not 0 <= options.price < math.inf):
         raise ReportError(
-            f"--price {options.price:g} must be 0 or more, in dollars an hour of the machine that "
-            "--run names."
+            f"--price {options.price:g} must be 0 or more: the $/h of the machine of --run."
         )
     named = [("run", one) for one in options.run or []]
     named += [("file", one) for one in options.machine or []]
@@ -147,7 +148,7 @@ def _write_chart(path: Path, made: Any) -> None:
 
 def _devices() -> Table:
     """What is known of each device; a price is of one for an hour, on that date."""
-    title = f"Devices; your own are added in {user_file()}"
+    title = f"Devices (add your own in {user_file()})"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     numbers = ("memory", "memory bandwidth", "16-bit peak", "power", "price")
     for name in ("device", "kind", *numbers, "price of"):

@@ -1,4 +1,4 @@
-"""crossover report RUN: options in, the answer and the files out."""
+"""`crossover report RUN`: writes the page and files of a run and prints the answer."""
 
 from __future__ import annotations
 
@@ -25,40 +25,39 @@ KNOWN = ", ".join(QUANTITIES)
 class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line of `crossover report`."""
 
-    run: Annotated[Path, option("", "The run's folder: runs/<id>.", is_argument=True)]
+    run: Annotated[Path, option("", "Folder of the run: runs/<id>.", is_argument=True)]
     out: Annotated[
-        Path | None, option("", "Where to write (default: `report` in the run's folder).")
+        Path | None, option("", "Folder for the report. Default: `report` in the run's folder.")
     ] = None
     formats: Annotated[
         str | None,
-        option("", f"What to write, of {', '.join(FORMATS)} (default: {USUAL}).", "format"),
+        option("", f"Formats to write: {', '.join(FORMATS)}. Default: {USUAL}.", "format"),
     ] = None
-    png: Annotated[bool, option("", "Write the first screen as a picture too.")] = False
+    png: Annotated[bool, option("", "Also write the first screen as a picture.")] = False
     slo: Annotated[
         str | None,
-        option("", f"Judge by another SLO than the run's: {', '.join(SLO_PRESETS)}."),
+        option("", f"SLO preset to judge by, instead of the run's: {', '.join(SLO_PRESETS)}."),
     ] = None
     checks: Annotated[
         list[str] | None,
         option(
             "",
-            'End with status 1 unless this is so, e.g. "1b:capacity>=0.5"; repeatable. '
-            f"MODEL:QUANTITY, >=, <=, > or <, a number; quantities: {KNOWN}.",
+            'Exit with status 1 unless this condition holds, such as "1b:capacity>=0.5". '
+            "Repeatable. A condition is MODEL:QUANTITY, then >=, <=, > or <, then a number. "
+            f"Quantities: {KNOWN}.",
             *("check", "CONDITION"),
         ),
     ] = None
     share: Annotated[
         Path | None,
-        option("", "Write a copy of the run without names, to give away; nothing else."),
+        option("", "Only write a copy of the run without names and paths, to share it."),
     ] = None
-    as_json: Annotated[bool, option("", "Print the numbers as JSON, and nothing else.", "json")] = (
-        False
-    )
+    as_json: Annotated[bool, option("", "Print only the numbers, as JSON.", "json")] = False
     open_page: Annotated[bool, option("", "Open the page in a browser.", "open")] = False
 
 
 def _report(options: ReportOptions) -> None:
-    """Turn a run into one HTML page, Markdown and CSV, computed from its records.
+    """Turn a run into an HTML page, Markdown and CSV, computed from its records.
 
     \b
     crossover report runs/ID --png     # runs/ID/report: index.html, report.png
@@ -72,7 +71,10 @@ def _report(options: ReportOptions) -> None:
             typer.echo(line)
         return
     if options.slo is not None and options.slo not in SLO_PRESETS:
-        raise ReportError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
+        raise ReportError(
+            f"SLO preset {options.slo!r} does not exist. Available presets: "
+            f"{', '.join(SLO_PRESETS)}"
+        )
     data = read_report(options.run, SLO_PRESETS[options.slo] if options.slo else None)
     answers = answers_of(data)
     if options.as_json:

@@ -69,7 +69,7 @@ def _step_times(
     file: MachineFile, spec: ModelSpec, weight_format: str, devices: int
 ) -> tuple[StepTimeModel, float]:
     if devices > 1:
-        raise ReportError(f"{file.name}: a step is not shared by several; use replicas")
+        raise ReportError(f"{file.name}: several machines cannot share a step. Use replicas")
     own = [one for one in file.models if one.weight_format == weight_format]
     for one in own:
         if one.model.name == spec.name:
@@ -86,8 +86,8 @@ def _nearest(file: MachineFile, spec: ModelSpec, weight_format: str) -> list[Mod
     comparable = [one for one in known if one in gguf_names()]
     if weight_format not in gguf_names() or not comparable:
         raise ReportError(
-            f"machine {file.name!r} was calibrated with {', '.join(known)}, "
-            f"which says nothing of {weight_format}"
+            f"The machine {file.name!r} was calibrated with {', '.join(known)}, which says "
+            f"nothing about {weight_format}"
         )
     size = weight_bytes(spec, weight_format)
     best = min(comparable, key=lambda one: abs(math.log(weight_bytes(spec, one) / size)))

@@ -186,4 +186,6 @@ def device_named(name: str) -> Device:
     if len(alike) == 1:
         return alike[0]
     which = ", ".join(one.name for one in alike[:6]) if alike else "none"
-    raise ReportError(f"device {name!r}: {which} of `crossover plan --devices` match; name one")
+    raise ReportError(
+        f"The device {name!r} is ambiguous: {which} of `crossover plan --devices` match"
+    )

@@ -109,9 +109,9 @@ def predicted_step_times(
     if device.is_cpu:
         raise ReportError(NOT_CALIBRATED)
     if devices > 1 and not served:
-        raise ReportError(f"{device.name}: a step is not shared by several; use replicas")
+        raise ReportError(f"{device.name}: several machines cannot share a step. Use replicas")
     if not device.tflops.fp16:
-        raise ReportError(f"{device.name}: its 16-bit peak is not known (tflops.fp16)")
+        raise ReportError(f"{device.name}: its 16-bit peak is unknown (tflops.fp16)")
     try:
         file_bytes = weight_bytes(spec, weight_format)
     except KeyError as problem:

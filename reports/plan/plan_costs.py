@@ -1,12 +1,12 @@
-"""The ways to serve a forecast, what they cost, and the one that is chosen.
+"""The options that serve a forecast, what they cost, and the one that is chosen.
 
     plan = make_plan(asked, candidates)
-    plan.choice                 # the cheapest that surely suffices; None: none does
+    plan.choice                 # the cheapest that meets the SLO with 90 % confidence, or None
 
-**The rule: the cheapest whose low end (90 %, one-sided) holds the peak.** A way is the machines
-that are there (`base`), as they are, or with others rented `above` what they surely hold. As many
-as hold the busiest hour; what is rented is rented in the hours that need it; what is owned costs
-its energy. Costs are staircases: where the choice changes is looked for on them, not between.
+**The rule: the cheapest option whose low end (90 %, one-sided) serves the peak.** An option is the
+machines that you have (`base`), as they are, or with others rented `above` their low end. There are
+as many as the busiest hour needs; rented machines are rented in the hours that need them, owned
+ones cost their energy. Costs are step functions, so changes of the choice are searched on them.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def _with_rented(
     total = None if rented_kwh is None else rented_kwh + (own_kwh or 0.0)
     note = above.reason
     if above is base and paid is None and needed is not None:
-        note = "its dollars_per_hour is not known"
+        note = "its dollars_per_hour is unknown"
     return Option(
         kind=kind,
         machine=above.name if base is None else base.name,
@@ -358,7 +358,7 @@ def _stairs(
 def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterator[str]:
     """What would make the plan surer, nearest first."""
     if not any(one.owned for one in candidates):
-        yield "what a machine of yours holds (name it: --run or --machine)"
+        yield "the capacity of your own machine (give it with --run or --machine)"
     asked = [one for one in candidates if one.owned and not one.is_paid]
     if unpriced := [one for one in asked if one.is_list_price or one.dollars_per_hour is None]:
         yield _asked_price(unpriced[0])
@@ -366,7 +366,7 @@ def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterat
     for one in candidates:
         if chosen is None or one.name in (chosen.machine, chosen.above):
             if one.kind == "predicted" and not one.is_unknown:
-                yield f"whether {one.name} holds what is predicted of it"
+                yield f"whether {one.name} reaches its predicted capacity"
             missing = {"watts": one.watts, "dollars_per_hour": one.dollars_per_hour}
             if (
                 one.owned
@@ -375,16 +375,16 @@ def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterat
             ):
                 yield f"{' and '.join(names)} of {one.name}: keys of its [[machines]]"
     if unmeasured := [one.machine for one in found if one.note == NOT_CALIBRATED]:
-        yield f"whether {unmeasured[0]} suffices: `crossover calibrate` on it tells"
+        yield f"whether {unmeasured[0]} meets the SLO: run `crossover calibrate` on it"
 
 
 def _asked_price(machine: Candidate) -> str:
     """What is not known of the price of a machine with a GPU, and how one says it."""
-    how = "give --price, or dollars_per_hour and is_paid in its [[machines]]"
+    how = "set --price, or dollars_per_hour and is_paid in its [[machines]]"
     if machine.dollars_per_hour is None:
-        return f"what your machine costs ({how})"
+        return f"the cost of your machine ({how})"
     price = formatting.dollars_per_hour(machine.dollars_per_hour)
     return (
-        f"what your machine costs: {price}, the list price of its {machine.gpu_name}, stands for "
-        f"it ({how})"
+        f"the cost of your machine: the list price of its {machine.gpu_name}, {price}, is assumed "
+        f"({how})"
     )

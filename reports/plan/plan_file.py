@@ -1,13 +1,13 @@
-"""The plan file: what is asked of `crossover plan`. TOML -> PlanFile -> Question.
+"""The plan file: the inputs of `crossover plan`. TOML -> PlanFile -> Question.
 
     model = "135m"
     slo = "chat"
     [forecast]
     peak_rate = 0.5
 
-A key is a field of a struct here: its type says what its value may be, its description what
-docs/plan.md says of it. A file that says something impossible is one sentence a fault, each with
-key and value. Reading a plan looks at no machine.
+Each key is a field of a struct: its type defines the values that it may have, and docs/plan.md
+shows its description. All faults of a file are reported at once, with key and value. Reading a plan
+does not look at the machine.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ FORMAT = "Q4_0"
 
 EXAMPLE = """\
 # crossover plan plan.toml --run runs/ID     (docs/plan.md has every key)
-model = "135m"               # of `crossover models list`; or a GGUF file, a folder, a hub id
-slo = "chat"                 # chat, interactive, reading, or [slo] with limits of your own
+model = "135m"               # a name of `crossover models list`, a GGUF file, a folder or a hub id
+slo = "chat"                 # chat, interactive, reading, or [slo] with your own limits
 [forecast]
 peak_rate = 2.0              # requests/s in the busiest hour
 day = "office"               # flat, people, office, night
-weekend = 0.2                # of a weekday's rate
+weekend = 0.2                # rate on weekends relative to weekdays
 
 [workload]
 preset = "chat"              # lengths of prompts and answers
 max_prompt_tokens = 512
 max_output_tokens = 256
 
-[prices]                     # $/h, where the list price is not yours
+[prices]                     # $/h, if you do not pay the list price
 "NVIDIA L4" = 0.70
 """
 
@@ -187,7 +187,7 @@ def question(
             spec, usual_format = model.spec, _usual_format(model)
         if spec is None:
             raise BadPlan(
-                f"model = {keys.model!r}: its shape is not known, so nothing can be predicted of "
+                f"model = {keys.model!r}: its shape is unknown, so nothing can be predicted for "
                 f"it: {model.missing}"
             )
         lengths = lengths_of(msgspec.structs.replace(workload, **paths), QUICK_REQUESTS, seed=1)
@@ -233,7 +233,7 @@ def _faults(keys: PlanFile) -> Iterator[str]:
         said = " and ".join(given) or "none"
         yield f"forecast: give one of {', '.join(names)}; got {said}"
     if (asked.users is None) != (asked.requests_per_user is None):
-        yield "forecast.requests_per_user: users and requests_per_user belong together"
+        yield "forecast.requests_per_user: users and requests_per_user must both be given"
     if isinstance(asked.day, list) and not any(asked.day):
         yield f"forecast.day needs a rate above 0, got {asked.day}"
     for name, value in (("format", keys.format or FORMAT), ("gpu_format", keys.gpu_format)):

@@ -155,12 +155,12 @@ def _of_run(asked: Question, data: ReportData, keys: MachineKeys) -> list[Candid
         known = list(dict.fromkeys(one.model for one in data.cells if one.capacity))
         if not known:
             raise BadPlan(
-                f"run {data.manifest.run_id} has no capacity of any model yet: go on with "
-                f"`crossover campaign resume {data.folder}`, or leave the run out"
+                f"Run {data.manifest.run_id} has no capacity of any model yet. Continue it with "
+                f"`crossover campaign resume {data.folder}`, or remove the run from the plan"
             )
         raise BadPlan(
-            f"run {data.manifest.run_id} measured {', '.join(known)}, not {asked.spec.name}: "
-            "name a model that it measured, or leave the run out"
+            f"Run {data.manifest.run_id} measured {', '.join(known)}, not {asked.spec.name}. "
+            "Use a model that it measured, or remove the run from the plan"
         )
     found = [_of_cell(asked, data, cells[side]) for side in SIDES if side in cells]
     if len(found) == 1:
@@ -237,8 +237,8 @@ def _of_cell(asked: Question, data: ReportData, cell: CellData) -> Candidate:
         return msgspec.structs.replace(found, binding=binding_of(cell, asked.slo))
     if cell.step_times is None or cell.policy is None:
         raise BadPlan(
-            f"run {data.manifest.run_id} has no step law of {cell.name}, so it says "
-            "nothing of other requests or another SLO"
+            f"Run {data.manifest.run_id} has no step-time model of {cell.name}, so nothing is "
+            "known for other requests or another SLO"
         )
     # Of a machine of two speeds the step-time model is of one of them.
     is_known = cell.capacity.factor and not cell.capacity.speed_moved

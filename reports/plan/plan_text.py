@@ -1,4 +1,4 @@
-"""A plan in words: a sentence, a table of at most six rows, what would change it; the rest is JSON.
+"""A plan as text: a sentence, a table of at most six rows, and what would change the choice.
 
 print(as_text(plan, columns=100))
 """
@@ -17,17 +17,17 @@ from reports.headline import slo_words
 from reports.plan.plan_costs import Option, Plan
 from serving.capacity.binding_limit import sentence_of
 
-SHOWN_SPREAD = 0.2  # of the cost; a smaller one is not shown
-HEADS = ("way", "suffices", "machines", "$ a month", "kWh a month", "known by")
+SHOWN_SPREAD = 0.2  # of the cost; a smaller spread is not shown
+HEADS = ("option", "meets the SLO", "machines", "$/month", "kWh/month", "basis")
 
 
 def as_json(plan: Plan) -> str:
-    """All options, changes and stairs (docs/plan.md)."""
+    """Return the plan as JSON: all options, changes and cost curves (docs/plan.md)."""
     return msgspec.json.format(msgspec.json.encode(plan), indent=2).decode()
 
 
 def as_text(plan: Plan, columns: int = 100) -> str:
-    """Sentences and table, for a terminal."""
+    """Return sentences and a table for a terminal."""
     console = Console(width=columns, no_color=True, highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in HEADS:
@@ -51,7 +51,7 @@ def as_text(plan: Plan, columns: int = 100) -> str:
 
 
 def _title(plan: Plan, option: Option) -> str:
-    """`your machine as it is`; by its name where several are yours."""
+    """Return the title of an option: `your machine as it is`, by name if you have several."""
     yours = {one.machine for one in plan.options if one.kind != "rented"}
     return option.title if len(yours) > 1 or option.label else option.called("your machine")
 
@@ -71,23 +71,24 @@ def _row(plan: Plan, option: Option) -> tuple[str, ...]:
 
 
 def _cost(option: Option, *, with_spread: bool = True) -> str:
-    """`$96`, `$96 ($48 at best)`, `$0 + energy`, `price not known`, `-`."""
+    """Return `$96`, `$96 ($48 at best)`, `$0 + energy`, `price unknown` or `-`."""
     if option.dollars is None:
-        return "-" if option.machines is None else "price not known"
-    said, low = f"${option.dollars:,.0f}", option.dollars_low
+        return "-" if option.machines is None else "price unknown"
+    cost = f"${option.dollars:,.0f}"
+    low = option.dollars_low
     if with_spread and low is not None and low < option.dollars * (1 - SHOWN_SPREAD):
-        said += f" (${low:,.0f} at best)"
-    return said + (" + energy" if option.energy_unknown else "")
+        cost += f" (${low:,.0f} at best)"
+    return cost + (" + energy" if option.energy_unknown else "")
 
 
 def choice_sentence(plan: Plan) -> str:
-    """The answer."""
+    """Return the answer as one sentence."""
     load = f"{plan.model} at {formatting.requests(plan.peak_rate)} in the busiest hour"
     chosen = plan.choice
-    if chosen is None and any(one.suffices == "yes" for one in plan.options):
-        return f"No way that surely serves {load} has a known price: give [prices]."
+    if chosen is None and any(option.suffices == "yes" for option in plan.options):
+        return f"No option that meets the SLO for {load} has a known price. Add it to [prices]."
     if chosen is None:
-        return f"Nothing surely serves {load}."
+        return f"No option meets the SLO for {load} with 90 % confidence."
     count = chosen.machines or 1
     many = chosen.machine if count == 1 else f"{count} x {chosen.machine}"
     labelled = f"{chosen.label[:1].upper()}{chosen.label[1:]} ({chosen.machine})"
@@ -96,7 +97,7 @@ def choice_sentence(plan: Plan) -> str:
         "as it is": yours if chosen.label else f"{yours} as it is",
         "more of it": f"{count} machines like yours ({chosen.machine})",
         "it and rented": f"{yours}, with {count - 1 or 1} x {chosen.above} "
-        "rented in the hours above what it holds,",
+        "rented in the hours that exceed its capacity,",
         "rented": f"{many}, rented by the hour,",
     }
     verb = "serve" if chosen.kind != "it and rented" and count > 1 else "serves"
@@ -105,15 +106,15 @@ def choice_sentence(plan: Plan) -> str:
 
 
 def _changes(plan: Plan) -> Iterator[str]:
-    """Where another way is the choice."""
-    for one in plan.changes:
-        rate = formatting.of_requests(formatting.rate(one.rate, like=plan.peak_rate))
-        side = f"{'Above' if one.is_above else 'Below'} {rate}"
-        if one.option is None:
-            yield f"{side} nothing surely suffices."
+    """Yield the nearest rates at which another option is the choice."""
+    for change in plan.changes:
+        rate = formatting.of_requests(formatting.rate(change.rate, like=plan.peak_rate))
+        side = f"{'Above' if change.is_above else 'Below'} {rate}"
+        if change.option is None:
+            yield f"{side}, no option meets the SLO with 90 % confidence."
         else:
-            paid = _cost(one.option, with_spread=False)
-            yield f"{side} the choice is {_title(plan, one.option)} ({paid} a month)."
+            paid = _cost(change.option, with_spread=False)
+            yield f"{side}, the choice is {_title(plan, change.option)} ({paid} a month)."
 
 
 def _bindings(plan: Plan) -> Iterator[str]:
@@ -124,22 +125,22 @@ def _bindings(plan: Plan) -> Iterator[str]:
 
 def _unknown(plan: Plan) -> Iterator[str]:
     if plan.unknown:
-        yield f"Not known: {'; '.join(plan.unknown[:2])}."
+        yield f"Unknown: {'; '.join(plan.unknown[:2])}."
 
 
 def _fine_print(plan: Plan) -> Iterator[str]:
-    """What the words and numbers mean."""
-    yield f"A good request (SLO): {slo_words(plan.slo)}. Lengths: {plan.lengths}."
+    """Yield what the words and numbers of the table mean."""
+    yield f"SLO: {slo_words(plan.slo)}. Lengths: {plan.lengths}."
     yield (
-        "Suffices: yes, with 90 % certainty or more; perhaps, with 10 to 90 %. Known by: "
-        "confirmed, a load ran on it; estimated, simulated from times measured on it; predicted, "
-        "from datasheets."
+        "Meets the SLO: yes, with at least 90 % confidence; perhaps, with 10 to 90 %. Basis: "
+        "confirmed, a load level at this rate ran on it; estimated, simulated from times measured "
+        "on it; predicted, from datasheets."
     )
-    best = "; at best: if each that is rented holds its high end"
-    shown = any("at best" in _cost(one) for one in plan.rows)
+    best = "; at best: if each rented machine reaches the high end of its interval"
+    has_best = any("at best" in _cost(option) for option in plan.rows)
     yield (
-        "Machines: in the busiest hour. $: for as many as surely suffice, rented in the hours that "
-        f"need them{best if shown else ''}. kWh: while they compute."
+        "Machines: in the busiest hour. Cost: for enough machines with 90 % confidence, rented in "
+        f"the hours that need them{best if has_best else ''}. Energy: while they compute."
     )
     if plan.price_date:
         yield f"List prices of {plan.price_date} or later."

@@ -42,7 +42,7 @@ def _of_devices(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         )
         if million is not None:
             sentence = (
-                f"On this machine's {machine_words(data, GPU)} a million output tokens of "
+                f"At its list price, 1M output tokens of {cell.model} cost "
                 f"{cell.model} cost ${formatting.significant(million)} at the {RATE_NAMES[grade]}, "
                 "by its list price."
             )
@@ -59,8 +59,8 @@ def _of_devices(data: ReportData, answers: Sequence[Answer]) -> Section | None:
             rows,
             words=("device", "machine", "grade"),
         ),
-        note=f"{_price_words(data)} Dollars are of a device that is busy at that rate all the "
-        "time. `crossover plan --run` weighs a forecast, with the price that you pay.",
+        note=f"{_price_words(data)} The cost assumes that the device is busy at that rate all the "
+        "time. `crossover plan --run` calculates the cost for your forecast and prices.",
     )
 
 
@@ -70,8 +70,8 @@ def _price_words(data: ReportData) -> str:
         return "No price is known."
     basis = device.price_basis or device.price_source
     return (
-        f"The GPU's price is a list price of {device.price_date} ({basis}). The price of this "
-        "machine's CPU alone is not known."
+        f"The GPU's price is the list price of {device.price_date} ({basis}). The price of this "
+        "machine's CPU alone is unknown."
     )
 
 
@@ -183,15 +183,15 @@ def _against_takeover(answers: Sequence[Answer]) -> Section | None:
         grades=("predicted",),
         table=table(
             (
-                *("model", "this CPU serves", "takeover GPU, predicted", "it surely serves"),
-                *("its price", "machines for the same", "cheaper if each costs less than"),
+                *("model", "this CPU serves", "takeover GPU, predicted", "its low end (90 %)"),
+                *("its price", "CPUs for the same rate", "cheaper if each costs less than"),
                 "$ for 1M tokens, GPU full",
             ),
             rows,
             words=("takeover GPU, predicted",),
         ),
-        note="Machines come whole: up to what one of these holds, one stands against one GPU. "
-        "`crossover plan` weighs a forecast, energy and what is already there.",
+        note="Up to the capacity of one machine, one machine is compared with one GPU. `crossover "
+        "plan` takes your forecast, energy and existing machines into account.",
     )
 
 
@@ -204,9 +204,9 @@ def energy(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     answer, cell, here, _ = next((row for row in reversed(rows) if row[2] is not None), rows[-1])
     said = f"A token of {cell.model} takes {_joules(here)} on the {cell.device_words}."
     if here is None:
-        said = "This machine does not tell its watts."
+        said = "This machine does not report its power."
     elif unmetered := [side for side in data.sides if _is_unmetered(rows, side)]:
-        said += f" On the {SIDE_NAMES[unmetered[0]]} it was not measured: it has no meter here."
+        said += f" On the {SIDE_NAMES[unmetered[0]]} it was not measured: it has no power meter."
     there = _of_takeover(answer, cell)
     if answer.takeover_gpu is not None and there is not None:
         said += (
@@ -219,10 +219,10 @@ def energy(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         sentence=said,
         grades=("measured", *(("predicted",) if any(row[3] for row in rows) else ())),
         table=_energy_table(rows),
-        note="Joules of an output token over the highest load level. Measured: of a configuration "
-        "on the CPU its own counter (RAPL), of one on the GPU its driver's, without the host. "
-        "Predicted: the datasheet's power over the tokens/s at the GPU's capacity. How many "
-        "requests share a step changes it more than the device does.",
+        note="Joules per output token at the highest load level. Measured: on the CPU by its own "
+        "counter (RAPL), on the GPU by its driver, without the host. Predicted: the datasheet's "
+        "power divided by the tokens/s at the GPU's capacity. The number of requests that share a "
+        "step matters more than the device.",
     )
 
 

@@ -26,8 +26,8 @@ def fallback_times(data: ReportData, answers: Sequence[Answer]) -> Section | Non
     return Section(
         slug="fallback",
         title="Fallback",
-        sentence=f"The engine changed in {len(rows)} levels; for at most "
-        f"{formatting.seconds(max(gap for _, _, gap in rows))} no token came.",
+        sentence=f"The engine changed in {len(rows)} levels; the longest time without a token was "
+        f"{formatting.seconds(max(gap for _, _, gap in rows))}.",
         grades=("measured",),
         table=table(
             ("model", "device", "load", "answered by", "failed", "no token for"),

@@ -25,7 +25,9 @@ def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         if own := [cell for cell in several if cell.side == side]:
             best = max(own, key=lambda cell: cell.estimated_rate or 0.0)
             where = f"On the {SIDE_NAMES[side]} " if len(data.sides) > 1 else ""
-            sentences.append(f"{where}{best.engine_words} serves most of {best.model}.")
+            sentences.append(
+                f"{where}{best.engine_words} has the highest capacity for {best.model}."
+            )
     return Section(
         slug="formats",
         title="Formats and engines",
@@ -68,5 +70,5 @@ def _chosen(data: ReportData) -> Section | None:
         sentence=", ".join(f"{model}: {engine}" for model, _, engine, _ in rows) + ".",
         grades=("estimated",),
         table=table(("model", "device", "engine", "why"), rows, words=("device", "engine", "why")),
-        note="From step times that seconds of calibration gave of each candidate.",
+        note="From the step times of each candidate, measured in seconds.",
     )

@@ -27,8 +27,8 @@ def host_overhead(data: ReportData, answers: Sequence[Answer]) -> Section | None
     return Section(
         slug="host-overhead",
         title="Host overhead",
-        sentence=f"At most {formatting.share(most, 2)} of the engine's busy time went to work "
-        f"between its steps ({worst.name} at {load}).",
+        sentence=f"At most {formatting.share(most, 2)} of the engine's busy time was spent between "
+        f"its steps ({worst.name} at {load}).",
         grades=("measured",),
         table=table(
             ("model", "device", "load", "host share", "a step", "host, a step"),

@@ -40,17 +40,18 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     if bridged and one.cpu is not None:
         held = formatting.rate(one.cpu.confirmed_rate, rounded="down", like=one.cpu.like)
         sentence = (
-            f"While a GPU loads {one.title} for some {formatting.duration(_gpu_of(bridged[-1]))}, "
-            f"this CPU carries {formatting.of_requests(held)}."
+            f"While a GPU loads {one.title} for about "
+            f"{formatting.duration(_gpu_of(bridged[-1]))}, this CPU serves "
+            f"{formatting.of_requests(held)}."
         )
     is_predicted = any(row[3] is not None for row in rows)
     grades: tuple[Grade, ...] = ("measured", "predicted") if is_predicted else ("measured",)
-    note = "Measured: from the start of the engine's process until it answered."
+    note = "Measured: from the start of the engine process until it answered."
     if is_predicted:
         note += (
-            f" Predicted for the takeover GPU: {START_SECONDS:g} s for its process, and its 16-bit "
-            f"weights at {COPY_GB_PER_SECOND:g} GB/s, as measured on an H200, or at "
-            f"{TRANSFER_SHARE:.0%} of its link where that is less."
+            f" Predicted for the takeover GPU: {START_SECONDS:g} s for its process, then its "
+            f"16-bit weights at {COPY_GB_PER_SECOND:g} GB/s, as measured on an H200, or at "
+            f"{TRANSFER_SHARE:.0%} of its link if that is slower."
         )
     return Section(
         slug="load-times",

@@ -66,8 +66,8 @@ def memory(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
         ),
         charts=tuple(charts),
         note="Predicted by placement before loading. Measured: on the CPU the engine's peak "
-        "resident memory, in which a KV cache counts once it was used, on a GPU the most of its "
-        "memory in use. Gray lines: memory of GPUs that one can buy.",
+        "resident memory, which includes only the used part of the KV cache; on a GPU the peak of "
+        "its memory in use. Gray lines: memory sizes of available GPUs.",
     )
 
 
@@ -94,7 +94,7 @@ def _sentence(cells: Sequence[CellData], side: str) -> str:
     if took.measured_bytes is not None and took.predicted_bytes is not None:
         said += f", where {formatting.size(took.predicted_bytes, 4)} was predicted"
     card = next((size for size in CARDS_GIB if _fits(took.most_bytes or 0, size)), None)
-    return f"{said}." if card is None else f"{said}: a card of {card} GB holds it."
+    return f"{said}." if card is None else f"{said}; it fits in a GPU with {card} GB."
 
 
 def _fits(size_bytes: int, card_gib: float) -> bool:

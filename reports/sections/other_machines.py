@@ -75,7 +75,7 @@ def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         grades=("predicted",),
         table=_table(found, one.cells[-1].like),
         note=f"Predicted, with a server of {machine.slots} slots. Each step is divided among them "
-        "(tensor parallelism), and they exchange what they found twice a layer over their link. "
+        "(tensor parallelism), and they exchange activations over their link twice per layer. "
         "Copies of the model on each (replicas) hold as many times the rate instead, and answer no "
         "quicker.",
     )

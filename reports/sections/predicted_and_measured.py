@@ -50,8 +50,8 @@ def predicted_and_measured(data: ReportData, answers: Sequence[Answer]) -> Secti
         ),
         note="The same simulation with the same slots and requests: once with step times from the "
         "datasheet and published measurements, once with those of this run. It shows how far to "
-        "trust what is predicted of other GPUs. The interval of the prediction holds one-sided: "
-        "its low end in nine cases of ten.",
+        "trust the predictions for other GPUs. The low end of the predicted interval is one-sided, "
+        "at 90 % confidence.",
     )
 
 

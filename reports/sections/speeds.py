@@ -50,8 +50,8 @@ def prefill_decode(data_: ReportData, answers: Sequence[Answer]) -> Section | No
             ),
             words=("device",),
         ),
-        note="From the step times of this run. Prompts are bound by arithmetic, answers by reading "
-        "all weights for each token: a GPU gains most where arithmetic binds.",
+        note="From the step times of this run. Prompts are compute-bound; answers are "
+        "memory-bound, since each token reads all weights. A GPU helps prompts most.",
     )
 
 
@@ -90,7 +90,7 @@ def batch_size(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
             words=("device",),
         ),
         charts=(_chart({cell.name: steps for cell, steps in known}),),
-        note="Tokens/s of all together, and the time of a step, from the step times of this run.",
+        note="Tokens/s of all requests together and seconds of a step, from this run's step times.",
     )
 
 
@@ -136,8 +136,8 @@ def _chart(known: dict[str, dict[int, float]]) -> Chart:
     ]
     lines = data(rows).mark_line(point=True, strokeWidth=2)
     x = alt.X("rows:Q", title="requests in a step", scale=alt.Scale(type="log", base=2))
-    y = alt.Y("tokens:Q", title="tokens/s of all together")
+    y = alt.Y("tokens:Q", title="tokens/s of all requests")
     colour = palette("model:N", series(list(known)))
     spec = layered([lines.encode(x=x, y=y, color=colour)], 230)
-    label = "Tokens a second of all requests together against how many share a step, by model."
+    label = "Tokens per second of all requests together, by the number that share a step, by model."
     return Chart(slug="batch", label=label, spec=spec)

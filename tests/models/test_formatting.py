@@ -26,7 +26,12 @@ SAID: dict[str, list[tuple[Any, str]]] = {
         *((1 / 60, "60 requests an hour"), (0.0002, "0.72 requests an hour")),
     ],
     "rate": [(2.4, "2.4/s"), (0.57, "34 a minute"), (0.0125, "45 an hour")],
-    "load": [((2.4, 7), "2.4/s"), ((None, 8), "8 users"), ((None, 1), "alone"), (None, "alone")],
+    "load": [
+        ((2.4, 7), "2.4/s"),
+        ((None, 8), "8 users"),
+        ((None, 1), "single stream"),
+        (None, "single stream"),
+    ],
     "rate_interval": [
         *(((1.71, 1.943), "1.7–2.0/s"), ((None, 0.05), "below 180 an hour")),
         *(((0.559, None), "above 33 a minute"), ((None, None), NOT_MEASURED)),

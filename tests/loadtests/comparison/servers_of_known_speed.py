@@ -74,7 +74,8 @@ class Servers:
             }
             for load in ("1.5/s", "2.2/s"):
                 values[load, "output tokens/s"] = 30.0 * math.exp(0.03 * rng.normal())
-            values["alone", "TPOT mean"], values["alone", "TTFT mean"] = scale * 0.023, scale * 0.1
+            values["single stream", "TPOT mean"] = scale * 0.023
+            values["single stream", "TTFT mean"] = scale * 0.1
             values["", "limit"] = 3.0 / scale * math.exp(0.03 * rng.normal())
             run = manifest(f"{name}{i}", at=2 * i + (name > "a"))
             found.append(RunValues(run, {CELL: values}))
