@@ -79,7 +79,7 @@ class ByHand:
         self._environment, self._runner = environment, environment.runner
         self._options = options = environment.parsed_options
         if not options.host:
-            raise SystemExit("say where to send to, for example --host http://127.0.0.1:8000")
+            raise SystemExit("Give the endpoint, for example --host http://127.0.0.1:8000.")
         self._own = {"url": options.host, "api_key_env": options.api_key_env}
         self._seconds = options.run_time or 30.0
         self._is_worker = isinstance(self._runner, WorkerRunner)
@@ -103,7 +103,7 @@ class ByHand:
         known = {name: getattr(options, name) for name in BY_HAND} | self._own
         given = converted(known, LoadOptions, "", lambda name: f"--{name.replace('_', '-')}")
         if given.rate is None:
-            raise LoadError("say how many requests a second, for example --rate 2")
+            raise LoadError("Give the requests per second, for example --rate 2")
         if self._is_worker:
             seed, rate = given.seed + self._runner.worker_index, given.rate / options.workers
             given = msgspec.structs.replace(given, seed=seed, rate=rate)
@@ -146,7 +146,7 @@ class ByHand:
         error = LoadError(f"{record.error}: {record.error_message}") if record.error else None
         self._environment.events.request.fire(
             request_type="POST",
-            name="answer, from due to end",
+            name="answer, from scheduled time to end",
             response_time=((record.ended_seconds or 0.0) - record.scheduled_seconds) * 1000,
             response_length=0,
             exception=error,

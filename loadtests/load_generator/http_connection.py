@@ -244,15 +244,15 @@ class Pool:
             )
         if parts.scheme not in ("http", "https") or not host:
             raise TargetUnusable(
-                f"{url!r} is no URL of an endpoint; it should look like http://127.0.0.1:8000"
+                f"{url!r} is not the URL of an endpoint. A URL looks like http://127.0.0.1:8000"
             )
         if parts.username is not None or parts.password is not None:
             raise TargetUnusable(
-                "the url holds a user or a password, and a run folder would keep it: put a key "
-                "into an environment variable and name that with api_key_env"
+                "The url contains a user or a password, which the run folder would record. Put the "
+                "key into an environment variable and name it with api_key_env"
             )
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise TargetUnusable("the API key holds characters that a header cannot carry")
+            raise TargetUnusable("The API key has characters that an HTTP header cannot carry")
         self._tls: gevent.ssl.SSLContext | None = None
         if parts.scheme == "https":
             self._tls = gevent.ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -324,8 +324,8 @@ class Pool:
         except ssl.SSLCertVerificationError as problem:
             sock.close()
             raise ConnectionError(
-                f"its certificate is not trusted ({problem.verify_message}); the environment "
-                "variable SSL_CERT_FILE names a file of certificates that are"
+                f"its certificate is not trusted ({problem.verify_message}). Set SSL_CERT_FILE to "
+                "a file of trusted certificates"
             ) from problem
         except BaseException:
             sock.close()

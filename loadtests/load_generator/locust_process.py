@@ -81,8 +81,8 @@ class LoadGenerator:
                         case Ended():
                             if not recorded == wire.recorded == wire.due:
                                 raise LevelInterrupted(
-                                    f"the load generator lost requests: {wire.due} were due, "
-                                    f"{wire.recorded} ended, {recorded} are on record"
+                                    f"the load generator lost requests: {wire.due} were scheduled, "
+                                    f"{wire.recorded} ended, {recorded} are recorded"
                                 )
                             self._is_running = False
                             yield wire

@@ -99,8 +99,8 @@ def check_target(target: Target) -> None:
             msgspec.json.encode(getattr(target, name))
         except UnicodeEncodeError:
             raise TargetUnusable(
-                f"{name} {getattr(target, name)!r} holds bytes that are no UTF-8; a URL can carry "
-                "them as %FF"
+                f"{name} {getattr(target, name)!r} has bytes that are not UTF-8. Write them as %FF "
+                "in a URL"
             ) from None
     connect(target.url)
 
@@ -128,7 +128,7 @@ def route_words(facts: TargetFacts) -> str:
         parts.append("requests go through the model's chat template (/v1/chat/completions)")
     if not facts.ignore_eos and not any("ignore_eos" in note for note in facts.notes):
         parts.append(
-            "answers end where the model ends them, at the latest at the workload's lengths"
+            "answers end where the model ends them, but are no longer than the workload's lengths"
         )
     elif parts:
         parts.append("answers have the workload's lengths (ignore_eos)")
@@ -291,12 +291,12 @@ def _refusal(target: Target, pool: Pool, model: str, record: RequestRecord) -> T
         with contextlib.suppress(TargetUnusable):
             listed = _models(target, pool)
             if listed and model not in listed:
-                advice += f"; it lists no model {model!r}, but {', '.join(listed)}"
+                advice += f". It does not list the model {model!r}, but {', '.join(listed)}"
             elif target.model is None and listed[1:]:
-                advice += f"; it also lists {', '.join(listed[1:])}: say which one with `model`"
+                advice += f". It also lists {', '.join(listed[1:])}: choose one with `model`"
     return (EndpointRefuses if is_refused else TargetUnusable)(
         f"{pool.host}{route} did not stream an answer from {model!r}: {record.error}: "
-        f"{record.error_message or 'no words'}{advice}"
+        f"{record.error_message or 'no message'}{advice}"
     )
 
 
@@ -330,25 +330,25 @@ def _seen(way: _Way, short: RequestRecord, long: RequestRecord, *, may_end: bool
     notes: list[str] = []
     word, fixed = 1.0, 0.0
     if not has_counts:
-        notes.append("no token counts in streams: output tokens and TPOT are unknown")
+        notes.append("streams have no token counts, so output tokens and TPOT are unknown")
     elif not continuous:
-        notes.append("no token counts beside chunks: the first chunk is taken as one token")
+        notes.append("chunks have no token counts, so the first chunk counts as one token")
     if long.first_answer_seconds is None:
         notes.append(
-            f"no text within {tokens} tokens: a model that reasons first needs answers of more"
+            f"there is no text in the first {tokens} tokens; a reasoning model needs longer answers"
         )
     if facts.length_key != "max_tokens":
-        notes.append(f"max_tokens is refused: {facts.length_key} says how long answers may be")
+        notes.append(f"max_tokens is refused, so {facts.length_key} limits the answers")
     if not facts.is_greedy:
-        notes.append("temperature 0 is refused: answers are sampled as the endpoint likes")
+        notes.append("temperature 0 is refused, so answers are sampled at the endpoint's default")
     if not ignore_eos and not may_end:
-        notes.append("ignore_eos is not honoured: answers may be shorter than asked")
+        notes.append("ignore_eos is not supported, so answers may be shorter than requested")
     few, many = short.prompt_tokens or 0, long.prompt_tokens or 0
     if 0 < few < many:
         word = (many - few) / (PROBE_WORDS[1] - PROBE_WORDS[0])
         fixed = few - PROBE_WORDS[0] * word
     else:
-        notes.append("no counts of prompts: a word of them is taken for a token")
+        notes.append("prompts have no token counts, so each word counts as one token")
     return msgspec.structs.replace(
         facts,
         usage=facts.usage and has_counts,
@@ -365,7 +365,7 @@ def _first_model(target: Target, pool: Pool) -> str:
     """The first that the endpoint lists. Raises TargetUnusable."""
     if not (models := _models(target, pool)):
         raise TargetUnusable(
-            f"{pool.host}{pool.path_of(MODELS)} lists no models; say which one with `model`"
+            f"{pool.host}{pool.path_of(MODELS)} lists no models. Name one with `model`"
         )
     return models[0]
 
@@ -385,13 +385,13 @@ def _models(target: Target, pool: Pool) -> list[str]:
         advice = KEY_ADVICE if status in (401, 403) else "; say which model with `model`"
         moved = [value.decode("latin-1") for name, value in headers if name.lower() == b"location"]
         words = words_of_body(body) or "".join(f"redirected to {place}" for place in moved[:1])
-        raise TargetUnusable(f"{where} answered {status}: {words or 'no words'}{advice}")
+        raise TargetUnusable(f"{where} answered {status}: {words or 'no message'}{advice}")
     try:
         listed = read_json(body)
         names = names_of_models(listed)
     except ValueError as problem:
         raise TargetUnusable(
-            f"{where} is not what OpenAI's API returns; say which model with `model`"
+            f"{where} is not what OpenAI's API returns. Name the model with `model`"
         ) from problem
     if not names and isinstance(listed, dict) and is_error(listed):
         raise TargetUnusable(f"{where} answered with an error: {words_of(listed)}")

@@ -125,7 +125,7 @@ class Answer(msgspec.Struct):
     def ended(self) -> None:
         """The answer is whole: what is left of it, and whether it may end so."""
         if self.encoding is not None:
-            why = f"the body is compressed ({self.encoding}), although the request asked for none"
+            why = f"the body is compressed ({self.encoding}), but the request did not ask for it"
             self.fail("stream_error" if self.is_stream else f"http_{self.status}", why)
             return
         if not self.is_stream:
@@ -196,7 +196,7 @@ class Answer(msgspec.Struct):
                 self.stray += (line + b"\n")[: MAX_STRAY_BYTES - len(self.stray)]
         data = b"\n".join(parts).strip()
         if name.lower().endswith(b"error"):
-            self.fail("stream_error", words_of_body(data) or "an error event without words")
+            self.fail("stream_error", words_of_body(data) or "an error event without a message")
         elif data.startswith(b"[DONE]"):
             self.is_done = True
         elif data:
@@ -212,7 +212,7 @@ class Answer(msgspec.Struct):
             except ValueError as problem:
                 if not is_last:
                     words = printable_words(data.decode(errors="replace"))
-                    self.fail("stream_error", f"an event that is no JSON ({problem}): {words}")
+                    self.fail("stream_error", f"an event is not JSON ({problem}): {words}")
                 return
         if chunk is not None:
             self._read_chunk(chunk, data, received)
@@ -295,7 +295,7 @@ class Answer(msgspec.Struct):
         try:
             chunk = read_chunk(data)
         except ValueError as problem:  # in a field that nobody needed so far
-            self.fail("stream_error", f"an event that is no JSON: {problem}")
+            self.fail("stream_error", f"an event is not JSON: {problem}")
             return
         if chunk is not None and chunk.error:
             self.fail("stream_error", words_of(chunk.error))
@@ -345,7 +345,7 @@ def stream(
         seen.ended()
     except gevent.Timeout:
         if not seen.is_done:
-            seen.fail("timeout", f"no end within {timeout_seconds:g} s")
+            seen.fail("timeout", f"not finished after {timeout_seconds:g} s")
     except GaveUp as problem:
         if not seen.is_done:
             seen.fail("timeout", str(problem))
@@ -355,7 +355,7 @@ def stream(
             seen.fail(kind, f"{type(problem).__name__}: {problem}")
     ended = clock()
     if not seen.contents:
-        seen.fail("empty", "the stream ended well and held no content")
+        seen.fail("empty", "the stream ended normally but had no content")
     contents = [round(moment - origin, 6) for moment in seen.contents]
     answer = seen.first_answer
     usage = seen.usage or Usage()

@@ -143,11 +143,11 @@ class RunFolder(RunRecords):
             )
         for path in (*folder.glob("*"), *folder.glob("logs/*")):
             if path.is_symlink():  # it could lead out of the folder, in somebody else's run
-                raise BadRunFolder(f"{path} is a link, and a run is written into its own files")
+                raise BadRunFolder(f"{path} is a symbolic link, but a run needs its own files")
         try:
             lock = take_lock(folder / LOCK, f"process {os.getpid()}")
             if isinstance(lock, str):
-                raise BadRunFolder(f"{folder} is in use by {lock}; wait for it, or end it")
+                raise BadRunFolder(f"{folder} is in use by {lock}. Wait for it, or end it")
             self._lock = open(lock)  # closed once, at the end
             self._events: Appender[Event] = Appender(folder / EVENTS)
             self._samples: Appender[ResourceSample] = Appender(folder / SAMPLES)
@@ -161,7 +161,7 @@ class RunFolder(RunRecords):
     def create(cls, folder: Path, manifest: RunManifest) -> RunFolder:
         """A new run. Raises BadRunFolder where there is one already, or nothing can be written."""
         if (folder / MANIFEST).exists():
-            raise BadRunFolder(f"{folder} holds a run already; resume it, or choose another folder")
+            raise BadRunFolder(f"{folder} has a run already. Resume it, or choose another folder")
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,8 @@ class Appender(Generic[T]):
             what = f"{self._file.name} cannot be written: {problem.strerror}"
             raise BadRunFolder(what) from problem
         if self._is_torn:
-            raise BadRunFolder(f"{self._file.name}: a record was written in part: full disk?")
+            what = f"{self._file.name}: only part of a record was written"
+            raise BadRunFolder(f"{what}. The disk may be full")
 
     def sync(self) -> None:
         """Returns when all is on disk. Raises BadRunFolder."""
@@ -311,13 +312,13 @@ def read_manifest(folder: Path) -> RunManifest:
         return msgspec.convert(raw, RunManifest)
     except OSError as problem:
         raise BadRunFolder(
-            f"{folder} holds no run: {path.name} cannot be read ({problem.strerror})"
+            f"{folder} is not a run folder: {path.name} cannot be read ({problem.strerror})"
         ) from problem
     except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError) as problem:
-        raise BadRunFolder(f"{path} is no manifest: {problem}") from problem
+        raise BadRunFolder(f"{path} is not a manifest: {problem}") from problem
 
 
 def check_plain(path: Path) -> None:
     """Raises BadRunFolder for a pipe or device, which may have no end."""
     if path.exists() and not path.is_file():
-        raise BadRunFolder(f"{path} is no plain file")
+        raise BadRunFolder(f"{path} is not a regular file")

@@ -112,8 +112,8 @@ def _replay(rng: np.random.Generator, trace: Trace, rate: float, duration_second
     stamps = load_trace(trace.path).seconds
     if len(stamps) < 2 or stamps[-1] <= 0:
         raise WorkloadError(
-            f"trace {trace.path}: {len(stamps)} stamps are too few to replay: "
-            "at least two different ones are needed"
+            f"The trace {trace.path} has too few timestamps to replay ({len(stamps)}). It needs at "
+            "least two different ones"
         )
     # The step that stamps were rounded to, where half coincide with another.
     gaps = np.diff(stamps)

@@ -72,7 +72,7 @@ def _sessions_of_file(workload: Workload, path: str, n: int, seed: int) -> list[
     recorded = load_sessions(path)
     if not recorded:
         raise WorkloadError(
-            f"{path} has no sessions: give each line a `session`, or set workload.turns"
+            f"{path} has no sessions. Give each line a `session`, or set workload.turns"
         )
     rng, order = generator(seed, _STREAM), list[int]()
     while len(order) < n:

@@ -70,8 +70,8 @@ def load_trace(path: str) -> TraceRows:
         raise WorkloadError(f"trace {name}: no line has prompt tokens and answer tokens")
     if len(stamps) not in (0, len(kept)):
         raise WorkloadError(
-            f"trace {name}: {len(stamps)} of {len(kept)} lines have `seconds`; all lines have it, "
-            "or none"
+            f"trace {name}: {len(stamps)} of {len(kept)} lines have `seconds`. Add it to all lines "
+            "or to none"
         )
     kept.sort(key=lambda row: row.seconds or 0.0)  # stable: as they stand without stamps
     return TraceRows(
@@ -93,8 +93,8 @@ def load_sessions(path: str) -> list[list[Row]]:
             sessions.setdefault(row.session, []).append(row)
     if None in sessions and len(sessions) > 1:
         raise WorkloadError(
-            f"trace {shown_path(path)}: {len(sessions[None])} lines have no `session`; all lines "
-            "have one, or none"
+            f"trace {shown_path(path)}: {len(sessions[None])} lines have no `session`. Add it to "
+            "all lines or to none"
         )
     return [turns for name, turns in sessions.items() if name is not None]
 
@@ -130,5 +130,5 @@ def _whole(row: Row) -> Row:
     for name in ("prompt_tokens", "output_tokens"):
         value = getattr(row, name)
         if value != int(value):
-            raise ValueError(f"{name} must be a whole number, got {value}")
+            raise ValueError(f"{name} must be an integer, got {value}")
     return row
