@@ -85,7 +85,7 @@ def process_of(detail: Mapping[str, Any]) -> Arrivals:
         found: Arrivals = msgspec.convert(detail, Arrivals)
         return found
     except msgspec.ValidationError as problem:
-        raise WorkloadError(f"arrivals on record cannot be read: {problem}") from problem
+        raise WorkloadError(f"The recorded arrivals cannot be read: {problem}") from problem
 
 
 def generator(seed: int, *stream: int) -> np.random.Generator:

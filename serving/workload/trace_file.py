@@ -67,7 +67,7 @@ def load_trace(path: str) -> TraceRows:
     kept = [row for row in rows if row.prompt_tokens and row.output_tokens]
     stamps = [row.seconds for row in kept if row.seconds is not None]
     if not kept:
-        raise WorkloadError(f"trace {name}: no line has prompt tokens and answer tokens")
+        raise WorkloadError(f"trace {name}: no line has both prompt tokens and output tokens")
     if len(stamps) not in (0, len(kept)):
         raise WorkloadError(
             f"trace {name}: {len(stamps)} of {len(kept)} lines have `seconds`. Add it to all lines "

@@ -182,7 +182,11 @@ def test_the_probe_finds_what_there_is(truth_server: Start) -> None:
     [
         ({"refuse": ["continuous_usage_stats"]}, {"continuous_usage"}, "counts as one token"),
         ({"refuse": ["ignore_eos"]}, {"ignore_eos"}, "ignore_eos is not supported"),
-        ({"refuse": ["stream_options"]}, {"usage", "continuous_usage"}, "prompts have no token counts"),
+        (
+            {"refuse": ["stream_options"]},
+            {"usage", "continuous_usage"},
+            "prompts have no token counts",
+        ),
         ({"usage": False}, {"usage", "continuous_usage"}, "streams have no token counts"),
     ],
 )

@@ -122,7 +122,9 @@ def test_a_full_disk_loses_the_record_being_written_and_no_other(tmp_path: Path)
         folder.request(record("l", 1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
         try:
-            with pytest.raises(BadRunFolder, match="requests.jsonl: only part of a record was written"):
+            with pytest.raises(
+                BadRunFolder, match="requests.jsonl: only part of a record was written"
+            ):
                 folder.request(record("l", 2))
             with pytest.raises(BadRunFolder, match="requests.jsonl cannot be written: File too"):
                 folder.request(record("l", 2))

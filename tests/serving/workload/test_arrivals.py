@@ -106,7 +106,7 @@ def test_rates_and_traces_that_cannot_be_are_errors(tmp_path):
     for rate, seconds in ((0.0, 1.0), (1.0, 0.0), (float("nan"), 1.0), (1.0, float("inf"))):
         with pytest.raises(WorkloadError, match="must be above 0"):
             due_times(Poisson(), rate, seconds, 0)
-    with pytest.raises(WorkloadError, match="too few to replay"):
+    with pytest.raises(WorkloadError, match="too few timestamps to replay"):
         due_times(Trace(trace(tmp_path / "one.jsonl", [3.0])), 1.0, 10.0, 0)
     with pytest.raises(WorkloadError, match="no such file"):
         due_times(Trace("/nowhere.csv"), 1.0, 10.0, 0)
@@ -115,5 +115,5 @@ def test_rates_and_traces_that_cannot_be_are_errors(tmp_path):
 def test_a_process_on_record_is_read_again():
     for process in KINDS:
         assert process_of(msgspec.to_builtins(process)) == process
-    with pytest.raises(WorkloadError, match="on record cannot be read"):
+    with pytest.raises(WorkloadError, match="recorded arrivals cannot be read"):
         process_of({"kind": "tea"})

@@ -49,7 +49,11 @@ def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
         ({"slots": 100_000}, Unsupported, "slots must be at most"),
         ({"context_tokens": 4096}, Unsupported, "4096 exceeds the model's maximum of 2048"),
         ({"device": "gpu"}, BackendUnavailable, "built without GPU support"),
-        ({"source": "/nowhere/model.gguf"}, BrokenWeights, "The GGUF file model.gguf does not exist"),
+        (
+            {"source": "/nowhere/model.gguf"},
+            BrokenWeights,
+            "The GGUF file model.gguf does not exist",
+        ),
     ],
 )
 def test_bad_settings_are_refused_by_name(
