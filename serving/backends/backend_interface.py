@@ -39,7 +39,7 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -> Options:
-    """The options as a `kind`. Values may be text. Raises Unsupported with key and value."""
+    """Return the options as a `kind`. Values may be text. Raises Unsupported with key and value."""
     known = kind.__struct_fields__
     for key in given:
         if key not in known:
@@ -56,28 +56,28 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -
 
 
 class BackendInfo(msgspec.Struct, frozen=True):
-    """What a loaded backend says of itself."""
+    """What a loaded backend reports about itself."""
 
     name: str
     device: str  # "cpu" or "gpu"
     device_name: str
-    settings: SchedulerSettings  # as it took them; what it changed of its EngineConfig's is here
+    settings: SchedulerSettings  # the settings in use, with what it changed of its EngineConfig's
     vocabulary: int
     weight_format: str
-    # A slot can be cut back to fewer tokens; not a recurrent state, not the KV of a window.
+    # A slot can be truncated to fewer tokens; impossible for recurrent states and window caches.
     rewinds: bool = True
-    why_not_rewinds: str = ""  # "" where it does
-    saves: bool = False  # where it does not rewind: `save` and `restore` take it back to a point
+    why_not_rewinds: str = ""  # "" if it does
+    saves: bool = False  # without rewinding, `save` and `restore` return a slot to a checkpoint
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
 
 
 class HeldMemory(msgspec.Struct, frozen=True):
-    """What an engine says that it will hold beside its weights, at one length of context."""
+    """The memory that an engine will use besides its weights, at one context length."""
 
     context_tokens: int
     kv_bytes: int  # of all slots
     state_bytes: int  # recurrent states of all slots, and the checkpoints of slots that need them
-    buffer_bytes: int  # of a step's computation and its logits
+    buffer_bytes: int  # of a step's computation and logits
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,8 +100,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_sizes(config: EngineConfig, context_tokens: int | None, kv_dtype: str) -> None:
-    """Raises Unsupported for what a model cannot do. `context_tokens`: most that it was made for;
-    `kv_dtype`: the only type that its KV cache has here."""
+    """Check that the model supports the settings. Raises Unsupported. `context_tokens`: the model's
+    maximum; `kv_dtype`: the only type that its KV cache can have."""
     check(config)
     settings = config.settings
     if context_tokens is not None and settings.context_tokens > context_tokens:
@@ -124,8 +124,8 @@ def check_sizes(config: EngineConfig, context_tokens: int | None, kv_dtype: str)
 
 
 def check_row(row: Row, held: int, most: int) -> None:
-    """Raises EngineFailed where a row does not go on from what its slot holds, or ends beyond the
-    most that this can hold; both in tokens."""
+    """Check that a row continues what its slot holds and fits in the slot; both in tokens. Raises
+    EngineFailed."""
     if row.start > held or row.position > most:
         raise EngineFailed(
             f"slot {row.slot} holds {held} of {most} tokens; "
@@ -134,16 +134,17 @@ def check_row(row: Row, held: int, most: int) -> None:
 
 
 class Saved(Protocol):
-    """A copy of the part of a slot that cannot be cut back: a recurrent state, a window."""
+    """A copy of the part of a slot that cannot be truncated: a recurrent state or a window."""
 
     tokens: int  # that the slot held
 
 
 class Launched(Protocol):
-    """A step that may still be under way."""
+    """A step that may still be running on the device."""
 
     def tokens(self) -> list[Sampled | None]:
-        """Wait for it: what `step` would return, None for each row that `step` has to draw."""
+        """Wait for the step and return what `step` would, with None for each row that `step` must
+        draw."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: UTF-8 across token borders, stop strings across delta borders.
+"""Turns tokens into text as they arrive, with UTF-8 and stop strings that span several tokens.
 
     >>> text = StreamText([b"Hel", b"lo", b" wor", b"ld"], stops=["wor"])
     >>> [text.push(token) for token in (0, 1, 2)]
@@ -30,7 +30,7 @@ class StreamText:
         self._held = ""  # text that may begin a stop string
 
     def push(self, token: int, check_stops: bool = True) -> tuple[str, bool]:
-        """Text that can be sent after this token, and whether a stop string ends the sequence."""
+        """Return the text that can be sent after this token, and whether a stop string ended it."""
         fresh = self._decoder.decode(self._table[token])
         if not self._stops:
             return fresh, False
@@ -38,7 +38,7 @@ class StreamText:
         self._held = ""
         if not check_stops:
             return text, False
-        # The first one; of those that begin there, the longest.
+        # The earliest stop string; of several that start there, the longest.
         found = [(at, -len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             first, length = min(found)
@@ -48,13 +48,13 @@ class StreamText:
         return text[: len(text) - keep], False
 
     def finish(self) -> str:
-        """What was held back; an unfinished character becomes U+FFFD."""
+        """Return the text held back; an incomplete character becomes U+FFFD."""
         rest = self._held + self._decoder.decode(b"", True)
         self._held = ""
         return rest
 
 
 def _beginning(text: str, stop: str) -> int:
-    """Characters at the end of the text that begin the stop string."""
+    """Return how many characters at the end of the text begin the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

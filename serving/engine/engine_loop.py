@@ -32,12 +32,13 @@ from serving.errors import BackendUnavailable, Cause, OutOfMemory, ServingError,
 from serving.hardware.machine_facts import lower_priority, peak_resident_bytes, resident_bytes
 from serving.sampling.grammar import Grammars, Matcher
 
-# Turns of threads: at the usual 5 ms a step beside a grammar's converter waited up to 50 ms.
+# Switch interval of threads: at the default of 5 ms, a step waited up to 50 ms for the compiler of
+# a grammar.
 SWITCH_SECONDS = 0.0002
 # Below the step loop: beside a compiler of the same priority, on two cores that are both the
 # engine's, the p99 of a decode step was 74 to 99 ms; with it 27 to 31, without a compiler 25 to 28.
 COMPILER_NICE = 10
-COMPILER_LOOK_MS = 2  # between two looks at it, while nothing else is done
+COMPILER_LOOK_MS = 2  # between two checks of the compiler while the engine is idle
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,7 +51,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the parent ends
     if os.getppid() != parent:
         return 1
-    try:  # when memory runs out, the kernel shall kill the engine and not its parent
+    try:  # when memory runs out, the kernel should kill the engine and not its parent
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("800")
     except OSError as problem:
@@ -92,12 +93,12 @@ class Worker:
         self._poll.register(connection, select.POLLIN)
         self._frames = ipc.Frames()
         self._stopping = self._drains = False
-        self._stepped_at: float | None = None  # the last step's end, where another follows
+        self._stepped_at: float | None = None  # end of the last step, if another one follows
         self._compiling: dict[int, tuple[ipc.Submit, Future[Matcher]]] = {}
         self._compiler = ThreadPoolExecutor(1, "grammars", os.nice, (COMPILER_NICE,))
 
     def send(self, message: ipc.FromEngine) -> None:
-        """Raises ParentGone."""
+        """Send a message to the parent. Raises ParentGone."""
         try:
             self._socket.sendall(ipc.frame(message))
         except OSError as problem:
@@ -111,19 +112,19 @@ class Worker:
             self.config, lambda what, fraction: self.send(ipc.Loading(fraction, what))
         )
         info = self.backend.info
-        # All that an engine keeps of a tokenizer: bytes of each token, and the end tokens.
+        # The engine keeps only the bytes of each token and the end tokens of a tokenizer.
         tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
         table, ends = tokenizer.token_bytes(), tokenizer.eos_ids
-        # Models pad their vocabulary; some tokenizers have tokens beyond it, which no row draws.
+        # Models pad their vocabulary; some tokenizers have tokens beyond it, which are never drawn.
         table = [*table, *[b""] * (info.vocabulary - len(table))][: info.vocabulary]
         ends = frozenset(token for token in ends if 0 <= token < info.vocabulary)
         self._grammars = Grammars(table, ends)
-        shown = with_marks(table, tokenizer)  # a grammar is over text, and may not draw marks
+        shown = with_marks(table, tokenizer)  # grammars work on text and must not draw marks
         self.scheduler = Scheduler(self.backend, shown, ends, self.config)
         seconds = time.perf_counter() - started
         self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes() or 0))
         self.ready = True
-        # Done while the parent tells that this engine is ready.
+        # Done while the parent announces that this engine is ready.
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
@@ -148,7 +149,7 @@ class Worker:
         self.backend.close()
 
     def _receive(self) -> None:
-        """Carry out what has come. Raises ParentGone."""
+        """Carry out the messages that have arrived. Raises ParentGone."""
         try:
             data = self._socket.recv(1 << 20)
         except OSError as problem:
@@ -200,17 +201,17 @@ class Worker:
             self._tell(refused)
 
     def _tell(self, delta: ipc.Delta) -> None:
-        """A Delta outside of a step."""
+        """Send a Delta outside of a step."""
         stats = msgspec.structs.replace(self.scheduler.stats(), step_seconds=0.0)
         self.send(ipc.Step([delta], stats))
 
 
 def cause_of(problem: Exception, loading: bool) -> Cause:
-    """What an exception means to the supervisor."""
+    """Return the cause that an exception means for the supervisor."""
     if isinstance(problem, BackendUnavailable):
         return Cause.backend_missing
     if loading and isinstance(problem, Unsupported):
-        return Cause.unsupported  # of its configuration: the next attempt would be refused too
+        return Cause.unsupported  # the configuration is refused, so another attempt would be, too
     if isinstance(problem, OutOfMemory | MemoryError):
         return Cause.load_oom if loading else Cause.runtime_oom
     return Cause.load_failed if loading else Cause.engine_died

@@ -1,4 +1,4 @@
-"""Before a model is served: what it is, where it will run, and the files of every engine of it.
+"""Prepares a model for serving: what it is, where it will run, and the files of its engines.
 
 prepared = prepare(ModelOptions(source="135m"), Machine())
 prepared.placement, prepared.configs, prepared.tokenizer_path
@@ -55,9 +55,10 @@ from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that can be loaded: the files of every engine that may run it are there.
+    """A model that can be loaded: the files of every engine that may run it exist.
 
-    `request`: with backend, format and context decided, so that it is placed again as it was.
+    `request`: the request with backend, format and context decided, so that a later placement is
+    the same.
     """
 
     name: str
@@ -74,11 +75,11 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def configs(self) -> tuple[EngineConfig, ...]:
-        """One for each attempt of its placement."""
+        """Return a configuration for each attempt of the placement."""
         return self.configs_of(self.placement)
 
     def configs_of(self, placement: Placement) -> tuple[EngineConfig, ...]:
-        """The engines of a placement of its backends, perhaps a later one on another GPU."""
+        """Return the configurations for a placement, possibly a later one on another GPU."""
         kv_dtype = self.model.kv_dtype or AUTO  # what a backend holds is predicted, not asked for
         return tuple(
             EngineConfig(
@@ -103,7 +104,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine:
-    """What placing a model needs of this machine. `say` and `progress` tell a person."""
+    """The machine as placement needs it. `say` and `progress` report to a person."""
 
     def __init__(
         self,
@@ -120,12 +121,12 @@ class Machine:
         self._probed = once(probe_backend)  # it takes seconds
 
     def facts(self) -> HardwareFacts:
-        """As they are now: free memory changes. Cores are those from before this process took its
-        share of them. Without an NVIDIA GPU, the one that a backend's build drives is listed."""
+        """Return the current facts, since free memory changes. Cores are those from before this
+        process was pinned. Without an NVIDIA GPU, one that a backend's build can use is listed."""
         facts = msgspec.structs.replace(hardware_facts(), allowed_cores=self._allowed)
         if facts.gpus or facts.gpu_cause != Cause.no_device or not render_nodes():
             return facts
-        # A torch that is not built for ROCm cannot, and takes seconds to say so.
+        # A torch without ROCm cannot use it, and takes seconds to report that.
         names = [n for n in DEFAULTS["gpu"] if n != "torch" or "rocm" in version("torch")]
         gpus = tuple(
             GpuFacts(one.gpu_note or "a GPU", one.gpu_vendor)
@@ -135,12 +136,12 @@ class Machine:
         return msgspec.structs.replace(facts, gpus=gpus)
 
     def split(self, cores: str, threads: int | None) -> CoreSplit:
-        """Cores of an engine with these options and of the HTTP process."""
+        """Return the cores of an engine with these options and of the HTTP process."""
         asked = parse_cores(cores, "--cores"), parse_cores(self._api_cores, "--api-cores")
         return split_cores(self._allowed, *asked, threads, quota=cgroup_cores())
 
     def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
-        """Backends that cannot run, or cannot use the GPU, by their probes in subprocesses."""
+        """Return the backends that cannot run or cannot use the GPU, by probes in subprocesses."""
         names = DEFAULTS["gpu"] if request.backend is None else (request.backend,)
         if request.policy is Policy.cpu_only:
             names = ()
@@ -161,11 +162,11 @@ class Machine:
         return troubles
 
     def place(self, request: PlacementRequest, facts: HardwareFacts) -> Placement:
-        """Where a model runs on this machine. Raises NoPlacement."""
+        """Return where a model runs on this machine. Raises NoPlacement."""
         return plan(request, facts, self.obstacles(request, facts))
 
     def files_of(self, source: str, backend: str, weight_format: str | None) -> ResolvedModel:
-        """A model's files for a backend, made or fetched where they are not there."""
+        """Return a model's files for a backend, after making or fetching them if needed."""
         kind, spelt = weights_of(backend, weight_format)
         wanted = (spelt or None) if weight_format else None
         return resolve(
@@ -174,10 +175,10 @@ class Machine:
 
 
 def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None = None) -> Prepared:
-    """Find the model, decide where it runs, get its weights for every engine. May take minutes.
+    """Find the model, decide where it runs, and get its weights for every engine. May take minutes.
 
-    Raises ModelError for a model that cannot be had, NoPlacement where it can run nowhere,
-    ServingError for options that cannot be.
+    Raises ModelError if the model is not available, NoPlacement if it cannot run here, and
+    ServingError for impossible options.
     """
     request = find_model(model, machine)
     facts = facts or machine.facts()
@@ -211,7 +212,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     path = Path(prepared.tokenizer_path)
     is_ours = any(read_manifest(place) is not None for place in (path, path.parent))
     if not is_ours and request.model.name != "fake":
-        # A stranger's tokenizer is tried in another process before it is loaded in this one.
+        # An untrusted tokenizer is tried in another process before it is loaded in this one.
         try_tokenizer(path)
     if any(one.synthetic and one.path for one in prepared.files.values()):
         machine.say(
@@ -224,10 +225,10 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
 def files_of_engines(
     model: ModelOptions, placement: Placement, machine: Machine
 ) -> tuple[dict[str, ResolvedModel], Placement]:
-    """Return the files of every engine, by backend, and the placement without the engines that have
-    none: a fallback whose weights cannot be had keeps no GPU from serving.
+    """Return the files of every engine, by backend, and the placement without engines that have no
+    files: a fallback without weights must not keep the GPU from serving.
 
-    Raises ModelError where the first engine has none.
+    Raises ModelError if the first engine has no files.
     """
     files: dict[str, ResolvedModel] = {}
     attempts: list[Attempt] = []
@@ -253,15 +254,15 @@ def with_known_fallback(
     machine: Machine,
     facts: HardwareFacts,
 ) -> PlacementRequest:
-    """Return the request with the CPU's backends in the order of their step times, as far as this
-    machine's table has them; nothing is measured for a fallback."""
+    """Return the request with the CPU's backends ordered by their saved step times; nothing is
+    measured for a fallback."""
     asked = question_of(model, request, split, machine)
     if asked is None or model.weight_format:
         return request
     quiet = msgspec.structs.replace(asked, may_measure=False)
     try:
         found = fastest_backend(quiet, facts, machine.say, machine.progress)
-    except NoPlacement:  # the table's order, and why each of it cannot run
+    except NoPlacement:  # keep the default order; placement gives the reasons
         return request
     timed = [one for one in ranked(found.candidates, request.model) if one.rate]
     order: list[tuple[str, str | None]] = [(one.backend, one.weight_format) for one in timed]
@@ -271,7 +272,7 @@ def with_known_fallback(
 
 
 def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
-    """What is to be placed: the model's shape and size, and the backend and format that follow from
+    """Return the request for placement: the model's shape and size, and the backend and format that
     what it is. A ladder model's are decided when it is placed."""
     backend, weight_format, size_bytes = model.backend, model.weight_format, None
     held: tuple[HeldMemory, ...] = ()
@@ -307,8 +308,8 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
 
 
 def usual_backend(model: ModelIdentity, has_gpu: bool) -> str:
-    """The backend of a model that the ladder does not have, where none is named: of a folder of
-    safetensors what a GPU, or a CPU, does best."""
+    """Return the default backend of a model outside the ladder; for a folder of safetensors, the
+    best one for the GPU or CPU."""
     if model.kind == "safetensors":
         return backend_for("hf" if has_gpu else "onnx")
     return backend_for(model.kind)
@@ -366,8 +367,8 @@ def default_workload(settings: SchedulerSettings) -> Workload:
 def options_by_backend(
     given: Mapping[str, Any], backends: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """Which of the options each engine gets: those that it has. Raises Unsupported for one that
-    none has: an engine that is fallen back to must not find it out."""
+    """Return the options of each engine: those that it has. Raises Unsupported for an option that
+    no engine has, so that a fallback does not fail later."""
     known = {name: spec_of(name).options for name in backends}  # None: any
     for key in given:
         if not any(names is None or key in names for names in known.values()):

@@ -6,11 +6,11 @@
     model = await registry.hold("smollm2-135m")       # a request: load it, keep it loaded
     model.release_model()
 
-Each model has one Supervisor. One model loads at a time: only then is it known what memory there
-is. When it is short, idle models are evicted, the least recently used first; a model in use never
-is, and a request that would need that is told to come back. A model that was unloaded for being
-idle, or for another one, is loaded again by the next request; one that an administrator unloaded,
-by an administrator.
+Each model has one Supervisor. Only one model loads at a time, so that the free memory is known.
+When memory is short, idle models are evicted, the least recently used first. A model in use is
+never evicted; a request that would need that gets 503. A model that was unloaded because it was
+idle, or for another model, is loaded again by its next request. One that an administrator unloaded
+stays unloaded until an administrator loads it.
 
 Memory is that of one place: "cpu" for RAM, a GPU's UUID for its own (Attempt.place).
 """
@@ -72,13 +72,13 @@ _TEXT_THREAD = ThreadPoolExecutor(1, "text")
 
 
 async def in_text_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """The function's result: work on long texts, one after the other, beside the event loop."""
+    """Run work on a long text in the text thread, one at a time, and return its result."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_TEXT_THREAD, partial(function, *args, **kwargs))
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """What validation needs to know of an engine."""
+    """The limits of an engine that validation needs."""
 
     context_tokens: int
     vocabulary: int
@@ -87,15 +87,15 @@ class EngineLimits(msgspec.Struct, frozen=True):
 def read_vocabulary(tokenizer_path: str) -> Vocabulary:
     """Load a tokenizer: 1 to 3 s for 128,000 tokens. Raises ModelError."""
     tokenizer = load_tokenizer(tokenizer_path)
-    with suppress(BadChat):  # of a template that cannot be compiled: each chat says so
+    with suppress(BadChat):  # a template that cannot be compiled: each chat reports it
         tokenizer.try_forms()
     return tokenizer, tokenizer.token_bytes()
 
 
 class ServedModel:
-    """What all requests for one model share.
+    """One model as all of its requests share it.
 
-    `prepared`: None where somebody else starts and ends its engines. Times are time.monotonic().
+    `prepared`: None if something else starts and stops its engines. Times are time.monotonic().
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class ServedModel:
     # What a request needs.
 
     def facts(self, to_generate: bool = True) -> EngineLimits:
-        """What the serving engine can do. One sequence has the whole KV pool at most.
+        """Return the limits of the serving engine. One sequence may use the whole KV pool.
 
-        While none serves: raises Unavailable, or where nothing is `to_generate`, what the
-        configuration tells.
+        While no engine serves, raises Unavailable, or returns those of the configuration if nothing
+        is `to_generate`.
         """
         supervisor = self.supervisor
         ready = supervisor.ready
@@ -147,8 +147,8 @@ class ServedModel:
         parse_special: bool = False,
         vocabulary: int | None = None,
     ) -> list[int]:
-        """Token ids of a text. Raises ContextOverflow where there must be more than `most`,
-        TokenOutOfRange for an id that is no row of the model's `vocabulary`."""
+        """Return the token ids of a text. Raises ContextOverflow for more than `most`, and
+        TokenOutOfRange for an id without a row in the model's `vocabulary`."""
         encode = partial(self.tokenizer.encode, text, parse_special=parse_special)
         fewest = len(text) // self._longest
         if most is not None and fewest > most:
@@ -163,8 +163,8 @@ class ServedModel:
         return [head, *ids] if bos and head is not None and head < vocabulary else ids
 
     def tokens_out_of_range(self) -> dict[int, str]:
-        """Ids that the model's files name and its engine has no rows for, with their texts: those
-        of the tokenizer, and of tokens that begin or end a text. Empty while no engine serves."""
+        """Return the ids in the model's files that its engine has no rows for, with their texts:
+        ids of the tokenizer, and of BOS and EOS tokens. Empty while no engine serves."""
         ready, tokenizer = self.supervisor.ready, self.tokenizer
         if ready is None:
             return {}
@@ -175,50 +175,51 @@ class ServedModel:
         return {one: text for one, text in texts.items() if text or one in named}
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token; none of control tokens."""
+        """Return the bytes of a token; control tokens have none."""
         return self.table[token] if token < len(self.table) else b""
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """Text of token ids; a character that is cut is U+FFFD, control tokens have no text."""
+        """Return the text of token ids; an incomplete character becomes U+FFFD, and control tokens
+        have no text."""
         return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
 
     def about(self) -> dict[str, Any] | None:
-        """The decision where it runs, in numbers and in words, for /v1/placement."""
+        """Return the placement decision, as numbers and text, for /v1/placement."""
         return {**msgspec.to_builtins(self.placement), "lines": explain(self.placement)}
 
     # Who uses it, and what it is at.
 
     @property
     def state(self) -> EngineState:
-        """The supervisor's state; loading, too, where an asked-for load has not begun."""
+        """Return the supervisor's state; a requested load that has not started is loading, too."""
         state = self.supervisor.state
         waits = state in (EngineState.unloaded, EngineState.failed) and self.load is not None
         return EngineState.loading if waits else state
 
     @property
     def busy(self) -> bool:
-        """True while it must not be evicted: requests are in flight, or it is loading."""
+        """Return whether it must not be evicted: requests are in flight, or it is loading."""
         return self.holders > 0 or self.supervisor.in_flight > 0 or self.load is not None
 
     @property
     def given_up(self) -> bool:
-        """True when it has failed, and nobody is trying again."""
+        """Return whether it has failed and no retry is under way."""
         return self.supervisor.state == EngineState.failed and self.load is None
 
     @property
     def is_retry_due(self) -> bool:
-        """True once it has been given up for RETRY_SECONDS."""
+        """Return whether it failed at least RETRY_SECONDS ago."""
         return self.given_up and time.monotonic() >= self.supervisor.since + RETRY_SECONDS
 
     def release_model(self) -> None:
-        """A request that held it has ended."""
+        """Release the model: a request that used it has ended."""
         self.holders -= 1
         self.used_at = time.monotonic()
 
     # Its memory.
 
     def attempts(self) -> list[Attempt]:
-        """The placements of the engines that are or will be loaded: in use, and on standby."""
+        """Return the placements of the engines that are or will be loaded, including standby."""
         warm = self.prepared.model.standby == "warm"
         supervisor = self.supervisor
         configs = supervisor.configs[:2] if warm else (supervisor.config, *supervisor.loaded)
@@ -227,17 +228,17 @@ class ServedModel:
 
     @property
     def takes(self) -> Bytes:
-        """Bytes by place that its end gives back, as predicted."""
+        """Return the predicted bytes, by place, that unloading it frees."""
         return bytes_by_place(self.attempts())
 
     @property
     def measured_bytes(self) -> int:
-        """RSS of its engine processes now."""
+        """Return the current RSS of its engine processes."""
         return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
 
 
 def is_load_cancelled(model: ServedModel) -> Unavailable:
-    """The answer to whoever waits for a load that an unload has ended."""
+    """Return the error for requests that wait for a load that was canceled."""
     who = f"the model {model.served_name!r}"
     text = f"Loading {who} was canceled: it was unloaded, or the server is stopping."
     return Unavailable(text, 5.0, "unloaded")
@@ -254,12 +255,12 @@ class RegistryLimits(msgspec.Struct, frozen=True):
 def make_room(
     options: Sequence[Bytes], residents: Sequence[ServedModel], free: Mapping[str, int | None]
 ) -> tuple[int, str | None]:
-    """Which of `options` (bytes needed in each place) can be had, and who goes for it, the least
-    recently used; None: it fits.
+    """Choose one of `options` (bytes needed in each place) and the models to evict for it, the
+    least recently used first.
 
-    The first that can be had is taken (the placement's order: GPU first), even where others are
-    evicted for it. `free`: None where the device does not say. Raises NoRoom where busy models are
-    in the way, NoPlacement where it would not fit even alone.
+    The first possible option is used (in the placement's order: GPU first), even if models are
+    evicted for it. `free`: None if the device does not report it. Raises NoRoom if busy models are
+    in the way, NoPlacement if it would not fit even without other models.
     """
 
     def lacks(needs: Bytes, gone: Sequence[ServedModel] = ()) -> list[str]:
@@ -285,7 +286,7 @@ def make_room(
 
 
 def bytes_by_place(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Bytes that engines need together."""
+    """Return the bytes that engines need together, by place."""
     found = Counter[str]()
     for one in attempts:
         found[one.place] += one.need_bytes
@@ -295,7 +296,7 @@ def bytes_by_place(attempts: Sequence[Attempt]) -> dict[str, int]:
 def bytes_free(
     attempts: Sequence[Attempt], residents: Sequence[ServedModel], limit_bytes: int | None
 ) -> dict[str, int | None]:
-    """Bytes by place that a new engine may take. `limit_bytes`: RAM of all engines together."""
+    """Return the bytes, by place, that a new engine may use. `limit_bytes`: RAM for all engines."""
     free = {one.place: one.free_bytes for one in attempts}
     taken = [(one.takes["cpu"], one.measured_bytes) for one in residents if "cpu" in one.takes]
     if (there := free.get("cpu")) is not None:
@@ -328,11 +329,11 @@ class Registry:
 
     @property
     def first(self) -> ServedModel:
-        """The model that is meant where none is named."""
+        """Return the model for requests that name none."""
         return next(iter(self.models.values()))
 
     def named(self, name: str | None) -> ServedModel:
-        """The model of this name. Raises UnknownModel."""
+        """Return the model with this name. Raises UnknownModel."""
         if name is None and len(self.models) == 1:
             return self.first
         if name in self.models:
@@ -343,18 +344,18 @@ class Registry:
         raise UnknownModel(f"The model {name[:200]!r} does not exist. Served models: {shown}")
 
     def states(self) -> dict[str, EngineState]:
-        """Name -> state; a model that is on its way counts as loading."""
+        """Return the state of each model; one whose load is queued counts as loading."""
         return {name: model.state for name, model in self.models.items()}
 
     @property
     def in_flight(self) -> int:
-        """Sequences submitted and not finished, of all models."""
+        """Return the number of sequences of all models that are not finished."""
         return sum(model.supervisor.in_flight for model in self.models.values())
 
     # Models come and go.
 
     def serve(self, prepared: Prepared) -> None:
-        """One more model, not loaded yet. Raises ServingError for a name that is taken."""
+        """Add a model, not loaded yet. Raises ServingError for a name that is in use."""
         name = prepared.name
         if name in self.models:
             raise ServingError(f"Two models have the name {name!r}. Give one of them another name.")
@@ -370,11 +371,11 @@ class Registry:
         self.add(model)
 
     def add(self, model: ServedModel) -> None:
-        """One more model."""
+        """Add a model."""
         self.models[model.served_name] = model
 
     async def start(self) -> None:
-        """Begin to load, in order, the models that load at the start; returns at once."""
+        """Start loading the models with load = "start", in order; return immediately."""
         self._background.keep(self._watch())
         await in_text_thread(str)  # its thread is there from the start
         for one in self.models.values():
@@ -382,7 +383,7 @@ class Registry:
                 self._load_soon(one, evict=False)
 
     async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
-        """End every engine, as Supervisor.stop does; returns how many sequences were cut off."""
+        """Stop every engine, as Supervisor.stop does; return how many sequences were aborted."""
         self._stopping = True
         for model in self.models.values():
             self._call_off(model)
@@ -394,8 +395,8 @@ class Registry:
     # A request.
 
     async def hold(self, name: str) -> ServedModel:
-        """Wait until this model serves, loading it where that is allowed, and keep it loaded until
-        it is let go. Raises Unavailable."""
+        """Wait until this model serves, loading it if allowed, and keep it loaded until it is
+        released. Raises Unavailable."""
         model, until = self.models[name], time.monotonic() + self.limits.load_wait_seconds
         while not self._stopping:
             state = model.supervisor.state
@@ -406,7 +407,7 @@ class Registry:
                 break
             if model.load is None:
                 if state in _UNLOADED and not model.on_demand:
-                    text = f"The model {name!r} was unloaded by an administrator."
+                    text = f"The model {name!r} was unloaded stays unloaded until an administrator loads it."
                     raise Unavailable(text, 30.0, "unloaded")
                 if state not in _UNLOADED and not model.is_retry_due:
                     break
@@ -437,8 +438,8 @@ class Registry:
     # Loading.
 
     async def load(self, name: str) -> None:
-        """Load a model now, for an administrator. Raises NoRoom, NoPlacement, LoadFailed;
-        Unavailable where an unload ends it."""
+        """Load a model now, for an administrator. Raises NoRoom, NoPlacement, LoadFailed, and
+        Unavailable if an unload cancels it."""
         model = self.models[name]
         model.on_demand = True
         load = self._load_soon(model)
@@ -457,7 +458,7 @@ class Registry:
         return model.load
 
     def _call_off(self, model: ServedModel) -> bool:
-        """End a load that has not begun; one whose engine runs ends with the engine."""
+        """Cancel a load that has not started; one whose engine runs ends with the engine."""
         return model.load is not None and not model.supervisor.pids and model.load.cancel()
 
     async def _load(self, model: ServedModel, evict: bool) -> None:
@@ -490,8 +491,8 @@ class Registry:
             raise
 
     async def _room_for(self, model: ServedModel, evict: bool) -> Placement:
-        """Where this model goes now, once others are evicted for it: the first attempt that fits,
-        then those it may fall back to. Raises NoRoom, NoPlacement."""
+        """Return where this model goes, after evicting others for it: the first attempt that fits,
+        then its fallbacks. Raises NoRoom, NoPlacement."""
         prepared, name = model.prepared, model.served_name
         request = msgspec.structs.replace(prepared.request, check_memory=False)
         check, many = prepared.request.check_memory, 2 if prepared.model.standby == "warm" else 1
@@ -541,7 +542,7 @@ class Registry:
     # Unloading.
 
     async def unload(self, name: str, drain: bool = True) -> int:
-        """Unload a model until an administrator loads it; returns the sequences cut off."""
+        """Unload a model until an administrator loads it; return how many sequences it aborted."""
         model = self.models[name]
         model.on_demand = False
         if model.load is not None and self._call_off(model):
@@ -557,7 +558,7 @@ class Registry:
         return cut_off
 
     async def _watch(self) -> None:
-        """Unload idle models; after a pause, load those again whose engines kept dying."""
+        """Unload idle models; after a pause, reload those whose engines kept dying."""
         while True:
             models = list(self.models.values())
             limits = [one.prepared.model.idle_unload_seconds for one in models]

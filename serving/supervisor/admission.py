@@ -4,9 +4,9 @@
     ledger.check_room(prompt_tokens=300)     # raises Overloaded
     ledger.known_load = None                 # sequences have joined, gone on, or begin again
 
-Work is counted in tokens, prompt and output alike, and done at the engine's pace. Sequences begin
-in the order they joined, each in the slot that is free first, and those in slots get a token each
-in the same steps:
+Work is counted in tokens, prompt and output alike, and done at the engine's pace. Sequences start
+in the order in which they joined, each in the first free slot, and all sequences in slots get a
+token in each step:
 
     wait = (prompts that wait + slots x outputs until a slot is free) / pace     0 while one is free
     TTFT = wait + own prompt / pace, at least (prompts that wait + own prompt) / pace of prompts
@@ -25,28 +25,28 @@ import msgspec
 
 from serving.errors import Overloaded
 
-MARGIN = 0.3  # of the TTFT SLO, kept free: it must hold for nearly all, and forecasts miss
-HALF_LIFE_SECONDS = 10.0  # of what a pace is learnt from, in stepping time
-EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
+MARGIN = 0.3  # share of the TTFT SLO kept in reserve, because predictions are inexact
+HALF_LIFE_SECONDS = 10.0  # of the observations of a pace, in stepping time
+EVIDENCE_SECONDS = 0.5  # stepping time before a pace is used
 
 
 class QueueBounds(msgspec.Struct, frozen=True):
-    """Where the queue ends."""
+    """The limits of the queue."""
 
-    waiting_requests: int = 256  # admitted and not begun, beyond the slots
-    wait_seconds: float = 30.0  # predicted time until a new sequence begins
-    ttft_seconds: float | None = None  # SLO of the TTFT; None: there is none
+    waiting_requests: int = 256  # admitted but not started
+    wait_seconds: float = 30.0  # predicted time until a new sequence starts
+    ttft_seconds: float | None = None  # TTFT SLO; None: none
 
 
 class Pace:
-    """Tokens per second of stepping, the last steps above all. None until steps have told it."""
+    """Tokens per second of stepping, weighted toward recent steps. None until it is known."""
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0  # fading
-        self._prompt_tokens = self._prompt_seconds = 0.0  # of the steps that had a prompt
+        self._tokens = self._seconds = 0.0  # exponentially decaying sums
+        self._prompt_tokens = self._prompt_seconds = 0.0  # those of steps with a prompt
 
     def learn(self, rows: int, prompt_tokens: int, seconds: float) -> None:
-        """Take in a step; one of no time is only a message."""
+        """Add a step; one without duration is only a message and is ignored."""
         if seconds <= 0:
             return
         fade = 0.5 ** (seconds / HALF_LIFE_SECONDS)
@@ -58,19 +58,19 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens, prompt and output alike."""
+        """Return tokens/s, prompt and output tokens alike."""
         is_known = self._seconds >= EVIDENCE_SECONDS and self._tokens
         return self._tokens / self._seconds if is_known else None
 
     @property
     def prompt_tokens_per_second(self) -> float | None:
-        """Prompt tokens, in the steps that had any; else the pace of all."""
+        """Return prompt tokens/s in steps with prompts; else the pace of all steps."""
         is_known = self._prompt_seconds >= EVIDENCE_SECONDS
         return self._prompt_tokens / self._prompt_seconds if is_known else self.tokens_per_second
 
 
 class Work(Protocol):
-    """One sequence in flight, in tokens. It has begun once it has produced one."""
+    """One sequence in flight, in tokens. It has started once it has produced a token."""
 
     prompt_tokens: int
     max_tokens: int
@@ -78,31 +78,32 @@ class Work(Protocol):
 
 
 class AdmissionController:
-    """The work of `sequences`, which are in flight, and the pace of the engine that does it."""
+    """The work of the `sequences` in flight and the pace of the engine that does it."""
 
     def __init__(self, bounds: QueueBounds, slots: int, sequences: Mapping[int, Work]) -> None:
         self.bounds = bounds
         self.pace = Pace()
         self._slots = slots
         self._sequences = sequences
-        self._used_share = 1.0  # of max_tokens, as recent sequences used it
-        self.known_load: tuple[int, float] | None = None  # _load(), while it stays as it is
+        self._used_share = 1.0  # share of max_tokens that recent sequences used
+        self.known_load: tuple[int, float] | None = None  # cached result of _load()
 
     def ended(self, one: Work, naturally: bool) -> None:
-        """One less; `naturally`: no error or cancellation, a typical length."""
+        """Remove a sequence. `naturally`: without error or cancellation; its length is typical."""
         self.known_load = None
         if naturally and one.max_tokens:
             self._used_share += 0.05 * (one.produced / one.max_tokens - self._used_share)
 
     def predicted_wait_seconds(self) -> float | None:
-        """Time until a new sequence begins: 0.0 while a slot is free; None: no pace is known."""
+        """Return the predicted time until a new sequence starts: 0.0 while a slot is free; None:
+        the pace is unknown."""
         if len(self._sequences) < self._slots:
             return 0.0
         pace = self.pace.tokens_per_second
         return None if pace is None else self._load()[1] / pace
 
     def predicted_ttft_seconds(self, prompt_tokens: int) -> float | None:
-        """Time until a new sequence shows its first token; None: no pace is known."""
+        """Return the predicted TTFT of a new sequence; None: the pace is unknown."""
         pace, (prompts, before) = self.pace.tokens_per_second, self._load()
         if pace is None:
             return None
@@ -112,7 +113,7 @@ class AdmissionController:
         return seconds
 
     def check_room(self, prompt_tokens: int = 1) -> None:
-        """Raises Overloaded where a sequence with this prompt may not join now."""
+        """Check that a sequence with this prompt may join now. Raises Overloaded."""
         bounds, waits = self.bounds, len(self._sequences) >= self._slots
         if waits:
             wait = self.predicted_wait_seconds()
@@ -124,7 +125,7 @@ class AdmissionController:
                 text = f"The predicted wait of {wait:.1f} s exceeds {limit}"
                 raise _refused("queue_wait", text, wait - bounds.wait_seconds)
         slo = bounds.ttft_seconds
-        if slo is not None and (waits or self._load()[0]):  # else no better time can come
+        if slo is not None and (waits or self._load()[0]):  # on an idle engine, later is no better
             ttft = self.predicted_ttft_seconds(prompt_tokens)
             if ttft is None and waits:
                 text = "All slots are in use, and the speed of the engine is not known yet"
@@ -134,10 +135,10 @@ class AdmissionController:
                 raise _refused("queue_ttft", text, late)
 
     def _load(self) -> tuple[int, float]:
-        """Prompt tokens of sequences that have not begun, and all tokens to be worked before one
-        begins that joins full slots."""
+        """Return the prompt tokens of sequences that have not started, and the tokens of work
+        before a sequence that joins full slots can start."""
         if self.known_load is None:
-            prompts, ends = 0, [0.0] * self._slots  # of each slot's part, in tokens of one sequence
+            prompts, ends = 0, [0.0] * self._slots  # when each slot is free, in tokens
             for one in self._sequences.values():
                 left = self._used_share * (one.max_tokens - one.produced)
                 heapreplace(ends, ends[0] + left)

@@ -1,11 +1,11 @@
-"""One engine process: start it, speak serving.engine.ipc_messages with it, notice its end, say why.
+"""One engine process: starts it, exchanges messages with it, and reports why it ended.
 
     engine = EngineProcess(0, config)
     await engine.start(on_step, on_message, on_exit)    # on_exit comes once, after all messages
     engine.send(Submit(...))
 
-A thread passes its output on, keeps the last lines (the reason when a library aborts) and waits for
-its end. One that hangs is known by its silence.
+A thread forwards its output, keeps the last lines (the reason if a library aborts) and waits for
+its end. An engine that hangs is detected by its silence.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from serving.supervisor.restart_policy import (
     SLOWER_THAN_PACE,
 )
 
-# Of a thread of OpenMP that waits for one without a core, before it leaves its own to it; 300,000
-# by default. Two threads, two cores and other work on both (load 7): 9 tokens/s, and 12 with this.
+# Spins of an OpenMP thread that waits for another one before it yields its core; the default is
+# 300,000. Two threads on two cores with other work (load 7): 9 tokens/s by default, 12 with this.
 SHORT_SPINS = "1000"
 KEPT_LINES = 20
 # From SIGKILL to giving up: a process in the driver (state D) does not end (pytorch issue 24081).
 STUCK_AFTER_SECONDS = 10.0
-# Lines of faulthandler, which say where and not why.
+# Lines of faulthandler, which show where a process died but not why.
 _TRACE = (" ", "Extension modules", "Current thread 0x", "Thread 0x", "Fatal Python error: Aborted")
-# What a library says before it ends the process because memory ran out.
+# Messages of libraries before they end the process because memory ran out.
 _SHORTAGES = ("out of memory", "cudaMalloc failed", "ErrorOutOfDeviceMemory", "bad_alloc")
 
 
 def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
-    """Variables of the engine beside ours: its configuration, thread counts, the allocator."""
+    """Return the engine's additional environment variables: configuration, threads, allocator."""
     threads = str(config.threads or len(config.cores) or len(os.sched_getaffinity(0)))
     variables = {
         "PYTHONUNBUFFERED": "1",
@@ -67,8 +67,8 @@ def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
 
 
 def _visible_devices(config: EngineConfig) -> dict[str, str]:
-    """Which GPUs the engine sees: none on the CPU, else the one that was placed on, by its UUID
-    where its driver tells one. HIP takes an empty list as all of them, and -1 as none."""
+    """Return the variables that select the GPU: none for the CPU, else the chosen one, by its UUID
+    if the driver reports it. HIP takes an empty list as all GPUs, and -1 as none."""
     if config.device == "cpu":
         nobody = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "-1")
         return nobody | {"GGML_VK_VISIBLE_DEVICES": ""}
@@ -76,8 +76,8 @@ def _visible_devices(config: EngineConfig) -> dict[str, str]:
 
 
 def allocator(backend: str) -> dict[str, str]:
-    """What glibc's allocator is told (huge_pages in serving.backends), unless GLIBC_TUNABLES are
-    given."""
+    """Return the settings of glibc's allocator (huge_pages in serving.backends), unless
+    GLIBC_TUNABLES is set."""
     has = spec_of(backend).huge_pages and "GLIBC_TUNABLES" not in os.environ
     return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if has else {}
 
@@ -99,13 +99,13 @@ class EngineProcess(asyncio.Protocol):
         self.ready: ipc.Ready | None = None
         self.ready_at: float | None = None
         self.asked_to_end = self.killed = False
-        self.pace = Pace()  # of its steps
+        self.pace = Pace()  # the speed of its steps
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self.started_at = time.monotonic()
         self._heard_at = self._step_at = self.started_at
-        self._sequences: set[int] = set()  # that it has
+        self._sequences: set[int] = set()  # the sequences that it runs
         self._frames = ipc.Frames()
-        self._cause: tuple[Cause, str] | None = None  # of its end, where that is known already
+        self._cause: tuple[Cause, str] | None = None  # of its end, if known already
         self._on_output = on_output
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
@@ -119,7 +119,7 @@ class EngineProcess(asyncio.Protocol):
     ) -> None:
         """Start `python -m serving.engine.engine_loop`. The functions are called on the loop.
 
-        Where that fails, `on_exit` is called before this returns.
+        If the start fails, `on_exit` is called before this returns.
         """
         self._on_step = on_step
         self._on_message = on_message
@@ -157,18 +157,18 @@ class EngineProcess(asyncio.Protocol):
     def send(self, message: ipc.ToEngine) -> None:
         """Write a message to the socket; dropped once the process is gone."""
         if isinstance(message, ipc.Submit):
-            if not self._sequences:  # from now on it has to step
+            if not self._sequences:  # it was idle, and has to step from now on
                 self._step_at = time.monotonic()
             self._sequences.add(message.id)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(ipc.frame(message))
 
     def over(self, sequence: int) -> None:
-        """A sequence that it had has ended."""
+        """Record that one of its sequences has ended."""
         self._sequences.discard(sequence)
 
     def kill(self) -> None:
-        """SIGKILL, to the process and whatever it started."""
+        """Send SIGKILL to the process and everything it started."""
         self.killed = True
         if self.alive and self.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -177,7 +177,7 @@ class EngineProcess(asyncio.Protocol):
                 self._loop.call_later(STUCK_AFTER_SECONDS, self._leave)
 
     def _leave(self) -> None:
-        """Count a process as ended that SIGKILL does not end; whoever waits goes on without it."""
+        """Treat a process as ended although SIGKILL did not end it, so that nobody waits for it."""
         if self.returncode is None:
             why = self._cause[1] if self._cause is not None else "it was asked to end"
             text = f"{why}; it hangs in the driver, and SIGKILL did not end it"
@@ -185,12 +185,12 @@ class EngineProcess(asyncio.Protocol):
             self._tell_exit()
 
     def give_up(self, cause: Cause, why: str) -> None:
-        """End a process that is of no use."""
+        """Kill a process that can no longer serve."""
         self._cause = self._cause or (cause, why)
         self.kill()
 
     def end_if_hung(self, timeout_seconds: float) -> None:
-        """Give up a process that is silent while it loads, or whose step takes too long."""
+        """Kill a process that is silent while it loads, or whose step takes too long."""
         if self._cause is not None or not self.alive:
             return
         now, count, device = time.monotonic(), len(self._sequences), self.config.device
@@ -215,7 +215,7 @@ class EngineProcess(asyncio.Protocol):
         return self.asked_to_end and is_known and self._cause is None
 
     def why(self) -> tuple[Cause, str]:
-        """The cause of an unasked-for end: why it was given up, its last word, or its exit."""
+        """Return why it ended unexpectedly: why it was killed, its last message, or its exit."""
         if self._cause is not None:
             return self._cause
         status = self.returncode
@@ -258,7 +258,7 @@ class EngineProcess(asyncio.Protocol):
         self._socket_closed = True
         if self.returncode is not None:
             self._tell_exit()
-        else:  # a process that closes its socket and stays is of no use
+        else:  # a process that closes its socket but does not end cannot serve
             self._loop.call_later(1.0, self.kill)
 
     def _process_ended(self) -> None:
@@ -266,7 +266,7 @@ class EngineProcess(asyncio.Protocol):
         self.returncode = self._process.wait()
         if self._socket_closed:
             self._tell_exit()
-        else:  # what it wrote before may still be there; EOF comes after that
+        else:  # its last messages may still be in the socket; EOF follows them
             self._loop.call_later(1.0, self._tell_exit)
 
     def _tell_exit(self) -> None:
@@ -277,19 +277,19 @@ class EngineProcess(asyncio.Protocol):
             self._on_exit(self)
 
     def _follow(self) -> None:
-        """In a thread: passes its output on, then waits for its end."""
+        """Forward its output, then wait for its end; runs in a thread."""
         assert self._process is not None and self._process.stdout is not None
         with self._process.stdout as output:
             for line in output:
                 text = line.decode(errors="replace").rstrip()
                 self.last_lines.append(text)
-                with contextlib.suppress(OSError, ValueError):  # nobody reads our standard error
+                with contextlib.suppress(OSError, ValueError):  # standard error may be closed
                     self._on_output(text)
         self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+        with contextlib.suppress(RuntimeError):  # the event loop may be closed
             self._loop.call_soon_threadsafe(self._process_ended)
 
 
 def label(config: EngineConfig) -> str:
-    """Name of an engine in headers, logs and metrics: "llama_cpp/cpu"."""
+    """Return the name of an engine in headers, logs and metrics: "llama_cpp/cpu"."""
     return f"{config.backend}/{config.device}"

@@ -8,10 +8,10 @@
     await supervisor.stop(drain=True, timeout_seconds=30)
 
 Everything happens on one event loop. States: loading -> ready <-> restarting -> failed; draining ->
-stopped, or draining -> unloaded, from where `start` begins again. Of each configuration there is at
-most one engine: the current one serves, or will; one of an earlier place takes over as soon as it
-is loaded; one of a later place stands by. When one dies, sequences whose reader has seen nothing
-begin again on the next one; the others end with finish "error".
+stopped, or draining -> unloaded, from where `start` begins again. There is at most one engine for
+each configuration. The current one serves or will serve, one of an earlier place takes over as soon
+as it is loaded, and one of a later place is on standby. When an engine dies, sequences that have
+sent nothing to their reader start again on the next one; the others end with finish "error".
 
 A bridge: while a GPU's engine that died restarts, the next engine of the list, on the CPU, loads
 beside it where `estimate_load_seconds` says that it will be ready sooner. Whichever is ready first
@@ -41,9 +41,9 @@ from serving.supervisor.restart_policy import EngineExit, RecoveryLimits, after_
 logger = logging.getLogger("crossover.serving")
 T = TypeVar("T")
 DEFAULT_LOAD_SECONDS = 5.0  # where no engine has been loaded yet
-LOOK_SECONDS = 0.1  # between two looks at engines and deadlines
+LOOK_SECONDS = 0.1  # between two checks of engines and deadlines
 _KEPT_EVENTS, _KEPT_ENDINGS = 200, 100
-RETRY_SECONDS = 30.0  # until something that is over is worth another try
+RETRY_SECONDS = 30.0  # before a failed model is tried again
 _OVER = (EngineState.failed, EngineState.stopped, EngineState.draining, EngineState.unloaded)
 _BOUNDS, _LIMITS = QueueBounds(), RecoveryLimits()
 
@@ -64,8 +64,8 @@ class Event(msgspec.Struct, frozen=True):
 class Supervisor:
     """See the module's docstring.
 
-    `standby`: keep the next engine of the list loaded (warm), not only when it is needed
-    (cold). `on_event` hears of the engines, `on_output` gets the lines that they print.
+    `standby`: keep the next engine of the list loaded (warm) instead of loading it when it is
+    needed (cold). `on_event` gets the events of engines, `on_output` the lines that they print.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Supervisor:
         self.configs = tuple(configs)
         self.state = EngineState.loading
         self.reason: str | None = "starting"
-        self.since = time.monotonic()  # the state, or its reason
+        self.since = time.monotonic()  # when the state or its reason last changed
         self.requests = InflightRequests(bounds, configs[0].settings.slots)
-        self.ready: ipc.Ready | None = None  # what the serving engine said; None: none serves
+        self.ready: ipc.Ready | None = None  # the serving engine's message; None: none serves
         self.loading: ipc.Loading | None = None
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self.restarts = self.fallbacks = self.returns = 0
@@ -91,29 +91,29 @@ class Supervisor:
         # Upper bound of the seconds until an engine that never ran here is ready; None: it has no
         # memory. Without this function there are no bridges.
         self.estimate_load_seconds: Callable[[EngineConfig], float | None] | None = None
-        self.deaths: Counter[str] = Counter()  # by cause
+        self.deaths: Counter[str] = Counter()  # unexpected ends, by cause
         self._limits = limits
         self._wants_standby = standby
         self._on_event = on_event
         self._on_output = on_output
-        self._place = 0  # of the configuration in use
-        self._engines: dict[int, EngineProcess] = {}  # by place
-        self._retired: set[EngineProcess] = set()  # they finish what they have
+        self._place = 0  # index of the configuration in use
+        self._engines: dict[int, EngineProcess] = {}  # by index of the configuration
+        self._retired: set[EngineProcess] = set()  # engines that finish their sequences and end
         self._endings: deque[EngineExit] = deque(maxlen=_KEPT_ENDINGS)
         self._fell_back_at = 0.0
         self._load_seconds: dict[int, float] = {}  # of the last load, by place
         self._ready_due_at = 0.0  # when an engine is expected to serve, by time.monotonic()
-        self._returns: list[float] = []  # when each was tried
+        self._returns: list[float] = []  # times of attempts to return to an earlier place
         self._changed = asyncio.Event()
         self._background = Background(
             lambda bug: self._become(EngineState.failed, f"internal error: {bug}")
         )
 
-    # What others may know.
+    # State.
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration in use, or about to be."""
+        """Return the configuration that is or will be in use."""
         return self.configs[self._place]
 
     @property
@@ -131,12 +131,12 @@ class Supervisor:
 
     @property
     def in_flight(self) -> int:
-        """Sequences submitted and not finished."""
+        """Return the number of sequences that are not finished."""
         return len(self.requests)
 
     @property
     def pids(self) -> list[int]:
-        """Every engine process that lives, in any role."""
+        """Return the pids of all running engine processes, in any role."""
         return sorted(one.pid for one in self._living if one.alive and one.pid is not None)
 
     @property
@@ -149,20 +149,21 @@ class Supervisor:
         return [engine.config for engine in self._engines.values()]
 
     def retry_after_seconds(self) -> float:
-        """When to come back where no engine serves: the rest of the load, by the last one."""
+        """Return when to retry while no engine serves: the rest of the load, as long as the last
+        one took."""
         due = self.since + RETRY_SECONDS if self.state in _OVER else self._ready_due_at
         return max(1.0, due - time.monotonic())
 
     def unavailable(self) -> Unavailable:
-        """The answer while no engine serves."""
+        """Return the error for requests while no engine serves."""
         text = f"The model is not available ({self.state}): {self.reason or 'it will be soon'}"
         return Unavailable(text, self.retry_after_seconds(), self.state)
 
-    # What others may ask for.
+    # Commands.
 
     async def start(self, configs: Sequence[EngineConfig] = ()) -> None:
-        """Start the first engine, where none lives; returns at once. After an end it begins again,
-        with other `configs` where they are given."""
+        """Start the first engine if none is running; return immediately. After a stop it starts
+        again, with new `configs` if they are given."""
         if configs and tuple(configs) != self.configs:
             self.configs = tuple(configs)
             self._load_seconds.clear()
@@ -176,17 +177,17 @@ class Supervisor:
         self._background.keep(self._spawn(0))
 
     def rest(self, state: EngineState, reason: str) -> None:
-        """Say why no engine lives: unloaded, or failed. Only while none does."""
+        """Set why no engine is running: unloaded or failed. Only while none is running."""
         idle = (EngineState.loading, EngineState.unloaded, EngineState.failed)
         if not self._living and self.state in idle:
-            # What is not loaded for want of room is told of once, at the start.
+            # A model that is not loaded for lack of room is reported once, at the start.
             is_news = state == EngineState.failed or self.state == EngineState.loading
             if is_news and reason != self.reason:
                 self._tell(state.value, reason)
             self._become(state, reason)
 
     async def wait_ready(self, timeout_seconds: float | None = None) -> ipc.Ready:
-        """Wait until an engine serves. Raises EngineFailed when none ever will, or TimeoutError."""
+        """Wait until an engine serves. Raises EngineFailed if none ever will, or TimeoutError."""
         async with asyncio.timeout(timeout_seconds):
             while self.state != EngineState.ready:
                 if self.state in _OVER:
@@ -196,7 +197,7 @@ class Supervisor:
         return self.ready
 
     async def wait_change(self) -> None:
-        """Wait until the state, or how far the load is, changes."""
+        """Wait until the state or the progress of a load changes."""
         await self._changed.wait()
 
     def submit(
@@ -211,10 +212,10 @@ class Supervisor:
     async def stop(
         self, drain: bool = True, timeout_seconds: float = 30.0, *, unload: str | None = None
     ) -> int:
-        """End every engine; with `drain`, what is in flight may finish within the time limit.
+        """Stop every engine; with `drain`, running sequences may finish within the time limit.
 
-        `unload`: why; the state becomes unloaded then, and `start` may be called again. Returns how
-        many sequences were cut off. A call with drain=False ends an earlier drain.
+        `unload`: the reason; the state becomes unloaded, and `start` may be called again. Returns
+        how many sequences were aborted. A call with drain=False ends an earlier drain.
         """
         state, why = EngineState.stopped, "the server was stopped"
         if unload is not None:
@@ -241,18 +242,18 @@ class Supervisor:
         self.requests.fail(f"{why} before this request finished")
         cut_off = self.requests.failed
         self._background.cancel()
-        # Of an unload and a stop at the same time, the stop has the last word.
+        # If an unload and a stop happen at the same time, the stop decides the final state.
         if self.state == EngineState.draining or state == EngineState.stopped:
             self._tell(state.value, f"{why}, {cut_off} sequences aborted" if cut_off else why)
             self._become(state, why)
         return cut_off
 
-    # Engines begin and speak.
+    # Engines start and send messages.
 
     async def _spawn(
         self, place: int, delay_seconds: float = 0.0, *, is_bridge: bool = False
     ) -> None:
-        """Start the engine of a place, where by then one is still wanted there."""
+        """Start the engine of a place after a delay, if it is still wanted then."""
         await asyncio.sleep(delay_seconds)
         is_wanted = self.state in (EngineState.loading, EngineState.restarting)
         if is_bridge:
@@ -315,7 +316,7 @@ class Supervisor:
             self._ask_to_end(later, drain=True)
 
     def _serve_with(self, engine: EngineProcess) -> None:
-        """This engine, which is ready, is the current one from now on."""
+        """Make this ready engine the current one."""
         self._place, self.ready, self.loading = engine.place, engine.ready, None
         if self.state != EngineState.draining:
             self._become(EngineState.ready, None)
@@ -333,7 +334,7 @@ class Supervisor:
     # Engines end.
 
     def _ended(self, engine: EngineProcess) -> None:
-        """The process is gone: find out why, move its sequences, decide what comes next."""
+        """Handle the end of a process: find out why, move its sequences, decide what comes next."""
         is_current = self._current is engine
         if is_current:
             self.ready = None
@@ -380,7 +381,7 @@ class Supervisor:
         self._place = place
         due = ending.at_seconds + verdict.delay_seconds + self._expected_load_seconds(place)
         self._ready_due_at = due
-        heir = self._engines.get(place)  # who is loaded already, or on the way
+        heir = self._engines.get(place)  # an engine that is loaded or loading
         if heir is not None and heir.ready is not None:
             self._serve_with(heir)
             return
@@ -413,11 +414,11 @@ class Supervisor:
         measured = self._load_seconds
         return measured.get(place, next(reversed(measured.values()), DEFAULT_LOAD_SECONDS))
 
-    # What is looked at all the time.
+    # Periodic checks.
 
     async def _look(self) -> None:
-        """Gives up engines that hang, ends what waits for one beyond its deadline, and loads the
-        preferred engine beside the current one once that is due."""
+        """Kill engines that hang, end waiting sequences past their deadline, and load the preferred
+        engine beside the current one when that is due."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
@@ -449,27 +450,27 @@ class Supervisor:
         event = Event(time.time(), kind, who, message, cause, self.config.model_name)
         self.events.append(event)
         if self._on_event is not None:
-            # Not now: what goes wrong there must not keep an engine from its successor.
+            # Later, on the loop: a failing listener must not keep the next engine from starting.
             asyncio.get_running_loop().call_soon(self._on_event, event)
 
 
 class Background:
-    """Tasks beside the others, kept until they end. Errors of this project are for whoever awaits
-    the task; any other is logged, and `on_failure` is told."""
+    """Background tasks, referenced until they end. CrossoverErrors are left to whoever awaits the
+    task; any other error is logged and passed to `on_failure`."""
 
     def __init__(self, on_failure: Callable[[BaseException], None] = lambda bug: None) -> None:
         self._on_failure = on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def keep(self, work: Awaitable[T]) -> asyncio.Task[T]:
-        """Run it from now on."""
+        """Start it as a task."""
         task: asyncio.Task[T] = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def cancel(self) -> None:
-        """Cancel all but the calling task."""
+        """Cancel all tasks except the calling one."""
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
 

@@ -7,9 +7,8 @@
     requests.move(engine, "it died", place=1)           # unread ones again
     await stream.arrived.wait(); stream.take()          # the reader's side
 
-What arrives between two reads of a stream is merged into one Delta. Where the request says `whole`
-there is one Delta, at the end; such a sequence can begin again on another engine up to its last
-token.
+What arrives between two reads of a stream is merged into one Delta. A request with `whole` gets one
+Delta, at the end; such a sequence can start again on another engine up to its last token.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from serving.engine import ipc_messages as ipc
 from serving.supervisor.admission import AdmissionController, QueueBounds
 from serving.supervisor.engine_process import EngineProcess
 
-MAX_ATTEMPTS = 2  # of one sequence with an engine: it may be the one that kills it
+MAX_ATTEMPTS = 2  # of one sequence: it may be the one that crashes the engine
 _NATURAL = (ipc.FinishReason.STOP, ipc.FinishReason.LENGTH)
 
 
 class Stream:
-    """The Deltas of one sequence, up to the one with `finish`. For one reader, on one loop.
+    """The Deltas of one sequence, up to the one with `finish`; for one reader on one event loop.
 
-    `arrived`: set when there is something to take; the streams of one reader may share it.
+    `arrived`: set when there is a Delta to take; the streams of one reader may share it.
     """
 
     def __init__(
@@ -47,26 +46,26 @@ class Stream:
         self.request = request
         self.prompt_tokens = len(request.prompt)
         self.max_tokens = request.max_tokens
-        self.produced = 0  # tokens
+        self.produced = 0  # tokens generated so far
         seconds = request.deadline_seconds
         self.deadline = None if seconds is None else now + seconds  # by time.monotonic()
-        self.engine: EngineProcess | None = None  # that has it; None: it waits for one
-        self.places: list[int] = []  # of the engines it was given to
+        self.engine: EngineProcess | None = None  # the engine that runs it; None: it waits for one
+        self.places: list[int] = []  # of the engines that it was sent to
         self.arrived = asyncio.Event() if arrived is None else arrived
         self.finished = False
-        self.handed_over = False  # the reader has seen something: it cannot begin again
-        self.given_up = False  # by its reader
+        self.handed_over = False  # the reader has received something, so it cannot start again
+        self.given_up = False  # the reader has canceled it
         self._cancel = cancel
         self._pieces: list[ipc.Delta] = []
 
     def cancel(self) -> None:
-        """Give the sequence up; its last Delta (finish "cancelled") still comes."""
+        """Cancel the sequence; its last Delta (finish "cancelled") still arrives."""
         self.given_up = True
         if not self.finished:
             self._cancel(self.id)
 
     def take(self) -> ipc.Delta | None:
-        """What has come since the last time; None: nothing that may be handed over."""
+        """Return what has arrived since the last call; None: nothing that may be handed over."""
         pieces = self._pieces
         if not pieces or (self.request.whole and not self.finished):
             return None
@@ -75,7 +74,7 @@ class Stream:
         return pieces[0] if len(pieces) == 1 else merged(pieces)
 
     def push(self, delta: ipc.Delta) -> None:
-        """The engine's side: one more Delta. Ignored after the last one."""
+        """Add a Delta from the engine. Ignored after the last one."""
         if self.finished:
             return
         self.produced += delta.tokens
@@ -85,14 +84,14 @@ class Stream:
             self.arrived.set()
 
     def start_again(self) -> None:
-        """Forget what has come so far; only while nothing has been handed over."""
+        """Discard what has arrived so far; only while nothing has been handed over."""
         self._pieces = []
         self.produced = 0
         self.engine = None
 
 
 def merged(pieces: list[ipc.Delta]) -> ipc.Delta:
-    """Consecutive Deltas of one sequence (at least one) as one."""
+    """Merge consecutive Deltas of one sequence (at least one)."""
     last = pieces[-1]
     return msgspec.structs.replace(
         pieces[0],
@@ -110,22 +109,22 @@ def _last(sequence: int, finish: ipc.FinishReason, error: str | None = None) -> 
 
 
 class InflightRequests(AdmissionController):
-    """Everything submitted and not finished. As a ledger it decides who may join."""
+    """All sequences that are not finished. As a ledger it decides which requests may join."""
 
     def __init__(self, bounds: QueueBounds, slots: int) -> None:
         self._streams: dict[int, Stream] = {}
         super().__init__(bounds, slots, self._streams)
-        self.engine: EngineProcess | None = None  # that gets new sequences
-        self.stats: ipc.StepStats | None = None  # of its last step
-        self.on_step: Callable[[ipc.StepStats], None] | None = None  # of its steps
-        self.failed = 0  # ended with an error of ours since the last stop began
+        self.engine: EngineProcess | None = None  # the engine that gets new sequences
+        self.stats: ipc.StepStats | None = None  # statistics of its last step
+        self.on_step: Callable[[ipc.StepStats], None] | None = None  # called after each step
+        self.failed = 0  # sequences that the server ended with an error since the last stop began
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._streams)
 
     def serve_with(self, engine: EngineProcess) -> None:
-        """This engine, which is ready, gets what waits, oldest first, and what comes."""
+        """Send waiting sequences, oldest first, and all new ones to this ready engine."""
         assert engine.ready is not None
         self._slots = engine.ready.info.settings.slots
         self.pace, self.known_load = engine.pace, None
@@ -136,7 +135,7 @@ class InflightRequests(AdmissionController):
     def submit(
         self, request: ipc.GenerationRequest, engine: EngineProcess, arrived: asyncio.Event | None
     ) -> Stream:
-        """A new sequence for this engine. Raises Overloaded."""
+        """Add a new sequence for this engine. Raises Overloaded."""
         self.check_room(len(request.prompt))
         stream = Stream(next(self._ids), request, self.cancel, time.monotonic(), arrived)
         self._streams[stream.id] = stream
@@ -145,7 +144,7 @@ class InflightRequests(AdmissionController):
         return stream
 
     def _give(self, stream: Stream, engine: EngineProcess) -> None:
-        """Send it to an engine; one that is given again has the rest of its deadline left."""
+        """Send the sequence to an engine, with what is left of its deadline."""
         request = stream.request
         if stream.places and stream.deadline is not None:
             left = max(0.001, stream.deadline - time.monotonic())  # the engine ends it then
@@ -155,13 +154,13 @@ class InflightRequests(AdmissionController):
         engine.send(ipc.Submit(stream.id, request))
 
     def end_overdue(self) -> None:
-        """End every sequence that waits for an engine and whose deadline is past."""
+        """End every sequence that waits for an engine and is past its deadline."""
         for stream in self._waiting():
             if stream.deadline is not None and time.monotonic() >= stream.deadline:
                 self._end(_last(stream.id, ipc.FinishReason.DEADLINE))
 
     def hear(self, engine: EngineProcess, step: ipc.Step) -> None:
-        """What one step of an engine added, to the sequences that it still has."""
+        """Pass on what one step of an engine added to its sequences."""
         self.known_load = None
         if engine is self.engine:
             self.stats = step.stats
@@ -177,9 +176,8 @@ class InflightRequests(AdmissionController):
                 self._end(delta)
 
     def move(self, engine: EngineProcess, message: str, place: int | None) -> None:
-        """The engine is gone. Sequences whose reader waits and has seen nothing begin again on the
-        one that serves, or when there is one; it is the `place`-th of the list, None where none is
-        to come.
+        """Handle the end of an engine. Sequences that have sent nothing to their reader start again
+        on the engine that serves next, the `place`-th of the list; None: there will be none.
 
         The others, and those that have been there MAX_ATTEMPTS times, end with finish "error".
         """
@@ -208,7 +206,7 @@ class InflightRequests(AdmissionController):
                 self._give(stream, self.engine)
 
     def cancel(self, sequence: int) -> None:
-        """The reader gives up. The engine says when it is over; without one it is over now."""
+        """Cancel a sequence. Its engine reports the end; without an engine it ends now."""
         stream = self._streams.get(sequence)
         if stream is not None and stream.engine is not None:
             stream.engine.send(ipc.Cancel(sequence))
@@ -216,7 +214,7 @@ class InflightRequests(AdmissionController):
             self._end(_last(sequence, ipc.FinishReason.CANCELLED))
 
     def fail(self, message: str, only_waiting: bool = False) -> None:
-        """End everything, or what waits for an engine, with an error."""
+        """End all sequences, or only those that wait for an engine, with an error."""
         for stream in self._waiting() if only_waiting else list(self._streams.values()):
             self._fail(stream, message)
 

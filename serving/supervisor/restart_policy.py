@@ -10,7 +10,8 @@ Pure decisions on times that are given. An engine list is in order of preference
 | engine_died                                      | once more, then fall back | restart, backoff |
 | too many deaths in the window (breaker opens)    | fall back                 | fail             |
 
-With the next engine on standby, loaded, every cause falls back at once: quicker than any restart.
+If the next engine is loaded (standby), every cause falls back at once, since that is faster than
+any restart.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import msgspec
 from serving.errors import Cause
 
 PERMANENT = frozenset({Cause.backend_missing, Cause.unsupported})
-# No word for so long from an engine that loads; one on a GPU alone tells of every layer.
+# Maximum silence of a loading engine; on a GPU an engine reports every layer.
 LOAD_SILENCE_SECONDS = {"gpu": 120.0, "cpu": 1800.0}
-# Times health_timeout_seconds for a step: a prompt of a large model on a CPU takes minutes.
+# Factor of health_timeout_seconds for a step: a large model's prompt takes minutes on a CPU.
 LONGEST_STEP = {"gpu": 1.0, "cpu": 20.0}
-# Times what the most tokens of a step take at the engine's pace, where that is known and less.
+# Factor of the time of the largest step at the engine's pace, if that is known and shorter.
 SLOWER_THAN_PACE = 10.0
 
 
@@ -36,27 +37,27 @@ class RecoveryLimits(msgspec.Struct, frozen=True):
 
     backoff_first_seconds: float = 0.5
     backoff_longest_seconds: float = 30.0
-    deaths: int = 5  # within `window_seconds`: the circuit breaker opens
+    deaths: int = 5  # deaths within `window_seconds` that open the circuit breaker
     window_seconds: float = 300.0
-    load_attempts: int = 2  # deaths in a row before ready: then it is not chance
-    return_first_seconds: float = 30.0  # from a fallback to the first try to go back
+    load_attempts: int = 2  # failed loads in a row before the engine is given up
+    return_first_seconds: float = 30.0  # from a fallback to the first attempt to return
     return_longest_seconds: float = 900.0
-    health_timeout_seconds: float = 30.0  # no step of a GPU for so long with work: it hangs
-    kill_after_seconds: float = 5.0  # from asking an engine to stop at once to SIGKILL
+    health_timeout_seconds: float = 30.0  # a GPU engine with work but no step for this long hangs
+    kill_after_seconds: float = 5.0  # from the request to stop to SIGKILL
 
 
 class EngineExit(msgspec.Struct, frozen=True):
-    """How one engine process ended. `engine`: its place in the list; times of a monotonic clock."""
+    """How one engine process ended. `engine`: index in the list; times of a monotonic clock."""
 
     engine: int
     cause: Cause
     message: str
     at_seconds: float
-    ready_seconds: float | None  # how long it had been ready; None: it never was
+    ready_seconds: float | None  # how long it was ready; None: never
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Start engine `engine` after `delay_seconds`; nothing any more where `engine` is None."""
+    """Start engine `engine` after `delay_seconds`; None: start no engine again."""
 
     engine: int | None
     delay_seconds: float
@@ -66,9 +67,9 @@ class Verdict(msgspec.Struct, frozen=True):
 def after_death(
     endings: Sequence[EngineExit], engines: int, limits: RecoveryLimits, standby: bool = False
 ) -> Verdict:
-    """The next move, from all unasked-for endings, oldest first (at least one).
+    """Return the next move, given all unexpected endings, oldest first (at least one).
 
-    `standby`: the next engine is loaded already.
+    `standby`: the next engine is already loaded.
     """
     last = endings[-1]
     why = f"{last.cause.value}: {last.message}"
@@ -99,10 +100,10 @@ def return_at(
     returns: Sequence[float],
     limits: RecoveryLimits,
 ) -> float | None:
-    """The earliest time to try the preferred engine, the first, again. None: never, as after a
+    """Return the earliest time to try the preferred (first) engine again. None: never, as after a
     permanent cause.
 
-    `returns`: when earlier attempts began; the pause doubles with each.
+    `returns`: when earlier attempts started; the pause doubles with each.
     """
     of_preferred = [one for one in endings if one.engine == 0]
     if not of_preferred or of_preferred[-1].cause in PERMANENT:
