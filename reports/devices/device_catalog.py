@@ -185,7 +185,9 @@ def device_named(name: str) -> Device:
     ]
     if len(alike) == 1:
         return alike[0]
-    which = ", ".join(one.name for one in alike[:6]) if alike else "none"
-    raise ReportError(
-        f"The device {name!r} is ambiguous: {which} of `crossover plan --devices` match"
-    )
+    if not alike:
+        raise ReportError(
+            f"The device {name!r} is unknown. `crossover plan --devices` lists all devices."
+        )
+    matches = ", ".join(device.name for device in alike[:6])
+    raise ReportError(f"The device {name!r} is ambiguous. Give one of: {matches}")

@@ -407,7 +407,7 @@ class Registry:
                 break
             if model.load is None:
                 if state in _UNLOADED and not model.on_demand:
-                    text = f"The model {name!r} was unloaded stays unloaded until an administrator loads it."
+                    text = f"The model {name!r} was unloaded by an administrator."
                     raise Unavailable(text, 30.0, "unloaded")
                 if state not in _UNLOADED and not model.is_retry_due:
                     break

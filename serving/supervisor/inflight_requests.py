@@ -179,7 +179,7 @@ class InflightRequests(AdmissionController):
         """Handle the end of an engine. Sequences that have sent nothing to their reader start again
         on the engine that serves next, the `place`-th of the list; None: there will be none.
 
-        The others, and those that have been there MAX_ATTEMPTS times, end with finish "error".
+        The others, and those that were started MAX_ATTEMPTS times, end with finish "error".
         """
         self.known_load = None
         if engine is self.engine:
