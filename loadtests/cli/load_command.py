@@ -73,7 +73,7 @@ def _load(options: CommandOptions) -> None:
     try:
         slo = parse_slo(options.slo)
     except ValueError as problem:
-        raise LoadError(f"--slo {problem}") from None
+        raise LoadError(f"--slo: {problem}") from None
     try:
         with signals_interrupt():
             level = measured(options)

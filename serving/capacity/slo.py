@@ -55,8 +55,8 @@ LIMITS = {name: f"{name}_seconds" for name in ("ttft", "tpot", "ttfa", "e2e")}
 
 
 def parse_slo(text: str) -> Slo:
-    """The SLO of a preset ("chat") or of limits in seconds, all of which a good request keeps:
-    "ttft=2,tpot=0.1,ttfa=10,e2e=60,target=0.95". Raises ValueError in a sentence.
+    """Return the SLO of a preset ("chat") or of limits in seconds that a request must meet:
+    "ttft=2,tpot=0.1,ttfa=10,e2e=60,target=0.95". Raises ValueError.
     """
     if text in SLO_PRESETS:
         return SLO_PRESETS[text]
@@ -65,9 +65,15 @@ def parse_slo(text: str) -> Slo:
         name, sign, value = part.strip().partition("=")
         key = LIMITS.get(name, name)
         if not sign or key not in (*LIMITS.values(), "target"):
+            presets = ", ".join(SLO_PRESETS)
+            if "=" not in text:
+                raise ValueError(
+                    f"SLO preset {text!r} does not exist. Available presets: {presets}. Your own "
+                    "limits look like ttft=2,tpot=0.1."
+                )
             raise ValueError(
-                f"{text!r} is neither a preset ({', '.join(SLO_PRESETS)}) nor limits in seconds, "
-                f"such as ttft=2,tpot=0.1. Limits are {', '.join(LIMITS)} and target."
+                f"{text!r} has no valid limit {name!r}. Limits are {', '.join(LIMITS)} and target, "
+                f"in seconds, such as ttft=2,tpot=0.1; or use a preset: {presets}."
             )
         try:
             given[key] = float(value)

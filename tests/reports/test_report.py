@@ -224,7 +224,7 @@ def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path)
         done.exit_code == 1 and json.loads(done.stdout) and "FAIL  1b:confirmed>=9" in done.stderr
     )
     assert "is not one of html" in command("report", folder, "--format", "pdf")[1]
-    assert "--slo 'fast' is not one of chat" in command("report", folder, "--slo", "fast")[1]
+    assert "SLO preset 'fast' does not exist" in command("report", folder, "--slo", "fast")[1]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_a_broken_entry_is_one_sentence_with_its_key(change: str, said: str) -> 
 
 def test_a_name_is_found_by_its_words_and_an_ambiguous_one_lists_what_matches() -> None:
     assert device_named("h100 sxm").name == "NVIDIA H100 SXM"
-    with pytest.raises(ReportError, match="name one"):
+    with pytest.raises(ReportError, match="Give one of: NVIDIA"):
         device_named("NVIDIA")
 
 
