@@ -190,7 +190,7 @@ def test_conditions_for_ci_pass_fail_and_are_refused() -> None:
     for name in QUANTITIES:
         checked(f"smollm2-135m:{name}>0", answers)
     for wrong, said in (
-        ("135m", "is no condition"),
+        ("135m", "is not a condition"),
         ("135m:speed>=1", "'speed' is not one of confirmed"),
         ("70b:confirmed>=1", "The run has no model '70b'"),
         ("llama3.2:1b:ttft<=1", "The run has no model 'llama3.2:1b'"),
@@ -246,7 +246,7 @@ def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
     assert "nan" not in text.replace("finance", "").lower().split()
     if name == EVENTS:
         assert any(one.code == "NotFinished" for one in warnings_of(data))
-        assert any("not finished" in one for one in alerts_of(data))
+        assert any("not complete" in one for one in alerts_of(data))
     else:
         assert (
             share == 0.999
@@ -263,7 +263,7 @@ def test_requests_lost_at_a_line_end_are_said_and_their_levels_do_not_count(copi
     assert not data.damage and said.seriousness == "serious" and "are missing" in said.text
     torn = [one for cell in data.cells for one in cell.levels if not one.level.is_whole]
     assert torn and not any(one.level.counts for one in torn)
-    assert f"does not count: {len(torn[-1].level.due)} of its" in level_text(
+    assert f"does not count: only {len(torn[-1].level.due)} of" in level_text(
         torn[-1].level, data.slo
     )
 

@@ -130,12 +130,12 @@ def test_a_model_that_is_named_is_asked_for(models: Any, model: str | None, serv
     [
         (answered({"error": {"message": "who are you?"}}, 401), "401: who are you\\?; .*api_key"),
         (answered({"error": "later"}, 500), "500: later; say which model"),
-        (answered(b"<html>", kind="text/html"), "say which model with `model`"),
+        (answered(b"<html>", kind="text/html"), "Name the model with `model`"),
         ({"data": None}, "lists no models"),
         ({"data": [{"name": 3}, None]}, "lists no models"),
         ({"error": {"message": "the account is closed"}}, "an error: the account is closed"),
         ({"detail": "the account is closed"}, "an error: the account is closed"),
-        (answered(b"[" * 5000), "say which model with `model`"),
+        (answered(b"[" * 5000), "Name the model with `model`"),
         (
             b"HTTP/1.1 307 X\r\nLocation: https://h/v1\r\nContent-Length: 0\r\n\r\n",
             "307: redirected to https://h/v1; say which",
@@ -302,7 +302,9 @@ def test_what_an_endpoint_refuses_in_any_form_is_refused_with_its_words() -> Non
     ids=["counted", "not counted", "at the end", "reasoning"],
 )
 def test_no_text_within_a_few_tokens_is_a_note(events: tuple[bytes, ...]) -> None:
-    assert any("no text within 8 tokens" in note for note in measured(Endpoint(events=events)))
+    assert any(
+        "no text in the first 8 tokens" in note for note in measured(Endpoint(events=events))
+    )
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_two_runners_do_not_work_on_one_run(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("12345678901234567890\n")
     with (
         RunFolder.create(tmp_path, MANIFEST_RECORD),
-        pytest.raises(BadRunFolder, match=f"in use by process {os.getpid()};"),
+        pytest.raises(BadRunFolder, match=f"in use by process {os.getpid()}. Wait"),
     ):
         RunFolder(tmp_path)
     assert (tmp_path / ".lock").read_text() == f"process {os.getpid()}\n"

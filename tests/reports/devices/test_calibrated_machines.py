@@ -95,7 +95,7 @@ def test_a_mixture_goes_by_its_active_parameters_and_its_experts(
 
 def test_what_it_says_nothing_of_is_refused(path: Path) -> None:
     machine = calibrated_machine(path)
-    with pytest.raises(ReportError, match="says nothing of int8"):
+    with pytest.raises(ReportError, match="says nothing about int8"):
         machine.step_times(ladder_model("1b").spec, "int8", 8, 1)
     with pytest.raises(ReportError, match="cannot share a step"):
         machine.step_times(ladder_model("1b").spec, "Q4_0", 8, 2)
