@@ -146,7 +146,7 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         levels = (
             "1 unfinished level does" if len(lost) == 1 else f"{len(lost)} unfinished levels do"
         )
-        text = f"The run was interrupted; {do} not count{why}."
+        text = f"The run was interrupted; {levels} not count{why}."
         advice = "The machine may have changed between the parts of the run."
         yield NamedWarning("Interrupted", NOTE, text, advice)
     if not _is_finished(data):

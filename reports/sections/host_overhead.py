@@ -43,7 +43,7 @@ def host_overhead(data: ReportData, answers: Sequence[Answer]) -> Section | None
             words=("device", "load"),
         ),
         note="By the engine's own clock: scheduling, sampling outside the backend, text and "
-        "messages. The quicker the device, the more of its time this share is."
+        "messages. The faster the device, the larger this share."
         + _words_of_single_requests(data.cells),
     )
 

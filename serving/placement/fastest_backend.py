@@ -1,4 +1,4 @@
-"""The best engine of this CPU for a model, a workload and an SLO; `serve` and campaigns ask here.
+"""Chooses the best engine of this CPU for a model, a workload and an SLO; measured only once.
 
     choice = fastest_backend(question, hardware_facts(), say, progress)
     choice.backend, choice.weight_format, choice.reason
@@ -6,11 +6,13 @@
 Memory and installed packages decide which backends are candidates. A child process measures each
 candidate with the backend that would serve: prompts alone, decode steps of one row, and decode
 steps of all slots. The times are saved in CACHE/engine-times.json until the CPU or the version of
-changes; those that others disturbed, until the next time. The times make a step-time model of each
-engine, and `capacity()` says what it carries under the workload and the SLO. The engine with the
-most capacity is taken. Where the 90 % interval of that capacity reaches down to what another engine
-carries, the two cannot be told apart, and the one whose weights have more bits is taken. Where no
-engine meets the SLO even unloaded, the capacity without limits decides.
+an engine's library changes; disturbed times are measured again.
+
+The times give a step-time model of each engine, and `capacity()` computes its capacity under the
+workload and the SLO. The engine with the most capacity is chosen. If the capacity of another engine
+lies in the 90 % interval of that capacity, the two cannot be told apart, and the one whose weights
+have more bits is chosen. If no engine meets the SLO even unloaded, the capacity without limits
+decides.
 """
 
 from __future__ import annotations

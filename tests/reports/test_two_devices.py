@@ -370,7 +370,7 @@ def test_a_plan_offers_the_cpu_the_gpu_and_both_and_asks_for_the_machines_price(
     for one in mine.values():
         assert one.suffices == "yes" and one.dollars == pytest.approx(7.91 * 730.5)
     text = as_text(made, 200)
-    assert "the cost of your machine: the list price of its NVIDIA H200, $7.91/h, is assumed" in text
+    assert "your machine: the list price of its NVIDIA H200, $7.91/h, is assumed" in text
     assert all(title in text for title in mine)
 
 

@@ -94,7 +94,8 @@ def test_spares_are_added_and_nothing_that_suffices_is_said_so() -> None:
     made = plan(1.0, hopeless)
     assert made.choice is None and "No option meets the SLO for" in as_text(made)
     unpriced = plan(1.0, machine("dear", 2.0, 3.0, 4.0, None))
-    assert unpriced.choice is None and "has a known price. Add it to [prices]" in as_text(unpriced, 200)
+    text = as_text(unpriced, 200)
+    assert unpriced.choice is None and "has a known price. Add it to [prices]" in text
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0, 5.0, 30.0])
