@@ -43,8 +43,8 @@ def _of_devices(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         if million is not None:
             sentence = (
                 f"At its list price, 1M output tokens of {cell.model} cost "
-                f"{cell.model} cost ${formatting.significant(million)} at the {RATE_NAMES[grade]}, "
-                "by its list price."
+                f"${formatting.significant(million)} on this machine's {machine_words(data, GPU)} "
+                f"at the {RATE_NAMES[grade]}."
             )
     if not sentence:
         return None
