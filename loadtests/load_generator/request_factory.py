@@ -66,9 +66,7 @@ class RequestFactory:
         one as many as its requests may need."""
         plan = self._plan
         if plan.target.api != "chat":
-            raise LoadError(
-                "Conversations need the chat route. Use --api chat"
-            )
+            raise LoadError("Conversations need the chat route. Use --api chat")
         if plan.concurrency is not None:
             due = [0.0] * (plan.requests or MAX_CLOSED_SESSIONS)
         else:
