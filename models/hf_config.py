@@ -75,12 +75,23 @@ def check_dense(config: dict[str, Any], name: str) -> None:
         what = "a model with recurrent layers"
     elif inner is not config:
         what = "a multimodal model"
+    elif inner.get("is_encoder_decoder"):
+        what = "an encoder-decoder model"
+    elif _is_encoder(inner.get("architectures")):
+        what = "an encoder, which generates no text"
     if what:
         family = config.get("model_type")
+        instead = "" if "encoder" in what else f" Use {_GGUF}."
         raise UnsupportedModel(
-            f"{name} is {what} (model_type {family!r}), but onnx and torch serve only dense text "
-            f"models. Use {_GGUF}."
+            f"{name} is {what} (model_type {family!r}), but onnx and torch serve only dense models "
+            f"that generate text.{instead}"
         )
+
+
+def _is_encoder(architectures: Any) -> bool:
+    """Whether classes of transformers are named and none of them generates text."""
+    named = [str(one) for one in architectures or ()]
+    return bool(named) and not any("CausalLM" in one or "LMHeadModel" in one for one in named)
 
 
 def spec_of(config: dict[str, Any], name: str) -> ModelSpec:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.hf_config import read_config, read_spec, spec_of, v4_config
+from models.hf_config import check_dense, read_config, read_spec, spec_of, v4_config
 from models.model_spec import ModelSpec
 from models.random_weights import hf_config
 from tests.shapes import TINY
@@ -90,3 +90,24 @@ def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(BrokenWeights, match=said):
             read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "is_served_as_gguf"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 128}, "a mixture of experts", True),
+        ({"model_type": "gpt_oss", "num_local_experts": 32}, "a mixture of experts", True),
+        ({"model_type": "bamba", "mamba_d_state": 256}, "a model with recurrent layers", True),
+        ({"layer_types": ["linear_attention"]}, "a model with recurrent layers", True),
+        ({"text_config": {"hidden_size": 8}}, "a multimodal model", True),
+        ({"is_encoder_decoder": True}, "an encoder-decoder model", False),
+        ({"architectures": ["BertForMaskedLM"]}, "an encoder, which generates no text", False),
+    ],
+)
+def test_what_onnx_and_torch_cannot_serve_is_named_with_what_does(
+    keys: dict[str, object], kind: str, is_served_as_gguf: bool
+) -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        check_dense({"architectures": ["AnyForCausalLM"], **keys}, "mine")
+    assert f"mine is {kind}" in str(refused.value)
+    assert ("GGUF file, which llama_cpp serves" in str(refused.value)) is is_served_as_gguf
