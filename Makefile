@@ -28,12 +28,13 @@ LLAMA_CMAKE = -DLLAVA_BUILD=OFF $(GPU_CMAKE) $(CMAKE_ARGS)
 LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_ARGS="$(LLAMA_CMAKE)"
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-.PHONY: demo test test-lowest scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
+.PHONY: demo test test-slow test-lowest scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
 	@echo "  make demo            measure this machine: campaign and report (8 minutes after installation)"
 	@echo "  make demo GPU=vulkan the same with llama.cpp compiled for a GPU (also cuda, rocm)"
 	@echo "  make test            run the tests (7 minutes after installation)"
+	@echo "  make test-slow       run the remaining architectures of GGUF files (2 minutes)"
 	@echo "  make lint            run ruff, mypy and import-linter"
 	@echo "  make docs            build the guides as a site, in site/"
 	@echo "  make test-lowest     run the tests with the lowest package versions that pyproject.toml allows"
@@ -52,14 +53,18 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo "== three at a time, since many of them wait; then, alone, what holds a measured time to a bound"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not clock"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not clock and not slow"
 	$(BIN)/python -m pytest -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
+
+# Architectures of GGUF files beside those of each kind that `make test` runs.
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m slow $$(grep -rl "mark\.slow" tests --include="test_*.py")
 
 # Without constraints.txt: uv takes the lowest version that each requirement in pyproject.toml allows.
 test-lowest:
 	test -x $(LOWEST_VENV)/bin/uv || { $(PYTHON) -m venv $(LOWEST_VENV) && $(LOWEST_VENV)/bin/pip install --quiet uv; }
 	$(LLAMA_BUILD) $(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python --resolution lowest-direct $(PIP_FLAGS) -e '.[dev]'
-	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -n 3 --dist loadfile -m "not clock" -k "not are_dependencies_of_all_and_pinned"
+	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -n 3 --dist loadfile -m "not clock and not slow" -k "not are_dependencies_of_all_and_pinned"
 
 scale-test:
 	test -x $(SCALE_VENV)/bin/python || $(PYTHON) -m venv $(SCALE_VENV)

@@ -39,7 +39,6 @@ from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.simulation.known_server import SETTINGS
 from tests.tools.waiting import wait_for
 
-pytestmark = pytest.mark.slow
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[2]
 STEP_TIMES: dict[str, Any] = {

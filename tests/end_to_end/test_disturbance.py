@@ -33,7 +33,7 @@ from loadtests.records.run_folder import read_records
 from serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.clock]
+pytestmark = pytest.mark.clock
 CAMPAIGN = """
 name = "not quiet"
 models = ["135m"]

@@ -160,7 +160,6 @@ def crossover(*words: str | Path) -> str:
     return ran.stdout if ran.stdout.startswith("{") else ran.stdout + ran.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ones_own_file_and_folder_are_measured_reported_and_planned(
     cache: Path, safetensors: Path, tmp_path: Path

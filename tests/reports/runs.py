@@ -11,10 +11,13 @@ import msgspec
 from loadtests.campaign.resume_state import CellState
 from models.model_ladder import ladder_model
 from reports.headline import Answer, answers_of
+from reports.html_page import sections_of
 from reports.report_data import ReportData, read_report
+from reports.sections.section import Section
 from tests.loadtests.campaign.simulated import Simulated, campaign
 from tests.loadtests.simulation.known_server import SETTINGS
 
+H200_RUN = Path(__file__).parents[2] / "docs" / "results" / "h200"
 LADDER = '["135m", "360m", "1b", "8b"]'
 
 
@@ -44,3 +47,11 @@ def shown() -> tuple[Path, ReportData, tuple[Answer, ...]]:
     folder = run_folder(Path(mkdtemp(prefix="crossover-report-")))
     data = read_report(folder)
     return folder, data, tuple(answers_of(data))
+
+
+@cache
+def h200() -> tuple[ReportData, list[Answer], dict[str, Section]]:
+    """The run of a machine with a GPU, read once a process, with its sections by slug."""
+    data = read_report(H200_RUN)
+    answers = answers_of(data)
+    return data, answers, {section.slug: section for section in sections_of(data, answers)}

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reports.headline import answers_of
 from reports.html_page import page, sections_of
-from reports.report_data import read_report
-from tests.reports.runs import shown
+from tests.reports.runs import h200, shown
 from tests.tools.browser import BROWSER, DARK, LIGHT, asked
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
-
-TWO_DEVICES = Path(__file__).parents[2] / "docs" / "results" / "h200"
 
 # `look()`: what a person sees now. `move(name, step)`: a slider, as a hand moves it.
 EYES = """<script>
@@ -71,13 +68,18 @@ addEventListener("load", () => {
 """
 
 
-def seen(script: str, folder: Path, *options: str, width: int = 1400, has_gpu: bool = False) -> Any:
-    _, data, answers = shown()
+@cache
+def page_text(has_gpu: bool) -> str:
+    """The page of the simulated run, or of the run with a GPU: made once."""
     if has_gpu:
-        data = read_report(TWO_DEVICES)
-        answers = tuple(answers_of(data))
-    text = page(data, answers, sections_of(data, answers))
-    return asked(text, EYES % script, folder, *options, width=width)
+        data, gpu_answers, sections = h200()
+        return page(data, gpu_answers, [*sections.values()])
+    _, data, answers = shown()
+    return page(data, answers, sections_of(data, answers))
+
+
+def seen(script: str, folder: Path, *options: str, width: int = 1400, has_gpu: bool = False) -> Any:
+    return asked(page_text(has_gpu), EYES % script, folder, *options, width=width)
 
 
 def test_sliders_move_table_map_and_sentence_and_the_button_brings_them_back(

@@ -11,7 +11,6 @@ import io
 import json
 import re
 import shutil
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -34,27 +33,18 @@ from reports.own_gpu import predicted_here
 from reports.plan.plan_costs import Plan, make_plan
 from reports.plan.plan_machines import asked_of, candidates_of
 from reports.plan.plan_text import as_text, choice_sentence
-from reports.report_data import ReportData, read_report
+from reports.report_data import read_report
 from reports.sections.crossover_map import crossover_map
 from reports.sections.host_overhead import seconds_outside_engine
 from reports.sections.memory import memory
-from reports.sections.section import Section
 from tests.bench.device_fit.own_runs import table_of
-from tests.reports.runs import shown
+from tests.reports.runs import H200_RUN, h200, shown
 
-RUN = Path(__file__).parents[2] / "docs" / "results" / "h200"
 HEADLINE = (
     "The CPU (16 cores of an Intel Xeon) serves up to llama-3.2-1b at an estimated 1.6 requests/s; "
     "above that, and for llama-3.1-8b, this machine's NVIDIA H200 takes over (llama-3.1-8b: 23/s "
     "confirmed, about 31/s estimated)."
 )
-
-
-@cache
-def h200() -> tuple[ReportData, list[Answer], dict[str, Section]]:
-    data = read_report(RUN)
-    answers = headline.answers_of(data)
-    return data, answers, {one.slug: one for one in html_page.sections_of(data, answers)}
 
 
 def test_the_sentence_says_where_the_cpu_stops_and_that_this_machines_gpu_takes_over() -> None:
@@ -153,7 +143,7 @@ def test_memory_has_a_column_for_states_and_buffers_where_placement_predicted_th
 ) -> None:
     """As `crossover serve` predicts a hybrid's: the run below has it beside models without."""
     run = tmp_path / "run"
-    shutil.copytree(RUN, run)
+    shutil.copytree(H200_RUN, run)
     journal = run / EVENTS
     told = '"overhead_bytes":427355136'
     parts = f'"state_bytes":{3 << 30},"buffer_bytes":{1 << 30},{told}'
@@ -322,14 +312,14 @@ def test_a_condition_names_the_device_where_there_are_two() -> None:
 
 
 def test_a_copy_to_give_away_keeps_the_gpu_and_the_answer(tmp_path: Path) -> None:
-    export_run(RUN, tmp_path / "shared")
+    export_run(H200_RUN, tmp_path / "shared")
     again = read_report(tmp_path / "shared")
     assert headline.headline(headline.answers_of(again), again) == HEADLINE
     assert again.gpu == h200()[0].gpu
 
 
 def test_compare_takes_devices_apart_and_says_where_it_was_told_not_to(tmp_path: Path) -> None:
-    run = read(RUN)
+    run = read(H200_RUN)
     assert {facts[3] for facts in run.values} == {"cpu", "gpu"}
     copy = msgspec.structs.replace(run.manifest, run_id="again")
     both = compare([run], [msgspec.structs.replace(run, manifest=copy)])
@@ -355,7 +345,7 @@ def planned(model: str, rate: float, **keys: object) -> Plan:
     raw: dict[str, object] = {
         "model": model,
         "forecast": {"peak_rate": rate},
-        "machines": [{"run": str(RUN), **keys}],
+        "machines": [{"run": str(H200_RUN), **keys}],
         "devices": ["NVIDIA L4"],
     }
     asked = asked_of(raw, Path())
@@ -401,7 +391,7 @@ def test_the_price_is_an_option_and_nonsense_is_refused() -> None:
         done = CliRunner().invoke(crossover.app, ["plan", "--model", "8b", "--rate", "20", *words])
         return done.output + str(done.exception or "")
 
-    one = ("--run", str(RUN), "--device", "NVIDIA L4")
+    one = ("--run", str(H200_RUN), "--device", "NVIDIA L4")
     assert "$0 " not in said(*one) and "$5,778" in said(*one)
     assert "Your GPU (NVIDIA H200) serves" in (text := said(*one, "--price", "2.5"))
     assert "$1,826 a month, confirmed" in " ".join(text.split())
@@ -451,12 +441,12 @@ def test_sentences_of_other_outcomes() -> None:
 
 
 def test_what_was_predicted_of_the_gpu_is_printed_beside_what_was_measured() -> None:
-    rows = {(row[0], row[1]): row[2:] for row in table_of(RUN)}
+    rows = {(row[0], row[1]): row[2:] for row in table_of(H200_RUN)}
     assert rows["llama-3.1-8b, NVIDIA H200, 64", "capacity"] == (
         *("32/s (21–48)", "31/s (27–34)", "+6%"),
     )
     assert len(rows) == 6
-    text = (RUN.parents[2] / "tests" / "bench" / "RESULTS.md").read_text()
+    text = (H200_RUN.parents[2] / "tests" / "bench" / "RESULTS.md").read_text()
     for (name, what), values in rows.items():
         assert f"| {' | '.join((name, what, *values))} |" in text
 

@@ -74,7 +74,6 @@ def complete(one: Server, **fields: Any) -> Any:
     return ask(port, "POST", "/v1/completions", {"prompt": "Once", "max_tokens": 4, **fields}, KEY)
 
 
-@pytest.mark.slow
 @pytest.mark.scale
 @pytest.mark.timeout(300)
 def test_it_answers_whole_and_streamed_behind_its_key(endpoint: Server) -> None:
@@ -88,7 +87,6 @@ def test_it_answers_whole_and_streamed_behind_its_key(endpoint: Server) -> None:
     KEY["Authorization"] = kept
 
 
-@pytest.mark.slow
 @pytest.mark.scale
 @pytest.mark.timeout(300)
 def test_a_killed_replica_is_replaced(endpoint: Server) -> None:

@@ -77,7 +77,7 @@ def kinds(supervisor: Supervisor) -> list[str]:
     return [event.kind for event in supervisor.events]
 
 
-async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)

@@ -289,7 +289,7 @@ def app_on(
     return App(router, api_key)
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for what another thread does; fails the test when it never does."""
     until = time.monotonic() + seconds
     while not holds():

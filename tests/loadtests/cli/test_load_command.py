@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.tools.waiting import wait_for
 
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[3]
@@ -68,7 +70,7 @@ def test_an_endpoint_that_breaks_in_the_middle_is_said_and_the_rest_counts(
 
 def test_ctrl_c_ends_in_order(truth_server: Start) -> None:
     child = started(truth_server(ttft=0.02, case="stopped"), "--duration", "60")
-    time.sleep(4.0)
+    wait_for(psutil.Process(child.pid).children)  # the load generator was started
     child.send_signal(signal.SIGINT)
     said = child.communicate(timeout=30)[0]
     assert child.returncode == 2 and said.endswith("crossover: stopped.\n")

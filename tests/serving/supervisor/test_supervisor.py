@@ -17,6 +17,7 @@ from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import Overloaded, Unavailable
 from serving.supervisor.admission import QueueBounds
 from tests.serving.children import LONG, alive, collect, next_of, run, running, truth, until
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -107,7 +108,7 @@ def test_draining_finishes_what_is_in_flight_and_refuses_the_rest(
                 supervisor.submit(GenerationRequest([1, n], 30, ignore_eos=True)) for n in range(5)
             ]
             stopping = asyncio.create_task(supervisor.stop(drain=True, timeout_seconds=20))
-            await asyncio.sleep(0.02)
+            await until(lambda: supervisor.state == "draining")
             with pytest.raises(Unavailable, match="draining"):
                 supervisor.submit(GenerationRequest([1], 1))
             assert [(await collect(stream)).finish for stream in streams] == ["length"] * 5
@@ -126,7 +127,7 @@ def test_a_drain_has_a_limit_and_a_second_stop_aborts_it(
             started = time.monotonic()
             stopping = asyncio.create_task(supervisor.stop(drain=True, timeout_seconds=limit))
             if abort:
-                await asyncio.sleep(0.1)
+                await until(lambda: supervisor.state == "draining")
                 await supervisor.stop(drain=False)
             assert await stopping == 1
             assert time.monotonic() - started < 8.0, "its 2000 steps of 5 ms take 10 s"
@@ -161,7 +162,4 @@ def test_the_child_dies_with_its_parent(
         pid = int(parent.stdout.readline())
         assert alive(pid)
         parent.kill()
-    deadline = time.monotonic() + 5
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(pid)
+    wait_for(lambda: not alive(pid))
