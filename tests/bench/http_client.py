@@ -116,7 +116,7 @@ class Client:
                 return reader, writer
             writer.close()
         opening = asyncio.ensure_future(
-            asyncio.open_connection(*self._address, estimated_rate=READ_LIMIT_BYTES)
+            asyncio.open_connection(*self._address, limit=READ_LIMIT_BYTES)
         )
         try:
             return await asyncio.shield(opening)

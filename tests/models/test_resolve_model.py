@@ -151,8 +151,8 @@ def unwritable(folder: Path) -> Iterator[None]:
 def test_a_cache_that_cannot_be_written_to_serves_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(resolve_model, "is_rung", lambda name: name == "tiny")
-    monkeypatch.setattr(resolve_model, "rung", lambda _: SimpleNamespace(spec=TINY_LLAMA))
+    monkeypatch.setattr(resolve_model, "is_ladder_model", lambda name: name == "tiny")
+    monkeypatch.setattr(resolve_model, "ladder_model", lambda _: SimpleNamespace(spec=TINY_LLAMA))
     with tempfile.TemporaryDirectory() as name:  # pytest's own are closed to other users
         cache, folder = Path(name) / "cache", Path(name) / "folder"
         write_hf_folder(TINY_LLAMA, folder, "fp16")
@@ -205,7 +205,7 @@ def test_files_and_folders_are_taken_where_they_lie(tmp_path: Path) -> None:
     assert (found.name, found.path, found.weight_format) == ("own", str(file), "Q8_0")
     assert found.tokenizer_path == str(file)
     assert (found.spec.parameters, found.spec.layers) == (TINY_LLAMA.parameters, 2)
-    with pytest.raises(UnsupportedModel, match="own.gguf is a GGUF file, which llama_cpp serves"):
+    with pytest.raises(UnsupportedModel, match="own.gguf is a GGUF file, which only llama_cpp serves"):
         resolve(str(file), kind="onnx")
     write_hf_folder(TINY_LLAMA, folder, "fp16")
     found = resolve(str(folder), kind="hf")
