@@ -304,7 +304,7 @@ def test_an_engine_of_others_beside_ours_is_asked_the_same(tmp_path: Path) -> No
 def test_an_engine_that_dies_under_load_is_started_again_and_then_given_up(tmp_path: Path) -> None:
     with Progress(StringIO()) as progress:
         plan = with_engine("dies-after=3", backends="[]")
-        with pytest.raises(Incomplete, match="nothing was measured"):
+        with pytest.raises(Incomplete, match="Nothing was measured"):
             run(plan, tmp_path, progress)
     (folder,) = tmp_path.iterdir()
     events = read_records(folder).events

@@ -1,6 +1,7 @@
 import contextlib
 import errno
 import fcntl
+import importlib
 import json
 import os
 import shutil
@@ -134,6 +135,8 @@ def unwritable(folder: Path) -> Iterator[None]:
     root.
     """
     is_root = os.geteuid() == 0
+    for module in ("mmap", "encodings.utf_8_sig"):  # nobody may not read an interpreter in /root
+        importlib.import_module(module)
     paths = [folder, *folder.rglob("*")]
     for path in paths:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -168,7 +171,7 @@ def test_a_cache_that_cannot_be_written_to_serves_what_it_has(
             path.unlink()
         with unwritable(Path(name)):
             again = [resolve(m, kind=k, weight_format=f, cache=cache) for m, k, f in wanted]
-            with pytest.raises(ModelError, match="cannot be written to: Permission denied; .*--ca"):
+            with pytest.raises(ModelError, match="cannot be written to: Permission denied.*--ca"):
                 resolve("tiny", kind="gguf", weight_format="F16", cache=cache)
             loaded = load_tokenizer(found[0].tokenizer_path)
     assert again == found and loaded.vocabulary == TINY_LLAMA.vocabulary
@@ -205,7 +208,7 @@ def test_files_and_folders_are_taken_where_they_lie(tmp_path: Path) -> None:
     assert (found.name, found.path, found.weight_format) == ("own", str(file), "Q8_0")
     assert found.tokenizer_path == str(file)
     assert (found.spec.parameters, found.spec.layers) == (TINY_LLAMA.parameters, 2)
-    with pytest.raises(UnsupportedModel, match="own.gguf is a GGUF file, which only llama_cpp serves"):
+    with pytest.raises(UnsupportedModel, match="own.gguf is a GGUF file, which only llama_cpp"):
         resolve(str(file), kind="onnx")
     write_hf_folder(TINY_LLAMA, folder, "fp16")
     found = resolve(str(folder), kind="hf")
