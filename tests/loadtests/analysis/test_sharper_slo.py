@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import cache
 
 import msgspec
 import pytest
@@ -9,7 +10,13 @@ import pytest
 from loadtests.analysis.sharper_slo import SHARP, advice
 from loadtests.records.journal_events import Capacity
 from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import QUICK_REQUESTS, Z_90, capacity, sd_of
+from serving.capacity.simulated_capacity import (
+    QUICK_REQUESTS,
+    Z_90,
+    SimulatedCapacity,
+    capacity,
+    sd_of,
+)
 from serving.capacity.slo import SLO_PRESETS, Slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.workload.request_lengths import Workload
@@ -27,9 +34,14 @@ LONG = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
 STRICT = msgspec.structs.replace(SLO_PRESETS["chat"], target=0.99)
 
 
+@cache
+def simulated(slo: Slo) -> SimulatedCapacity:
+    return capacity(STEP_TIMES, SETTINGS, LONG, slo, requests=QUICK_REQUESTS)
+
+
 def found_of(slo: Slo, **changes: object) -> Capacity:
     """What a calibration and one level say of the capacity."""
-    told = capacity(STEP_TIMES, SETTINGS, LONG, slo, requests=QUICK_REQUESTS)
+    told = simulated(slo)
     reach = math.exp(Z_90 * sd_of(1) * told.steepness)
     found = Capacity(
         state="not_confirmed",

@@ -159,7 +159,7 @@ def test_an_idle_model_is_unloaded_and_comes_back_when_it_is_asked_for() -> None
             await asyncio.sleep(0.5)
             assert a.state == "ready"  # held, so not idle
             held.release_model()
-            await until(lambda: a.state == "unloaded", 5)
+            await until(lambda: a.state == "unloaded")
             assert "idle for" in (a.supervisor.reason or "") and a.supervisor.pids == []
             (await registry.hold("a")).release_model()
             assert a.metrics.unloads["idle"] == 1
@@ -240,7 +240,7 @@ def test_an_eviction_goes_to_its_end_where_the_load_is_given_up() -> None:
             await registry.unload("b")
             with pytest.raises(Unavailable, match="was canceled"):
                 await loading
-            await until(lambda: a.metrics.unloads["evicted"] == 1, 5)
+            await until(lambda: a.metrics.unloads["evicted"] == 1)
             assert a.state == "unloaded" and b.state == "unloaded"
             (await registry.hold("a")).release_model()
 
