@@ -114,7 +114,7 @@ def run_command(*words: str) -> tuple[int, str]:
         (["--seconds", "5"], "at least 30"),
         (["--shape", "nonsense"], "--shape"),
         (["--workload", "chat:x"], "--workload"),
-        (["ftp://host"], "no URL"),
+        (["ftp://host"], "not the URL of an endpoint"),
         (["http://user:secret@host"], "password"),
     ],
 )

@@ -58,7 +58,7 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     (made,) = of_kind(read_records(folder).events, Calibrated)
     assert made.step_times is not None
     parts = (
-        "alone: 20 (100%) of 20 met the SLO",
+        "single stream: 20 (100%) of 20 met the SLO",
         "calibrated in",
         " offered, ",
         "confirmed",

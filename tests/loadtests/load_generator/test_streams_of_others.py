@@ -401,7 +401,7 @@ FAILED = [
         "a text that is no UTF-8",
         sse(A, b'data: {"choices":[{"delta":{"content":"\xe2\x82"}}]}', STOP, DONE),
         "stream_error",
-        "no JSON",
+        "not JSON",
     ),
     Failed(
         "an event that was refused",
