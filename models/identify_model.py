@@ -44,7 +44,7 @@ from models.weights_manifest import read_manifest, with_home
 Kind = Literal["ladder", "gguf", "safetensors", "onnx"]
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+\.gguf))?")
 TAKEN = (
-    "a GGUF file, a folder of safetensors or of an ONNX graph, or an id of the Hugging Face hub "
+    "a GGUF file, a folder of safetensors or of an ONNX graph, an id of the Hugging Face hub "
     "(org/name, or org/name:file.gguf)"
 )
 

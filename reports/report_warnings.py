@@ -146,11 +146,12 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         levels = (
             "1 unfinished level does" if len(lost) == 1 else f"{len(lost)} unfinished levels do"
         )
-        text = f"The run was interrupted; {levels} not count{why}."
+        not_counted = f"; {levels} not count{why}" if lost else ""
+        text = f"The run was interrupted{not_counted}."
         advice = "The machine may have changed between the parts of the run."
         yield NamedWarning("Interrupted", NOTE, text, advice)
     if not _is_finished(data):
-        text = "The run is not complete: cells or levels are missing."
+        text = "The run is not complete: configurations or load levels are missing."
         advice = f"Continue it with `crossover campaign resume {data.folder}`."
         yield NamedWarning("NotFinished", WARNING, text, advice)
     torn = any(not one.level.is_whole for cell in data.cells for one in cell.levels)

@@ -44,6 +44,7 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
             "",
             'Exit with status 1 unless this condition holds, such as "1b:capacity>=0.5". '
             "Repeatable. A condition is MODEL:QUANTITY, then >=, <=, > or <, then a number. "
+            "Where a model was measured on both devices: MODEL:cpu:QUANTITY, MODEL:gpu:QUANTITY. "
             f"Quantities: {KNOWN}.",
             *("check", "CONDITION"),
         ),

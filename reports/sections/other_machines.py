@@ -65,13 +65,14 @@ def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         capacity_of(Service(machine, spec, GPU_FORMAT, traffic, count), data.slo)
         for count in TOGETHER
     ]
-    gain = "what one cannot"
+    gain = f"{one.title}, which one cannot"
     if found[0].rate and found[-1].rate:
-        gain = f"{found[-1].rate / found[0].rate:.1f} times one"
+        times = f"{found[-1].rate / found[0].rate:.1f} times"
+        gain = f"{times} the requests of {one.title} that one serves"
     return Section(
         slug="multi-gpu",
         title="Several GPUs",
-        sentence=f"{found[-1].name} that share each step would serve {gain} of {one.title}.",
+        sentence=f"{found[-1].name} with tensor parallelism would serve {gain}.",
         grades=("predicted",),
         table=_table(found, one.cells[-1].like),
         note=f"Predicted, with a server of {machine.slots} slots. Each step is divided among them "

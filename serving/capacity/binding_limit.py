@@ -5,7 +5,7 @@
     sentence_of(binding)                       # the one place that words it
 
 What binds is what would raise the capacity most if it cost half: prompt tokens, decode rows,
-context, or what each step costs whatever it holds, which on a CPU is mostly reading the weights
+context, or the fixed cost of each step, which on a CPU is mostly reading the weights
 from memory. The shares of the engine's busy time, by the step-time model, say why. Slots and KV
 memory bind where most requests that missed the SLO had waited for them, and twice as much would
 raise the capacity about as much as the half cost: they are settings, and come first. Before all of
@@ -264,7 +264,7 @@ def sentence_of(binding: BindingLimit) -> str:
     own = named.pop(binding.kind)
     why = {
         "prompts": "Prompts take",
-        "weights": "What each step costs whatever it holds, mostly reading the weights, takes",
+        "weights": "The fixed cost of each step, mostly reading the weights, takes",
         "rows": "Generating tokens takes",
         "context": "Reading the KV cache takes",
     }[binding.kind]
