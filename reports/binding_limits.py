@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import lru_cache
 from math import inf
 
+import msgspec
+
 from reports.report_data import CellData
 from serving.capacity.binding_limit import (
     MIN_TAKEN,
@@ -23,6 +25,13 @@ from serving.capacity.slo import Slo
 def binding_of(cell: CellData, slo: Slo) -> BindingLimit | None:
     """Return what limits a configuration; None where its step times or its capacity are not known,
     or where the SLO has no limit."""
+    found = _binding(cell, slo)
+    if found is None or cell.side != "gpu":
+        return found
+    return msgspec.structs.replace(found, is_on_gpu=True)
+
+
+def _binding(cell: CellData, slo: Slo) -> BindingLimit | None:
     if slo.ttft_seconds is None and slo.tpot_seconds is None:
         return None
     if cell.capacity is None:

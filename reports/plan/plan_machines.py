@@ -255,6 +255,8 @@ def _of_cell(asked: Question, data: ReportData, cell: CellData) -> Candidate:
     found = _candidate(capacity_of(service, asked.slo))
     server = Server(step_times, cell.policy, asked.traffic.lengths, asked.traffic.arrivals)
     binding = binding_limit(server, asked.slo, found.rate or 0.0)
+    if binding is not None and cell.side != CPU:
+        binding = msgspec.structs.replace(binding, is_on_gpu=True)
     return msgspec.structs.replace(found, binding=binding)
 
 

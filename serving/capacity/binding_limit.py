@@ -77,6 +77,11 @@ REMEDIES: dict[LimitKind, str] = {
     "kv_memory": "a larger KV cache, or one in 8 bits",
     "other_processes": "ending them, or keeping them from the engine's cores",
 }
+GPU_REMEDIES: dict[LimitKind, str] = {  # where a GPU serves already, and cores do not help
+    "unloaded_ttft": "a smaller model, shorter prompts, reuse of prefixes, or a faster GPU",
+    "prompts": "shorter prompts, reuse of prefixes, or a faster GPU",
+    "rows": "a smaller model, or a faster GPU",
+}
 
 
 class BusyShares(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +105,7 @@ class BindingLimit(msgspec.Struct, frozen=True, kw_only=True):
     # With half the cost of what binds, or twice the slots or the KV memory.
     lifted_rate: float | None = None
     lifted_to: int | None = None  # slots, or tokens of KV memory, that it is simulated with
+    is_on_gpu: bool = False  # the remedies differ
 
     @property
     def words(self) -> str:
@@ -234,6 +240,8 @@ def _unloaded(alone: Simulated, slo: Slo) -> LimitKind:
 def sentence_of(binding: BindingLimit) -> str:
     """Return what binds, why, and what would lift it."""
     remedy = REMEDIES[binding.kind]
+    if binding.is_on_gpu:
+        remedy = GPU_REMEDIES.get(binding.kind, remedy)
     if binding.kind == "unloaded_ttft":
         return f"Even a single request misses the TTFT limit. What helps: {remedy}."
     if binding.kind == "unloaded_tpot":

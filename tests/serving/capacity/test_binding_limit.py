@@ -13,6 +13,7 @@ from serving.capacity.binding_limit import (
     KIND_WORDS,
     REMEDIES,
     BindingLimit,
+    BusyShares,
     LimitKind,
     binding_limit,
     sentence_of,
@@ -150,3 +151,11 @@ def test_every_kind_has_a_sentence() -> None:
         if kind in WORLDS or kind == "other_processes":
             continue
         assert sentence_of(BindingLimit(kind=kind, rate=0.0)).endswith(".")
+
+
+def test_no_gpu_is_advised_to_have_cores_or_a_gpu() -> None:
+    kinds: tuple[LimitKind, ...] = ("unloaded_ttft", "unloaded_tpot", "weights", "rows", "prompts")
+    for kind in kinds:
+        shares = BusyShares(prompts=0.25, weights=0.25, rows=0.25, context=0.25)
+        words = sentence_of(BindingLimit(kind=kind, rate=1.0, shares=shares, is_on_gpu=True))
+        assert "cores" not in words and "or a GPU" not in words
