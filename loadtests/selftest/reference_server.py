@@ -44,6 +44,7 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: int = 1
     stall: float = 0.0  # before the chunk STALL_AT of every third answer this much longer
     cut_every: int = 0  # one of so many answers is cut off in its middle; 0: none
+    reasoning_share: float = 0.0  # of an answer's tokens on the chat route, before the answer
     slots: int = 1_000_000
     # requests that may wait for a slot; more are answered with 429. None: any number
     waiting: int | None = None
@@ -81,7 +82,14 @@ class Stream:
         self.breaks = bool(truth.cut_every) and number % truth.cut_every == 0
         self.output_tokens = int(body.get("max_tokens") or 16)
         prompt = body.get("prompt") or ""
+        self.messages = [str(one["content"]) for one in body.get("messages") or ()]
+        self.is_chat = bool(self.messages)
+        if self.is_chat:  # a word is a token
+            prompt = " ".join(self.messages)
         self.prompt_tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
+        self.cached_tokens = 0  # words of the messages that are a whole conversation of before
+        self.answer = ""
+        self._reasoning_tokens = int(truth.reasoning_share * self.output_tokens)
         self.made = 0  # steps of a Batch that gave it a token
         self.left = self.prompt_tokens  # that a Batch has still to compute
         self.sent = 0
@@ -101,7 +109,11 @@ class Stream:
         out = b"" if self.sent else self.head()
         self.sent += tokens
         counts = self.usage() if self._options.get("continuous_usage_stats") else {}
-        out += self.event(self.choice("ab " * tokens) | counts)
+        text = "ab " * tokens
+        if self.is_chat and self.sent > self._reasoning_tokens:
+            self.answer += text
+            self.entry.setdefault("first_answer", clock())
+        out += self.event(self.choice(text) | counts)
         is_last = self.sent >= (self.output_tokens / 2 if self.breaks else self.output_tokens)
         self.entry.setdefault("first_tokens", tokens)
         self.entry["tokens"] = self.sent
@@ -129,11 +141,17 @@ class Stream:
         return out + http_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
     def usage(self) -> Body:
-        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.sent}
+        counts: Body = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.sent}
+        if self.is_chat:
+            counts["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
         return {"usage": counts | {"total_tokens": self.prompt_tokens + self.sent}}
 
     def choice(self, text: str, finish: str | None = None) -> Body:
-        choice = {"index": 0, "text": text, "finish_reason": finish}
+        choice: Body = {"index": 0, "text": text, "finish_reason": finish}
+        if self.is_chat:
+            is_answer = self.sent > self._reasoning_tokens
+            key = "content" if is_answer else "reasoning_content"
+            choice = {"index": 0, "delta": {key: text}, "finish_reason": finish}
         return {"id": f"request-{self.number}", "model": MODEL, "choices": [choice]}
 
     def event(self, body: Body) -> bytes:
@@ -207,6 +225,7 @@ class Server:
         self._waiting = 0
         self._batch = Batch(truth)
         self._is_asked = asyncio.Event()
+        self._conversations: set[tuple[str, ...]] = set()  # messages, the last answer included
 
     async def run(self) -> None:
         """For ever."""
@@ -261,7 +280,10 @@ class Server:
 
     async def answer(self, stream: Stream) -> None:
         """One request, to the end of its answer."""
-        truth = stream.truth
+        truth, said = stream.truth, tuple(stream.messages)
+        if said[:-1] in self._conversations:
+            stream.cached_tokens = len(" ".join(said[:-1]).split())
+        stream.entry |= {"messages": len(said), "cached": stream.cached_tokens}
         if truth.step_times is not None:
             self._batch.waiting.append(stream)
             self._is_asked.set()
@@ -277,6 +299,7 @@ class Server:
                 await self._at_its_times(stream)
             finally:
                 self._slots.release()
+            self._conversations.add((*said, stream.answer))
 
     async def _at_its_times(self, stream: Stream) -> None:
         truth, moment, written = stream.truth, clock() + stream.truth.ttft, 0

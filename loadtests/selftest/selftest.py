@@ -4,6 +4,7 @@ A server with known truth (reference_server.py) is loaded as any endpoint would 
 are compared with what the server says it did.
 
     times    one and four tokens a chunk, a third of the answers with a stall: TTFT, TPOT, E2E, gaps
+    talk     conversations that send their histories again, to a server that thinks first
     counts   answers that are cut off, and 429s of a full queue
     pace     Poisson arrivals as the server saw them, send lag, the client's CPU
     limit    servers that batch by a known step-time model (steady, of two speeds, with pauses):
@@ -24,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -50,7 +51,8 @@ from serving.capacity.simulated_capacity import capacity
 from serving.capacity.slo import Slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.hardware.machine_facts import allowed_cores
-from serving.workload.request_lengths import RequestSpec, Workload
+from serving.workload.conversations import draw_sessions
+from serving.workload.request_lengths import RequestSpec, Spread, Workload
 
 RATE, PACE_SECONDS = 600.0, 3.0
 WARM_UP_SECONDS = 1.0  # of requests whose times do not count: they open connections
@@ -82,7 +84,7 @@ WORLDS: dict[str, tuple[dict[str, float], tuple[float, float, float]]] = {
 Log = Mapping[str, Mapping[str, Any]]
 QUANTILES = (0.50, 0.95, 0.99)
 SHARE = 0.01  # of a time: what it may be off by, or so many seconds where that is more
-FLOOR_SECONDS = {"TTFT": 0.001, "TPOT": 0.0001, "E2E": 0.001}  # a TPOT is a mean
+FLOOR_SECONDS = {"TTFT": 0.001, "TPOT": 0.0001, "E2E": 0.001, "TTFA": 0.002}  # a TPOT is a mean
 DISPERSION_SIGMA = 3.3  # standard deviations: about 1 in 1,000 right processes has more
 CAPACITY_SHARE = 0.15
 CONFIRMED_SHARE = 0.05  # that a confirmed rate may be above the truth: a minute may be lucky
@@ -121,9 +123,11 @@ class Bench:
         with Child(command, log=log) as child:
             yield child, log
 
-    def send(self, url: str, **load: Any) -> Loaded:
+    def send(
+        self, url: str, api: Literal["completions", "chat"] = "completions", **load: Any
+    ) -> Loaded:
         """One level, as the runner has it sent; `load`: of a LoadPlan."""
-        target = Target(url=url)
+        target = Target(url=url, api=api)
         plan = LoadPlan(target=target, drain_seconds=20.0, facts=probe(target), **load)
         with connect(url) as pool:
             before = msgspec.json.decode(fetch(pool, get_bytes(pool, "/truth"))[2])
@@ -167,6 +171,26 @@ def counts(bench: Bench) -> list[Row]:
     truth = {"ttft": 0.03, "gap": 0.004, "slots": 2, "waiting": 4, "cut_every": 5}
     records, _, log = bench.load(60.0, 2.0, 8, **truth)
     return failure_rows("failures and refusals", records, log)
+
+
+def conversations(bench: Bench) -> list[Row]:
+    """Turns whose histories are sent again to a server that thinks first, and that cuts off some
+    answers: these sessions end, and their missing turns are failures.
+    """
+    workload = Workload(
+        prompt_tokens=24,
+        output_tokens=16,
+        shared_prefix_tokens=8,
+        turns=Spread(mean=4, sd=1, min=2, max=6),
+        think_seconds=Spread(mean=0.15, sd=0.05, min=0.05, max=0.4),
+        turn_tokens=12,
+    )
+    truth = {"ttft": 0.03, "gap": 0.004, "reasoning_share": 0.5, "cut_every": 13}
+    with bench.server(**truth) as url:
+        records, _, log = bench.send(
+            url, api="chat", rate=12.0, window_seconds=3.0, workload=workload
+        )
+    return conversation_rows("conversations", records, log, workload)
 
 
 def pace(bench: Bench) -> list[Row]:
@@ -239,7 +263,7 @@ def run_selftest(progress: Progress) -> list[Row]:
     """All parts; one with times that are off is run once more, since a machine's hiccup does not
     come back. Counts must be right at once. Raises LoadError where a part cannot run at all.
     """
-    parts = (times, counts, pace, limit)
+    parts = (times, counts, conversations, pace, limit)
     rows: list[Row] = []
     with open_bench() as bench:
         for number, part in enumerate(parts):
@@ -319,6 +343,48 @@ def failure_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list
     kinds = [failure_of(record) for record in records]
     seen = Counter(names.get(kind, kind or "") for kind in kinds)
     return [Row(world, name, true[name], seen[name], 0) for name in sorted(true | seen)]
+
+
+def conversation_rows(
+    world: str, records: Sequence[RequestRecord], log: Log, workload: Workload
+) -> list[Row]:
+    """Every turn of every session, sent or missing; what was reused; when each turn came, and when
+    the first token of each answer behind the reasoning."""
+    sent = [one for one in records if one.request_id in log]
+    missing = [one for one in records if one.error == "session_ended"]
+    sessions = {one.session: 0 for one in records if one.session is not None}
+    drawn = draw_sessions(workload, max(sessions, default=-1) + 1, 1)
+    turns = {(one.session, one.turn): one for one in records}
+    ended = {one.session for one in records if one.error is not None}
+    lost = sum(len(drawn[one].turns) for one in ended if one is not None)
+    kept = sum(one.session in ended for one in records)
+    cached = sum(int(log[one.request_id or ""]["cached"]) for one in sent if one.error is None)
+    seen = sum(one.cached_tokens or 0 for one in sent if one.error is None)
+    late = []
+    for one in sent:
+        before = turns.get((one.session, (one.turn or 0) - 1))
+        if before is not None and before.ended_seconds is not None and one.session is not None:
+            think = drawn[one.session].turns[one.turn or 0].think_seconds
+            late.append((one.sent_seconds or 0.0) - before.ended_seconds - think)
+    answered = [one for one in sent if one.error is None]
+    entries = [log[one.request_id or ""] for one in answered]
+    true = np.array([entry["first_answer"] - entry["arrived"] for entry in entries])
+    told = level_of(answered).ttfa
+    rows = [
+        Row(world, "turns on the wire", len(log), len(sent), 0),
+        Row(world, "turns of sessions that ended early", lost, kept, 0),
+        Row(world, "turns that never came", None, len(missing), len(records)),
+        Row(world, "tokens found in the cache", cached, seen, 0),
+    ]
+    if not late or not len(true):
+        return [*rows, Row(world, "times", None, None, 0)]
+    rows.append(Row(world, "turn behind its think time, s", None, max(late), 0.01))
+    for share in (0.5, 0.95):
+        values = (float(np.quantile(one, share, method="inverted_cdf")) for one in (true, told))
+        truth, measured = values
+        limit = max(SHARE * truth, FLOOR_SECONDS["TTFA"])
+        rows.append(Row(world, f"TTFA p{share * 100:g}, s", truth, measured, limit))
+    return rows
 
 
 def arrival_row(world: str, arrived: npt.NDArray[np.float64], rate: float) -> Row:

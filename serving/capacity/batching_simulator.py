@@ -285,15 +285,16 @@ class _Engine:
         self.think: list[float | None] = []  # of the request behind each, where it continues it
         self.slots: SimulatedSlots | None = None
         if turns is not None:
-            numbers, think = turns.number.tolist(), turns.think_seconds.tolist()
+            think = turns.think_seconds.tolist()
             is_timed = turns.number == 0 if turns.is_timed is None else turns.is_timed
             timed = is_timed.tolist()
             self.coming = [pair for pair in self.coming if timed[pair[1]]]
             heapq.heapify(self.coming)
+            same = (np.diff(turns.session) == 0).tolist()
             self.think = [
-                think[one + 1] if one + 1 < count and numbers[one + 1] else None
-                for one in range(count)
-            ]
+                seconds if is_next else None
+                for seconds, is_next in zip(think[1:], same, strict=True)
+            ] + [None]
             if turns.reuse != "none":
                 self.slots = SimulatedSlots(turns, settings.slots)
                 for request in turns.ended[-settings.slots :]:

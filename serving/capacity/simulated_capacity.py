@@ -389,15 +389,20 @@ class Server:
         is_timed = (times >= 0.0) & ((number == 0) | (np.concatenate([[0.0], times[:-1]]) < 0.0))
         goes_on = np.append((number[1:] > 0) & (times[1:] < 0.0), False)
         past = np.flatnonzero((times < 0.0) & ~goes_on)  # the last one of each session
+        past = past[np.argsort(times[past])][-self.settings.slots :]
+        # All others before 0 are left out: there may be many more of them than are played.
+        kept = times >= 0.0
+        kept[past] = True
+        place = np.cumsum(kept) - 1
         again = msgspec.structs.replace(
             turns,
-            session=session,
-            number=number,
-            think_seconds=turns.think_seconds[at],
-            history_tokens=turns.history_tokens[at],
-            is_timed=is_timed,
-            ended=tuple(past[np.argsort(times[past])].tolist()),
+            session=session[kept],
+            number=number[kept],
+            think_seconds=turns.think_seconds[at[kept]],
+            history_tokens=turns.history_tokens[at[kept]],
+            is_timed=is_timed[kept],
+            ended=tuple(place[past].tolist()),
         )
-        tokens = (lengths.prompt[at], lengths.output[at])
-        played = simulate(self.step_times, self.settings, times, *tokens, turns=again)
+        tokens = (lengths.prompt[at[kept]], lengths.output[at[kept]])
+        played = simulate(self.step_times, self.settings, times[kept], *tokens, turns=again)
         return msgspec.structs.replace(played, reasoning_share=lengths.reasoning_share)

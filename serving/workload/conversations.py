@@ -26,7 +26,7 @@ from serving.workload.trace_file import load_sessions
 
 Whole = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
-NEARLY_ALL = 0.9  # of the turns: their rate is then nearly what it will be
+NEARLY_ALL = 0.95  # of the turns: their rate is then nearly what it will be
 MEAN_SESSIONS, MEAN_SEED = 2_000, 1  # by which a workload's means are told
 _STREAM = 0x0C  # keeps these draws apart from those of lengths and arrivals under the same seed
 

@@ -96,6 +96,19 @@ SESSION_PRESETS = {
         turn_tokens=Spread(mean=3000, sd=2500, min=500, max=15_000),
         prefix_tokens=2000,
     ),
+    # Statistics of the Mooncake conversation trace (github.com/kvcache-ai/Mooncake, Apache-2.0):
+    # 12,031 requests in 8,224 conversations. A turn is a request that begins with all blocks of 512
+    # tokens of an earlier one; the time between two turns is between their arrivals, answer
+    # included. All prompts share their first block. Turns are 1.46 on average with a standard
+    # deviation of 1.3, once those below 1 are cut to it.
+    "mooncake": SessionPreset(
+        prompt=Spread(mean=11_250, sd=15_800, min=890, max=126_000),
+        output=Spread(mean=343, sd=250, min=1, max=2000, kind="normal"),
+        turns=Spread(mean=1.15, sd=1.5, min=1, max=43),
+        think_seconds=Spread(mean=218, sd=274, min=6, max=3030),
+        turn_tokens=Spread(mean=1350, sd=4000, min=1, max=91_000),
+        prefix_tokens=512,
+    ),
 }
 
 
@@ -106,7 +119,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         str | None,
         key(
             "Preset of lengths: chat, code, sharegpt or summarise (from a shipped trace), or "
-            "conversation, reasoning or agent (from a public catalog)."
+            "conversation, reasoning or agent (from a public catalog), or mooncake (conversations "
+            "of a public trace)."
         ),
     ] = None
     prompt_tokens: Annotated[Tokens | None, key("Length of every prompt; needs output_tokens.")] = (

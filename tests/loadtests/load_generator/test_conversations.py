@@ -178,9 +178,9 @@ def test_conversations_need_the_chat_route() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "turns", "think_seconds", "prompt_tokens"),
-    [("conversation", 4, 45, 50), ("agent", 15, 25, 3000)],
+    [("conversation", 4, 45, 50), ("agent", 15, 25, 3000), ("mooncake", 1.46, 218, 1350)],
 )
-def test_presets_have_the_numbers_of_their_catalogue(
+def test_presets_have_the_numbers_of_their_source(
     preset: str, turns: float, think_seconds: float, prompt_tokens: float
 ) -> None:
     sessions = draw_sessions(Workload(preset=preset), 2000, 1)
@@ -189,7 +189,7 @@ def test_presets_have_the_numbers_of_their_catalogue(
     means = [sum(t.think_seconds for t in later), sum(t.prompt_tokens for t in later)]
     assert mean_turns(sessions) == pytest.approx(turns, rel=0.1)
     assert [one / len(later) for one in means] == pytest.approx(
-        [think_seconds, prompt_tokens], rel=0.1
+        [think_seconds, prompt_tokens], rel=0.15
     )
     caps = Workload(preset=preset, max_prompt_tokens=100, max_output_tokens=9)
     capped = [turn for session in draw_sessions(caps, 50, 1) for turn in session.turns]

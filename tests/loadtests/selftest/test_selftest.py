@@ -10,7 +10,7 @@ import pytest
 from loadtests.campaign.progress import Progress
 from loadtests.cli.selftest_command import show_selftest
 from loadtests.selftest import selftest
-from loadtests.selftest.selftest import Row, counts, open_bench
+from loadtests.selftest.selftest import Row, conversations, counts, open_bench
 
 
 def test_the_self_test_passes_its_counts() -> None:
@@ -20,13 +20,23 @@ def test_the_self_test_passes_its_counts() -> None:
     assert all(row.truth == row.measured and row.truth and row.passed for row in rows.values())
 
 
+def test_the_self_test_has_conversations_that_are_reused_and_think_first() -> None:
+    """Every turn is sent or recorded as missing, and the server's cached tokens are those seen."""
+    with open_bench() as bench:
+        rows = {row.what: row for row in conversations(bench)}
+    exact = [row for row in rows.values() if row.truth is not None and not row.limit]
+    assert len(exact) == 3 and all(row.passed and row.truth for row in exact)
+    assert rows["turns that never came"].measured, "some sessions ended early"
+    assert (rows["TTFA p50, s"].truth or 0) > 0.05, "behind the reasoning"
+
+
 @pytest.mark.parametrize("second", [1.05, 2.0])
 def test_a_part_that_is_off_is_run_once_more(
     second: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hiccup does not come twice; what is wrong does."""
     found = iter([2.0, second, 7.0])
-    for part in ("counts", "pace", "limit"):
+    for part in ("counts", "conversations", "pace", "limit"):
         monkeypatch.setattr(selftest, part, lambda bench: [])
     monkeypatch.setattr(selftest, "open_bench", nullcontext)
     monkeypatch.setattr(selftest, "times", lambda bench: [Row("w", "TTFT", 1.0, next(found), 0.1)])
