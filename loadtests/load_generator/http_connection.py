@@ -25,9 +25,12 @@ import gevent.socket
 import gevent.ssl
 import httptools
 import msgspec
-from gevent.hub import Waiter
+from gevent.hub import Hub, Waiter
 
 from loadtests.errors import TargetUnusable
+
+# Ctrl-C ends the program with a sentence; gevent would print a traceback before it.
+Hub.NOT_ERROR = (*Hub.NOT_ERROR, KeyboardInterrupt)
 
 clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all processes of a machine
 

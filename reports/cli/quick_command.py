@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -40,7 +43,9 @@ from serving.capacity.slo import Slo, parse_slo
 from serving.cli.command_of_options import command_of
 from serving.option_help import Positive, Seconds, option
 
+CLOSING_SECONDS = 3.0  # of the maximum time, to end what runs when the time is over
 READY_SECONDS = 20.0  # that a server may need for its first answer
+MORE_TIME = 4  # times the seconds that were too few
 THINK_SECONDS = 45.0  # mean of inference-perf's interactive-chat
 
 
@@ -134,7 +139,7 @@ def _quick(options: QuickOptions) -> None:
             "simulate; give lengths of single requests, such as chat:1024:256."
         )
     try:
-        with signals_interrupt(), _QuickProgress() as progress:
+        with _time_limit(options.seconds), signals_interrupt(), _QuickProgress() as progress:
             server = _server_of(options, progress)
             question = QuickQuestion(
                 target=_target_of(options, server, progress),
@@ -143,6 +148,8 @@ def _quick(options: QuickOptions) -> None:
                 seconds=options.seconds,
             )
             answer = _measured(options, question, server, shape, progress)
+    except _TimeIsOver as problem:
+        raise Incomplete(str(problem)) from None
     except KeyboardInterrupt:
         raise Incomplete("Stopped.") from None
     if options.as_json:
@@ -153,6 +160,43 @@ def _quick(options: QuickOptions) -> None:
 
 
 quick = command_of(QuickOptions, _quick)
+
+
+class _TimeIsOver(LoadError):
+    """The maximum time has passed before the server was measured."""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Inside, raise SIGINT in time to end within so many seconds, and _TimeIsOver at the end.
+
+    What runs then ends as by Ctrl-C, with its records: every server, process and file is closed.
+    """
+    is_over = False
+
+    def end(*_: object) -> None:
+        nonlocal is_over
+        is_over = True
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds - CLOSING_SECONDS)
+    try:
+        yield
+    except (KeyboardInterrupt, LoadError) as problem:
+        if not is_over:
+            raise
+        raise _TimeIsOver(
+            f"The server is too slow to be estimated within {seconds:g} s. Give more time, such as "
+            f"--seconds {seconds * MORE_TIME:g}."
+        ) from problem
+    finally:
+        _stop_clock()
+        signal.signal(signal.SIGALRM, before)
+
+
+def _stop_clock() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _slo_of(options: QuickOptions) -> Slo:
@@ -256,6 +300,7 @@ def _measured(
         )
         question = msgspec.structs.replace(question, workload=workload)
     folder = run(quick_plan(question), options.out, progress, command=sys.argv)
+    _stop_clock()  # all is measured: a simulation on a busy machine may take a little longer
     progress.tick("simulating")
     return quick_answer(
         _with_shape(read_report(folder), shape),

@@ -137,12 +137,15 @@ def cost_lines(data: ReportData, answers: Sequence[Answer]) -> list[str]:
     answer, million = known[-1]
     gpu, own = answer.takeover_gpu, _joules(joules_of(answer.cell))
     assert gpu is not None
-    predicted = _joules(_of_takeover(answer, answer.cell), "not known")
+    predicted_joules = _of_takeover(answer, answer.cell)
+    predicted = (
+        "not known" if predicted_joules is None else f"{_joules(predicted_joules)} predicted"
+    )
     return [
         f"{gpu.name} ({formatting.dollars_per_hour(gpu.dollars_per_hour)}): "
         f"${formatting.significant(million)} per million output tokens of {answer.model} at the "
-        f"{RATE_NAMES['predicted']}; energy per token: {predicted} predicted. This machine: price "
-        f"not known; energy per token: {own}."
+        f"{RATE_NAMES['predicted']}; energy per token: {predicted}. This machine: price not known; "
+        f"energy per token: {own}."
     ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from pathlib import Path
 
 import msgspec
@@ -26,7 +28,7 @@ from serving.capacity.slo import SLO_PRESETS, Slo, parse_slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.workload.request_lengths import Workload
 from tests.loadtests.campaign.simulated import Simulated
-from tests.loadtests.load_generator.scripted_endpoint import answered, scripted
+from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted
 from tests.loadtests.simulation.known_server import SETTINGS
 
 CHAT = SLO_PRESETS["chat"]
@@ -138,6 +140,27 @@ def test_a_server_that_does_not_stream_is_named_with_its_words(tmp_path: Path) -
     with scripted(lambda asked: answered({"error": {"message": "no such thing"}}, 404)) as url:
         status, text = run_command(url, "--model", "m", "--out", str(tmp_path))
     assert status != 0 and "no such thing" in text
+
+
+def test_a_server_that_is_too_slow_is_refused_within_the_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick_command, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(quick_command, "CLOSING_SECONDS", 0.0)
+
+    test_is_over = threading.Event()
+
+    def never(asked: Asked) -> bytes:
+        if asked.path.endswith("completions"):
+            test_is_over.wait()
+        return answered({"data": [{"id": "m"}]})
+
+    with scripted(never) as url:
+        status, text = run_command(url, "--seconds", "1", "--out", str(tmp_path))
+        test_is_over.set()
+    assert status != 0 and "too slow" in text and "--seconds 4" in text
+    assert "Traceback" not in text
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)  # no alarm is left behind
 
 
 def test_an_slo_of_own_limits_is_the_campaigns() -> None:
