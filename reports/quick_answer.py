@@ -10,8 +10,9 @@ None, which people read as "not measured" or "not known".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -111,6 +112,35 @@ def quick_answer(
         notes=(*_notes_of(cell), *notes),
         run=cell.folder,
     )
+
+
+class FailedRequests(NamedTuple):
+    """Single requests that got no whole answer: refused, cut off, timed out."""
+
+    count: int
+    requests: int  # all of them
+    kinds: Mapping[str, int]  # how many failed in which way, as records name it
+
+    @property
+    def share(self) -> float:
+        return self.count / self.requests if self.requests else 0.0
+
+    @property
+    def words(self) -> str:
+        """`18 of 20 single requests failed (17 connection, 1 cut_off)`."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
+        return f"{self.count} of {self.requests} single requests failed ({kinds})"
+
+
+def failed_requests(data: ReportData) -> FailedRequests:
+    """Return the single requests of a run that failed, of all its levels together."""
+    (cell,) = data.cells
+    kinds: Counter[str] = Counter()
+    requests = 0
+    for level in (one.level for one in cell.levels if one.level.is_single_stream):
+        kinds.update(level.failures)
+        requests += int(level.counted.sum())
+    return FailedRequests(kinds.total(), requests, kinds)
 
 
 def _notes_of(cell: CellData) -> list[str]:

@@ -37,7 +37,7 @@ from models.errors import ModelError
 from models.identify_model import identify
 from models.model_ladder import PACKAGED, packaged_file
 from models.model_spec import ModelSpec
-from reports.quick_answer import QuickAnswer, lines_of, markdown_of, quick_answer
+from reports.quick_answer import QuickAnswer, failed_requests, lines_of, markdown_of, quick_answer
 from reports.report_data import ReportData, read_report
 from serving.capacity.slo import Slo, parse_slo
 from serving.cli.command_of_options import command_of
@@ -46,6 +46,7 @@ from serving.option_help import Positive, Seconds, option
 CLOSING_SECONDS = 3.0  # of the maximum time, to end what runs when the time is over
 READY_SECONDS = 20.0  # that a server may need for its first answer
 MORE_TIME = 4  # times the seconds that were too few
+MAX_FAILED_SHARE = 0.5  # of the single requests; more say nothing of the latency
 THINK_SECONDS = 45.0  # mean of inference-perf's interactive-chat
 
 
@@ -302,8 +303,17 @@ def _measured(
     folder = run(quick_plan(question), options.out, progress, command=sys.argv)
     _stop_clock()  # all is measured: a simulation on a busy machine may take a little longer
     progress.tick("simulating")
+    data = read_report(folder)
+    failed = failed_requests(data)
+    if failed.share > MAX_FAILED_SHARE:
+        raise TargetUnusable(
+            f"{failed.words}: the server cannot be measured. Look at its log. Their records are in "
+            f"{folder}."
+        )
+    if failed.count:
+        notes.append(failed.words)
     return quick_answer(
-        _with_shape(read_report(folder), shape),
+        _with_shape(data, shape),
         software=SOFTWARE_NAMES[server.software],
         think_seconds=options.think,
         notes=tuple(notes),

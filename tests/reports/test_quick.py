@@ -28,7 +28,7 @@ from serving.capacity.slo import SLO_PRESETS, Slo, parse_slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.workload.request_lengths import Workload
 from tests.loadtests.campaign.simulated import Simulated
-from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted
+from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
 from tests.loadtests.simulation.known_server import SETTINGS
 
 CHAT = SLO_PRESETS["chat"]
@@ -161,6 +161,25 @@ def test_a_server_that_is_too_slow_is_refused_within_the_seconds(
     assert status != 0 and "too slow" in text and "--seconds 4" in text
     assert "Traceback" not in text
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)  # no alarm is left behind
+
+
+def test_a_server_that_fails_is_refused_and_not_called_slow(tmp_path: Path) -> None:
+    chunks = [{"choices": [{"index": 0, "text": "a"}]}] * 8
+    requests = 0
+
+    def fails(asked: Asked) -> bytes:
+        nonlocal requests
+        if not asked.path.endswith("completions"):
+            return answered({"data": [{"id": "m"}]})
+        requests += 1
+        whole = sse(*(b"data: " + json.dumps(chunk).encode() for chunk in chunks), b"data: [DONE]")
+        # Four: of two probes.
+        return whole if requests <= 4 else answered({"error": {"message": "out of memory"}}, 500)
+
+    with scripted(fails) as url:
+        status, text = run_command(url, "--seconds", "30", "--out", str(tmp_path))
+    assert status != 0 and "single requests failed" in text and "http_500" in text
+    assert "TTFT limit" not in text
 
 
 def test_an_slo_of_own_limits_is_the_campaigns() -> None:
