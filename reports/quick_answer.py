@@ -117,19 +117,19 @@ def quick_answer(
 class FailedRequests(NamedTuple):
     """Single requests that got no whole answer: refused, cut off, timed out."""
 
-    count: int
+    failed: int
     requests: int  # all of them
     kinds: Mapping[str, int]  # how many failed in which way, as records name it
 
     @property
     def share(self) -> float:
-        return self.count / self.requests if self.requests else 0.0
+        return self.failed / self.requests if self.requests else 0.0
 
     @property
     def words(self) -> str:
         """`18 of 20 single requests failed (17 connection, 1 cut_off)`."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
-        return f"{self.count} of {self.requests} single requests failed ({kinds})"
+        return f"{self.failed} of {self.requests} single requests failed ({kinds})"
 
 
 def failed_requests(data: ReportData) -> FailedRequests:

@@ -310,7 +310,7 @@ def _measured(
             f"{failed.words}: the server cannot be measured. Look at its log. Their records are in "
             f"{folder}."
         )
-    if failed.count:
+    if failed.failed:
         notes.append(failed.words)
     return quick_answer(
         _with_shape(data, shape),
