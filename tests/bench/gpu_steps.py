@@ -222,12 +222,12 @@ class Child:
         for rows in decoding:
             for tokens in prompts:
                 pieces = [min(256, tokens - at) for at in range(0, tokens, 256)]
-                step = [self.row(slot, 1, self.confirmed_rate()) for slot in range(rows)]
+                step = [self.row(slot, 1, self.held()) for slot in range(rows)]
                 step += [self.row(rows + at, count, 0) for at, count in enumerate(pieces)]
                 milliseconds = self.median_ms(partial(self.backend.step, step), rounds)
                 say(**{f"{rows} rows + {tokens} prompt tokens ms": milliseconds})
             for slot in range(rows, rows + 4):
-                self.backend.step([self.row(slot, self.confirmed_rate(), 0)])
+                self.backend.step([self.row(slot, self.held(), 0)])
 
     def decode(self, rows: int, steps: int) -> None:
         """Milliseconds of a decode step by how tokens are drawn: launched, on the CPU stepped."""
@@ -253,7 +253,7 @@ class Child:
     def chain(self, rows: int, sampling: Any, steps: int) -> None:
         from serving.sampling.step_inputs import DRAWN, Row
 
-        held, after = self.confirmed_rate(), None
+        held, after = self.held(), None
         for slot in range(rows):
             self.backend.truncate(slot, held)
         for step in range(steps):
