@@ -322,6 +322,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None = None
     url: str | None = None  # the endpoint, if the runner does not start a server
     engine: str = ""  # the name of one of the campaign's `engines`
+    threads: int | None = None  # chosen with the best engine; None: those of the layout
     is_best: bool = False  # the engine is the CPU's fastest, chosen when the cell starts
     # None for an endpoint or another project's engine, which reports its device; before a run has
     # begun, if the campaign names no devices; and in runs of earlier versions.

@@ -155,6 +155,7 @@ def fastest_engine(
         cell=cell.key,
         backend=choice.backend,
         weight_format=choice.weight_format,
+        threads=choice.threads,
         reason=choice.reason,
     )
 
@@ -180,6 +181,8 @@ def question_of(cell: Cell, campaign: Campaign) -> Question:
         request=_placement(campaign, cell, spec, Policy.cpu_only),
         threads=server.threads or layout.engine_threads,
         cores=layout.engine,
+        are_threads_open=server.threads is None,
+        may_measure_reference=True,
         formats=tuple(campaign.formats),
         engines=engines,
         workload=campaign.workload,

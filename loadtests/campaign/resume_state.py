@@ -76,8 +76,12 @@ class CellRecord:
                 self.starts += 1
             case journal.EngineChosen():
                 self.choice = event
-                engine = {"backend": event.backend, "weight_format": event.weight_format}
-                self.cell = msgspec.structs.replace(self.cell, **engine)
+                self.cell = msgspec.structs.replace(
+                    self.cell,
+                    backend=event.backend,
+                    weight_format=event.weight_format,
+                    threads=event.threads,
+                )
             case journal.Calibrated():
                 self.calibrated = event
                 self.spent_seconds += event.spent_seconds

@@ -293,7 +293,7 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "port": 0,
         "cores": cores_text(layout.engine),
         "api_cores": cores_text(layout.api),
-        "threads": campaign.server.threads or layout.engine_threads,
+        "threads": campaign.server.threads or cell.threads or layout.engine_threads,
         "ready_file": ready_file.absolute(),
         "served_name": None if cell.identity is None else cell.model,
     }

@@ -201,6 +201,7 @@ class EngineChosen(Event, frozen=True, kw_only=True):
     backend: str
     weight_format: str
     reason: str  # with what each of the others would hold, or why it cannot be chosen
+    threads: int | None = None  # chosen among several numbers; None: no other was tried
 
 
 class Calibrated(Event, frozen=True, kw_only=True):

@@ -5,8 +5,10 @@
 
 Memory and installed packages decide which backends are candidates. A child process measures each
 candidate with the backend that would serve: prompts alone, decode steps of one row, and decode
-steps of all slots. The times are saved in CACHE/engine-times.json until the CPU or the version of
-an engine's library changes; disturbed times are measured again.
+steps of all slots. An engine that would have more than 8 threads is measured with half of them too:
+CPUs may be hyperthreads, and a step waits for the last of its threads. The times are saved in
+CACHE/engine-times.json until the CPU or the version of an engine's library changes; disturbed times
+are measured again.
 
 The times give a step-time model of each engine, and `capacity()` computes its capacity under the
 workload and the SLO. The engine with the most capacity is chosen. If the capacity of another engine
@@ -58,6 +60,7 @@ from serving.capacity.simulated_capacity import (
 from serving.capacity.slo import DEFAULT_SLO, SLO_PRESETS, Slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.errors import ServingError
+from serving.hardware.cpu_topology import SHARED_CORES
 from serving.hardware.machine_facts import HardwareFacts
 from serving.placement.placement_policy import (
     NoPlacement,
@@ -73,6 +76,10 @@ BEST = "best"  # a campaign writes it in place of a backend's name
 USUAL = tuple(
     (name, format_of(name, None)) for name, row in BACKENDS.items() if row.is_cpu_candidate
 )
+# CPUs with these flags have instructions for torch's usual format, so torch is a candidate too.
+BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
+REFERENCE = ("torch", format_of("torch", None))
+MIN_HALVED_THREADS = SHARED_CORES + 1  # from this many on, half of the threads are measured too
 # A bigger model, whose weights would first have to be made, is judged by this ladder model's times,
 # scaled.
 PROXY, MAX_MEASURED_PARAMETERS = "llama-3.2-1b", 2_000_000_000
@@ -109,10 +116,13 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
     capacity: SimulatedCapacity | None = None  # under the workload and SLO, by `times`
 
     is_without_slo: bool = False  # the capacity is that without limits
+    threads: int | None = None  # None: those of the question, the only number that is measured
 
     @property
     def name(self) -> str:
-        return f"{self.backend} {self.weight_format}".strip()
+        """The engine and its format, and the threads where several numbers are tried."""
+        threads = "" if self.threads is None else f" with {self.threads} threads"
+        return f"{self.backend} {self.weight_format}".strip() + threads
 
     @property
     def rate(self) -> float:
@@ -133,6 +143,7 @@ class EngineChoice(NamedTuple):
     weight_format: str
     reason: str
     candidates: tuple[EngineCandidate, ...]
+    threads: int | None = None  # None: only the requested number was measured
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +160,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     slo: Slo = DEFAULT_SLO
     cache: str | None = None
     may_measure: bool = True  # False: use only times that are saved already
+    # Whether torch may be measured too; saved times are used in any case. Its weights take twice
+    # the room of the others, which is too much to prepare for a server that only starts.
+    may_measure_reference: bool = False
+    are_threads_open: bool = False  # the user named no number: measure half of them too
 
     @property
     def settings(self) -> SchedulerSettings:
@@ -158,10 +173,19 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     def key(self, engine: EngineCandidate) -> str:
         """Return the key of the times in the table: all they depend on except the machine."""
         model, asked = self.request.model, self.settings
+        named = f"{engine.backend} {engine.weight_format}".strip()
+        threads = engine.threads or self.threads
         return (
-            f"{model.name} ({model.parameters}), {engine.name}, {self.threads} threads, "
+            f"{model.name} ({model.parameters}), {named}, {threads} threads, "
             f"{asked.slots} slots, KV {asked.kv_dtype}"
         )
+
+    @property
+    def thread_counts(self) -> tuple[int | None, ...]:
+        """The numbers of threads that each engine is measured with; None: `threads` alone."""
+        if not self.are_threads_open or self.threads < MIN_HALVED_THREADS:
+            return (None,)
+        return (self.threads, self.threads // 2)
 
 
 def fastest_backend(
@@ -172,11 +196,23 @@ def fastest_backend(
     Raises NoPlacement if no engine can run the model here.
     """
     pairs = [pair for one in question.formats for pair in backends_with("cpu", one)]
-    looked = question.engines or (pairs if question.formats else USUAL)
+    looked = question.engines or (pairs if question.formats else usual_candidates(facts))
     found = [_looked_at(question, facts, *pair) for pair in looked]
+    found = [
+        msgspec.structs.replace(one, threads=threads)
+        for one in found
+        for threads in question.thread_counts[: 1 if one.why_not else None]
+    ]
     if sum(not one.why_not for one in found) > 1:
+        measured = [_measured(question, one, facts, say, progress) for one in found]
+        is_reference = not (question.engines or question.formats)
         found = _with_capacities(
-            question, [_measured(question, one, facts, say, progress) for one in found]
+            question,
+            [
+                one
+                for one in measured
+                if not is_reference or one.times or (one.backend, one.weight_format) != REFERENCE
+            ],
         )
     possible = ranked(found, question.request.model)
     if not possible:
@@ -184,9 +220,15 @@ def fastest_backend(
         told = told or f"no CPU engine has the format {', '.join(question.formats)}"
         raise NoPlacement(f"No engine here can run {question.request.model.name}: {told}")
     best = possible[0]
-    return EngineChoice(
-        best.backend, best.weight_format, _reason(question, best, found), tuple(found)
-    )
+    reason = _reason(question, best, found)
+    return EngineChoice(best.backend, best.weight_format, reason, tuple(found), best.threads)
+
+
+def usual_candidates(facts: HardwareFacts) -> tuple[tuple[str, str], ...]:
+    """Return the engines that are looked at where no format is asked for, with their formats: torch
+    too where it is installed and the CPU multiplies bf16."""
+    has_bf16 = bool(BF16_FLAGS & {*facts.isa}) and REFERENCE[0] not in missing_backends()
+    return (*USUAL, REFERENCE) if has_bf16 else USUAL
 
 
 def ranked(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[EngineCandidate]:
@@ -249,7 +291,12 @@ def known_times(
     """
     cache, began = question.cache, time.monotonic()
     kept = read_table(cache, facts).get(question.key(engine))
-    if not question.may_measure or (kept is not None and kept.taken_share <= MAX_TAKEN):
+    may_measure = question.may_measure and (
+        question.may_measure_reference
+        or bool(question.engines or question.formats)
+        or (engine.backend, engine.weight_format) != REFERENCE
+    )
+    if not may_measure or (kept is not None and kept.taken_share <= MAX_TAKEN):
         return kept
     kind, spelt = weights_of(engine.backend, engine.weight_format)
     files = resolve(question.source, kind=kind, weight_format=spelt, cache=cache, progress=progress)
@@ -260,7 +307,7 @@ def known_times(
         weight_format=files.weight_format,
         tokenizer_path=files.tokenizer_path,
         settings=question.settings,
-        threads=question.threads,
+        threads=engine.threads or question.threads,
         cores=question.cores,
     )
     progress(f"measuring {engine.name} on {files.name}", None)

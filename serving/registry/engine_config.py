@@ -195,6 +195,8 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         )
         placement = machine.place(request, facts)
         placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
+        if choice.threads is not None:
+            split = machine.split(model.cores, choice.threads)
     options = options_by_backend(model.options, [one.backend for one in placement.attempts])
     files, placement = files_of_engines(model, placement, machine)
     prepared = Prepared(
@@ -259,7 +261,7 @@ def with_known_fallback(
     asked = question_of(model, request, split, machine)
     if asked is None or model.weight_format:
         return request
-    quiet = msgspec.structs.replace(asked, may_measure=False)
+    quiet = msgspec.structs.replace(asked, may_measure=False, are_threads_open=False)
     try:
         found = fastest_backend(quiet, facts, machine.say, machine.progress)
     except NoPlacement:  # keep the default order; placement gives the reasons
@@ -343,6 +345,7 @@ def question_of(
         request=request,
         threads=split.threads,
         cores=split.engine,
+        are_threads_open=model.threads is None,
         formats=(model.weight_format,) if model.weight_format else (),
         workload=default_workload(model.scheduler.filled(DEFAULT_SETTINGS["cpu"])),
         cache=machine.cache,

@@ -140,14 +140,14 @@ def kept(tmp_path: Path) -> Path:
         question = question_of(cell, plan_of(cache).campaign)
         for (backend, weight_format), speed in zip(USUAL, (1.0, 2.0), strict=True):
             engine = EngineCandidate(backend=backend, weight_format=weight_format)
-            keep(cache, hardware_facts(), question.key(engine), times(speed))
+            keep(cache, FACTS, question.key(engine), times(speed))
     return cache
 
 
 def test_the_machine_chooses_rungs_and_says_why(kept: Path) -> None:
     said = Simulated().said
     here = MadeUp(FACTS)
-    plan = on_this_machine(plan_of(kept), here, hardware_facts(), Progress(said))
+    plan = on_this_machine(plan_of(kept), here, FACTS, Progress(said))
     models = [cell.model for cell in plan.cells]
     assert models[0] == "smollm2-135m" and len(models) >= 2
     assert "models, chosen by the step times of llama-3.2-1b" in said.getvalue()
@@ -188,6 +188,9 @@ def test_the_fastest_engine_is_the_one_that_would_hold_most(kept: Path, tmp_path
     options = dict(zip(words, words[1:], strict=False))
     assert (options["--backend"], options["--format"]) == ("onnx", "int8")
     assert options["--policy"] == "cpu-only"
+    fewer = msgspec.structs.replace(cell, threads=7)
+    words = serve_command(fewer, best.campaign, layout, tmp_path / "ready.json")
+    assert words[words.index("--threads") + 1] == "7"
     (limited,) = plan_of(kept, '["135m"]\nformats = ["Q4_0", "int4"]').cells
     assert limited.key == "smollm2-135m-best"
 

@@ -19,6 +19,7 @@ from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSett
 from serving.capacity.slo import SLO_PRESETS
 from serving.errors import ServingError
 from serving.hardware.machine_facts import hardware_facts
+from serving.placement import fastest_backend as fastest_backend_module
 from serving.placement.fastest_backend import (
     EngineCandidate,
     EngineChoice,
@@ -38,7 +39,7 @@ from tests.serving.backends.hf_folders import onnx_folder
 from tests.shapes import TINY_LLAMA3
 
 FACTS = msgspec.structs.replace(
-    hardware_facts(), memory_available_bytes=64 << 30, cgroup_memory_bytes=None
+    hardware_facts(), memory_available_bytes=64 << 30, cgroup_memory_bytes=None, isa=("avx2",)
 )
 
 
@@ -108,6 +109,56 @@ def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> 
     assert [path.name for path in cache.iterdir()] == [table_path(cache).name]
     rates = [one.rate for one in choice.candidates]
     assert rates[1] > 1.5 * rates[0] > 0 and "onnx int8: " in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [("amx_bf16", "torch"), ("avx512_bf16", "torch"), ("avx512_vnni", "onnx")],
+)
+def test_torch_is_looked_at_where_the_cpu_multiplies_bf16(
+    cache: Path, flag: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = msgspec.structs.replace(FACTS, isa=("avx2", flag))
+    monkeypatch.setattr(fastest_backend_module, "missing_backends", dict)
+    for backend, weight_format, seconds in (
+        ("llama_cpp", "Q4_0", 0.02),
+        ("onnx", "int8", 0.01),
+        ("torch", "bf16", 0.002),
+    ):
+        engine = EngineCandidate(backend=backend, weight_format=weight_format)
+        keep(cache, facts, asked(cache).key(engine), times(seconds))
+    choice = fastest_backend(asked(cache), facts, print, lambda what, fraction: None)
+    assert choice.backend == expected
+
+
+def test_torch_that_was_never_measured_is_left_out_where_it_may_not_be(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = msgspec.structs.replace(FACTS, isa=("amx_bf16",))
+    monkeypatch.setattr(fastest_backend_module, "missing_backends", dict)
+    for backend, weight_format in (("llama_cpp", "Q4_0"), ("onnx", "int8")):
+        engine = EngineCandidate(backend=backend, weight_format=weight_format)
+        keep(cache, facts, asked(cache).key(engine), times(0.01))
+    question = asked(cache, may_measure=True)
+    choice = fastest_backend(question, facts, print, lambda what, fraction: None)
+    assert [one.backend for one in choice.candidates] == ["llama_cpp", "onnx"]
+
+
+@pytest.mark.parametrize(
+    ("threads", "half_seconds", "chosen_threads"),
+    [(8, 0.001, None), (15, 0.005, 7), (15, 0.02, 15), (9, 0.005, 4)],
+)
+def test_above_eight_threads_half_of_them_are_measured_too(
+    cache: Path, threads: int, half_seconds: float, chosen_threads: int | None
+) -> None:
+    question = msgspec.structs.replace(asked(cache), threads=threads, are_threads_open=True)
+    for count, seconds in ((threads, 0.01), (threads // 2, half_seconds)):
+        engine = EngineCandidate(backend="onnx", weight_format="int8", threads=count)
+        keep(cache, FACTS, question.key(engine), times(seconds))
+    choice = fastest_backend(question, FACTS, print, lambda what, fraction: None)
+    assert (choice.backend, choice.threads) == ("onnx", chosen_threads)
+    named = msgspec.structs.replace(question, are_threads_open=False)
+    assert fastest_backend(named, FACTS, print, lambda *_: None).threads is None
 
 
 def test_the_work_decides_between_the_same_two_engines(cache: Path) -> None:
