@@ -252,7 +252,7 @@ def _rows_of(name: str, ready: Path) -> list[Row]:
         found = msgspec.structs.replace(found, reason=made.reason or found.reason)
         if found.estimated_rate:
             rate = CONFIRMING_SHARE * found.estimated_rate
-            lasts = {"window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
+            lasts: dict[str, Any] = {"window_seconds": LIMIT_SECONDS, "warmup_seconds": 1.0}
             records, _, _ = bench.send(url, workload=WORKLOAD, rate=rate, **lasts)
             level = level_of(records, rate_per_second=rate, **lasts)
             found = estimate([alone, level], SLO, **known)
