@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -123,11 +123,9 @@ class Bench:
         with Child(command, log=log) as child:
             yield child, log
 
-    def send(
-        self, url: str, api: Literal["completions", "chat"] = "completions", **load: Any
-    ) -> Loaded:
+    def send(self, url: str, *, is_chat: bool = False, **load: Any) -> Loaded:
         """One level, as the runner has it sent; `load`: of a LoadPlan."""
-        target = Target(url=url, api=api)
+        target = Target(url=url, api="chat" if is_chat else "completions")
         plan = LoadPlan(target=target, drain_seconds=20.0, facts=probe(target), **load)
         with connect(url) as pool:
             before = msgspec.json.decode(fetch(pool, get_bytes(pool, "/truth"))[2])
@@ -188,7 +186,7 @@ def conversations(bench: Bench) -> list[Row]:
     truth = {"ttft": 0.03, "gap": 0.004, "reasoning_share": 0.5, "cut_every": 13}
     with bench.server(**truth) as url:
         records, _, log = bench.send(
-            url, api="chat", rate=12.0, window_seconds=3.0, workload=workload
+            url, is_chat=True, rate=12.0, window_seconds=3.0, workload=workload
         )
     return conversation_rows("conversations", records, log, workload)
 

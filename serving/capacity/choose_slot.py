@@ -52,7 +52,7 @@ def choose_slot(
     beginning, or another one that it is copied to."""
     best = _longest(common, free)
     if common[best] < MIN_REUSED_TOKENS:
-        oldest = min(free, key=lambda slot: _age(slot, held, idle_since))
+        oldest = _oldest(free, held, idle_since)
         return SlotChoice(oldest, 0, oldest)
     return SlotChoice(_target(best, common[best], held, free, idle_since), common[best], best)
 
@@ -81,7 +81,7 @@ def choose_checkpointed_slot(
         source = _longest(common, free)
         target = _target(source, reused, held, free, idle_since)
     elif reused < MIN_REUSED_TOKENS:
-        target = source = min(free, key=lambda slot: _age(slot, held, idle_since))
+        target = source = _oldest(free, held, idle_since)
         reused = 0
     end = prompt_tokens - PROMPT_TAIL
     lengths = (longest, end) if longest < end - MIN_REUSED_TOKENS else (end,)
@@ -91,9 +91,8 @@ def choose_checkpointed_slot(
 
 def _longest(common: Sequence[int], free: Sequence[int]) -> int:
     """The slot with the longest common beginning; of several a free one, then the first."""
-    most, is_free = max(common), set(free)
-    longest = [slot for slot, tokens in enumerate(common) if tokens == most]
-    return next((slot for slot in longest if slot in is_free), longest[0])
+    most = max(common)
+    return next((slot for slot in free if common[slot] == most), common.index(most))
 
 
 def _target(
@@ -104,9 +103,12 @@ def _target(
     mostly_shared = reused * 2 >= held[best]
     if best in free and (mostly_shared or len(free) == 1):
         return best
-    return min(free, key=lambda slot: (slot == best, *_age(slot, held, idle_since)))
+    return _oldest([slot for slot in free if slot != best], held, idle_since)
 
 
-def _age(slot: int, held: Sequence[int], idle_since: Sequence[float]) -> tuple[bool, float, int]:
-    """Order of free slots: empty ones first, then the one idle for longest."""
-    return held[slot] > 0, idle_since[slot], slot
+def _oldest(free: Sequence[int], held: Sequence[int], idle_since: Sequence[float]) -> int:
+    """The free slot that is empty, else the one idle for longest; of several the first. A
+    simulation asks for it a hundred thousand times."""
+    slots = [slot for slot in free if not held[slot]] or free
+    times = [idle_since[slot] for slot in slots]
+    return slots[times.index(min(times))]
