@@ -21,6 +21,7 @@ arrival or ending.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 import sys
@@ -547,6 +548,7 @@ class SimulatedSlots:
         self.is_checkpointed = turns.reuse == "checkpoints"
         self._kept = [_NOTHING] * slots  # of idle slots
         self._held = [0] * slots  # tokens of `_kept`
+        self._free = list(range(slots))  # idle ones, ascending
         self._owner = [-1] * slots  # the request whose tokens a slot holds, idle or running
         self._shared_in_slots = [0] * slots
         # Of the running ones, whose KV has not all that sessions share, since it is computed anew.
@@ -569,8 +571,7 @@ class SimulatedSlots:
         """Give a request a slot; the tokens of its prompt that need not be computed again."""
         wanted = max(0, prompt_tokens - COMPUTED_TAIL)
         common = self._common_in_slots(request, wanted, computed)
-        held, running = self._held, self._running
-        free = [slot for slot in range(len(held)) if slot not in running]
+        held, free = self._held, self._free
         if not self.is_checkpointed:
             slot, reused, _ = choose_slot(common, held, free, self._idle_since)
         else:
@@ -589,6 +590,7 @@ class SimulatedSlots:
             self._marks[request] = marks
         self._put(slot, request, 0, self._shared)
         self._running[slot] = request
+        self._free.remove(slot)
         if reused < self._shared:
             self._without_shared.add(request)
         self._slot_of[request] = slot
@@ -611,6 +613,7 @@ class SimulatedSlots:
         """Make its slot idle, with so many tokens in its KV."""
         slot = self._slot_of.pop(request)
         del self._running[slot]
+        bisect.insort(self._free, slot)
         self._without_shared.discard(request)
         self._marks.pop(request, None)
         self._put(slot, request if tokens else -1, tokens, min(self._shared, tokens))
