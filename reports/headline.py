@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from loadtests.analysis.disturbance import MAX_SLIGHT_SHARE
 from models import formatting
+from reports.binding_limits import taken_share_of
 from reports.cheapest_gpu import TakeOver, best_cells, takes_over
 from reports.devices.device_capacity import DeviceCapacity
 from reports.report_data import CPU, GPU, CellData, ReportData
@@ -84,7 +86,7 @@ def _of_one_side(measured: Sequence[Answer], data: ReportData, side: str) -> str
     last = max((place for place, one in enumerate(cells) if one.is_served), default=-1)
     beyond = [one for one in measured[last + 1 :] if _misses_unloaded(one.side(side))]
     if last < 0 and len(beyond) < len(cells):
-        return "No rate was confirmed or estimated in this run."
+        return _without_rates(cells)
     if last < 0:
         return f"{machine} {verb} none of these models within the SLO{_needs_gpu(beyond[0])}."
     top, answer = cells[last], measured[last]
@@ -111,7 +113,7 @@ def _of_both_sides(measured: Sequence[Answer], data: ReportData) -> str:
     if not served[CPU] and not served[GPU]:
         if all(_misses_unloaded(cell) for one in measured for cell in one.cells):
             return "Neither the CPU nor the GPU serves one of these models within the SLO."
-        return "No rate was confirmed or estimated in this run."
+        return _without_rates([cell for one in measured for cell in one.cells])
     gpu_name = f"this machine's {machine_words(data, GPU)}"
     machine = machine_words(data, CPU)
     subject = "The CPU" if machine == "this machine" else f"The CPU ({machine})"
@@ -138,9 +140,29 @@ def _of_both_sides(measured: Sequence[Answer], data: ReportData) -> str:
 
 
 def _misses_unloaded(cell: CellData | None) -> bool:
-    """Even one request at a time misses the SLO."""
-    found = None if cell is None else cell.capacity
-    return found is not None and found.state == "misses_slo_unloaded"
+    """Whether even single requests miss the SLO, on a machine that had nothing else to do."""
+    if cell is None or cell.capacity is None or _is_disturbed(cell):
+        return False
+    return cell.capacity.state == "misses_slo_unloaded"
+
+
+def _is_disturbed(cell: CellData) -> bool:
+    """Whether other processes took so much that misses may be theirs and not the machine's."""
+    return bool(cell.busy) or (taken_share_of(cell) or 0.0) > MAX_SLIGHT_SHARE
+
+
+def _without_rates(cells: Sequence[CellData]) -> str:
+    """Say that no rate is known, and if other processes are the reason."""
+    said = "No rate was confirmed or estimated in this run"
+    shares = [taken_share_of(cell) or 0.0 for cell in cells if _is_disturbed(cell)]
+    if not shares:
+        return f"{said}."
+    return (
+        f"{said}: other processes took {formatting.share(max(shares))} of the engine's time. "
+        "Measure again on an idle machine."
+        if max(shares) > 0
+        else f"{said}, because the machine was never idle."
+    )
 
 
 def _best_rate(cell: CellData | None) -> float:

@@ -361,6 +361,16 @@ def test_only_what_missed_the_slo_alone_is_said_to_need_a_gpu() -> None:
     assert "needs a GPU" not in headline.headline([answers[0], untold], data)
 
 
+def test_what_other_processes_took_is_not_said_of_the_machine() -> None:
+    _, data, answers = shown()
+    *_, big = answers
+    busy = msgspec.structs.replace(big.cell, busy="`make` (pid 7) took 80 % of the CPU time")
+    said = headline.headline([msgspec.structs.replace(big, cpu=busy)], data)
+    assert "none of these models" not in said and "GPU" not in said
+    assert said.startswith("No rate was confirmed or estimated in this run")
+    assert "never idle" in said or "other processes" in said
+
+
 def test_what_was_disturbed_is_listed_and_no_answer_is_made_of_it(copied: Path) -> None:
     was = read_report(copied)
     lines = (copied / EVENTS).read_text().splitlines()
