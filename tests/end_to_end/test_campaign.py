@@ -260,7 +260,7 @@ def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
         timeout=60,
     )
     assert shown.returncode == 0 and "smollm2-135m-fake" in shown.stdout
-    assert "complete" in shown.stdout and "\n  alone: " in shown.stdout
+    assert "complete" in shown.stdout and "\n  single stream: " in shown.stdout
 
 
 OTHERS = """

@@ -52,12 +52,6 @@ class FaultyStream(Stream):
         role = self.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         return super().head() + (role if self.is_chat else b"")
 
-    def choice(self, text: str, finish: str | None = None) -> Body:
-        said = super().choice(text, finish)
-        if self.is_chat:
-            said["choices"][0]["delta"] = {"content": said["choices"][0].pop("text")}
-        return said
-
     def end(self) -> bytes:
         if self.fail == "error":
             return self.event({"error": {"message": "as told"}}) + b"0\r\n\r\n"

@@ -40,7 +40,7 @@ def test_cores_are_divided_and_gpus_are_taken_where_each_replica_has_one() -> No
 
 def test_what_replicas_cannot_honour_is_refused_by_its_flag() -> None:
     assert {*REFUSED} <= {*ServeOptions.__struct_fields__}
-    with pytest.raises(ServingError, match="--idle-unload cannot be honoured"):
+    with pytest.raises(ServingError, match="--idle-unload is not supported"):
         check_options(options(idle_unload_seconds=5.0))
     with pytest.raises(ServingError, match="2 are given"):
         check_options(ServeOptions(models=("135m", "360m"), on="ray"))
