@@ -55,6 +55,7 @@ GPU_FIXED_BYTES = 1 * GIB
 GPU_WEIGHT_SHARE = 0.05
 PREFILL_TOKENS = 2048  # of a step while someone decodes: vLLM's default for a server
 TOGETHER = (1, 2, 4, 8)  # devices that share each step, the fewest first
+TURNS = 1_000  # of conversations for a rate: each is simulated more slowly than a request
 SLOW, MIDDLE, QUICK = 1, 0, -1  # steps of the low end, of the estimate, of the high end
 
 Grade = Literal["confirmed", "estimated", "predicted"]
@@ -222,7 +223,8 @@ def simulated(service: Service, speed: int) -> Server:
     )
     slower = step_times.slower(math.exp(speed * ONE_SIDED * half_width))
     policy = service.policy()
-    return Server(slower, policy, traffic.lengths, traffic.arrivals, count=QUICK_REQUESTS)
+    count = QUICK_REQUESTS if traffic.lengths.turns is None else TURNS
+    return Server(slower, policy, traffic.lengths, traffic.arrivals, count=count)
 
 
 def holds(service: Service, slo: Slo, rate: float) -> Answer:

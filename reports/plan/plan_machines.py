@@ -127,12 +127,15 @@ def _candidate(found: DeviceCapacity, price_date: str = "") -> Candidate:
 
 def _predicted(asked: Question, machine: Machine, weight_format: str) -> Candidate:
     """A machine that no run measured: of the fewest that share a step and hold any rate."""
-    tried = [
-        capacity_of(Service(machine, asked.spec, weight_format, asked.traffic, count), asked.slo)
-        for count in TOGETHER
-    ]
-    best = next((one for one in tried if one.rate), tried[0])
-    return _candidate(best, machine.price_date)
+    first: DeviceCapacity | None = None
+    for count in TOGETHER:
+        service = Service(machine, asked.spec, weight_format, asked.traffic, count)
+        found = capacity_of(service, asked.slo)
+        if found.rate:
+            return _candidate(found, machine.price_date)
+        first = first or found
+    assert first is not None
+    return _candidate(first, machine.price_date)
 
 
 def _cells_of(data: ReportData, model: str) -> dict[str, CellData]:
