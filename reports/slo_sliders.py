@@ -1,6 +1,6 @@
 """What the page's sliders show: each model on each device, under other limits and another target.
 
-A lattice of TTFT x TPOT x target, of the simulated shares of good requests of the same law; what is
+A lattice of TTFT x TPOT x target, of the SLO attainments that the same step times simulate; what is
 confirmed is judged anew from the measured levels. One simulation a rate serves all limits.
 """
 

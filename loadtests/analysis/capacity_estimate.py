@@ -1,6 +1,6 @@
 """What is known of a cell's capacity: the highest rate that meets the SLO. The one place. Pure.
 
-    found = estimate(levels, slo, step_times=law, policy=policy, workload=workload)
+    found = estimate(levels, slo, step_times=step_times, policy=policy, workload=workload)
     found.state, found.confirmed_rate, found.estimated_rate, found.low, found.high
 
 The step-time model measures, a level confirms. The limit is simulated from step times
@@ -84,7 +84,7 @@ def estimate(
     least_seconds: float = MIN_SECONDS,
 ) -> Capacity:
     """The capacity by all finished levels of a cell, in whatever order; by levels alone where no
-    law that fits is given.
+    step-time model that fits is given.
 
     `least_seconds`: of the shortest level that confirms.
     """

@@ -1,6 +1,6 @@
 """Why an interval is wide although the step times are well known, and which SLO would be sharper.
 
-    advice(found, law, settings, workload, slo)
+    advice(found, step_times, settings, workload, slo)
     # "The interval is wide because ... It would span less than a factor of 2 with slo.target = 0.9"
 
 Near the edge of what a configuration can do, the capacity falls several times faster than step

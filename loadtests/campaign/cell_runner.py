@@ -1,15 +1,17 @@
-"""Measures one cell: single streams, bursts, a step-time model, an estimate, and the level that
-confirms it.
+"""Measures one configuration: single streams, two bursts, a step-time model, an estimate, and the
+load level that confirms it.
 
     capacity = CellRun(state, part, progress, clock).run(open_bench)
 
-    start -> single streams -> bursts -> law -> estimate Y -> a level at 0.8 Y -> its steps give one
-    factor -> Y again -> held and Y not above 1.4 x the rate: done; else one more, at most
+    start -> single streams -> bursts -> step-time model -> estimated capacity Y -> a level at 0.8 Y
+    -> a correction factor from its steps -> Y again. Done if the level met the SLO and Y is at most
+    1.4 times its rate; otherwise one more level.
 
-`next_step` goes by what is in the journal alone: everything needed to go on after a kill is in
-`state`, which is read from the run folder. A Bench measures on a server that is ready. Where the
-law does not fit, levels alone find the limit: double what held, halve what failed, until both sides
-are known; then the middle of the two, until they are within NARROW: "between X and Y".
+`next_step` is decided from the journal alone: everything that is needed to continue after a kill is
+in `state`, which is read from the run folder. A Bench measures on a server that is ready. If no
+step-time model fits, levels alone find the capacity: the rate doubles while levels meet the SLO and
+halves while they miss it; then come the middles of the two, until they are within a factor of
+NARROW.
 """
 
 from __future__ import annotations
@@ -455,7 +457,7 @@ def next_rate(tried: Sequence[tuple[float, bool]], start: float) -> float | None
     """Requests/s after these, of which a level met the SLO so far or not; once both sides of the
     limit are known and near enough, the low one. None: no rate is left to try.
 
-    `start`: where to begin: the rate of one stream, or what a rough law says.
+    `start`: where to begin: the rate of one stream, or what a rough step-time model says.
     """
     high = min((rate for rate, is_up in tried if not is_up), default=math.inf)
     low = max((rate for rate, is_up in tried if is_up and rate < high), default=0.0)

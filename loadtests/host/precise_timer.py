@@ -16,7 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Alarm:
-    """One alarm. Setting it again forgets the last setting, ladder model or not."""
+    """One alarm. Setting it again replaces the last setting, whether or not it has fired."""
 
     def __init__(self) -> None:
         self.fd = int(_libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))

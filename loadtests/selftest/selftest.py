@@ -9,7 +9,7 @@ are compared with what the server says it did.
     pace     Poisson arrivals as the server saw them, send lag, the client's CPU
     limit    servers that batch by a known step-time model (steady, of two speeds, with pauses):
     bursts, a
-             law, a level, as a campaign does
+             step-time model, a level, as a campaign does
 
 Times may differ by 1 % or 1 ms (0.1 ms for a TPOT), whichever is more; counts not at all.
 """
@@ -73,7 +73,7 @@ ALONE = 10  # requests one at a time
 LIMIT_SECONDS = 14.0  # of the level that confirms
 READY_SECONDS = 30.0  # that one of WORLDS waits for the others
 WORLD_SECONDS = 120.0  # that one of WORLDS may take
-# What the server does beside its law, and the factors of step times: mean, least, most.
+# What the server does beside its step times, and their factors: mean, minimum, maximum.
 WORLDS: dict[str, tuple[dict[str, float], tuple[float, float, float]]] = {
     "known step times": ({}, (1.0, 1.0, 1.0)),
     "step times of two speeds": ({"slower": 1.25}, (1.125, 1.0, 1.25)),

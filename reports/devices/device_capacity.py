@@ -5,9 +5,9 @@
     holds(service, slo, rate=0.5)         # "yes", "perhaps" or "no"
     capacity_of(service, slo).low         # requests/s
 
-A machine's law is measured (this run), calibrated (machine.json) or predicted (a datasheet). Its
-interval is that of machines whose steps all take the step-time model's time times, or over,
-exp(half width): `low` is held in nine of ten cases (one-sided), `high` in one of ten.
+A machine's step-time model is measured (this run), calibrated (machine.json) or predicted (a
+datasheet). Its interval covers machines whose steps all take the modeled time multiplied or divided
+by exp(half width): the capacity is above `low` in nine of ten cases, and above `high` in one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Seconds of a step on a device that nobody measured: from its datasheet, with a published error.
 
-    law, half_width = predicted_law(device_named("NVIDIA L4"), ladder_model("8b").spec, "bf16",
-    slots=64)
+    gpu, shape = device_named("NVIDIA L4"), ladder_model("8b").spec
+    step_times, half_width = predicted_step_times(gpu, shape, "bf16", slots=64)
 
 One decode step of `b` sequences with mean context `c`, over `p` accelerators:
 

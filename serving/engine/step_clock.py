@@ -1,4 +1,4 @@
-"""What steps cost, learnt from steps.
+"""What steps cost, learned from the steps so far.
 
 clock = StepClock()
 clock.learn(rows=4, prompt_tokens=256, seconds=0.31)

@@ -134,8 +134,8 @@ def version() -> str:
 
 
 def pages(runs: list[Path]) -> Iterator[tuple[str, str]]:
-    """The name and the page of each run; of a made-up one, a ladder model of it not even alone,
-    without."""
+    """The name and the page of each run; of a made-up one, one of whose models misses the SLO
+    unloaded, without."""
     with tempfile.TemporaryDirectory() as made:
         for folder in runs or [run_folder(Path(made))]:
             data = read_report(folder)

@@ -65,7 +65,7 @@ def main(paths: Sequence[str]) -> None:
             squared = (factor * by_step_times / truth - 1) ** 2
             error = float(np.sqrt((squared * truth).sum() / truth.sum()))
             errors[name].append((error, float(np.log(factor)), is_llama_cpp))
-    print("| the law has, beside its five numbers | off, all | off, llama.cpp | sd of ln factor |")
+    print("| numbers beside the five | off, all | off, llama.cpp | sd of ln factor |")
     print("|---|---|---|---|")
     for name, found in errors.items():
         off = [_rms([error for error, _, _ in found])]

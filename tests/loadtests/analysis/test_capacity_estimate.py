@@ -1,4 +1,5 @@
-"""The capacity by law and levels: what is held, what is estimated, and what is not said."""
+"""The capacity by step times and levels: what is confirmed, what is estimated, and what is not
+said."""
 
 from __future__ import annotations
 
@@ -245,7 +246,7 @@ def test_without_a_law_the_limit_is_between_what_held_and_what_failed() -> None:
     unfit = estimate(
         [held, failed], SLO, step_times=bad_step_times, policy=POLICY, workload=LENGTHS
     )
-    assert unfit == found, "a law that does not fit is none"
+    assert unfit == found, "a model that does not fit is none"
 
 
 def test_a_law_by_which_nothing_holds_says_so() -> None:

@@ -36,7 +36,7 @@ def found_in(folder: Path) -> Capacity:
 
 
 def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path) -> None:
-    """In less than four minutes, with the limit that simulating the known law gives."""
+    """In less than four minutes, with the limit that simulating the known step times gives."""
     world = Simulated()
     plan = campaign()
     folder = world.run(plan, tmp_path)
@@ -103,7 +103,7 @@ def test_where_steps_cannot_be_told_levels_alone_say_between(tmp_path: Path) -> 
 
     text = campaign(1200).text.replace("ttft_seconds = 1.0", "").replace("tpot_seconds = 0.2", "")
     unlimited = Simulated().run(parse_campaign(text), tmp_path)
-    assert found_in(unlimited).method == "levels", "without limits a law tells nothing"
+    assert found_in(unlimited).method == "levels", "without limits step times tell nothing"
     short = world.run(campaign(budget=60, search="level_seconds = 30"), tmp_path)
     assert rates(short) == [], "too short to prove its rate"
 
@@ -133,7 +133,7 @@ def test_only_the_smallest_are_confirmed_and_the_others_say_what_that_takes(tmp_
     assert len(started(folder)) == measured, "a complete run is left as it is"
     world.resume(folder, confirm=True)
     assert found_in(folder).state == "confirmed"
-    assert len(started(folder)) == measured + 1, "the law of the first sitting is kept"
+    assert len(started(folder)) == measured + 1, "the model of the first session is kept"
     world.resume(folder, confirm=True)
     assert "no cell is left to confirm" in world.said.getvalue()
 

@@ -1,4 +1,5 @@
-"""`crossover calibrate`: a server that the campaign starts, and its law in machine.json."""
+"""`crossover calibrate`: a server that the campaign starts, and its step-time model in
+machine.json."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Calibration of servers whose law is known: it is found again, within its time."""
+"""Calibration of servers of known step times: they are found again, within its time."""
 
 import pytest
 

@@ -83,7 +83,7 @@ def step_times_of(measured: Measured, experts: Routing | None) -> StepTimeModel:
 def capacity_errors(
     measured: Measured, multiple: int, *models_of_steps: StepTimeModel
 ) -> list[float]:
-    """Of the capacity by each law, with a TPOT limit of so many times the step of one row."""
+    """Errors of the capacity by each model, with a TPOT limit of so many steps of one row."""
     slo = Slo("x", 2.0, multiple * measured[1][0] / 1e3, target=0.95)
     truth = KnownCapacity(steps_of(measured)).crossing(slo)
     return [
