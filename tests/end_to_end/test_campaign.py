@@ -138,7 +138,8 @@ def test_a_whole_campaign_finds_what_the_known_law_holds(
     (ready,) = of_kind(records.events, CellReady)
     assert ready.target is not None and ready.target["continuous_usage"]
     assert any(sample.level for sample in records.samples)
-    assert all(sample.engine is None for sample in records.samples)
+    # The endpoint listens on this machine, so its process is watched.
+    assert any(sample.engine is not None for sample in records.samples if sample.level)
     for part in ("cell 1 of 1", "calibrated in", "left", "complete:"):
         assert part in out.getvalue(), part
 
