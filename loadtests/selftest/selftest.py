@@ -6,10 +6,9 @@ are compared with what the server says it did.
     times    one and four tokens a chunk, a third of the answers with a stall: TTFT, TPOT, E2E, gaps
     talk     conversations that send their histories again, to a server that thinks first
     counts   answers that are cut off, and 429s of a full queue
-    pace     Poisson arrivals as the server saw them, send lag, the client's CPU
-    limit    servers that batch by a known step-time model (steady, of two speeds, with pauses):
-    bursts, a
-             step-time model, a level, as a campaign does
+    pace     Poisson arrivals as the server saw them, send delay, the client's CPU
+    limit    servers that batch by known step times (steady, of two speeds, with pauses): bursts,
+             a step-time model and a level, as in a campaign
 
 Times may differ by 1 % or 1 ms (0.1 ms for a TPOT), whichever is more; counts not at all.
 """
