@@ -12,7 +12,7 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from loadtests.analysis import capacity_text
+from loadtests.capacity import capacity_text
 from models import formatting
 from reports.binding_limits import binding_of
 from reports.headline import Answer, machine_words

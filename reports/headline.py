@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.analysis.disturbance import MAX_SLIGHT_SHARE
+from loadtests.levels.disturbance import MAX_SLIGHT_SHARE
 from models import formatting
 from reports.binding_limits import taken_share_of
 from reports.cheapest_gpu import TakeOver, best_cells, takes_over

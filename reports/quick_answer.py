@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from loadtests.analysis import capacity_text
+from loadtests.capacity import capacity_text
 from loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from models import formatting
 from reports.binding_limits import binding_of

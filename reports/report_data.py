@@ -19,12 +19,12 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from loadtests.analysis.capacity_estimate import MIN_SECONDS, estimate
-from loadtests.analysis.capacity_text import common_rate
-from loadtests.analysis.level_columns import Judged, Level, levels_of
-from loadtests.analysis.level_warnings import NamedWarning, level_warnings
 from loadtests.campaign.campaign_file import Search
+from loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate
+from loadtests.capacity.capacity_text import common_rate
 from loadtests.errors import BadRunFolder
+from loadtests.levels.level_columns import Judged, Level, levels_of
+from loadtests.levels.level_warnings import NamedWarning, level_warnings
 from loadtests.records.journal_events import (
     Calibrated,
     Capacity,

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from loadtests.analysis.capacity_text import reuse_words, speed_words, users_words
-from loadtests.analysis.level_warnings import NamedWarning, Seriousness
+from loadtests.capacity.capacity_text import reuse_words, speed_words, users_words
+from loadtests.levels.level_warnings import NamedWarning, Seriousness
 from loadtests.load_generator.openai_endpoint import TargetFacts, route_words
 from loadtests.records.journal_events import (
     CellReady,

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.capacity_estimate import confirmed_rate
+from loadtests.capacity.capacity_estimate import confirmed_rate
 from models import formatting
 from reports.answer_tables import alone_words
 from reports.cheapest_gpu import ABOVE, MIN_RATE, fitting

@@ -19,9 +19,9 @@ import typer
 import yaml
 
 import crossover
-from loadtests.analysis import level_warnings
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.cli.load_command import CommandOptions
+from loadtests.levels import level_warnings
 from serving.http.body_types import CHAT, COMPLETION, decode
 from serving.option_help import converted
 from serving.server_options import ServeOptions, models_of

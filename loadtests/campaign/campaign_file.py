@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from loadtests.analysis.capacity_estimate import MIN_SECONDS
+from loadtests.capacity.capacity_estimate import MIN_SECONDS
 from loadtests.errors import BadCampaign, LoadError
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from models.errors import ModelError, UnsupportedModel, printable

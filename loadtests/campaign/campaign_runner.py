@@ -22,8 +22,6 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.analysis import capacity_text
-from loadtests.analysis.level_columns import levels_of
 from loadtests.campaign import cell_selection
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, cell_of_target, check_trust
 from loadtests.campaign.cell_runner import CellRun, capacity_of
@@ -31,10 +29,12 @@ from loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_i
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellState, campaign_of, new_run
 from loadtests.campaign.server_launch import Server
+from loadtests.capacity import capacity_text
 from loadtests.comparison.run_environment import machine_differences
 from loadtests.errors import BadRunFolder, Incomplete, ServerFailed
 from loadtests.host.child_processes import signals_interrupt
 from loadtests.host.machine_lock import machine_lock
+from loadtests.levels.level_columns import levels_of
 from loadtests.records import journal_events as journal
 from loadtests.records.run_folder import RunFolder
 from models import formatting

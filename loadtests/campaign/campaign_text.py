@@ -7,13 +7,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.analysis import capacity_text
-from loadtests.analysis.level_columns import levels_of
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cell_runner import capacity_of
 from loadtests.campaign.level_runner import level_text
 from loadtests.campaign.progress import console_of
 from loadtests.campaign.resume_state import CellRecord, campaign_of
+from loadtests.capacity import capacity_text
+from loadtests.levels.level_columns import levels_of
 from loadtests.records import journal_events as journal
 from loadtests.records.run_folder import read_records
 from models import formatting

@@ -22,28 +22,28 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from loadtests.analysis import capacity_text
-from loadtests.analysis.capacity_estimate import (
+from loadtests.campaign.campaign_file import Campaign
+from loadtests.campaign.level_runner import LevelSpec, OpenBench, ServerBench, level_text
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.resume_state import CellRecord, CellState, seed_of
+from loadtests.capacity import capacity_text
+from loadtests.capacity.calibration_bursts import Burst, calibrate
+from loadtests.capacity.capacity_estimate import (
     AS_ONE_BY_LEVELS,
     CONFIRMING_SHARE,
     confirming_seconds,
     estimate,
 )
-from loadtests.analysis.disturbance import in_words
-from loadtests.analysis.level_columns import Level
-from loadtests.analysis.sharper_slo import advice
-from loadtests.campaign.campaign_file import Campaign
-from loadtests.campaign.level_runner import LevelSpec, OpenBench, ServerBench, level_text
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.resume_state import CellRecord, CellState, seed_of
-from loadtests.errors import LevelInterrupted, LoadError, ServerLost
-from loadtests.records import journal_events as journal
-from loadtests.simulation.calibration_bursts import Burst, calibrate
-from loadtests.simulation.prefix_reuse import (
+from loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
     measured_reasoning_share,
     measured_reuse,
 )
+from loadtests.capacity.sharper_slo import advice
+from loadtests.errors import LevelInterrupted, LoadError, ServerLost
+from loadtests.levels.disturbance import in_words
+from loadtests.levels.level_columns import Level
+from loadtests.records import journal_events as journal
 from models import formatting
 from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.capacity.simulated_capacity import (

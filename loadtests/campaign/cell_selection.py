@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.analysis.capacity_estimate import shortest_level
 from loadtests.campaign.campaign_file import (
     AUTO,
     DEVICES,
@@ -28,6 +27,7 @@ from loadtests.campaign.campaign_file import (
     nothing_on,
 )
 from loadtests.campaign.progress import Progress
+from loadtests.capacity.capacity_estimate import shortest_level
 from loadtests.errors import BadCampaign
 from loadtests.host.cpu_pinning import Layout, divide_cores
 from loadtests.records.journal_events import EngineChosen

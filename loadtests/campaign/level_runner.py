@@ -20,23 +20,23 @@ from typing import Any
 
 import msgspec
 
-from loadtests.analysis.disturbance import disturbance_of, is_slight
-from loadtests.analysis.level_columns import Level, LevelRows
-from loadtests.analysis.level_warnings import is_valid, level_warnings
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.prometheus_scrape import EngineClock
 from loadtests.campaign.resume_state import CellState
 from loadtests.campaign.server_launch import Server
+from loadtests.capacity.calibration_bursts import Burst
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
 from loadtests.host.listening_process import listening_pid
 from loadtests.host.resource_sampler import Sampler
+from loadtests.levels.disturbance import disturbance_of, is_slight
+from loadtests.levels.level_columns import Level, LevelRows
+from loadtests.levels.level_warnings import is_valid, level_warnings
 from loadtests.load_generator.level_messages import Ended, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import TargetFacts, probe, route_words
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
-from loadtests.simulation.calibration_bursts import Burst
 from models import formatting
 from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from serving.capacity.slo import Slo

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.analysis.level_columns import Level
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, plain
 from loadtests.errors import BadRunFolder
+from loadtests.levels.level_columns import Level
 from loadtests.records import journal_events as journal
 from loadtests.records.run_folder import RunFolder, RunManifest
 from serving.backends.backend_table import library_versions

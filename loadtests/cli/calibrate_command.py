@@ -18,8 +18,8 @@ from serving.option_help import Count, option
 
 if TYPE_CHECKING:
     from loadtests.campaign.campaign_file import Plan
+    from loadtests.capacity.machine_file import MachineFile
     from loadtests.records.run_folder import RunRecords
-    from loadtests.simulation.machine_file import MachineFile
 
 CAMPAIGN = Path(__file__).parents[1] / "calibrate.toml"
 CELL_SECONDS = 120.0  # maximum measuring time for each model
@@ -63,8 +63,8 @@ def _calibrate(options: CalibrateOptions) -> None:
     """
     from loadtests.campaign.campaign_runner import run
     from loadtests.campaign.progress import Progress
+    from loadtests.capacity.machine_file import write_machine_file
     from loadtests.records.run_folder import read_records
-    from loadtests.simulation.machine_file import write_machine_file
 
     out = Path(options.out).resolve()
     if not out.parent.is_dir():
@@ -92,8 +92,8 @@ def plan_of(options: CalibrateOptions) -> Plan:
 def machine_of(run: RunRecords) -> MachineFile:
     """Return the calibrations of a run as a machine file. Raises LoadError if one failed."""
     from loadtests.campaign.resume_state import CellRecord, campaign_of
+    from loadtests.capacity.machine_file import MachineFile, ModelSteps, hardware_of
     from loadtests.records.journal_events import CellReady, of_kind
-    from loadtests.simulation.machine_file import MachineFile, ModelSteps, hardware_of
     from models.machine_limits import total_bytes
     from serving.backends.backend_table import spec_of
     from serving.hardware.machine_facts import HardwareFacts

@@ -9,12 +9,12 @@ from typing import Annotated
 import msgspec
 from rich.table import Table
 
-from loadtests.analysis.level_columns import Level, LevelRows
-from loadtests.analysis.level_warnings import level_warnings
-from loadtests.analysis.percentiles import PERCENTILES, distribution
 from loadtests.campaign.progress import Progress, console_of
 from loadtests.errors import Incomplete, LoadError
 from loadtests.host.child_processes import signals_interrupt
+from loadtests.levels.level_columns import Level, LevelRows
+from loadtests.levels.level_warnings import level_warnings
+from loadtests.levels.percentiles import PERCENTILES, distribution
 from loadtests.load_generator.level_messages import Ended
 from loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
 from loadtests.load_generator.locust_process import LoadGenerator

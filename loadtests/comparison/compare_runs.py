@@ -22,10 +22,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from loadtests.analysis.level_columns import Level, levels_of
-from loadtests.analysis.percentiles import distribution
 from loadtests.comparison.run_environment import CELL, FACTS, differences
 from loadtests.errors import BadRunFolder, NotComparable
+from loadtests.levels.level_columns import Level, levels_of
+from loadtests.levels.percentiles import distribution
 from loadtests.records.journal_events import (
     CellFinished,
     CellReady,

@@ -6,7 +6,7 @@
 
 A run-queue delay is the time that a thread was ready to run and had no core
 (/proc/PID/task/TID/schedstat, second number). All counters are differences, so readings of any
-length may be summed. loadtests.analysis.disturbance says what they mean.
+length may be summed. loadtests.levels.disturbance says what they mean.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 A SIGKILL of the runner leaves no server or load generator behind. A program of its own, not a
 `preexec_fn`, since the runner has threads. CORES is "0,2,3", or "-" for all. URGENT is 1 for a
 load generator: where the kernel allows it, it runs before anybody else on its cores (two cores,
-load 5: p99 of the send lag 0.7 ms, 60 ms without). Imports nothing of ours: it costs 15 ms.
+load 5: p99 of the send delay 0.7 ms, 60 ms without). Imports nothing of ours: it costs 15 ms.
 """
 
 import contextlib

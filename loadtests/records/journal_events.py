@@ -30,7 +30,7 @@ CapacityState = Literal["confirmed", "not_confirmed", "misses_slo_unloaded"]
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The highest rate that meets an SLO, in requests/s; loadtests.analysis.capacity_estimate makes
+    """The highest rate that meets an SLO, in requests/s; loadtests.capacity.capacity_estimate makes
     it.
 
     `confirmed_rate` ran long enough, steadily and undisturbed, and met the SLO. `estimated_rate` is
@@ -72,7 +72,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What was taken from the engine during a level; loadtests.analysis.disturbance says how."""
+    """What was taken from the engine during a level; loadtests.levels.disturbance says how."""
 
     share: float | None = None  # taken of the CPU time that it wanted, 0..1; None: not known
     # What was taken, of the level's time: little where the engine hardly needs the CPU.

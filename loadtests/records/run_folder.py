@@ -7,7 +7,7 @@
     runs/<id>/logs/            output of servers and load generators; never read back
 
     run = read_records(folder)
-    for level in levels_of(run): ...           # loadtests.analysis.level_columns
+    for level in levels_of(run): ...           # loadtests.levels.level_columns
 
 A line is written by one write() to a file opened with O_APPEND: a killed writer, or a full disk,
 leaves at most one cut-off line, and the next record begins a new one. Readers leave out a line that

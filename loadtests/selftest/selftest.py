@@ -30,20 +30,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.capacity_estimate import CONFIRMING_SHARE, estimate
-from loadtests.analysis.level_columns import Level, failure_of
-from loadtests.analysis.level_warnings import send_delay_p99
 from loadtests.campaign.progress import Progress
+from loadtests.capacity.calibration_bursts import Burst, calibrate
+from loadtests.capacity.capacity_estimate import CONFIRMING_SHARE, estimate
 from loadtests.errors import LoadError
 from loadtests.host.child_processes import Child
 from loadtests.host.cpu_pinning import divide_cores
+from loadtests.levels.level_columns import Level, failure_of
+from loadtests.levels.level_warnings import send_delay_p99
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.level_messages import Ended, LoadPlan
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import Target, probe
 from loadtests.records.journal_events import Capacity, LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.simulation.calibration_bursts import Burst, calibrate
 from models.machine_limits import cgroup_cores
 from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.capacity.simulated_capacity import capacity

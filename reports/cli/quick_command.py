@@ -65,7 +65,11 @@ class QuickOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     model: Annotated[
-        str | None, option("", "The model to measure. Default: the first that the server lists.")
+        str | None,
+        option(
+            "",
+            "The model to measure. Default: a chat model that the server lists, if possible one that is loaded.",
+        ),
     ] = None
     slo: Annotated[
         str,

@@ -30,8 +30,8 @@ from statistics import fmean
 import numpy as np
 from scipy.optimize import nnls
 
+from loadtests.capacity.machine_file import MachineFile, ModelSteps, read_machine_file
 from loadtests.errors import LoadError
-from loadtests.simulation.machine_file import MachineFile, ModelSteps, read_machine_file
 from models.model_spec import ModelSpec
 from models.weight_formats import gguf_names, weight_bytes
 from reports.devices.device_capacity import Machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from loadtests.analysis.capacity_text import in_words
+from loadtests.capacity.capacity_text import in_words
 from models import formatting
 from reports.headline import Answer
 from reports.report_data import SIDE_NAMES, SIDES, CellData, ReportData

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadtests.analysis.level_columns import Level
+from loadtests.levels.level_columns import Level
 from loadtests.records.journal_events import LevelStarted
 from loadtests.records.request_record import RequestRecord
 from models.model_ladder import SIZED
@@ -31,7 +31,7 @@ from serving.workload.arrivals import Arrivals, Gamma, Poisson, due_times
 from serving.workload.conversations import draw_sessions, mean_turns_of
 from serving.workload.request_lengths import Spread, Workload, draw
 from tests.loadtests.campaign.simulated import Serves
-from tests.loadtests.simulation.known_server import KnownServer
+from tests.loadtests.capacity.known_server import KnownServer
 
 NOISE = 0.03  # standard deviation of a step's ln(seconds)
 STARTS = 3

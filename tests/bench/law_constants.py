@@ -4,7 +4,7 @@ out.
     python -m tests.bench.law_constants RUN.tar.xz...          # run archives of any version
 
 Of every cell with a calibration and levels near its limit: the step-time model by
-loadtests.simulation out of the recorded stamps, the capacity simulated from it (before any level,
+loadtests.capacity out of the recorded stamps, the capacity simulated from it (before any level,
 and after each level alone), and the truth: the factor on all step times at which the other levels,
 simulated with their own arrivals and lengths, have as many good requests together as were measured.
 """
@@ -24,11 +24,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadtests.analysis.level_columns import Level
+from loadtests.capacity import step_observation
+from loadtests.capacity.step_observation import level_factor, merged_steps, observed_steps
+from loadtests.levels.level_columns import Level
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.simulation import step_observation
-from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
 from serving.capacity.batching_simulator import simulate
 from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.capacity.simulated_capacity import (

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.analysis.level_columns import Level, levels_of
+from loadtests.capacity.step_observation import merged_steps, observed_steps
+from loadtests.levels.level_columns import Level, levels_of
 from loadtests.records.run_folder import read_records
-from loadtests.simulation.step_observation import merged_steps, observed_steps
 from serving.capacity.step_time_model import StepObservation, StepTimeModel, fit_step_times
 
 LONG = 100

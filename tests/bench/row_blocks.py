@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtests.analysis.level_columns import Level
-from loadtests.simulation.step_observation import merged_steps, observed_steps
+from loadtests.capacity.step_observation import merged_steps, observed_steps
+from loadtests.levels.level_columns import Level
 from serving.capacity.step_time_model import Array, StepObservation, least_squares
 from tests.bench.law_constants import cells_in
 

@@ -22,13 +22,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadtests.analysis import capacity_text
-from loadtests.analysis.level_columns import Level, levels_of
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, read_campaign
 from loadtests.campaign.campaign_runner import run
 from loadtests.campaign.cell_runner import capacity_of
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellRecord, campaign_of
+from loadtests.capacity import capacity_text
+from loadtests.levels.level_columns import Level, levels_of
 from loadtests.records.journal_events import Calibrated, Capacity, of_kind
 from loadtests.records.run_folder import RunRecords, read_records
 from serving.capacity.batching_simulator import simulate

@@ -36,7 +36,7 @@ from loadtests.records.run_folder import read_records
 from serving.capacity.simulated_capacity import capacity
 from serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
-from tests.loadtests.simulation.known_server import SETTINGS
+from tests.loadtests.capacity.known_server import SETTINGS
 from tests.tools.waiting import wait_for
 
 Start = Callable[..., str]

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.analysis import disturbance
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.campaign_runner import run
 from loadtests.campaign.progress import Progress
 from loadtests.host.cpu_pinning import divide_cores
+from loadtests.levels import disturbance
 from loadtests.records.journal_events import (
     CellFinished,
     LevelFinished,

@@ -15,7 +15,7 @@ from reports.html_page import sections_of
 from reports.report_data import ReportData, read_report
 from reports.sections.section import Section
 from tests.loadtests.campaign.simulated import Simulated, campaign
-from tests.loadtests.simulation.known_server import SETTINGS
+from tests.loadtests.capacity.known_server import SETTINGS
 
 H200_RUN = Path(__file__).parents[2] / "docs" / "results" / "h200"
 LADDER = '["135m", "360m", "1b", "8b"]'

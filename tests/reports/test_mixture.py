@@ -19,7 +19,7 @@ from reports.sections.crossover_map import crossover_map
 from reports.sections.speeds import batch_size, batching_sentence
 from serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.simulated import Simulated, campaign, with_experts
-from tests.loadtests.simulation.known_server import EXPERTS_STEP_TIMES, SETTINGS, KnownServer
+from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, SETTINGS, KnownServer
 
 SPEC = SIZED[0].spec  # Qwen3-30B-A3B: 8 of 128 experts
 # Of a 4-bit mixture on two cores, whose kernels take each row by itself.

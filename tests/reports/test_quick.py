@@ -28,8 +28,8 @@ from serving.capacity.slo import SLO_PRESETS, Slo, parse_slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.workload.request_lengths import Workload
 from tests.loadtests.campaign.simulated import Simulated
+from tests.loadtests.capacity.known_server import SETTINGS
 from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
-from tests.loadtests.simulation.known_server import SETTINGS
 
 CHAT = SLO_PRESETS["chat"]
 TARGET = Target(url="http://127.0.0.1:1", model="llama3.2:1b")

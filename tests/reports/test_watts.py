@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reports.watts import Power, power_of
-from tests.loadtests.analysis.made import sample
+from tests.loadtests.levels.made import sample
 
 
 def test_the_power_of_a_part_of_the_samples_is_their_watts_by_their_time_on_each_device() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadtests.analysis.level_columns import levels_of
+from loadtests.levels.level_columns import levels_of
 from loadtests.records.journal_events import (
     LevelAbandoned,
     LevelFinished,

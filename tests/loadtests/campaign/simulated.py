@@ -21,14 +21,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.analysis.disturbance import disturbance_of
-from loadtests.analysis.level_columns import Level, LevelRows
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.campaign.campaign_runner import Dependencies, resume, run
 from loadtests.campaign.level_runner import LevelSpec, ServerBench, judged
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.resume_state import CellState
 from loadtests.errors import LevelInterrupted
+from loadtests.levels.disturbance import disturbance_of
+from loadtests.levels.level_columns import Level, LevelRows
 from loadtests.records.journal_events import CellReady, Event, LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import CoresSample, OtherProcess
@@ -40,7 +40,7 @@ from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 from serving.workload.arrivals import due_times
 from serving.workload.conversations import draw_sessions, mean_turns_of
 from serving.workload.request_lengths import draw
-from tests.loadtests.simulation.known_server import KnownServer
+from tests.loadtests.capacity.known_server import KnownServer
 from tests.tools.made_up_machines import MadeUp
 
 # On a CPU that multiplies bf16 torch would be measured, for real, where the best engine is chosen.

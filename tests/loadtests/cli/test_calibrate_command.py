@@ -11,7 +11,7 @@ from loadtests.campaign.progress import Progress
 from loadtests.cli.calibrate_command import CalibrateOptions, in_words, machine_of, plan_of
 from loadtests.errors import LoadError
 from loadtests.records.run_folder import read_records
-from tests.loadtests.simulation.machine_files import machine_file
+from tests.loadtests.capacity.machine_files import machine_file
 
 OPTIONS = CalibrateOptions(models=("135m",), backend="fake", slots=4)
 

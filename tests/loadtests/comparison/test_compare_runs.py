@@ -28,7 +28,6 @@ from loadtests.records.journal_events import (
     LevelStarted,
 )
 from loadtests.records.run_folder import RunFolder
-from tests.loadtests.analysis.made import request
 from tests.loadtests.comparison.servers_of_known_speed import (
     CAMPAIGN,
     CELL,
@@ -36,6 +35,7 @@ from tests.loadtests.comparison.servers_of_known_speed import (
     Servers,
     manifest,
 )
+from tests.loadtests.levels.made import request
 
 TRIALS = 60
 

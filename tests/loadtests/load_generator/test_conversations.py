@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from loadtests.analysis.level_columns import Level
 from loadtests.errors import LoadError
+from loadtests.levels.level_columns import Level
 from loadtests.load_generator.dispatcher import Dispatcher
 from loadtests.load_generator.http_connection import clock
 from loadtests.load_generator.level_messages import LoadPlan

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.analysis.level_columns import levels_of
 from loadtests.errors import BadRunFolder
+from loadtests.levels.level_columns import levels_of
 from loadtests.records.journal_events import (
     FORMAT_VERSION,
     AnyEvent,

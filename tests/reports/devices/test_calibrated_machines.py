@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.simulation.machine_file import write_machine_file
+from loadtests.capacity.machine_file import write_machine_file
 from models.model_ladder import SIZED, ladder_model
 from models.model_spec import ModelSpec, Routing
 from reports.devices.calibrated_machines import (
@@ -15,7 +15,7 @@ from reports.devices.calibrated_machines import (
 )
 from reports.errors import ReportError
 from serving.capacity.step_time_model import StepTimeModel
-from tests.loadtests.simulation.machine_files import machine_file, steps_of
+from tests.loadtests.capacity.machine_files import machine_file, steps_of
 
 MIXTURE = SIZED[0].spec  # 8 of 128 experts
 

@@ -17,7 +17,7 @@ from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.workload.arrivals import Poisson, due_times
 from tests.fake_backend import FakeBackend
-from tests.loadtests.simulation.known_server import (
+from tests.loadtests.capacity.known_server import (
     EXPERTS_STEP_TIMES,
     SETTINGS,
     STEP_TIMES,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from loadtests.simulation.calibration_bursts import calibrate
+from loadtests.capacity.calibration_bursts import calibrate
 from models.model_spec import Routing
 from serving.capacity.batching_simulator import Array, Simulated
 from serving.capacity.scheduler_settings import SchedulerSettings
@@ -22,7 +22,7 @@ from serving.capacity.simulated_capacity import Server
 from serving.capacity.slo import Slo
 from serving.capacity.step_time_model import StepTimeModel
 from serving.workload.request_lengths import Workload
-from tests.loadtests.simulation.known_server import KnownServer
+from tests.loadtests.capacity.known_server import KnownServer
 
 ROWS, PROMPTS = (0, 1, 2, 4, 8, 16), (0, 16, 64, 512)
 FLOAT32_128 = (Routing(128, 8), (4.2, 6.8, 10.9, 19.6, 30.5), (972, 1651, 2445))

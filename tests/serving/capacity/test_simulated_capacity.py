@@ -17,7 +17,7 @@ from serving.capacity.simulated_capacity import (
 from serving.capacity.slo import Slo
 from serving.workload.arrivals import Gamma, Poisson, due_times
 from serving.workload.request_lengths import Workload
-from tests.loadtests.simulation.known_server import STEP_TIMES
+from tests.loadtests.capacity.known_server import STEP_TIMES
 
 capacity = functools.partial(simulated_capacity.capacity, requests=QUICK_REQUESTS)
 

@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.analysis.level_columns import Level
-from loadtests.analysis.percentiles import distribution
-from loadtests.analysis.slo_attainment import design_effect, wilson
+from loadtests.levels.level_columns import Level
+from loadtests.levels.percentiles import distribution
+from loadtests.levels.slo_attainment import design_effect, wilson
 from loadtests.records.journal_events import LevelStarted
 from loadtests.records.request_record import RequestRecord
 from serving.capacity.slo import SLO_PRESETS, Slo, parse_slo, requests_to_hold

@@ -6,7 +6,7 @@ import pytest
 
 from serving.capacity.step_time_model import NUMBERS, StepObservation, fit_step_times
 from serving.errors import WorkloadError
-from tests.loadtests.simulation.known_server import EXPERTS_STEP_TIMES, STEP_TIMES
+from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, STEP_TIMES
 
 
 def seen(step_times, count=60, noise=0.0, seed=1):

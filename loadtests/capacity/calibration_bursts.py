@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from loadtests.analysis.level_columns import Level
-from loadtests.simulation.step_observation import merged_steps, observed_steps
+from loadtests.capacity.step_observation import merged_steps, observed_steps
+from loadtests.levels.level_columns import Level
 from models.model_spec import Routing
 from serving.capacity.simulated_capacity import lengths_of
 from serving.capacity.step_time_model import (

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.level_columns import Level
+from loadtests.levels.level_columns import Level
 from loadtests.records.journal_events import (
     Disturbance,
     LevelFinished,

@@ -5,15 +5,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.simulation.machine_file import (
+from loadtests.capacity.machine_file import (
     BadMachineFile,
     hardware_of,
     read_machine_file,
     write_machine_file,
 )
 from serving.hardware.machine_facts import hardware_facts
-from tests.loadtests.simulation.known_server import EXPERTS_STEP_TIMES
-from tests.loadtests.simulation.machine_files import machine_file, steps_of
+from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES
+from tests.loadtests.capacity.machine_files import machine_file, steps_of
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

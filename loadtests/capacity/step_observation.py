@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.level_columns import Level
+from loadtests.levels.level_columns import Level
 from models.model_spec import Routing
 from serving.capacity.batching_simulator import simulate
 from serving.capacity.scheduler_settings import SchedulerSettings

@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
-from tests.loadtests.simulation.known_server import (
+from loadtests.capacity.step_observation import level_factor, merged_steps, observed_steps
+from tests.loadtests.capacity.known_server import (
     EXPERTS_STEP_TIMES,
     SETTINGS,
     STEP_TIMES,

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.slo_attainment import design_effect, grows, is_steady, wilson
+from loadtests.levels.slo_attainment import design_effect, grows, is_steady, wilson
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_folder import RunRecords

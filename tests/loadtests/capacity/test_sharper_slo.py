@@ -7,7 +7,7 @@ from functools import cache
 import msgspec
 import pytest
 
-from loadtests.analysis.sharper_slo import SHARP, advice
+from loadtests.capacity.sharper_slo import SHARP, advice
 from loadtests.records.journal_events import Capacity
 from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.capacity.simulated_capacity import (

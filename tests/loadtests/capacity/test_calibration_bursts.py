@@ -2,12 +2,12 @@
 
 import pytest
 
-from loadtests.simulation.calibration_bursts import Burst, calibrate, most_at_once
+from loadtests.capacity.calibration_bursts import Burst, calibrate, most_at_once
 from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.capacity.simulated_capacity import capacity
 from serving.capacity.slo import Slo
 from serving.workload.request_lengths import Workload
-from tests.loadtests.simulation.known_server import (
+from tests.loadtests.capacity.known_server import (
     EXPERTS_STEP_TIMES,
     SETTINGS,
     STEP_TIMES,

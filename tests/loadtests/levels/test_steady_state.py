@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loadtests.analysis.slo_attainment import grows, is_steady
-from tests.loadtests.analysis.made import waits_md_c
+from loadtests.levels.slo_attainment import grows, is_steady
+from tests.loadtests.levels.made import waits_md_c
 
 Queue = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float, float]
 

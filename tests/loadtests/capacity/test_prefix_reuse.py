@@ -4,16 +4,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.analysis.level_columns import Level
-from loadtests.records.journal_events import LevelStarted
-from loadtests.records.request_record import RequestRecord
-from loadtests.simulation.prefix_reuse import (
+from loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
     measured_reasoning_share,
     measured_reuse,
 )
+from loadtests.levels.level_columns import Level
+from loadtests.records.journal_events import LevelStarted
+from loadtests.records.request_record import RequestRecord
 from serving.workload.request_lengths import Workload
-from tests.loadtests.simulation.known_server import STEP_TIMES, KnownServer
+from tests.loadtests.capacity.known_server import STEP_TIMES, KnownServer
 
 CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=128)
 

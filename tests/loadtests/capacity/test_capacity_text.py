@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.analysis.capacity_text import (
+from loadtests.capacity.capacity_text import (
     common_rate,
     held_words,
     in_words,

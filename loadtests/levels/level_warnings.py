@@ -13,15 +13,15 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from loadtests.analysis.disturbance import in_words
-from loadtests.analysis.level_columns import Level
-from loadtests.analysis.percentiles import distribution
+from loadtests.levels.disturbance import in_words
+from loadtests.levels.level_columns import Level
+from loadtests.levels.percentiles import distribution
 from loadtests.records.resource_sample import ResourceSample
 from models import formatting
 from serving.capacity.slo import Slo
 
 CLIENT_BUSY_SHARE = 0.80  # of one core
-LATE_SHARE = 0.01  # p99 send lag / median TTFT
+LATE_SHARE = 0.01  # p99 send delay / median TTFT
 LATE_FLOOR_SECONDS = 0.001  # below the resolution that any latency here is read at
 SWAP_GROWTH_BYTES = 16 << 20
 HELD_BACK_SHARE = 0.02  # of the samples: a GPU's clock

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from loadtests.analysis.level_columns import Judged, Level
-from loadtests.analysis.slo_attainment import MIN_AS_ONE, wilson
+from loadtests.capacity.step_observation import level_factor, two_speeds
+from loadtests.levels.level_columns import Judged, Level
+from loadtests.levels.slo_attainment import MIN_AS_ONE, wilson
 from loadtests.records.journal_events import Capacity
-from loadtests.simulation.step_observation import level_factor, two_speeds
 from models.formatting import share
 from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.capacity.simulated_capacity import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.analysis.disturbance import disturbance_of, in_words, is_slight
+from loadtests.levels.disturbance import disturbance_of, in_words, is_slight
 from loadtests.records.journal_events import Disturbance
 from loadtests.records.resource_sample import CoresSample, OtherProcess, busiest
 

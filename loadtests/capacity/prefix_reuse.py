@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from loadtests.analysis.level_columns import Floats, Level
+from loadtests.levels.level_columns import Floats, Level
 from serving.capacity.batching_simulator import Reuse
 from serving.capacity.simulated_capacity import QUICK_REQUESTS, PrefixReuse
 from serving.workload.request_lengths import Workload, draw

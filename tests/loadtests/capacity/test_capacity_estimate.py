@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.analysis import capacity_estimate
-from loadtests.analysis.capacity_estimate import confirming_seconds, estimate
-from loadtests.analysis.level_columns import Level
+from loadtests.capacity import capacity_estimate
+from loadtests.capacity.capacity_estimate import confirming_seconds, estimate
+from loadtests.levels.level_columns import Level
 from loadtests.records.journal_events import Capacity
 from serving.capacity.simulated_capacity import LOADED, Lengths, sd_of
 from serving.capacity.slo import SLO_PRESETS, Slo
 from serving.capacity.step_time_model import StepTimeModel
-from tests.loadtests.analysis.made import alone, steady_level, taken
-from tests.loadtests.simulation.known_server import SETTINGS, KnownServer
+from tests.loadtests.capacity.known_server import SETTINGS, KnownServer
+from tests.loadtests.levels.made import alone, steady_level, taken
 
 SLO = Slo("chat", 2.0, 0.2, target=0.9)
 STEP_TIMES = StepTimeModel(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)

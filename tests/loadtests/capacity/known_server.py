@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from loadtests.analysis.level_columns import Level
+from loadtests.capacity.calibration_bursts import Burst
+from loadtests.levels.level_columns import Level
 from loadtests.records.journal_events import LevelFinished, LevelStarted
 from loadtests.records.request_record import RequestRecord
-from loadtests.simulation.calibration_bursts import Burst
 from models.model_spec import Routing
 from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.capacity.step_time_model import StepTimeModel

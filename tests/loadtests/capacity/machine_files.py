@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from loadtests.simulation.machine_file import Hardware, MachineFile, ModelSteps
+from loadtests.capacity.machine_file import Hardware, MachineFile, ModelSteps
 from models.model_ladder import ladder_model
 from serving.capacity.scheduler_settings import SchedulerSettings
 from serving.capacity.step_time_model import StepTimeModel

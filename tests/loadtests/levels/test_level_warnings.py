@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from loadtests.analysis.level_columns import Level
-from loadtests.analysis.level_warnings import NamedWarning, Seriousness, is_valid, level_warnings
+from loadtests.levels.level_columns import Level
+from loadtests.levels.level_warnings import NamedWarning, Seriousness, is_valid, level_warnings
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.resource_sample import ResourceSample
 from serving.capacity.slo import Slo
-from tests.loadtests.analysis.made import level, request, sample, steady_level, taken
+from tests.loadtests.levels.made import level, request, sample, steady_level, taken
 
 SLO = Slo("test", 2.0, 0.1, target=0.9)
 WARNING, SERIOUS = Seriousness.WARNING, Seriousness.SERIOUS
