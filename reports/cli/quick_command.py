@@ -68,7 +68,8 @@ class QuickOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         option(
             "",
-            "The model to measure. Default: a chat model that the server lists, if possible one that is loaded.",
+            "The model to measure. Default: a chat model that the server lists, if possible "
+            "one that is loaded.",
         ),
     ] = None
     slo: Annotated[
