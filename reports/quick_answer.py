@@ -236,7 +236,10 @@ def rows_of(answer: QuickAnswer) -> Iterator[tuple[str, str, str]]:
             f"estimated; each waits for the answer, then reads and thinks for {think}",
         )
     if answer.binding is not None:
-        yield "Binding limit", sentence_of(answer.binding), "simulated"
+        is_unloaded = found is not None and found.state == "misses_slo_unloaded"
+        is_measured = is_unloaded or answer.binding.kind == "other_processes"
+        how = "measured" if is_measured else "simulated"
+        yield "Binding limit", sentence_of(answer.binding), how
     over = answer.takeover
     if over.name is None:
         yield "Takeover GPU", over.reason, ""

@@ -192,7 +192,8 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
         missed, asked = missed + due - good, asked + due
     # Of an endpoint each level counts, since it cannot be started again.
     count = len(starts.keys() - {None}) + len(starts.get(None, ()))
-    where = "one start" if count == 1 else f"{count} starts"
+    unit = "level" if starts.keys() == {None} else "start"
+    where = f"one {unit}" if count == 1 else f"{count} {unit}s"
     return Capacity(
         state="misses_slo_unloaded",
         starts=count,
