@@ -67,9 +67,9 @@ KIND_WORDS: dict[LimitKind, str] = {
     "other_processes": "other processes",
 }
 REMEDIES: dict[LimitKind, str] = {
-    "unloaded_ttft": "a smaller model, shorter prompts, reuse of prefixes, or a GPU",
+    "unloaded_ttft": "an engine that computes in 8 bits, a smaller model, or a GPU",
     "unloaded_tpot": "a smaller model or weight format, or memory with more bandwidth",
-    "prompts": "shorter prompts, reuse of prefixes, more cores, or a GPU",
+    "prompts": "an engine that computes in 8 bits, shorter prompts, more cores, or a GPU",
     "weights": "a smaller model or weight format, or memory with more bandwidth",
     "rows": "more cores, a smaller model, or a GPU",
     "context": "shorter contexts, a KV cache in 8 bits, or memory with more bandwidth",
@@ -284,11 +284,11 @@ def sentence_of(binding: BindingLimit) -> str:
     late = ""
     if binding.late_by_ttft_share is not None:
         limit = "TTFT" if binding.late_by_ttft_share >= 0.5 else "TPOT"
-        late = f", and late requests miss the {limit} limit"
+        late = f" Requests that miss the SLO mostly miss the {limit} limit."
     return (
-        f"{words} binds. {why} {_percent(own)} of the engine's busy time"
-        f"{f' ({others})' if others else ''}{late}. Halving that cost would raise the "
-        f"capacity{rise}. What helps: {remedy}."
+        f"{words} binds: halving its cost would raise the capacity{rise}, more than halving any "
+        f"other.{late} {why} {_percent(own)} of the engine's busy time"
+        f"{f' ({others})' if others else ''}. What helps: {remedy}."
     )
 
 

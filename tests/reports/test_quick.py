@@ -66,7 +66,7 @@ def test_a_running_server_is_estimated_within_ninety_seconds(tmp_path: Path) -> 
     assert answer.binding is not None and answer.binding.lifted_rate is not None
     assert answer.takeover.name is not None and answer.takeover.dollars_per_hour is not None
     text, block = "\n".join(lines_of(answer)), markdown_of(answer)
-    for words in ("Single request", "Estimated capacity", "Concurrent users", " binds. ", "GPU"):
+    for words in ("Single request", "Estimated capacity", "Concurrent users", " binds: ", "GPU"):
         assert words in text and words in block
     assert msgspec.json.decode(msgspec.json.encode(answer), type=QuickAnswer) == answer
 
