@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from loadtests.capacity import capacity_text
+from loadtests.levels.level_columns import levels_of
 from loadtests.records.journal_events import Calibrated, Capacity, of_kind
+from loadtests.records.run_folder import read_records
 from models import formatting
 from reports.binding_limits import binding_of
 from reports.cheapest_gpu import takes_over
@@ -146,12 +149,31 @@ def failed_requests(data: ReportData) -> FailedRequests:
 def _notes_of(cell: CellData) -> list[str]:
     ready = cell.ready
     notes = [] if ready is None else list(ready.endpoint_notes)
+    if failed := _failed_in_bursts(cell):
+        notes.append(
+            f"{failed}: the server refused or dropped requests that came together, and the "
+            "estimate is from those that it answered"
+        )
     if cell.policy is not None and (ready is None or not ready.info.slots):
         notes.append(
             f"the server does not say its slots: bursts saw it serve {cell.policy.slots} requests "
             "at once; if it has more, the estimate is not right"
         )
     return notes
+
+
+def _failed_in_bursts(cell: CellData) -> str:
+    """Return `18 of 32 requests of the bursts failed (18 http_429)`; "": none did."""
+    kinds: Counter[str] = Counter()
+    requests = 0
+    for level in levels_of(read_records(Path(cell.folder))):
+        if level.started.is_burst:
+            kinds.update(level.failures)
+            requests += int(level.counted.sum())
+    if not kinds:
+        return ""
+    words = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{kinds.total()} of {requests} requests of the bursts failed ({words})"
 
 
 def _why_no_capacity(cell: CellData, data: ReportData) -> str:

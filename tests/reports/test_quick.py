@@ -71,6 +71,20 @@ def test_a_running_server_is_estimated_within_ninety_seconds(tmp_path: Path) -> 
     assert msgspec.json.decode(msgspec.json.encode(answer), type=QuickAnswer) == answer
 
 
+def test_requests_that_failed_in_bursts_are_named(tmp_path: Path) -> None:
+    simulated = Simulated(base=0.02, row=0.005, prompt=0.001, policy=None)
+    whole = answer_of(simulated, tmp_path)
+    assert "bursts failed" not in "".join(whole.notes)
+    file = Path(whole.run) / "requests.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    bursts = [one for one in records if "#burst." in one["level"]]
+    for one in bursts[:3]:
+        one |= {"error": "http_429", "status": 429, "content_seconds": []}
+    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    answer = quick_answer(read_report(Path(whole.run)), software="Ollama", think_seconds=45.0)
+    assert f"3 of {len(bursts)} requests of the bursts failed (3 http_429)" in answer.notes[0]
+
+
 @pytest.mark.parametrize(
     ("simulated", "reason", "limit"),
     [
