@@ -270,11 +270,11 @@ def sentence_of(binding: BindingLimit) -> str:
         "context": shares.context,
     }
     own = named.pop(binding.kind)
-    why = {
-        "prompts": "Prompts take",
-        "weights": "The fixed cost of each step, mostly reading the weights, takes",
-        "rows": "Generating tokens takes",
-        "context": "Reading the KV cache takes",
+    cost = {
+        "prompts": "the cost of prompts",
+        "weights": "the fixed cost of each step, mostly reading the weights,",
+        "rows": "the cost of each generated token",
+        "context": "the cost of reading the KV cache",
     }[binding.kind]
     others = ", ".join(
         f"{KIND_WORDS[kind]} {_percent(share)}"
@@ -285,10 +285,10 @@ def sentence_of(binding: BindingLimit) -> str:
     if binding.late_by_ttft_share is not None:
         limit = "TTFT" if binding.late_by_ttft_share >= 0.5 else "TPOT"
         late = f" Requests that miss the SLO mostly miss the {limit} limit."
+    rest = f" (the rest: {others})" if others else ""
     return (
-        f"{words} binds: halving its cost would raise the capacity{rise}, more than halving any "
-        f"other.{late} {why} {_percent(own)} of the engine's busy time"
-        f"{f' ({others})' if others else ''}. What helps: {remedy}."
+        f"{words} binds: halving {cost} would raise the capacity{rise}. It takes "
+        f"{_percent(own)} of the engine's busy time{rest}.{late} What helps: {remedy}."
     )
 
 
