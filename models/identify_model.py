@@ -94,6 +94,19 @@ def identify(name: str, *, fetch: bool = False) -> ModelIdentity:
         return _identity(name, fetch)
 
 
+def short_model_id(model_id: str) -> str:
+    """Return an endpoint's id of a model without the folders and the ending of its file.
+
+    llama-server and others call a model by its path: "/models/Qwen3-8B-Q4_K_M.gguf" is shown as
+    "Qwen3-8B-Q4_K_M". Other ids, "meta-llama/Llama-3.1-8B" too, are returned as they are.
+    """
+    is_file = model_id.endswith(".gguf")
+    if not is_file and not model_id.startswith(("/", "~", "./", "../")):
+        return model_id
+    name = model_id.replace("\\", "/").rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+    return name or model_id
+
+
 def _identity(name: str, fetch: bool) -> ModelIdentity:
     if is_ladder_model(name):
         spec = ladder_model(name).spec

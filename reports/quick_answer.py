@@ -269,8 +269,8 @@ def rows_of(answer: QuickAnswer) -> Iterator[tuple[str, str, str]]:
         price = formatting.dollars_per_hour(over.dollars_per_hour)
         yield (
             "Takeover GPU",
-            f"{over.name}: {formatting.rate(over.rate, like=like)}, {price}",
-            ("predicted"),
+            f"{over.name}: {formatting.of_requests(formatting.rate(over.rate))}, {price}",
+            "predicted",
         )
 
 

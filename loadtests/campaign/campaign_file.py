@@ -33,7 +33,7 @@ from loadtests.capacity.capacity_estimate import MIN_SECONDS
 from loadtests.errors import BadCampaign, LoadError
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from models.errors import ModelError, UnsupportedModel, printable
-from models.identify_model import ModelIdentity, identify, unique_names
+from models.identify_model import ModelIdentity, identify, short_model_id, unique_names
 from models.model_ladder import is_ladder_model, ladder_model
 from models.model_spec import ModelSpec
 from models.weight_formats import DEFAULT_FORMATS, known_format
@@ -637,7 +637,7 @@ def _cell(
 def cell_of_target(target: Target) -> Cell:
     """Return the cell of an endpoint that is already running."""
     # The id is untrusted: it may contain line feeds and control characters.
-    model = printable(" ".join((target.model or "").split())) or "default"
+    model = printable(" ".join(short_model_id(target.model or "").split())) or "default"
     key = plain(f"{model}@{target.url.split('://')[-1]}")
     return Cell(key=key, model=model, weight_format="", backend="external", url=target.url)
 

@@ -163,7 +163,9 @@ class Server:
         """Of ours what /v1/placement says; of others their command as it was run; of an endpoint
         what it says of itself."""
         if self.layout is None:
-            return ready_of_endpoint(cell, self.target, ask_details(self.target, self._cell.model))
+            return ready_of_endpoint(
+                cell, self.target, ask_details(self.target, self.target.model or self._cell.model)
+            )
         load_seconds: float | None = self._load_seconds
         if self._engine is None:
             with connect(self.target.url) as pool:

@@ -34,7 +34,7 @@ from loadtests.load_generator.endpoint_details import (
 from loadtests.load_generator.load_options import parse_workload
 from loadtests.load_generator.openai_endpoint import Target, check_target, probe
 from models.errors import ModelError
-from models.identify_model import identify
+from models.identify_model import identify, short_model_id
 from models.model_ladder import PACKAGED, packaged_file
 from models.model_spec import ModelSpec
 from reports.quick_answer import QuickAnswer, failed_requests, lines_of, markdown_of, quick_answer
@@ -283,7 +283,7 @@ def _target_of(options: QuickOptions, server: LocalServer, progress: Progress) -
             raise
         target = msgspec.structs.replace(target, api="chat")
         facts = probe(target)
-    progress.say(f"{server.words}: model {facts.model}")
+    progress.say(f"{server.words}: model {short_model_id(facts.model)}")
     return msgspec.structs.replace(target, model=facts.model)
 
 

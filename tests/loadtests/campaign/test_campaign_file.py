@@ -393,3 +393,20 @@ def test_limits_of_the_slo_are_joined_in_any_number():
     assert chat.campaign.slo.name == "chat (changed)" and chat.campaign.slo.ttft_seconds == 2.0
     catalog = slo_of("conversation")
     assert (catalog.ttft_seconds, catalog.tpot_seconds, catalog.target) == (0.5, 0.05, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("model_id", "shown"),
+    [
+        ("/models/Qwen3-8B-Q4_K_M.gguf", "Qwen3-8B-Q4_K_M"),  # llama-server
+        ("C:\\models\\phi-4.gguf", "phi-4"),
+        ("/srv/weights/my-model/", "my-model"),  # vLLM of a folder
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("llama3.2:1b", "llama3.2:1b"),  # Ollama
+    ],
+)
+def test_an_endpoint_that_calls_its_model_by_a_path_is_shown_by_a_short_name(
+    model_id: str, shown: str
+) -> None:
+    cell = cell_of_target(Target(url="http://h:8080", model=model_id))
+    assert cell.model == shown and "models" not in cell.key and "srv" not in cell.key
