@@ -61,6 +61,46 @@ def test_the_error_is_that_of_what_was_left_out():
     assert not fit_step_times(seen(STEP_TIMES, 400, noise=0.4)).fits
 
 
+def test_one_step_with_several_prompts_cannot_test_what_it_alone_tells():
+    """As in calibrations: decode steps and single prompts, a step of eight prompts, and one in
+    which a second pass came with a stall. Without the eight the stall alone would tell what a pass
+    costs."""
+    rng = np.random.default_rng(1)
+    one_pass = []
+    for rows in np.tile(np.arange(1, 9), 12):
+        counts = (float(rows), 0.0, float(rows * 100))
+        noise = np.exp(0.05 * rng.normal())
+        names = ("rows", "prompt_tokens", "context_tokens")
+        one_pass.append(
+            StepObservation(
+                seconds=STEP_TIMES.seconds(*counts) * noise, **dict(zip(names, counts, strict=True))
+            )
+        )
+    for tokens in (20.0, 60.0, 150.0, 250.0):
+        seconds = STEP_TIMES.seconds(0, tokens, 0)
+        one_pass.append(
+            StepObservation(seconds=seconds, rows=0, prompt_tokens=tokens, context_tokens=0)
+        )
+    eight = StepObservation(
+        seconds=STEP_TIMES.seconds(0, 128, 0, passes=8),
+        rows=0,
+        prompt_tokens=128,
+        context_tokens=0,
+        passes=8,
+    )
+    stalled = StepObservation(
+        seconds=STEP_TIMES.seconds(4, 20, 400, passes=2) + 0.3,
+        rows=4,
+        prompt_tokens=20,
+        context_tokens=400,
+        passes=2,
+    )
+    for place in range(8):  # whichever eighth of the observations it falls into
+        found = fit_step_times([*one_pass[:place], eight, *one_pass[place:], stalled])
+        assert found.fits, f"{found.error:.2f} with the step of eight prompts at {place}"
+        assert found.pass_seconds == pytest.approx(STEP_TIMES.pass_seconds, rel=0.3)
+
+
 def test_a_slower_machine_takes_longer_for_every_step():
     one = seen(STEP_TIMES, 5)[3]
     assert STEP_TIMES.slower(1.3).of(one) == pytest.approx(1.3 * STEP_TIMES.of(one))
