@@ -60,7 +60,7 @@ step "answers, healthy, read-only, as user 10001"
 
 inside '
 import os, pathlib, signal
-engines = [int(p.parent.name) for p in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"-m\0serving.engine.engine_loop" in p.read_bytes()]
+engines = [int(p.parent.name) for p in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"-m\0crossover.serving.engine.engine_loop" in p.read_bytes()]
 assert len(engines) == 1, engines
 os.kill(engines[0], signal.SIGKILL)'
 for _ in $(seq 100); do curl -s http://127.0.0.1:8000/metrics | grep '^crossover_engine_restarts_total{.*} [1-9]' >/dev/null && break; sleep 0.1; done
@@ -83,7 +83,7 @@ podman rm crossover-test >/dev/null
 chosen='
 import importlib.util, pathlib
 assert importlib.util.find_spec("torch") is None, "torch is in the image"
-from serving.backends.llama_cpp.library import build_details, library
+from crossover.serving.backends.llama_cpp.library import build_details, library
 llama = library()
 files = sorted(path.stem.removeprefix("libggml-cpu-") for path in pathlib.Path(llama.__file__).parent.glob("lib/libggml-cpu-*.so"))
 taken = {line.split("libggml-cpu-")[-1].split(".")[0] for line in open("/proc/self/maps") if "libggml-cpu-" in line}

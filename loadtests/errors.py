@@ -1,6 +1,6 @@
 """The errors of load tests. A message says what is wrong, where, and what to do."""
 
-from models.errors import CrossoverError
+from crossover.models.errors import CrossoverError
 
 
 class LoadError(CrossoverError):

@@ -23,15 +23,26 @@ from locust import User, events, task
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtests.errors import LoadError
-from loadtests.load_generator.dispatcher import Dispatcher
-from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.level_messages import Failed, LoadPlan, Recorded, Started, WireMessage
-from loadtests.load_generator.load_options import BY_HAND, LoadOptions, add_options, plan_of
-from loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE
-from loadtests.records.request_record import RequestRecord
-from models.errors import CrossoverError, printable
-from serving.option_help import converted
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.load_generator.dispatcher import Dispatcher
+from crossover.loadtests.load_generator.http_connection import clock
+from crossover.loadtests.load_generator.level_messages import (
+    Failed,
+    LoadPlan,
+    Recorded,
+    Started,
+    WireMessage,
+)
+from crossover.loadtests.load_generator.load_options import (
+    BY_HAND,
+    LoadOptions,
+    add_options,
+    plan_of,
+)
+from crossover.loadtests.load_generator.locust_process import FOLDER_VARIABLE, PIPE_VARIABLE
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.models.errors import CrossoverError, printable
+from crossover.serving.option_help import converted
 
 LEAD_SECONDS = 0.05  # between Started and t0: the runner has heard of it then
 DONE = "crossover_done"  # a worker's message: its level has ended

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from models.tokenizer import Tokenizer
+    from crossover.models.tokenizer import Tokenizer
 
 # tags: <think>...</think>, <tool_call>...</tool_call>, as Qwen, Granite, DeepSeek and many others.
 # gemma: <|channel>thought...<channel|>, <|tool_call>call:name{...}<tool_call|>, of Gemma 4.

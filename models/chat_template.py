@@ -28,7 +28,7 @@ import jinja2.filters
 import jinja2.sandbox
 from jinja2 import nodes
 
-from models.errors import BadChat
+from crossover.models.errors import BadChat
 
 CPU_SECONDS = 2.0  # the time limit of a rendering thread
 

@@ -1,7 +1,7 @@
 """Runs work in child processes: their memory is returned, and a crash ends only the child.
 
-run_aside("models.convert_to_onnx:make_onnx", progress, "model.gguf", "folder", "int8")
-ran = run_python("-m", "serving.hardware.gpus", "nvml", timeout_seconds=10)
+run_aside("crossover.models.convert_to_onnx:make_onnx", progress, "model.gguf", "folder", "int8")
+ran = run_python("-m", "crossover.serving.hardware.gpus", "nvml", timeout_seconds=10)
 
 A child imports nothing from the folder it runs in and inherits no secrets, because it may parse or
 run untrusted data.
@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from models.errors import ModelError
+import crossover
+from crossover.models.errors import ModelError
 
-PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+PACKAGE_ROOT = Path(crossover.__file__).resolve().parents[1]
 STOP_SECONDS = 5.0  # that a child may take to clean up after SIGINT
 # Variables with such a word in their name, or a URL with a password as their value, are secrets.
 SECRET_NAME = re.compile(
@@ -106,11 +107,14 @@ def run_aside(
 ) -> None:
     """Call "module:name" in a new interpreter and report its progress; its result is discarded.
 
-    Raises errors of models.errors unchanged, and ModelError with its last output for a dead child.
+    Raises errors of crossover.models.errors unchanged, and ModelError with its last output for a
+    dead child.
     """
     with tempfile.TemporaryFile() as words:
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        child = start_python("-m", "models.child_process", function, stderr=words, **pipes)
+        child = start_python(
+            "-m", "crossover.models.child_process", function, stderr=words, **pipes
+        )
         assert child.stdin is not None and child.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError), child.stdin:

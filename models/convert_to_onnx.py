@@ -5,7 +5,7 @@
 
 Of Llama, Mistral, Qwen2 and Qwen3 the graph is written here: attention by GroupQueryAttention, with
 a KV cache updated in place and logits of each row's last token. No more of the weights is in memory
-than one matrix. Other architectures: models.export_with_optimum.
+than one matrix. Other architectures: crossover.models.export_with_optimum.
 
     int8  a scale for each weight row; activations in 8 bits, products of whole numbers. One fixed
           scale serves all tokens before gate and up, elsewhere each token has its own
@@ -13,9 +13,10 @@ than one matrix. Other architectures: models.export_with_optimum.
     fp32  as they are
 
 Trained models have a few channels a hundred times as large as the others, on which one scale a
-token spends its 8 bits. So for int8 trained weights are first turned (models.rotated_weights): the
-same function in a basis in which all channels are alike. Without VNNI, sums of two 8-bit products
-saturate 16 bits: there int8 weights have 7 bits (`int8_bits`; the manifest's generator says so).
+token spends its 8 bits. So for int8 trained weights are first turned
+(crossover.models.rotated_weights): the same function in a basis in which all channels are alike.
+Without VNNI, sums of two 8-bit products saturate 16 bits: there int8 weights have 7 bits
+(`int8_bits`; the manifest's generator says so).
 """
 
 from __future__ import annotations
@@ -33,16 +34,23 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from models.errors import BrokenWeights, UnsupportedModel
-from models.export_with_optimum import export_graph, foreign_spec
-from models.hf_config import TEXTS, read_config, spec_of, v4_config
-from models.machine_limits import int8_bits
-from models.model_families import FAMILIES
-from models.model_spec import ModelSpec
-from models.random_weights import GENERATOR, Weights, as_bytes, write_texts
-from models.rotated_weights import BLOCK, Turned, rotations
-from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows, check_tensors, stored_rows
-from models.weights_manifest import (
+from crossover.models.errors import BrokenWeights, UnsupportedModel
+from crossover.models.export_with_optimum import export_graph, foreign_spec
+from crossover.models.hf_config import TEXTS, read_config, spec_of, v4_config
+from crossover.models.machine_limits import int8_bits
+from crossover.models.model_families import FAMILIES
+from crossover.models.model_spec import ModelSpec
+from crossover.models.random_weights import GENERATOR, Weights, as_bytes, write_texts
+from crossover.models.rotated_weights import BLOCK, Turned, rotations
+from crossover.models.safetensors_reader import (
+    EMBEDDING,
+    HEAD,
+    Floats,
+    Rows,
+    check_tensors,
+    stored_rows,
+)
+from crossover.models.weights_manifest import (
     Manifest,
     Progress,
     atomic_folder,
@@ -53,10 +61,10 @@ from models.weights_manifest import (
 
 GRAPH, DATA = "model.onnx", "model.onnx.data"
 GROUP = 32  # weights of an int4 row that share a scale
-# Standard deviations of a normed vector that its 8 bits span. Rotated (models.rotated_weights), its
-# channels are alike and nearly Gaussian. KL on SmolLM2-135M-Instruct with it before gate and up:
-# 0.0098 nats; before query, key and value too 0.0107, with a scale for each token 0.0094
-# (`python -m tests.bench.format_quality onnx:int8`).
+# Standard deviations of a normed vector that its 8 bits span. Rotated
+# (crossover.models.rotated_weights), its channels are alike and nearly Gaussian. KL on
+# SmolLM2-135M-Instruct with it before gate and up: 0.0098 nats; before query, key and value too
+# 0.0107, with a scale for each token 0.0094 (`python -m tests.bench.format_quality onnx:int8`).
 NORMED_SPAN = np.float32(3.5)
 THREADS = 2
 # Of some rows: what is stored, and its scales.

@@ -1,4 +1,4 @@
-"""Exports checkpoints that models.convert_to_onnx does not support, with optimum-onnx.
+"""Exports checkpoints that crossover.models.convert_to_onnx does not support, with optimum-onnx.
 
     export_graph(Path("gpt2"), Path("gpt2-int8"), "int8", say)
 
@@ -16,13 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from models.child_process import run_aside
-from models.errors import BrokenWeights, ModelError, UnsupportedModel
-from models.hf_config import check_dense, read_config
-from models.machine_limits import int8_bits
-from models.model_spec import ModelSpec, whole_number
-from models.safetensors_reader import INDEX, read_tensors, weight_files
-from models.weights_manifest import Progress
+from crossover.models.child_process import run_aside
+from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
+from crossover.models.hf_config import check_dense, read_config
+from crossover.models.machine_limits import int8_bits
+from crossover.models.model_spec import ModelSpec, whole_number
+from crossover.models.safetensors_reader import INDEX, read_tensors, weight_files
+from crossover.models.weights_manifest import Progress
 
 MODEL = "model.onnx"
 

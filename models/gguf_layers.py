@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from models.model_spec import CachedLayers
+from crossover.models.model_spec import CachedLayers
 
 STATE_ELEMENT_BYTES = 4  # recurrent states are float32
 # Every so many layers one attends to the whole context, the others to a window, where the file does

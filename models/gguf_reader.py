@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, LlamaFileType, ReaderTensor
 
-from models.errors import BrokenWeights, UnsupportedModel
-from models.gguf_layers import cached_layers, state_bytes
-from models.model_spec import Experts, ModelSpec, whole_number
+from crossover.models.errors import BrokenWeights, UnsupportedModel
+from crossover.models.gguf_layers import cached_layers, state_bytes
+from crossover.models.model_spec import Experts, ModelSpec, whole_number
 
 MAX_ARRAY = 1024  # values; longer arrays are the tokenizer's and come back empty
 MAX_PARTS = 1000

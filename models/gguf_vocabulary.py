@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from models.chat_template import RendersChat
-from models.errors import BrokenWeights, UnsupportedModel
+from crossover.models.chat_template import RendersChat
+from crossover.models.errors import BrokenWeights, UnsupportedModel
 
 _NAMED_TEMPLATE = b"tokenizer.chat_template."
 _NO_VOCABULARY = 0  # enum llama_vocab_type
@@ -24,7 +24,7 @@ _STACK_SIZE = threading.Lock()
 
 
 class GgufTokenizer(RendersChat):
-    """As models.tokenizer.HfTokenizer, over llama.cpp's own vocabulary code."""
+    """As crossover.models.tokenizer.HfTokenizer, over llama.cpp's own vocabulary code."""
 
     def __init__(self, file: Path) -> None:
         self._llama = llama = llama_library()

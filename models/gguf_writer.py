@@ -12,12 +12,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from models.chat_template import CHATML
-from models.model_families import FAMILIES
-from models.model_spec import ModelSpec
-from models.tokenizer import SPECIAL_TOKENS, shipped
-from models.weight_formats import GgufTensor, gguf_tensors
-from models.weights_manifest import Progress
+from crossover.models.chat_template import CHATML
+from crossover.models.model_families import FAMILIES
+from crossover.models.model_spec import ModelSpec
+from crossover.models.tokenizer import SPECIAL_TOKENS, shipped
+from crossover.models.weight_formats import GgufTensor, gguf_tensors
+from crossover.models.weights_manifest import Progress
 
 
 def write_file(

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.model_families import FAMILIES
-from models.model_spec import ModelSpec, RopeScaling, whole_number
+from crossover.models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from crossover.models.model_families import FAMILIES
+from crossover.models.model_spec import ModelSpec, RopeScaling, whole_number
 
 # What a folder holds beside its weights.
 TEXTS = "config.json generation_config.json tokenizer.json tokenizer_config.json".split()

@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from models.errors import ModelError, UnknownModel, UnsupportedModel, files_in_words
-from models.export_with_optimum import foreign_spec
-from models.gguf_reader import is_gguf_file, model_name, read_header
-from models.hf_config import TEXTS, read_config, spec_of
-from models.model_families import FAMILIES
-from models.model_ladder import (
+from crossover.models.errors import ModelError, UnknownModel, UnsupportedModel, files_in_words
+from crossover.models.export_with_optimum import foreign_spec
+from crossover.models.gguf_reader import is_gguf_file, model_name, read_header
+from crossover.models.hf_config import TEXTS, read_config, spec_of
+from crossover.models.model_families import FAMILIES
+from crossover.models.model_ladder import (
     LADDER,
     PACKAGED,
     SIZED,
@@ -36,10 +36,10 @@ from models.model_ladder import (
     packaged_file,
     sized,
 )
-from models.model_spec import ModelSpec
-from models.safetensors_reader import check_tensors
-from models.weight_formats import FORMATS
-from models.weights_manifest import read_manifest, with_home
+from crossover.models.model_spec import ModelSpec
+from crossover.models.safetensors_reader import check_tensors
+from crossover.models.weight_formats import FORMATS
+from crossover.models.weights_manifest import read_manifest, with_home
 
 Kind = Literal["ladder", "gguf", "safetensors", "onnx"]
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w./-]+\.gguf))?")

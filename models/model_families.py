@@ -2,10 +2,11 @@
 
     FAMILIES["qwen2"].has_qkv_bias       # True
 
-What all of them have in common is computed by models.convert_to_onnx, models.rotated_weights and
-serving.backends.torch.forward_pass: norms before attention and before the MLP (RMS), grouped-query
-attention with rotary positions, an MLP of gate, up and down with SiLU, an optional tied head. The
-record says what differs. docs/adding-a-model-family.md adds one.
+What all of them have in common is computed by crossover.models.convert_to_onnx,
+crossover.models.rotated_weights and crossover.serving.backends.torch.forward_pass: norms before
+attention and before the MLP (RMS), grouped-query attention with rotary positions, an MLP of gate,
+up and down with SiLU, an optional tied head. The record says what differs.
+docs/adding-a-model-family.md adds one.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 Shapes (models/data/ladder.csv) are those of the published config.json; `published_parameters` is
 the model card's total, and a test compares both. A ladder model's own name means random weights of
-its shape (`models.random_weights`), which take as long to read and to multiply; published ones are
-served by their hub id, and one as "smollm2-135m-instruct" from a Python package.
+its shape (`crossover.models.random_weights`), which take as long to read and to multiply; published
+ones are served by their hub id, and one as "smollm2-135m-instruct" from a Python package.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
-from models.errors import UnknownModel
-from models.model_families import FAMILIES
-from models.model_spec import CachedLayers, Experts, ModelSpec, RopeScaling, Scratch
+from crossover.models.errors import UnknownModel
+from crossover.models.model_families import FAMILIES
+from crossover.models.model_spec import CachedLayers, Experts, ModelSpec, RopeScaling, Scratch
 
 
 class LadderModel(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """The shape of a model, and what follows from it: tensors, parameters, bytes of the KV cache.
 
->>> from models.model_ladder import ladder_model
+>>> from crossover.models.model_ladder import ladder_model
 >>> ladder_model("smollm2-135m").spec.parameters
 134515008
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from models.errors import UnsupportedModel
+from crossover.models.errors import UnsupportedModel
 
 # Bytes of one element of the KV cache.
 KV_ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8_0": 1.0625, "q4_0": 0.5625}

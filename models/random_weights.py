@@ -3,8 +3,8 @@
     write_gguf(ladder_model("3b").spec, Path("3b.gguf"), "Q4_0")  # streamed, 1.9 GB
     write_hf_folder(ladder_model("135m").spec, Path("135m"), "bf16")  # for transformers 4 and 5
 
-Tensors, types and bytes a token are a real file's (`models.weight_formats`): so are time and
-memory; text is noise. Spreads keep the size of activations through any number of layers, with
+Tensors, types and bytes a token are a real file's (`crossover.models.weight_formats`): so are time
+and memory; text is noise. Spreads keep the size of activations through any number of layers, with
 logits of standard deviation LOGIT_SPREAD.
 
 One pool of normal floats, and one of blocks for each type and spread, quantised by ggml, is drawn
@@ -26,14 +26,14 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
-from models.gguf_vocabulary import llama_library
-from models.gguf_writer import write_file
-from models.model_families import FAMILIES
-from models.model_spec import ModelSpec, RopeScaling
-from models.safetensors_reader import EMBEDDING, HEAD, Floats
-from models.tokenizer import SHIPPED_MARK, write_shipped
-from models.weight_formats import BLOCKS, GgufTensor
-from models.weights_manifest import (
+from crossover.models.gguf_vocabulary import llama_library
+from crossover.models.gguf_writer import write_file
+from crossover.models.model_families import FAMILIES
+from crossover.models.model_spec import ModelSpec, RopeScaling
+from crossover.models.safetensors_reader import EMBEDDING, HEAD, Floats
+from crossover.models.tokenizer import SHIPPED_MARK, write_shipped
+from crossover.models.weight_formats import BLOCKS, GgufTensor
+from crossover.models.weights_manifest import (
     Manifest,
     Progress,
     atomic_file,
@@ -174,7 +174,7 @@ class Weights:
         self._floats = np.resize(pool, _FLOATS + _LONGEST_SLICE)
 
     def rows(self, name: str, first: int, last: int) -> Floats:
-        """Rows of a matrix, elements of a vector: models.safetensors_reader.Rows."""
+        """Rows of a matrix, elements of a vector: crossover.models.safetensors_reader.Rows."""
         name = EMBEDDING if self._spec.tied and name == HEAD else name
         shape = self._shapes[name]
         each = math.prod(shape[1:])

@@ -11,7 +11,7 @@ What is made lies in the cache. What was not finished, or was made by an earlier
 again. Nothing that can run code is read: no pickles, no remote code.
 
 CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    a ladder model, by models.random_weights
-CACHE/synthetic/smollm2-135m/smollm2-135m-onnx-int4/   by models.convert_to_onnx
+CACHE/synthetic/smollm2-135m/smollm2-135m-onnx-int4/   by crossover.models.convert_to_onnx
 CACHE/synthetic/tokenizers/...                         the shipped tokenizer, by vocabulary
 CACHE/converted/FINGERPRINT/...                        of a folder of safetensors, to ONNX
 """
@@ -25,11 +25,11 @@ from typing import Any
 
 import msgspec
 
-from models.child_process import run_aside
-from models.errors import BrokenWeights, UnknownModel, UnsupportedModel, files_in_words
-from models.gguf_reader import part_names, read_header
-from models.hf_config import TEXTS, read_config, spec_of
-from models.identify_model import (
+from crossover.models.child_process import run_aside
+from crossover.models.errors import BrokenWeights, UnknownModel, UnsupportedModel, files_in_words
+from crossover.models.gguf_reader import part_names, read_header
+from crossover.models.hf_config import TEXTS, read_config, spec_of
+from crossover.models.identify_model import (
     HUB_ID,
     find_local,
     is_gguf,
@@ -38,14 +38,20 @@ from models.identify_model import (
     shape_of,
     unknown_model,
 )
-from models.model_families import FAMILIES
-from models.model_ladder import PACKAGED, is_ladder_model, ladder_model, packaged_file, sized
-from models.model_spec import ModelSpec
-from models.random_weights import GENERATOR
-from models.safetensors_reader import INDEX, WEIGHTS, check_tensors, weight_files
-from models.tokenizer import write_shipped
-from models.weight_formats import DEFAULT_FORMATS, spelt
-from models.weights_manifest import (
+from crossover.models.model_families import FAMILIES
+from crossover.models.model_ladder import (
+    PACKAGED,
+    is_ladder_model,
+    ladder_model,
+    packaged_file,
+    sized,
+)
+from crossover.models.model_spec import ModelSpec
+from crossover.models.random_weights import GENERATOR
+from crossover.models.safetensors_reader import INDEX, WEIGHTS, check_tensors, weight_files
+from crossover.models.tokenizer import write_shipped
+from crossover.models.weight_formats import DEFAULT_FORMATS, spelt
+from crossover.models.weights_manifest import (
     Progress,
     atomic_folder,
     cache_dir,
@@ -54,11 +60,11 @@ from models.weights_manifest import (
     read_manifest,
 )
 
-CONVERT = "models.convert_to_onnx:make_onnx"
+CONVERT = "crossover.models.convert_to_onnx:make_onnx"
 RANDOM = {
-    "gguf": "models.random_weights:write_gguf",
-    "hf": "models.random_weights:write_hf_folder",
-    "onnx": "models.convert_to_onnx:make_random_onnx",
+    "gguf": "crossover.models.random_weights:write_gguf",
+    "hf": "crossover.models.random_weights:write_hf_folder",
+    "onnx": "crossover.models.convert_to_onnx:make_random_onnx",
 }
 
 
@@ -71,7 +77,7 @@ class ResolvedModel(msgspec.Struct, frozen=True):
     # needs no weights.
     path: str
     weight_format: str
-    tokenizer_path: str  # for models.tokenizer.load_tokenizer
+    tokenizer_path: str  # for crossover.models.tokenizer.load_tokenizer
     synthetic: bool  # random weights: timings are real, text is noise
     file_bytes: int | None = None  # of a GGUF file, with all parts of a split one
 

@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 import scipy.fft
 
-from models.model_spec import ModelSpec
-from models.random_weights import rope_factors
-from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
-from models.tokenizer import DATA, load_tokenizer
+from crossover.models.model_spec import ModelSpec
+from crossover.models.random_weights import rope_factors
+from crossover.models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
+from crossover.models.tokenizer import DATA, load_tokenizer
 
 BLOCK = 1 << 20  # floats of a matrix that are worked on at once
 
@@ -116,7 +116,7 @@ def turned(values: Floats) -> Floats:
 
 
 class Turned:
-    """The rows of the same model in such a basis: models.safetensors_reader.Rows.
+    """The rows of the same model in such a basis: crossover.models.safetensors_reader.Rows.
 
     `source`: the folder whose tokenizer gives the tokens to even the MLPs' channels by.
     """

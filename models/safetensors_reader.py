@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from models.errors import BrokenWeights, UnsupportedModel
-from models.model_spec import ModelSpec
+from crossover.models.errors import BrokenWeights, UnsupportedModel
+from crossover.models.model_spec import ModelSpec
 
 Floats = npt.NDArray[np.float32]
 # Rows first..last of a tensor (elements of a vector), by its Hugging Face name. Of a tied model

@@ -22,11 +22,17 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as HfFile
 
-from models.chat_template import CHATML, RendersChat
-from models.child_process import run_aside
-from models.errors import BadChat, BrokenWeights, ModelError, UnknownModel, UnsupportedModel
-from models.gguf_reader import is_gguf_file
-from models.gguf_vocabulary import GgufTokenizer
+from crossover.models.chat_template import CHATML, RendersChat
+from crossover.models.child_process import run_aside
+from crossover.models.errors import (
+    BadChat,
+    BrokenWeights,
+    ModelError,
+    UnknownModel,
+    UnsupportedModel,
+)
+from crossover.models.gguf_reader import is_gguf_file
+from crossover.models.gguf_vocabulary import GgufTokenizer
 
 DATA = Path(__file__).parent / "data"
 SHIPPED = DATA / "tokenizer.json"

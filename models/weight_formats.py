@@ -1,6 +1,6 @@
 """Weight formats: those that are made here, those that are read, and the bytes they take.
 
-    >>> from models.model_ladder import ladder_model
+    >>> from crossover.models.model_ladder import ladder_model
     >>> {t.type for t in gguf_tensors(ladder_model("8b").spec, "Q4_K_M")} == {"F32", "Q4_K", "Q6_K"}
     True
     >>> round(weight_bytes(ladder_model("135m").spec, "Q4_0") / 2**20)
@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from models.errors import UnsupportedModel
-from models.model_families import FAMILIES
-from models.model_spec import ModelSpec, TensorShape
+from crossover.models.errors import UnsupportedModel
+from crossover.models.model_families import FAMILIES
+from crossover.models.model_spec import ModelSpec, TensorShape
 
 
 class Block(NamedTuple):

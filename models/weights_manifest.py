@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from models.errors import BrokenWeights, ModelError
-from models.machine_limits import int8_bits
-from models.model_spec import ModelSpec
+from crossover.models.errors import BrokenWeights, ModelError
+from crossover.models.machine_limits import int8_bits
+from crossover.models.model_spec import ModelSpec
 
 # The number goes up when the same source would give other files: what an earlier version left in
 # the cache is made again.

@@ -12,16 +12,16 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from loadtests.capacity import capacity_text
-from models import formatting
-from reports.binding_limits import binding_of
-from reports.headline import Answer, machine_words
-from reports.report_data import CPU, GPU, SIDE_NAMES, CellData, ReportData
-from reports.sections.section import Grade, Table, table
-from serving.capacity.batching_simulator import Simulated
-from serving.capacity.binding_limit import sentence_of
-from serving.capacity.simulated_capacity import Server
-from serving.capacity.slo import Slo
+from crossover.loadtests.capacity import capacity_text
+from crossover.models import formatting
+from crossover.reports.binding_limits import binding_of
+from crossover.reports.headline import Answer, machine_words
+from crossover.reports.report_data import CPU, GPU, SIDE_NAMES, CellData, ReportData
+from crossover.reports.sections.section import Grade, Table, table
+from crossover.serving.capacity.batching_simulator import Simulated
+from crossover.serving.capacity.binding_limit import sentence_of
+from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.slo import Slo
 
 STATES = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not started"}
 

@@ -10,15 +10,15 @@ from math import inf
 
 import msgspec
 
-from reports.report_data import CellData
-from serving.capacity.binding_limit import (
+from crossover.reports.report_data import CellData
+from crossover.serving.capacity.binding_limit import (
     MIN_TAKEN,
     BindingLimit,
     binding_limit,
     by_other_processes,
 )
-from serving.capacity.simulated_capacity import QUICK_REQUESTS, Server
-from serving.capacity.slo import Slo
+from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Server
+from crossover.serving.capacity.slo import Slo
 
 
 @lru_cache(maxsize=64)

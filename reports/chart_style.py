@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from models import formatting
-from reports.errors import MissingPackage
+from crossover.models import formatting
+from crossover.reports.errors import MissingPackage
 
 try:
     import altair as alt

@@ -13,8 +13,8 @@ import math
 
 import msgspec
 
-from models.model_spec import ModelSpec
-from reports.devices.device_capacity import (
+from crossover.models.model_spec import ModelSpec
+from crossover.reports.devices.device_capacity import (
     SLOW,
     TOGETHER,
     DeviceCapacity,
@@ -25,10 +25,10 @@ from reports.devices.device_capacity import (
     machine_of,
     simulated,
 )
-from reports.devices.device_catalog import priced_gpus
-from reports.errors import ReportError
-from reports.report_data import GPU, CellData, ReportData
-from serving.capacity.slo import Slo
+from crossover.reports.devices.device_catalog import priced_gpus
+from crossover.reports.errors import ReportError
+from crossover.reports.report_data import GPU, CellData, ReportData
+from crossover.serving.capacity.slo import Slo
 
 ABOVE = 1.1  # times the CPU's limit: what a GPU that takes over holds at least
 MIN_RATE = 1 / 3600  # requests/s: one an hour, where the CPU holds nothing

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from models import formatting
-from models.formatting import GIB
-from models.model_ladder import is_ladder_model, ladder_model
-from reports.errors import ReportError
-from reports.headline import Answer
-from reports.report_data import SIDE_NAMES, CellData
+from crossover.models import formatting
+from crossover.models.formatting import GIB
+from crossover.models.model_ladder import is_ladder_model, ladder_model
+from crossover.reports.errors import ReportError
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import SIDE_NAMES, CellData
 
 _CONDITION = re.compile(
     r"\s*(\S+?)\s*(?::\s*(cpu|gpu)\s*)?:\s*([a-z]+)\s*(>=|<=|>|<)\s*([0-9.eE+-]+)\s*"

@@ -1,6 +1,6 @@
 """The errors of reports and plans."""
 
-from models.errors import CrossoverError
+from crossover.models.errors import CrossoverError
 
 
 class ReportError(CrossoverError):

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from loadtests.records.journal_events import FORMAT_VERSION, CellFinished, Event
-from loadtests.records.run_folder import (
+from crossover.loadtests.records.journal_events import FORMAT_VERSION, CellFinished, Event
+from crossover.loadtests.records.run_folder import (
     EVENTS,
     MANIFEST,
     REQUESTS,
@@ -27,11 +27,11 @@ from loadtests.records.run_folder import (
     RunRecords,
     read_records,
 )
-from models import formatting
-from models.model_ladder import is_ladder_model
-from models.weights_manifest import write_atomically
-from reports.errors import ReportError
-from serving.capacity.slo import SLO_PRESETS
+from crossover.models import formatting
+from crossover.models.model_ladder import is_ladder_model
+from crossover.models.weights_manifest import write_atomically
+from crossover.reports.errors import ReportError
+from crossover.serving.capacity.slo import SLO_PRESETS
 
 # Keys whose texts are kept, since our own code writes them, and keys of which nothing but a number
 # is. Numbers and booleans under any other key are kept, texts are not.

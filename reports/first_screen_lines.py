@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reports.headline import Answer
-from reports.report_data import ReportData
-from reports.sections.binding_limits_section import binding_line
-from reports.sections.energy_cost import cost_lines
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import ReportData
+from crossover.reports.sections.binding_limits_section import binding_line
+from crossover.reports.sections.energy_cost import cost_lines
 
 
 def first_screen_lines(data: ReportData, answers: Sequence[Answer]) -> list[str]:

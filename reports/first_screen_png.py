@@ -8,8 +8,8 @@ from textwrap import wrap
 
 import vl_convert
 
-from reports.answer_tables import Column, answer_row, columns_of, side_heads
-from reports.chart_style import (
+from crossover.reports.answer_tables import Column, answer_row, columns_of, side_heads
+from crossover.reports.chart_style import (
     CPU,
     ESTIMATED,
     FONT,
@@ -21,12 +21,12 @@ from reports.chart_style import (
     PAPER,
     PREDICTED,
 )
-from reports.first_screen_lines import first_screen_lines
-from reports.headline import Answer, basis, headline, whole_machine_words
-from reports.report_data import CPU as CPU_SIDE
-from reports.report_data import GPU as GPU_SIDE
-from reports.report_data import ReportData
-from reports.sections.crossover_map import WIDTH, crossover_map
+from crossover.reports.first_screen_lines import first_screen_lines
+from crossover.reports.headline import Answer, basis, headline, whole_machine_words
+from crossover.reports.report_data import CPU as CPU_SIDE
+from crossover.reports.report_data import GPU as GPU_SIDE
+from crossover.reports.report_data import ReportData
+from crossover.reports.sections.crossover_map import WIDTH, crossover_map
 
 MARGIN, ROW = 30, 30
 INSIDE = WIDTH + 240  # pixels between the margins

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.levels.disturbance import MAX_SLIGHT_SHARE
-from models import formatting
-from reports.binding_limits import taken_share_of
-from reports.cheapest_gpu import TakeOver, best_cells, takes_over
-from reports.devices.device_capacity import DeviceCapacity
-from reports.report_data import CPU, GPU, CellData, ReportData
-from serving.capacity.slo import Slo
+from crossover.loadtests.levels.disturbance import MAX_SLIGHT_SHARE
+from crossover.models import formatting
+from crossover.reports.binding_limits import taken_share_of
+from crossover.reports.cheapest_gpu import TakeOver, best_cells, takes_over
+from crossover.reports.devices.device_capacity import DeviceCapacity
+from crossover.reports.report_data import CPU, GPU, CellData, ReportData
+from crossover.serving.capacity.slo import Slo
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):

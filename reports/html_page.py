@@ -15,18 +15,18 @@ import jinja2
 import msgspec
 from markupsafe import Markup, escape
 
-from models import formatting
-from reports.answer_tables import answer_row, columns_of, levels_table, side_heads
-from reports.chart_style import dark_rules, svg
-from reports.first_screen_lines import first_screen_lines
-from reports.headline import Answer, basis, headline, whole_machine_words
-from reports.report_data import CPU, GPU, SIDES, CellData, ReportData
-from reports.report_warnings import alerts_of, warnings_of
-from reports.sections.all_sections import SECTIONS
-from reports.sections.crossover_map import crossover_map
-from reports.sections.latency_curves import latency_curves
-from reports.sections.section import Chart, Section
-from reports.slo_sliders import lattice_of
+from crossover.models import formatting
+from crossover.reports.answer_tables import answer_row, columns_of, levels_table, side_heads
+from crossover.reports.chart_style import dark_rules, svg
+from crossover.reports.first_screen_lines import first_screen_lines
+from crossover.reports.headline import Answer, basis, headline, whole_machine_words
+from crossover.reports.report_data import CPU, GPU, SIDES, CellData, ReportData
+from crossover.reports.report_warnings import alerts_of, warnings_of
+from crossover.reports.sections.all_sections import SECTIONS
+from crossover.reports.sections.crossover_map import crossover_map
+from crossover.reports.sections.latency_curves import latency_curves
+from crossover.reports.sections.section import Chart, Section
+from crossover.reports.slo_sliders import lattice_of
 
 MAP_TITLES = {
     (): "Which rates this machine serves",
@@ -166,7 +166,7 @@ def _drawn(chart: Chart) -> dict[str, Any]:
 
 
 def _asset(name: str) -> str:
-    return resources.files("reports").joinpath("assets", name).read_text("utf-8")
+    return resources.files("crossover.reports").joinpath("assets", name).read_text("utf-8")
 
 
 def _json(value: Any) -> str:

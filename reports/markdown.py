@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from reports.answer_tables import answer_row, columns_of, side_heads
-from reports.first_screen_lines import first_screen_lines
-from reports.headline import Answer, basis, headline
-from reports.report_data import ReportData
-from reports.report_warnings import alerts_of, warnings_of
-from reports.sections.section import Section
+from crossover.reports.answer_tables import answer_row, columns_of, side_heads
+from crossover.reports.first_screen_lines import first_screen_lines
+from crossover.reports.headline import Answer, basis, headline
+from crossover.reports.report_data import ReportData
+from crossover.reports.report_warnings import alerts_of, warnings_of
+from crossover.reports.sections.section import Section
 
 MAX_BYTES = 6_000
 _LINE_ENDS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")  # names may hold them

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import msgspec
 
-from reports.devices.device_capacity import DeviceCapacity, Service, capacity_of, machine_of
-from reports.report_data import GPU, CellData, ReportData
+from crossover.reports.devices.device_capacity import (
+    DeviceCapacity,
+    Service,
+    capacity_of,
+    machine_of,
+)
+from crossover.reports.report_data import GPU, CellData, ReportData
 
 
 def predicted_here(cell: CellData | None, data: ReportData) -> DeviceCapacity | None:

@@ -18,19 +18,19 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from loadtests.capacity import capacity_text
-from loadtests.levels.level_columns import levels_of
-from loadtests.records.journal_events import Calibrated, Capacity, of_kind
-from loadtests.records.run_folder import read_records
-from models import formatting
-from reports.binding_limits import binding_of
-from reports.cheapest_gpu import takes_over
-from reports.headline import slo_words
-from reports.report_data import GPU, CellData, ReportData
-from serving.capacity.binding_limit import BindingLimit, sentence_of
-from serving.capacity.simulated_capacity import QUICK_REQUESTS, Server
-from serving.capacity.slo import Slo
-from serving.workload.request_lengths import in_words
+from crossover.loadtests.capacity import capacity_text
+from crossover.loadtests.levels.level_columns import levels_of
+from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_kind
+from crossover.loadtests.records.run_folder import read_records
+from crossover.models import formatting
+from crossover.reports.binding_limits import binding_of
+from crossover.reports.cheapest_gpu import takes_over
+from crossover.reports.headline import slo_words
+from crossover.reports.report_data import GPU, CellData, ReportData
+from crossover.serving.capacity.binding_limit import BindingLimit, sentence_of
+from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Server
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.workload.request_lengths import in_words
 
 SHAPE_ADVICE = "the model's shape is not known (name one of `crossover models list` with --shape)"
 

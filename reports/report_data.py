@@ -19,13 +19,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from loadtests.campaign.campaign_file import Search
-from loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate
-from loadtests.capacity.capacity_text import common_rate
-from loadtests.errors import BadRunFolder
-from loadtests.levels.level_columns import Judged, Level, levels_of
-from loadtests.levels.level_warnings import NamedWarning, level_warnings
-from loadtests.records.journal_events import (
+from crossover.loadtests.campaign.campaign_file import Search
+from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate
+from crossover.loadtests.capacity.capacity_text import common_rate
+from crossover.loadtests.errors import BadRunFolder
+from crossover.loadtests.levels.level_columns import Judged, Level, levels_of
+from crossover.loadtests.levels.level_warnings import NamedWarning, level_warnings
+from crossover.loadtests.records.journal_events import (
     Calibrated,
     Capacity,
     CellFinished,
@@ -41,23 +41,23 @@ from loadtests.records.journal_events import (
     device_of,
     of_kind,
 )
-from loadtests.records.resource_sample import ResourceSample
-from loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
-from models import formatting
-from models.identify_model import ModelIdentity
-from models.model_ladder import is_ladder_model, ladder_model
-from models.model_spec import ModelSpec, Routing
-from reports.devices.device_capacity import Traffic
-from reports.devices.device_catalog import Device, device_of_driver_name
-from reports.errors import BadRun
-from reports.watts import Power, power_of
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import LOADED, QUICK_REQUESTS, lengths_of
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.errors import WorkloadError
-from serving.workload.arrivals import Poisson, Trace, process_of
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.records.resource_sample import ResourceSample
+from crossover.loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
+from crossover.models import formatting
+from crossover.models.identify_model import ModelIdentity
+from crossover.models.model_ladder import is_ladder_model, ladder_model
+from crossover.models.model_spec import ModelSpec, Routing
+from crossover.reports.devices.device_capacity import Traffic
+from crossover.reports.devices.device_catalog import Device, device_of_driver_name
+from crossover.reports.errors import BadRun
+from crossover.reports.watts import Power, power_of
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import LOADED, QUICK_REQUESTS, lengths_of
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.errors import WorkloadError
+from crossover.serving.workload.arrivals import Poisson, Trace, process_of
+from crossover.serving.workload.request_lengths import Workload
 
 CPU, GPU = "cpu", "gpu"  # the two sides of a crossover
 SIDES = (CPU, GPU)

@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 
-from models.weights_manifest import write_atomically
-from reports.binding_limits import binding_of
-from reports.errors import MissingPackage, ReportError
-from reports.headline import Answer, basis, headline
-from reports.markdown import markdown
-from reports.own_gpu import predicted_here
-from reports.report_data import GPU, CellData, LevelData, ReportData
-from reports.report_warnings import warnings_of
-from reports.sections.energy_cost import (
+from crossover.models.weights_manifest import write_atomically
+from crossover.reports.binding_limits import binding_of
+from crossover.reports.errors import MissingPackage, ReportError
+from crossover.reports.headline import Answer, basis, headline
+from crossover.reports.markdown import markdown
+from crossover.reports.own_gpu import predicted_here
+from crossover.reports.report_data import GPU, CellData, LevelData, ReportData
+from crossover.reports.report_warnings import warnings_of
+from crossover.reports.sections.energy_cost import (
     dollars_per_million_tokens,
     joules_of,
     takeover_dollars_per_million_tokens,
@@ -157,7 +157,7 @@ def write_files(
     sections = []
     if {"html", "md", "png"} & set(formats):
         try:
-            from reports.html_page import page, sections_of  # altair takes half a second
+            from crossover.reports.html_page import page, sections_of  # altair takes half a second
 
             sections = sections_of(data, answers)
         except MissingPackage:
@@ -168,7 +168,7 @@ def write_files(
     if "md" in formats:
         made["report.md"] = markdown(data, answers, sections).encode()
     if "png" in formats:
-        from reports.first_screen_png import picture
+        from crossover.reports.first_screen_png import picture
 
         made["report.png"] = picture(data, answers)
     if "csv" in formats:

@@ -12,18 +12,18 @@ from collections.abc import Iterator
 
 import msgspec
 
-from loadtests.capacity.capacity_text import reuse_words, speed_words, users_words
-from loadtests.levels.level_warnings import NamedWarning, Seriousness
-from loadtests.load_generator.openai_endpoint import TargetFacts, route_words
-from loadtests.records.journal_events import (
+from crossover.loadtests.capacity.capacity_text import reuse_words, speed_words, users_words
+from crossover.loadtests.levels.level_warnings import NamedWarning, Seriousness
+from crossover.loadtests.load_generator.openai_endpoint import TargetFacts, route_words
+from crossover.loadtests.records.journal_events import (
     CellReady,
     Interrupted,
     LevelAbandoned,
     RunFinished,
     of_kind,
 )
-from models import formatting
-from reports.report_data import CellData, ReportData
+from crossover.models import formatting
+from crossover.reports.report_data import CellData, ReportData
 
 NOTE, WARNING, SERIOUS = Seriousness.NOTE, Seriousness.WARNING, Seriousness.SERIOUS
 FAST_MOVE = 0.1  # of the machine's speed, above which the first screen says so

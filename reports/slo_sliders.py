@@ -15,15 +15,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.capacity.capacity_estimate import confirmed_rate
-from models import formatting
-from reports.answer_tables import alone_words
-from reports.cheapest_gpu import ABOVE, MIN_RATE, fitting
-from reports.devices.device_capacity import SLOW, simulated
-from reports.headline import Answer
-from reports.report_data import CellData, ReportData
-from serving.capacity.simulated_capacity import Server
-from serving.capacity.slo import Slo
+from crossover.loadtests.capacity.capacity_estimate import confirmed_rate
+from crossover.models import formatting
+from crossover.reports.answer_tables import alone_words
+from crossover.reports.cheapest_gpu import ABOVE, MIN_RATE, fitting
+from crossover.reports.devices.device_capacity import SLOW, simulated
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import CellData, ReportData
+from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.slo import Slo
 
 TTFT = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
 TPOT = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)

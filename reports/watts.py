@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import msgspec
 
-from loadtests.records.resource_sample import ResourceSample
+from crossover.loadtests.records.resource_sample import ResourceSample
 
 LONGEST_SECONDS = 5.0  # between two samples (usually 1 s), for the second to tell of the time
 MIN_COVERED = 0.9  # of the time, for the power to count

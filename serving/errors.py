@@ -1,12 +1,12 @@
 """The errors of serving, and the states of an engine.
 
-A message says what failed, for which value, and what would work instead. Only `serving.http` turns
-an error into a status code.
+A message says what failed, for which value, and what would work instead. Only
+`crossover.serving.http` turns an error into a status code.
 """
 
 from enum import StrEnum
 
-from models.errors import CrossoverError
+from crossover.models.errors import CrossoverError
 
 
 class Cause(StrEnum):

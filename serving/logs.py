@@ -11,7 +11,7 @@ import time
 from datetime import datetime
 from typing import TextIO
 
-from serving.supervisor.engine_supervisor import Event
+from crossover.serving.supervisor.engine_supervisor import Event
 
 _QUIET = ("started", "ready")  # other lines report these in more detail
 _BETWEEN_SECONDS = 3.0  # the minimum time between two lines of the same progress

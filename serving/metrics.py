@@ -28,10 +28,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from serving.engine.ipc_messages import FinishReason, StepStats
-from serving.errors import EngineState
-from serving.hardware.machine_facts import resident_bytes
-from serving.supervisor.engine_supervisor import Supervisor
+from crossover.serving.engine.ipc_messages import FinishReason, StepStats
+from crossover.serving.errors import EngineState
+from crossover.serving.hardware.machine_facts import resident_bytes
+from crossover.serving.supervisor.engine_supervisor import Supervisor
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from serving.errors import ServingError, Unsupported
+from crossover.serving.errors import ServingError, Unsupported
 
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]

@@ -23,9 +23,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
-from serving.errors import ServingError
-from serving.option_help import (
+from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
+from crossover.serving.errors import ServingError
+from crossover.serving.option_help import (
     ENGINE,
     Count,
     Port,

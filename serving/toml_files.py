@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from models.errors import CrossoverError, printable
-from serving.option_help import bound
+from crossover.models.errors import CrossoverError, printable
+from crossover.serving.option_help import bound
 
 T = TypeVar("T")
 TYPES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"}

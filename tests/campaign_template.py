@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from loadtests.campaign.campaign_file import (
+from crossover.loadtests.campaign.campaign_file import (
     NOT_OF_SERVER,
     CampaignFile,
     Engine,
@@ -19,9 +19,9 @@ from loadtests.campaign.campaign_file import (
     Server,
     SloSpec,
 )
-from loadtests.load_generator.openai_endpoint import Target
-from serving.workload.arrivals import Arrivals
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.serving.workload.arrivals import Arrivals
+from crossover.serving.workload.request_lengths import Workload
 
 # Table of the file -> its struct, and the keys that init sets in it.
 SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {

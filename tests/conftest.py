@@ -106,11 +106,11 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     a process of its own (tests.tools.forks).
     """
     forks = Forks(
-        "crossover",
-        "serving.cli.launch",
-        "serving.cli.models_command",
-        "models.resolve_model",
-        "loadtests.cli.campaign_command",
+        "crossover.cli",
+        "crossover.serving.cli.launch",
+        "crossover.serving.cli.models_command",
+        "crossover.models.resolve_model",
+        "crossover.loadtests.cli.campaign_command",
     )
     yield functools.partial(forks.run, "crossover:main")
     forks.close()
@@ -119,7 +119,7 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
 @pytest.fixture(scope="session")
 def shipped_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Path of the tokenizer that the project ships, as the fake backend is served with."""
-    from models.resolve_model import resolve
+    from crossover.models.resolve_model import resolve
 
     return str(
         Path(resolve("fake", kind="none", cache=tmp_path_factory.mktemp("cache")).tokenizer_path)

@@ -10,11 +10,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from loadtests.campaign.campaign_file import CampaignFile
-from reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
-from serving.capacity.slo import SLO_PRESETS
-from serving.workload.arrivals import Arrivals
-from serving.workload.request_lengths import PRESETS
+from crossover.loadtests.campaign.campaign_file import CampaignFile
+from crossover.reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
+from crossover.serving.capacity.slo import SLO_PRESETS
+from crossover.serving.workload.arrivals import Arrivals
+from crossover.serving.workload.request_lengths import PRESETS
 from tests.campaign_template import LISTS, SECTIONS, keys_of, toml_value
 
 TOML_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}

@@ -17,13 +17,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.backends.backend_interface import BackendInfo, EngineConfig, parse_options
-from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
-from serving.sampling.batch_sampler import sample
-from serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
+from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig, parse_options
+from crossover.serving.errors import (
+    BackendUnavailable,
+    EngineFailed,
+    KvFull,
+    OutOfMemory,
+    Unsupported,
+)
+from crossover.serving.sampling.batch_sampler import sample
+from crossover.serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
 
 if TYPE_CHECKING:
-    from serving.backends.backend_table import BackendSpec
+    from crossover.serving.backends.backend_table import BackendSpec
 
 _MULTIPLIER, _MASK = 6364136223846793005, (1 << 64) - 1
 _LOAD_FAILURES: dict[str, type[Exception]] = {
@@ -85,19 +91,19 @@ class FakeOptions(msgspec.Struct, frozen=True):
 
 
 class SavedHash(NamedTuple):
-    """See serving.backends.backend_interface.Saved."""
+    """See crossover.serving.backends.backend_interface.Saved."""
 
     tokens: int
     state: int
 
 
 class FakeBackend:
-    """See serving.backends.backend_interface.Backend."""
+    """See crossover.serving.backends.backend_interface.Backend."""
 
     @staticmethod
     def row() -> BackendSpec:
         """Its row of the table of backends."""
-        from serving.backends.backend_table import MIB, BackendSpec, Overhead
+        from crossover.serving.backends.backend_table import MIB, BackendSpec, Overhead
 
         devices = {"cpu": Overhead(60 * MIB), "gpu": Overhead(60 * MIB)}
         cls = "tests.fake_backend:FakeBackend"

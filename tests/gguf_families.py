@@ -22,8 +22,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from models.chat_template import CHATML
-from models.tokenizer import SPECIAL_TOKENS, shipped
+from crossover.models.chat_template import CHATML
+from crossover.models.tokenizer import SPECIAL_TOKENS, shipped
 
 VOCABULARY = 2048
 Shapes = dict[str, tuple[int, ...]]  # tensor -> (experts, rows, columns), (rows, columns), (rows,)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from models.model_spec import ModelSpec
+from crossover.models.model_spec import ModelSpec
 from tests.gguf_families import (
     FAMILIES,
     Family,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.model_spec import ModelSpec
-from models.safetensors_reader import Floats
+from crossover.models.model_spec import ModelSpec
+from crossover.models.safetensors_reader import Floats
 
 CORPUS = Path(__file__).parent / "models" / "corpus.txt"
 Ids = npt.NDArray[np.int64]

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from reports.check_conditions import QUANTITIES
-from reports.plan.plan_costs import make_plan
-from reports.plan.plan_file import BadPlan
-from reports.plan.plan_machines import asked_of, candidates_of
-from reports.plan.plan_text import as_text
-from serving.toml_files import read_toml
+from crossover.reports.check_conditions import QUANTITIES
+from crossover.reports.plan.plan_costs import make_plan
+from crossover.reports.plan.plan_file import BadPlan
+from crossover.reports.plan.plan_machines import asked_of, candidates_of
+from crossover.reports.plan.plan_text import as_text
+from crossover.serving.toml_files import read_toml
 from tests.campaign_template import campaign_template
 from tests.docs_of_structs import campaign_keys, plan_keys
 from tests.house import PACKAGES
@@ -40,7 +40,9 @@ def first_line(path: Path) -> str:
 
 def tree() -> list[str]:
     """The map: a heading for each room, a line for each module."""
-    out = ["```", f"{'crossover.py':28}{first_line(ROOT / 'crossover.py')}"]
+    out = ["```", "crossover/"]
+    for path in sorted((ROOT / "crossover").glob("*.py")):
+        out.append(f"  {path.name:26}{first_line(path)}")
     for package in PACKAGES:
         folder = ""
         for path in sorted((ROOT / package).rglob("*"), key=lambda p: (p.parent, p)):

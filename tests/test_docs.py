@@ -18,13 +18,13 @@ import pytest
 import typer
 import yaml
 
-import crossover
-from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.cli.load_command import CommandOptions
-from loadtests.levels import level_warnings
-from serving.http.body_types import CHAT, COMPLETION, decode
-from serving.option_help import converted
-from serving.server_options import ServeOptions, models_of
+from crossover import cli
+from crossover.loadtests.campaign.campaign_file import parse_campaign
+from crossover.loadtests.cli.load_command import CommandOptions
+from crossover.loadtests.levels import level_warnings
+from crossover.serving.http.body_types import CHAT, COMPLETION, decode
+from crossover.serving.option_help import converted
+from crossover.serving.server_options import ServeOptions, models_of
 from tests.docs_site import SITE, loaded_from_elsewhere, outside
 from tests.made_docs import MADE, WHOLE, replaced
 
@@ -52,7 +52,7 @@ def test_what_is_made_as_a_whole_is_as_the_code_is(name: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_verb_that_is_shown_exists(page: Path) -> None:
     shown = set(re.findall(r"^\s*crossover ([a-z]+)", page.read_text(), re.M))
-    assert shown <= set(crossover.VERBS)
+    assert shown <= set(cli.VERBS)
     assert shown or page != README
 
 
@@ -128,7 +128,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_that_is_shown_can_be_parsed(page: Path) -> None:
     for words in _commands(page.read_text()):
-        command, name = typer.main.get_command(crossover.app), "crossover"
+        command, name = typer.main.get_command(cli.app), "crossover"
         while hasattr(command, "get_command"):
             name = words.pop(0)
             command = command.get_command(command.context_class(command), name)
@@ -212,7 +212,9 @@ def _modules_with_examples() -> list[str]:
         for path in sorted((ROOT / package).rglob("*.py"))
         if "\n>>> " in path.read_text() or "\n    >>> " in path.read_text()
     ]
-    return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    return [
+        ".".join(("crossover", *path.relative_to(ROOT).with_suffix("").parts)) for path in paths
+    ]
 
 
 @pytest.mark.parametrize("module", _modules_with_examples())

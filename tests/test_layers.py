@@ -46,7 +46,7 @@ def test_processes_are_started_where_secrets_and_folders_are_thought_of() -> Non
     found = {
         str(path.relative_to(ROOT))
         for path in [
-            ROOT / "crossover.py",
+            *(ROOT / "crossover").glob("*.py"),
             *(p for one in ORDER for p in (ROOT / one).rglob("*.py")),
         ]
         if starts.search(path.read_text())
@@ -66,18 +66,18 @@ def test_nothing_in_loadtests_hides_a_module_that_locust_would_import() -> None:
     ("module", "heavy"),
     [
         (
-            "crossover",
+            "crossover.cli",
             {"torch", "transformers", "llama_cpp", "onnxruntime", "locust", "altair", "starlette"},
         ),
         (
-            "serving.supervisor.engine_supervisor",
+            "crossover.serving.supervisor.engine_supervisor",
             {"torch", "transformers", "llama_cpp", "onnxruntime", "locust"},
         ),
         (
-            "serving.engine.scheduler",
+            "crossover.serving.engine.scheduler",
             {"torch", "transformers", "llama_cpp", "onnxruntime", "starlette"},
         ),
-        ("loadtests.records.run_folder", {"torch", "transformers", "locust", "gevent"}),
+        ("crossover.loadtests.records.run_folder", {"torch", "transformers", "locust", "gevent"}),
     ],
 )
 def test_light_modules_stay_light(module: str, heavy: set[str]) -> None:

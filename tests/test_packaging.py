@@ -16,7 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from crossover import VERBS, VERSION
+from crossover import VERSION
+from crossover.cli import VERBS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -34,7 +35,7 @@ REACHED_INTO = ("uvicorn", "locust", "msgspec", "typer", "altair", "onnxruntime"
 
 
 def test_the_top_level_is_the_agreed_one() -> None:
-    for name in ("serving", "models", "loadtests", "reports", "docker", "tests"):
+    for name in ("crossover", "serving", "models", "loadtests", "reports", "docker", "tests"):
         assert (ROOT / name).is_dir(), name
     for name in (
         "pyproject.toml",
@@ -42,7 +43,6 @@ def test_the_top_level_is_the_agreed_one() -> None:
         "SECURITY.md",
         "LICENSE",
         "Makefile",
-        "crossover.py",
         "constraints.txt",
         ".ci/run",
     ):
@@ -91,15 +91,13 @@ def test_the_wheel_holds_the_four_packages_their_data_and_no_weights(tmp_path: P
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if not name.startswith("llm_crossover")} == {
-        "models",
-        "serving",
-        "loadtests",
-        "reports",
-        "crossover.py",
+        "crossover",
     }
-    assert any(name.startswith("models/data/") and name.endswith(".json") for name in names)
+    assert any(
+        name.startswith("crossover/models/data/") and name.endswith(".json") for name in names
+    )
     assert not [name for name in names if name.endswith((".gguf", ".safetensors", ".onnx"))]
-    assert {"loadtests/demo.toml", "loadtests/llama-server.toml"} <= {*names}
+    assert {f"crossover/loadtests/{name}.toml" for name in ("demo", "llama-server")} <= {*names}
 
 
 def declared() -> dict[str, list[Requirement]]:
@@ -124,7 +122,10 @@ def imported_modules(source: str) -> set[str]:
 
 
 def test_every_import_is_of_a_declared_package() -> None:
-    files = [ROOT / "crossover.py", *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))]
+    files = [
+        *(ROOT / "crossover").glob("*.py"),
+        *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py")),
+    ]
     modules = set[str]().union(*(imported_modules(file.read_text()) for file in files))
     others = modules - set(sys.stdlib_module_names) - {*PACKAGES, "crossover"}
     assert {"numpy", "gevent", "ml_dtypes", "markupsafe"} <= others

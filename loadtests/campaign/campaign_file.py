@@ -29,27 +29,27 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from loadtests.capacity.capacity_estimate import MIN_SECONDS
-from loadtests.errors import BadCampaign, LoadError
-from loadtests.load_generator.openai_endpoint import Target, check_target
-from models.errors import ModelError, UnsupportedModel, printable
-from models.identify_model import ModelIdentity, identify, short_model_id, unique_names
-from models.model_ladder import is_ladder_model, ladder_model
-from models.model_spec import ModelSpec
-from models.weight_formats import DEFAULT_FORMATS, known_format
-from serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of
-from serving.backends.model_engines import engines_on, refusal, usual_engines
-from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
-from serving.capacity.slo import LIMITS, SLO_PRESETS, Slo
-from serving.errors import BackendUnavailable, ServingError, WorkloadError
-from serving.option_help import Count, Positive, Seconds, Share
-from serving.placement.fastest_backend import BEST
-from serving.server_options import SharedOptions
-from serving.toml_files import Table, converted, key, parse_toml, read_toml
-from serving.workload.arrivals import Arrivals, Poisson, Trace
-from serving.workload.conversations import draw_sessions
-from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
-from serving.workload.trace_file import load_trace
+from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS
+from crossover.loadtests.errors import BadCampaign, LoadError
+from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
+from crossover.models.errors import ModelError, UnsupportedModel, printable
+from crossover.models.identify_model import ModelIdentity, identify, short_model_id, unique_names
+from crossover.models.model_ladder import is_ladder_model, ladder_model
+from crossover.models.model_spec import ModelSpec
+from crossover.models.weight_formats import DEFAULT_FORMATS, known_format
+from crossover.serving.backends.backend_table import BACKENDS, DEFAULTS, spec_of
+from crossover.serving.backends.model_engines import engines_on, refusal, usual_engines
+from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, RequestedSettings
+from crossover.serving.capacity.slo import LIMITS, SLO_PRESETS, Slo
+from crossover.serving.errors import BackendUnavailable, ServingError, WorkloadError
+from crossover.serving.option_help import Count, Positive, Seconds, Share
+from crossover.serving.placement.fastest_backend import BEST
+from crossover.serving.server_options import SharedOptions
+from crossover.serving.toml_files import Table, converted, key, parse_toml, read_toml
+from crossover.serving.workload.arrivals import Arrivals, Poisson, Trace
+from crossover.serving.workload.conversations import draw_sessions
+from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
+from crossover.serving.workload.trace_file import load_trace
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
 RECIPES = Path(__file__).parents[1] / "engines"  # shipped third-party engines, one a file

@@ -22,27 +22,33 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.campaign import cell_selection
-from loadtests.campaign.campaign_file import Campaign, Cell, Plan, cell_of_target, check_trust
-from loadtests.campaign.cell_runner import CellRun, capacity_of
-from loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_it_serves
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.resume_state import CellState, campaign_of, new_run
-from loadtests.campaign.server_launch import Server
-from loadtests.capacity import capacity_text
-from loadtests.comparison.run_environment import machine_differences
-from loadtests.errors import BadRunFolder, Incomplete, ServerFailed
-from loadtests.host.child_processes import signals_interrupt
-from loadtests.host.machine_lock import machine_lock
-from loadtests.levels.level_columns import levels_of
-from loadtests.records import journal_events as journal
-from loadtests.records.run_folder import RunFolder
-from models import formatting
-from models.errors import CrossoverError
-from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.fastest_backend import BEST
-from serving.registry.engine_config import Machine
-from serving.workload.request_lengths import notes_of
+from crossover.loadtests.campaign import cell_selection
+from crossover.loadtests.campaign.campaign_file import (
+    Campaign,
+    Cell,
+    Plan,
+    cell_of_target,
+    check_trust,
+)
+from crossover.loadtests.campaign.cell_runner import CellRun, capacity_of
+from crossover.loadtests.campaign.level_runner import OpenBench, ServerBench, wait_until_it_serves
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.campaign.resume_state import CellState, campaign_of, new_run
+from crossover.loadtests.campaign.server_launch import Server
+from crossover.loadtests.capacity import capacity_text
+from crossover.loadtests.comparison.run_environment import machine_differences
+from crossover.loadtests.errors import BadRunFolder, Incomplete, ServerFailed
+from crossover.loadtests.host.child_processes import signals_interrupt
+from crossover.loadtests.host.machine_lock import machine_lock
+from crossover.loadtests.levels.level_columns import levels_of
+from crossover.loadtests.records import journal_events as journal
+from crossover.loadtests.records.run_folder import RunFolder
+from crossover.models import formatting
+from crossover.models.errors import CrossoverError
+from crossover.serving.hardware.machine_facts import HardwareFacts
+from crossover.serving.placement.fastest_backend import BEST
+from crossover.serving.registry.engine_config import Machine
+from crossover.serving.workload.request_lengths import notes_of
 
 CONFIRM_MARGIN = 1.5  # of the seconds that confirming is said to take, and ...
 CONFIRM_SECONDS = 60.0  # ... so many more: warm-up, last answers

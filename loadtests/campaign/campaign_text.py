@@ -7,18 +7,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.campaign.campaign_file import Campaign
-from loadtests.campaign.cell_runner import capacity_of
-from loadtests.campaign.level_runner import level_text
-from loadtests.campaign.progress import console_of
-from loadtests.campaign.resume_state import CellRecord, campaign_of
-from loadtests.capacity import capacity_text
-from loadtests.levels.level_columns import levels_of
-from loadtests.records import journal_events as journal
-from loadtests.records.run_folder import read_records
-from models import formatting
-from models.errors import printable
-from serving.workload.request_lengths import in_words
+from crossover.loadtests.campaign.campaign_file import Campaign
+from crossover.loadtests.campaign.cell_runner import capacity_of
+from crossover.loadtests.campaign.level_runner import level_text
+from crossover.loadtests.campaign.progress import console_of
+from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
+from crossover.loadtests.capacity import capacity_text
+from crossover.loadtests.levels.level_columns import levels_of
+from crossover.loadtests.records import journal_events as journal
+from crossover.loadtests.records.run_folder import read_records
+from crossover.models import formatting
+from crossover.models.errors import printable
+from crossover.serving.workload.request_lengths import in_words
 
 
 def show_run(folder: Path, console: Console | None = None, *, levels: bool = True) -> None:

@@ -22,40 +22,40 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from loadtests.campaign.campaign_file import Campaign
-from loadtests.campaign.level_runner import LevelSpec, OpenBench, ServerBench, level_text
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.resume_state import CellRecord, CellState, seed_of
-from loadtests.capacity import capacity_text
-from loadtests.capacity.calibration_bursts import Burst, calibrate
-from loadtests.capacity.capacity_estimate import (
+from crossover.loadtests.campaign.campaign_file import Campaign
+from crossover.loadtests.campaign.level_runner import LevelSpec, OpenBench, ServerBench, level_text
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.campaign.resume_state import CellRecord, CellState, seed_of
+from crossover.loadtests.capacity import capacity_text
+from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate
+from crossover.loadtests.capacity.capacity_estimate import (
     AS_ONE_BY_LEVELS,
     CONFIRMING_SHARE,
     confirming_seconds,
     estimate,
 )
-from loadtests.capacity.prefix_reuse import (
+from crossover.loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
     measured_reasoning_share,
     measured_reuse,
 )
-from loadtests.capacity.sharper_slo import advice
-from loadtests.errors import LevelInterrupted, LoadError, ServerLost
-from loadtests.levels.disturbance import in_words
-from loadtests.levels.level_columns import Level
-from loadtests.records import journal_events as journal
-from models import formatting
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import (
+from crossover.loadtests.capacity.sharper_slo import advice
+from crossover.loadtests.errors import LevelInterrupted, LoadError, ServerLost
+from crossover.loadtests.levels.disturbance import in_words
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records import journal_events as journal
+from crossover.models import formatting
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     QUICK_REQUESTS,
     PrefixReuse,
     capacity,
     lengths_of,
 )
-from serving.capacity.slo import LIMITS, requests_to_hold
-from serving.workload.conversations import session_seconds
-from serving.workload.request_lengths import Workload
+from crossover.serving.capacity.slo import LIMITS, requests_to_hold
+from crossover.serving.workload.conversations import session_seconds
+from crossover.serving.workload.request_lengths import Workload
 
 ENOUGH = 1.4  # a limit that is higher above the confirmed rate is worth one more level
 MAX_LEVELS = 2  # at a start: a level at 0.8 Y, and one more

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.campaign.campaign_file import (
+from crossover.loadtests.campaign.campaign_file import (
     AUTO,
     DEVICES,
     Campaign,
@@ -26,20 +26,20 @@ from loadtests.campaign.campaign_file import (
     cells_of,
     nothing_on,
 )
-from loadtests.campaign.progress import Progress
-from loadtests.capacity.capacity_estimate import shortest_level
-from loadtests.errors import BadCampaign
-from loadtests.host.cpu_pinning import Layout, divide_cores
-from loadtests.records.journal_events import EngineChosen
-from models import formatting
-from models.identify_model import identify
-from models.machine_limits import cgroup_cores
-from models.model_ladder import ladder_model
-from models.model_spec import ModelSpec
-from models.resolve_model import resolve
-from models.weight_formats import weight_bytes
-from models.weights_manifest import cache_dir
-from serving.backends.backend_table import (
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.capacity.capacity_estimate import shortest_level
+from crossover.loadtests.errors import BadCampaign
+from crossover.loadtests.host.cpu_pinning import Layout, divide_cores
+from crossover.loadtests.records.journal_events import EngineChosen
+from crossover.models import formatting
+from crossover.models.identify_model import identify
+from crossover.models.machine_limits import cgroup_cores
+from crossover.models.model_ladder import ladder_model
+from crossover.models.model_spec import ModelSpec
+from crossover.models.resolve_model import resolve
+from crossover.models.weight_formats import weight_bytes
+from crossover.models.weights_manifest import cache_dir
+from crossover.serving.backends.backend_table import (
     BACKENDS,
     DEFAULTS,
     format_of,
@@ -47,13 +47,13 @@ from serving.backends.backend_table import (
     spec_of,
     weights_of,
 )
-from serving.backends.model_engines import Engine, engines_on, usual_engines
-from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
-from serving.capacity.simulated_capacity import SimulatedCapacity, capacity
-from serving.capacity.step_time_model import StepTimeModel
-from serving.errors import ServingError
-from serving.hardware.machine_facts import HardwareFacts, allowed_cores
-from serving.placement.fastest_backend import (
+from crossover.serving.backends.model_engines import Engine, engines_on, usual_engines
+from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import SimulatedCapacity, capacity
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.errors import ServingError
+from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores
+from crossover.serving.placement.fastest_backend import (
     BEST,
     USUAL,
     EngineCandidate,
@@ -62,9 +62,9 @@ from serving.placement.fastest_backend import (
     known_times,
     step_times_of_timings,
 )
-from serving.placement.placement_policy import PlacementRequest, plan
-from serving.registry.engine_config import Machine
-from serving.server_options import Policy
+from crossover.serving.placement.placement_policy import PlacementRequest, plan
+from crossover.serving.registry.engine_config import Machine
+from crossover.serving.server_options import Policy
 
 CELL_SECONDS = 600.0  # measuring time of a cell if the campaign sets no budget
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
@@ -142,7 +142,8 @@ def fastest_engine(
     cell: Cell, campaign: Campaign, facts: HardwareFacts, progress: Progress
 ) -> EngineChosen:
     """The engine of the CPU with the most capacity under the cell's workload and SLO, by the rule
-    of serving.placement.fastest_backend. Raises CrossoverError where no engine can run the cell.
+    of crossover.serving.placement.fastest_backend. Raises CrossoverError where no engine can run
+    the cell.
     """
 
     def say(line: str) -> None:

@@ -20,28 +20,28 @@ from typing import Any
 
 import msgspec
 
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.prometheus_scrape import EngineClock
-from loadtests.campaign.resume_state import CellState
-from loadtests.campaign.server_launch import Server
-from loadtests.capacity.calibration_bursts import Burst
-from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
-from loadtests.host.listening_process import listening_pid
-from loadtests.host.resource_sampler import Sampler
-from loadtests.levels.disturbance import disturbance_of, is_slight
-from loadtests.levels.level_columns import Level, LevelRows
-from loadtests.levels.level_warnings import is_valid, level_warnings
-from loadtests.load_generator.level_messages import Ended, LoadPlan, Started
-from loadtests.load_generator.locust_process import LoadGenerator
-from loadtests.load_generator.openai_endpoint import TargetFacts, probe, route_words
-from loadtests.records.journal_events import LevelFinished, LevelStarted
-from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import ResourceSample
-from models import formatting
-from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
-from serving.capacity.slo import Slo
-from serving.workload.conversations import mean_turns_of
-from serving.workload.request_lengths import RequestSpec
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.campaign.prometheus_scrape import EngineClock
+from crossover.loadtests.campaign.resume_state import CellState
+from crossover.loadtests.campaign.server_launch import Server
+from crossover.loadtests.capacity.calibration_bursts import Burst
+from crossover.loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, ServerLost
+from crossover.loadtests.host.listening_process import listening_pid
+from crossover.loadtests.host.resource_sampler import Sampler
+from crossover.loadtests.levels.disturbance import disturbance_of, is_slight
+from crossover.loadtests.levels.level_columns import Level, LevelRows
+from crossover.loadtests.levels.level_warnings import is_valid, level_warnings
+from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan, Started
+from crossover.loadtests.load_generator.locust_process import LoadGenerator
+from crossover.loadtests.load_generator.openai_endpoint import TargetFacts, probe, route_words
+from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.loadtests.records.resource_sample import ResourceSample
+from crossover.models import formatting
+from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.workload.conversations import mean_turns_of
+from crossover.serving.workload.request_lengths import RequestSpec
 
 MAX_DRAIN_SECONDS = 300.0  # after the last due time, for answers
 CHECK_SECONDS = 0.5

@@ -23,8 +23,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from models import formatting
-from models.errors import printable
+from crossover.models import formatting
+from crossover.models.errors import printable
 
 PLAIN_EVERY_SECONDS = 10.0
 

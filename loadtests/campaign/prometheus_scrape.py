@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtests.errors import LoadError
-from loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from loadtests.records.journal_events import EngineTime
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
+from crossover.loadtests.records.journal_events import EngineTime
 
 TIMEOUT_SECONDS = 2.0
 # steps, seconds of the backend, seconds of everything else while there was work

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from loadtests.campaign.campaign_file import Plan, parse_campaign
-from loadtests.errors import LoadError
-from loadtests.load_generator.openai_endpoint import Target
-from serving.capacity.slo import Slo
-from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
+from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 DEFAULT_SECONDS = 90.0
 MIN_SECONDS = 30.0

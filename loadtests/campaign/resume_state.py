@@ -19,13 +19,13 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.campaign.campaign_file import Campaign, Cell, Plan, plain
-from loadtests.errors import BadRunFolder
-from loadtests.levels.level_columns import Level
-from loadtests.records import journal_events as journal
-from loadtests.records.run_folder import RunFolder, RunManifest
-from serving.backends.backend_table import library_versions
-from serving.hardware.machine_facts import HardwareFacts
+from crossover.loadtests.campaign.campaign_file import Campaign, Cell, Plan, plain
+from crossover.loadtests.errors import BadRunFolder
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records import journal_events as journal
+from crossover.loadtests.records.run_folder import RunFolder, RunManifest
+from crossover.serving.backends.backend_table import library_versions
+from crossover.serving.hardware.machine_facts import HardwareFacts
 
 PRODUCT = "llm-crossover"
 PACKAGES = (

@@ -21,22 +21,22 @@ from typing import Any, Literal
 
 import msgspec
 
-from loadtests.campaign.campaign_file import Campaign, Cell, Engine
-from loadtests.campaign.cell_selection import layout_of, placement_policy_of
-from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
-from loadtests.host.child_processes import Child, last_line
-from loadtests.host.cpu_pinning import Layout
-from loadtests.host.resource_sampler import engine_pids, family
-from loadtests.load_generator.endpoint_details import EndpointDetails, ask_details
-from loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from loadtests.load_generator.openai_endpoint import Target
-from loadtests.records.journal_events import CellReady, EngineInfo
-from models.errors import ModelError
-from models.identify_model import ModelIdentity, identify
-from models.resolve_model import resolve
-from serving.capacity.scheduler_settings import DEFAULT_SETTINGS
-from serving.hardware.cpu_topology import cores_text
-from serving.server_options import arguments
+from crossover.loadtests.campaign.campaign_file import Campaign, Cell, Engine
+from crossover.loadtests.campaign.cell_selection import layout_of, placement_policy_of
+from crossover.loadtests.errors import ServerFailed, ServerLost, TargetUnusable
+from crossover.loadtests.host.child_processes import Child, last_line
+from crossover.loadtests.host.cpu_pinning import Layout
+from crossover.loadtests.host.resource_sampler import engine_pids, family
+from crossover.loadtests.load_generator.endpoint_details import EndpointDetails, ask_details
+from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
+from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.records.journal_events import CellReady, EngineInfo
+from crossover.models.errors import ModelError
+from crossover.models.identify_model import ModelIdentity, identify
+from crossover.models.resolve_model import resolve
+from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
+from crossover.serving.hardware.cpu_topology import cores_text
+from crossover.serving.server_options import arguments
 
 Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
 HOST = "127.0.0.1"  # of an engine of others

@@ -24,19 +24,19 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from loadtests.capacity.step_observation import merged_steps, observed_steps
-from loadtests.levels.level_columns import Level
-from models.model_spec import Routing
-from serving.capacity.simulated_capacity import lengths_of
-from serving.capacity.step_time_model import (
+from crossover.loadtests.capacity.step_observation import merged_steps, observed_steps
+from crossover.loadtests.levels.level_columns import Level
+from crossover.models.model_spec import Routing
+from crossover.serving.capacity.simulated_capacity import lengths_of
+from crossover.serving.capacity.step_time_model import (
     FITS,
     MIN_OBSERVATIONS,
     StepObservation,
     StepTimeModel,
     fit_step_times,
 )
-from serving.errors import WorkloadError
-from serving.workload.request_lengths import Workload
+from crossover.serving.errors import WorkloadError
+from crossover.serving.workload.request_lengths import Workload
 
 SHORT_PROMPT = 16
 MAX_STREAMS = 64

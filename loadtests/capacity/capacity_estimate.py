@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from loadtests.capacity.step_observation import level_factor, two_speeds
-from loadtests.levels.level_columns import Judged, Level
-from loadtests.levels.slo_attainment import MIN_AS_ONE, wilson
-from loadtests.records.journal_events import Capacity
-from models.formatting import share
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import (
+from crossover.loadtests.capacity.step_observation import level_factor, two_speeds
+from crossover.loadtests.levels.level_columns import Judged, Level
+from crossover.loadtests.levels.slo_attainment import MIN_AS_ONE, wilson
+from crossover.loadtests.records.journal_events import Capacity
+from crossover.models.formatting import share
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     MIN_TELLING,
     MOVED,
@@ -39,10 +39,10 @@ from serving.capacity.simulated_capacity import (
     common_factor,
     sd_of,
 )
-from serving.capacity.slo import Slo, requests_to_hold
-from serving.capacity.step_time_model import StepTimeModel
-from serving.workload.arrivals import Arrivals
-from serving.workload.request_lengths import Workload
+from crossover.serving.capacity.slo import Slo, requests_to_hold
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.arrivals import Arrivals
+from crossover.serving.workload.request_lengths import Workload
 
 CONFIRMING_SHARE = 0.8  # of the limit: where a level confirms, and tells the factor
 MAX_TELLING = 1.4  # times the limit: above, queues say little of steps

@@ -1,6 +1,6 @@
 """The words for a capacity, in the terminal, the report and the plan alike.
 
-    >>> from loadtests.records.journal_events import Capacity
+    >>> from crossover.loadtests.records.journal_events import Capacity
     >>> found = Capacity(state="confirmed", confirmed_rate=2.1, estimated_rate=2.42,
     ...                  low=2.04, high=2.87, method="step_times")
     >>> in_words(found)
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from loadtests.records.journal_events import Capacity
-from models import formatting
+from crossover.loadtests.records.journal_events import Capacity
+from crossover.models import formatting
 
 NEAR = 0.7  # of an estimate: a rate that may be confirmed later is shown in the same unit
 

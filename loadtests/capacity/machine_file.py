@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from loadtests.errors import LoadError
-from models.model_spec import ModelSpec
-from models.weights_manifest import write_atomically
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.step_time_model import StepTimeModel
-from serving.hardware.machine_facts import HardwareFacts
-from serving.option_help import Count, Positive, Seconds
-from serving.toml_files import converted
+from crossover.loadtests.errors import LoadError
+from crossover.models.model_spec import ModelSpec
+from crossover.models.weights_manifest import write_atomically
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.hardware.machine_facts import HardwareFacts
+from crossover.serving.option_help import Count, Positive, Seconds
+from crossover.serving.toml_files import converted
 
 VERSION: Literal[3] = 3
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from loadtests.levels.level_columns import Floats, Level
-from serving.capacity.batching_simulator import Reuse
-from serving.capacity.simulated_capacity import QUICK_REQUESTS, PrefixReuse
-from serving.workload.request_lengths import Workload, draw
+from crossover.loadtests.levels.level_columns import Floats, Level
+from crossover.serving.capacity.batching_simulator import Reuse
+from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, PrefixReuse
+from crossover.serving.workload.request_lengths import Workload, draw
 
 MIN_SAVED_SHARE = 0.1  # of histories: less is a beginning that all conversations share
 NEVER_ANSWERED = 10.0  # share of an answer's time, where it is nothing but reasoning

@@ -16,14 +16,19 @@ from itertools import islice
 
 import msgspec
 
-from loadtests.records.journal_events import Capacity
-from models import formatting
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import QUICK_REQUESTS, Z_90, PrefixReuse, capacity
-from serving.capacity.slo import LIMITS, Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.workload.arrivals import Arrivals
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.records.journal_events import Capacity
+from crossover.models import formatting
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import (
+    QUICK_REQUESTS,
+    Z_90,
+    PrefixReuse,
+    capacity,
+)
+from crossover.serving.capacity.slo import LIMITS, Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.arrivals import Arrivals
+from crossover.serving.workload.request_lengths import Workload
 
 SHARP = 2.0  # an interval whose ends are further apart than this factor is wide
 MIN_SINGLE_SHARE = 0.99  # of single requests that meet the SLO: else the SLO is plainly missed

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.levels.level_columns import Level
-from models.model_spec import Routing
-from serving.capacity.batching_simulator import simulate
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.step_time_model import StepObservation, StepTimeModel
+from crossover.loadtests.levels.level_columns import Level
+from crossover.models.model_spec import Routing
+from crossover.serving.capacity.batching_simulator import simulate
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel
 
 Array = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from loadtests.errors import LoadError
-from serving.cli.command_of_options import command_of
-from serving.option_help import Count, option
+from crossover.loadtests.errors import LoadError
+from crossover.serving.cli.command_of_options import command_of
+from crossover.serving.option_help import Count, option
 
 if TYPE_CHECKING:
-    from loadtests.campaign.campaign_file import Plan
-    from loadtests.capacity.machine_file import MachineFile
-    from loadtests.records.run_folder import RunRecords
+    from crossover.loadtests.campaign.campaign_file import Plan
+    from crossover.loadtests.capacity.machine_file import MachineFile
+    from crossover.loadtests.records.run_folder import RunRecords
 
 CAMPAIGN = Path(__file__).parents[1] / "calibrate.toml"
 CELL_SECONDS = 120.0  # maximum measuring time for each model
@@ -61,10 +61,10 @@ def _calibrate(options: CalibrateOptions) -> None:
     crossover calibrate 135m 1b 3b --backend best --out lab.json
     crossover plan plan.toml --machine lab.json          # afterward, here or on another machine
     """
-    from loadtests.campaign.campaign_runner import run
-    from loadtests.campaign.progress import Progress
-    from loadtests.capacity.machine_file import write_machine_file
-    from loadtests.records.run_folder import read_records
+    from crossover.loadtests.campaign.campaign_runner import run
+    from crossover.loadtests.campaign.progress import Progress
+    from crossover.loadtests.capacity.machine_file import write_machine_file
+    from crossover.loadtests.records.run_folder import read_records
 
     out = Path(options.out).resolve()
     if not out.parent.is_dir():
@@ -78,7 +78,7 @@ def _calibrate(options: CalibrateOptions) -> None:
 
 def plan_of(options: CalibrateOptions) -> Plan:
     """Return a campaign that calibrates each model and confirms no rate. Raises BadCampaign."""
-    from loadtests.campaign.campaign_file import parse_campaign
+    from crossover.loadtests.campaign.campaign_file import parse_campaign
 
     models = list(dict.fromkeys(options.models))
     keys = (
@@ -91,12 +91,12 @@ def plan_of(options: CalibrateOptions) -> Plan:
 
 def machine_of(run: RunRecords) -> MachineFile:
     """Return the calibrations of a run as a machine file. Raises LoadError if one failed."""
-    from loadtests.campaign.resume_state import CellRecord, campaign_of
-    from loadtests.capacity.machine_file import MachineFile, ModelSteps, hardware_of
-    from loadtests.records.journal_events import CellReady, of_kind
-    from models.machine_limits import total_bytes
-    from serving.backends.backend_table import spec_of
-    from serving.hardware.machine_facts import HardwareFacts
+    from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
+    from crossover.loadtests.capacity.machine_file import MachineFile, ModelSteps, hardware_of
+    from crossover.loadtests.records.journal_events import CellReady, of_kind
+    from crossover.models.machine_limits import total_bytes
+    from crossover.serving.backends.backend_table import spec_of
+    from crossover.serving.hardware.machine_facts import HardwareFacts
 
     campaign, cells = campaign_of(run.manifest)
     models = []
@@ -137,7 +137,7 @@ def machine_of(run: RunRecords) -> MachineFile:
 
 def in_words(found: MachineFile) -> list[str]:
     """Return a line for each measured model."""
-    from models.formatting import significant
+    from crossover.models.formatting import significant
 
     lines = []
     for one in found.models:

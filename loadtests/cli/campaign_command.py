@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadtests.errors import BadCampaign
+from crossover.loadtests.errors import BadCampaign
 
 if TYPE_CHECKING:
-    from loadtests.campaign.campaign_file import Plan
+    from crossover.loadtests.campaign.campaign_file import Plan
 
 TEMPLATE = Path(__file__).parents[1] / "campaign.toml"
 Trust = Annotated[
@@ -69,9 +69,9 @@ def run_campaign(
     crossover campaign run campaign.toml
     crossover campaign run ./Llama-3.2-1B-Instruct-Q4_K_M.gguf 1b
     """
-    from loadtests.campaign.campaign_file import check_trust
-    from loadtests.campaign.campaign_runner import run
-    from loadtests.campaign.progress import Progress
+    from crossover.loadtests.campaign.campaign_file import check_trust
+    from crossover.loadtests.campaign.campaign_runner import run
+    from crossover.loadtests.campaign.progress import Progress
 
     plan = _plan_of(what or [])
     if not trust:
@@ -83,7 +83,7 @@ def run_campaign(
 
 def _plan_of(what: list[str]) -> Plan:
     """Return the campaign of a file, or of models. Raises BadCampaign."""
-    from loadtests.campaign.campaign_file import DEMO, campaign_of_models, read_campaign
+    from crossover.loadtests.campaign.campaign_file import DEMO, campaign_of_models, read_campaign
 
     files = [one for one in what if one.lower().endswith(".toml")]
     if not what:
@@ -111,8 +111,8 @@ def resume_campaign(
 
     Finished levels are kept; the level that was running is measured again.
     """
-    from loadtests.campaign.campaign_runner import resume
-    from loadtests.campaign.progress import Progress
+    from crossover.loadtests.campaign.campaign_runner import resume
+    from crossover.loadtests.campaign.progress import Progress
 
     with Progress() as progress:
         resume(folder, progress, confirm=confirm, trust=trust)
@@ -120,7 +120,7 @@ def resume_campaign(
 
 
 def _answer(folder: Path) -> None:
-    from loadtests.campaign.campaign_text import show_run
+    from crossover.loadtests.campaign.campaign_text import show_run
 
     show_run(folder, levels=False)
     typer.echo(f"To write the report: crossover report {folder}")
@@ -129,6 +129,6 @@ def _answer(folder: Path) -> None:
 @campaign.command("show")
 def show(folder: Folder) -> None:
     """Show cells, levels, verdicts and capacities of a run, finished or not."""
-    from loadtests.campaign.campaign_text import show_run
+    from crossover.loadtests.campaign.campaign_text import show_run
 
     show_run(folder)

@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.errors import LoadError
-from models import formatting
-from serving.cli.command_of_options import command_of
-from serving.option_help import option
+from crossover.loadtests.errors import LoadError
+from crossover.models import formatting
+from crossover.serving.cli.command_of_options import command_of
+from crossover.serving.option_help import option
 
 if TYPE_CHECKING:
-    from loadtests.comparison.compare_runs import Comparison
+    from crossover.loadtests.comparison.compare_runs import Comparison
 
 
 class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ def _compare(options: CompareOptions) -> None:
     crossover compare old-version/ new-version/
     crossover compare --fail-on slower A B
     """
-    from loadtests.comparison.compare_runs import compare, read_arm
+    from crossover.loadtests.comparison.compare_runs import compare, read_arm
 
     arms = read_arm(options.first), read_arm(options.second)
     found = compare(*arms, allow=options.allow or ())

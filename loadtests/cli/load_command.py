@@ -9,22 +9,22 @@ from typing import Annotated
 import msgspec
 from rich.table import Table
 
-from loadtests.campaign.progress import Progress, console_of
-from loadtests.errors import Incomplete, LoadError
-from loadtests.host.child_processes import signals_interrupt
-from loadtests.levels.level_columns import Level, LevelRows
-from loadtests.levels.level_warnings import level_warnings
-from loadtests.levels.percentiles import PERCENTILES, distribution
-from loadtests.load_generator.level_messages import Ended
-from loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
-from loadtests.load_generator.locust_process import LoadGenerator
-from loadtests.load_generator.openai_endpoint import probe
-from loadtests.records.journal_events import LevelFinished, LevelStarted
-from loadtests.records.request_record import RequestRecord
-from models import formatting
-from serving.capacity.slo import Slo, parse_slo
-from serving.cli.command_of_options import command_of
-from serving.option_help import Count, Positive, option
+from crossover.loadtests.campaign.progress import Progress, console_of
+from crossover.loadtests.errors import Incomplete, LoadError
+from crossover.loadtests.host.child_processes import signals_interrupt
+from crossover.loadtests.levels.level_columns import Level, LevelRows
+from crossover.loadtests.levels.level_warnings import level_warnings
+from crossover.loadtests.levels.percentiles import PERCENTILES, distribution
+from crossover.loadtests.load_generator.level_messages import Ended
+from crossover.loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
+from crossover.loadtests.load_generator.locust_process import LoadGenerator
+from crossover.loadtests.load_generator.openai_endpoint import probe
+from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.models import formatting
+from crossover.serving.capacity.slo import Slo, parse_slo
+from crossover.serving.cli.command_of_options import command_of
+from crossover.serving.option_help import Count, Positive, option
 
 
 class CommandOptions(LoadOptions, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from loadtests.selftest.selftest import Row
+    from crossover.loadtests.selftest.selftest import Row
 
 
 def selftest() -> None:
@@ -17,8 +17,8 @@ def selftest() -> None:
 
     Prints a table after a minute; the exit status is 1 if a check fails.
     """
-    from loadtests.campaign.progress import Progress
-    from loadtests.selftest.selftest import run_selftest
+    from crossover.loadtests.campaign.progress import Progress
+    from crossover.loadtests.selftest.selftest import run_selftest
 
     with Progress() as progress:
         rows = run_selftest(progress)

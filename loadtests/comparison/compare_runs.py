@@ -22,19 +22,19 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from loadtests.comparison.run_environment import CELL, FACTS, differences
-from loadtests.errors import BadRunFolder, NotComparable
-from loadtests.levels.level_columns import Level, levels_of
-from loadtests.levels.percentiles import distribution
-from loadtests.records.journal_events import (
+from crossover.loadtests.comparison.run_environment import CELL, FACTS, differences
+from crossover.loadtests.errors import BadRunFolder, NotComparable
+from crossover.loadtests.levels.level_columns import Level, levels_of
+from crossover.loadtests.levels.percentiles import distribution
+from crossover.loadtests.records.journal_events import (
     CellFinished,
     CellReady,
     EngineChosen,
     device_of,
     of_kind,
 )
-from loadtests.records.run_folder import MANIFEST, RunManifest, RunRecords, read_records
-from models import formatting
+from crossover.loadtests.records.run_folder import MANIFEST, RunManifest, RunRecords, read_records
+from crossover.models import formatting
 
 ALPHA = 0.05
 MIN_RUNS = 3  # of an arm

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from loadtests.records.run_folder import RunManifest
-from models import formatting
+from crossover.loadtests.records.run_folder import RunManifest
+from crossover.models import formatting
 
 # Facts of the machine: name in HardwareFacts -> what people call it.
 MACHINE: dict[str, str] = {

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models.child_process import start_python
-from models.machine_limits import read_text
+from crossover.models.child_process import start_python
+from crossover.models.machine_limits import read_text
 
 DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

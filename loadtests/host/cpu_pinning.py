@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from models.machine_limits import whole_cores
-from serving.hardware.cpu_topology import SHARED_CORES, physical_of
+from crossover.models.machine_limits import whole_cores
+from crossover.serving.hardware.cpu_topology import SHARED_CORES, physical_of
 
 
 class Layout(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@
 
 A run-queue delay is the time that a thread was ready to run and had no core
 (/proc/PID/task/TID/schedstat, second number). All counters are differences, so readings of any
-length may be summed. loadtests.levels.disturbance says what they mean.
+length may be summed. crossover.loadtests.levels.disturbance says what they mean.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import psutil
 
-from loadtests.records.resource_sample import CoresSample, OtherProcess, busiest
-from models.machine_limits import ROOT, cgroup_folders, read_text, sizes
+from crossover.loadtests.records.resource_sample import CoresSample, OtherProcess, busiest
+from crossover.models.machine_limits import ROOT, cgroup_folders, read_text, sizes
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 Threads = dict[tuple[int, int], tuple[float, float, int]]

@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from loadtests.errors import MachineBusy
-from loadtests.records.file_lock import take_lock
-from models.errors import printable
+from crossover.loadtests.errors import MachineBusy
+from crossover.loadtests.records.file_lock import take_lock
+from crossover.models.errors import printable
 
 
 def lock_file() -> Path:

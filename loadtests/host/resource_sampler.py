@@ -23,10 +23,10 @@ from typing import Any
 
 import psutil
 
-from loadtests.host.cpu_time_taken import CoreWatch
-from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
-from models.machine_limits import read_text
-from serving.hardware.gpus import memory_of, tell, uuid_of
+from crossover.loadtests.host.cpu_time_taken import CoreWatch
+from crossover.loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
+from crossover.models.machine_limits import read_text
+from crossover.serving.hardware.gpus import memory_of, tell, uuid_of
 
 INTERVAL_SECONDS = 1.0
 RAPL = Path("/sys/class/powercap")
@@ -144,7 +144,10 @@ def engine_pids(server: int) -> list[int]:
     found = []
     for pid in family(server)[1:]:
         with contextlib.suppress(psutil.Error):
-            if any(part.startswith("serving.engine.") for part in psutil.Process(pid).cmdline()):
+            if any(
+                part.startswith("crossover.serving.engine.")
+                for part in psutil.Process(pid).cmdline()
+            ):
                 found.append(pid)
     return found
 

@@ -1,6 +1,6 @@
 """What was taken from the engine during a level, and by whom. Pure: readings in, Disturbance out.
 
-    found = disturbance_of(parts)             # CoresSample, as loadtests.host reads them
+    found = disturbance_of(parts)             # CoresSample, as crossover.loadtests.host reads them
     found.share, found.is_disturbed, in_words(found)
 
 The kernel says how long a thread was ready and had no core, not who ran meanwhile. So the delay is
@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loadtests.records.journal_events import Disturbance
-from loadtests.records.resource_sample import CoresSample, busiest
+from crossover.loadtests.records.journal_events import Disturbance
+from crossover.loadtests.records.resource_sample import CoresSample, busiest
 
 MAX_TAKEN_SHARE = 0.03  # more, and a level is disturbed
 # More, and it counts for nothing: its rate may be so far below the capacity that the upper end of

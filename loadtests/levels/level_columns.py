@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.levels.slo_attainment import design_effect, grows, is_steady, wilson
-from loadtests.records.journal_events import LevelFinished, LevelStarted
-from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_folder import RunRecords
-from serving.capacity.slo import Slo, Verdict
+from crossover.loadtests.levels.slo_attainment import design_effect, grows, is_steady, wilson
+from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.loadtests.records.run_folder import RunRecords
+from crossover.serving.capacity.slo import Slo, Verdict
 
 Floats = npt.NDArray[np.float64]
 

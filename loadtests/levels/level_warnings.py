@@ -13,12 +13,12 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from loadtests.levels.disturbance import in_words
-from loadtests.levels.level_columns import Level
-from loadtests.levels.percentiles import distribution
-from loadtests.records.resource_sample import ResourceSample
-from models import formatting
-from serving.capacity.slo import Slo
+from crossover.loadtests.levels.disturbance import in_words
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.levels.percentiles import distribution
+from crossover.loadtests.records.resource_sample import ResourceSample
+from crossover.models import formatting
+from crossover.serving.capacity.slo import Slo
 
 CLIENT_BUSY_SHARE = 0.80  # of one core
 LATE_SHARE = 0.01  # p99 send delay / median TTFT

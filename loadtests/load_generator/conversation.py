@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from loadtests.load_generator.level_messages import LoadPlan
-from loadtests.load_generator.openai_endpoint import Message
-from loadtests.records.request_record import RequestRecord
-from serving.workload.conversations import Session
-from serving.workload.exact_prompts import PromptMaker
+from crossover.loadtests.load_generator.level_messages import LoadPlan
+from crossover.loadtests.load_generator.openai_endpoint import Message
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.serving.workload.conversations import Session
+from crossover.serving.workload.exact_prompts import PromptMaker
 
 
 class _Exchange(NamedTuple):

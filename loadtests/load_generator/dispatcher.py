@@ -21,16 +21,16 @@ import gevent
 import gevent.event
 import msgspec
 
-from loadtests.host.precise_timer import Alarm
-from loadtests.load_generator.completion_chunk import ReasoningWatch
-from loadtests.load_generator.conversation import Conversation
-from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.level_messages import Ended, LoadPlan
-from loadtests.load_generator.openai_endpoint import pool_for, probe
-from loadtests.load_generator.request_factory import Request, RequestFactory
-from loadtests.load_generator.sse_timestamps import GaveUp, stream
-from loadtests.records.request_record import RequestRecord
-from serving.workload.conversations import Session
+from crossover.loadtests.host.precise_timer import Alarm
+from crossover.loadtests.load_generator.completion_chunk import ReasoningWatch
+from crossover.loadtests.load_generator.conversation import Conversation
+from crossover.loadtests.load_generator.http_connection import clock
+from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
+from crossover.loadtests.load_generator.openai_endpoint import pool_for, probe
+from crossover.loadtests.load_generator.request_factory import Request, RequestFactory
+from crossover.loadtests.load_generator.sse_timestamps import GaveUp, stream
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.serving.workload.conversations import Session
 
 END_SECONDS = 10.0  # that requests may take to end once they are given up
 YIELD_EVERY = 16  # overdue requests that are sent before answers are read again

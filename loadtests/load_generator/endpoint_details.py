@@ -20,15 +20,21 @@ from urllib.parse import quote
 
 import msgspec
 
-from loadtests.errors import LoadError, TargetUnusable
-from loadtests.host.listening_process import is_loopback
-from loadtests.load_generator.completion_chunk import read_json
-from loadtests.load_generator.http_connection import Pool, connect, fetch, get_bytes, post_bytes
-from loadtests.load_generator.openai_endpoint import Target, names_of_models
-from models.errors import ModelError
-from models.identify_model import identify
-from models.model_ladder import LADDER, SIZED
-from models.model_spec import ModelSpec
+from crossover.loadtests.errors import LoadError, TargetUnusable
+from crossover.loadtests.host.listening_process import is_loopback
+from crossover.loadtests.load_generator.completion_chunk import read_json
+from crossover.loadtests.load_generator.http_connection import (
+    Pool,
+    connect,
+    fetch,
+    get_bytes,
+    post_bytes,
+)
+from crossover.loadtests.load_generator.openai_endpoint import Target, names_of_models
+from crossover.models.errors import ModelError
+from crossover.models.identify_model import identify
+from crossover.models.model_ladder import LADDER, SIZED
+from crossover.models.model_spec import ModelSpec
 
 Software = Literal["crossover", "vllm", "llama-server", "ollama", "lm-studio", "unknown"]
 SOFTWARE_NAMES: dict[Software, str] = {

@@ -27,7 +27,7 @@ import httptools
 import msgspec
 from gevent.hub import Hub, Waiter
 
-from loadtests.errors import TargetUnusable
+from crossover.loadtests.errors import TargetUnusable
 
 # Ctrl-C ends the program with a sentence; gevent would print a traceback before it.
 Hub.NOT_ERROR = (*Hub.NOT_ERROR, KeyboardInterrupt)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import msgspec
 
-from loadtests.load_generator.openai_endpoint import Target, TargetFacts
-from loadtests.records.request_record import RequestRecord
-from models import formatting
-from serving.workload.arrivals import Arrivals, Poisson
-from serving.workload.request_lengths import DEFAULT_WORKLOAD, RequestSpec, Workload
+from crossover.loadtests.load_generator.openai_endpoint import Target, TargetFacts
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.models import formatting
+from crossover.serving.workload.arrivals import Arrivals, Poisson
+from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, RequestSpec, Workload
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

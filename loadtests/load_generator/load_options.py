@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from loadtests.errors import LoadError
-from loadtests.load_generator.level_messages import LoadPlan
-from loadtests.load_generator.openai_endpoint import Target, check_target
-from serving.option_help import about, option, unbounded
-from serving.toml_files import converted
-from serving.workload.arrivals import Arrivals, Constant, Gamma, Poisson
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.load_generator.level_messages import LoadPlan
+from crossover.loadtests.load_generator.openai_endpoint import Target, check_target
+from crossover.serving.option_help import about, option, unbounded
+from crossover.serving.toml_files import converted
+from crossover.serving.workload.arrivals import Arrivals, Constant, Gamma, Poisson
+from crossover.serving.workload.request_lengths import Workload
 
 ARRIVALS: dict[str, Arrivals] = {"poisson": Poisson(), "constant": Constant(), "gamma": Gamma()}
 BY_HAND = ("rate", "workload", "arrivals", "model", "api", "api_key_env", "seed")

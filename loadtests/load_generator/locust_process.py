@@ -21,9 +21,9 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.errors import LevelInterrupted
-from loadtests.host.child_processes import Child
-from loadtests.load_generator.level_messages import (
+from crossover.loadtests.errors import LevelInterrupted
+from crossover.loadtests.host.child_processes import Child
+from crossover.loadtests.load_generator.level_messages import (
     Ended,
     Failed,
     GeneratorEvent,
@@ -31,7 +31,7 @@ from loadtests.load_generator.level_messages import (
     Recorded,
     WireMessage,
 )
-from models.child_process import PACKAGE_ROOT
+from crossover.models.child_process import PACKAGE_ROOT
 
 TICK_SECONDS = 0.1
 PIPE_VARIABLE = "CROSSOVER_PIPE"  # the number of its file descriptor
@@ -96,7 +96,13 @@ class LoadGenerator:
                 self._end()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "locust", "-f", f"{PACKAGE_ROOT}/loadtests/locustfile.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "locust",
+            "-f",
+            f"{PACKAGE_ROOT}/crossover/loadtests/locustfile.py",
+        ]
         self._pipe, its = socket.socketpair()
         self._unread = b""
         with its:

@@ -20,21 +20,21 @@ from typing import Annotated, Any, Literal
 import gevent
 import msgspec
 
-from loadtests.errors import EndpointRefuses, TargetUnusable
-from loadtests.load_generator import http_connection as http
-from loadtests.load_generator.completion_chunk import (
+from crossover.loadtests.errors import EndpointRefuses, TargetUnusable
+from crossover.loadtests.load_generator import http_connection as http
+from crossover.loadtests.load_generator.completion_chunk import (
     is_error,
     is_text,
     read_json,
     words_of,
     words_of_body,
 )
-from loadtests.load_generator.http_connection import Pool, clock, connect
-from loadtests.load_generator.sse_timestamps import stream
-from loadtests.records.request_record import RequestRecord
-from models.identify_model import name_of
-from serving.option_help import Positive, option
-from serving.workload.exact_prompts import WORDS
+from crossover.loadtests.load_generator.http_connection import Pool, clock, connect
+from crossover.loadtests.load_generator.sse_timestamps import stream
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.models.identify_model import name_of
+from crossover.serving.option_help import Positive, option
+from crossover.serving.workload.exact_prompts import WORDS
 
 PROBE_TOKENS = (8, 64)  # of an answer; the second where the endpoint refuses the first
 PROBE_WORDS = (4, 64)  # of two prompts, whose counts say what a word costs, and the rest

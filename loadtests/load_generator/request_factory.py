@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import gevent
 
-from loadtests.errors import LoadError
-from loadtests.load_generator.conversation import Conversation
-from loadtests.load_generator.http_connection import Pool
-from loadtests.load_generator.level_messages import LoadPlan
-from loadtests.load_generator.openai_endpoint import Message, TargetFacts, request_bytes
-from loadtests.records.request_record import RequestRecord
-from serving.workload.arrivals import due_times
-from serving.workload.conversations import Session, draw_sessions
-from serving.workload.exact_prompts import PromptMaker
-from serving.workload.request_lengths import RequestSpec, draw
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.load_generator.conversation import Conversation
+from crossover.loadtests.load_generator.http_connection import Pool
+from crossover.loadtests.load_generator.level_messages import LoadPlan
+from crossover.loadtests.load_generator.openai_endpoint import Message, TargetFacts, request_bytes
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.serving.workload.arrivals import due_times
+from crossover.serving.workload.conversations import Session, draw_sessions
+from crossover.serving.workload.exact_prompts import PromptMaker
+from crossover.serving.workload.request_lengths import RequestSpec, draw
 
 MAX_CLOSED_SESSIONS = 1_000  # that the users of a closed loop have in turn
 MAX_LEVEL_TOKENS = 250_000_000  # of all prompts of a level together: some 2 GB of text

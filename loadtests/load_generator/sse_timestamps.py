@@ -19,7 +19,7 @@ from __future__ import annotations
 import gevent
 import msgspec
 
-from loadtests.load_generator.completion_chunk import (
+from crossover.loadtests.load_generator.completion_chunk import (
     Choice,
     Chunk,
     ReasoningWatch,
@@ -35,8 +35,8 @@ from loadtests.load_generator.completion_chunk import (
     words_of_body,
     words_of_event,
 )
-from loadtests.load_generator.http_connection import Pool, clock
-from loadtests.records.request_record import RequestRecord
+from crossover.loadtests.load_generator.http_connection import Pool, clock
+from crossover.loadtests.records.request_record import RequestRecord
 
 MAX_STRAY_BYTES = 8192  # of a refusal, or of what belongs to no event: its words are in them
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from models.model_spec import ModelSpec
-from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
-from serving.capacity.simulated_capacity import PrefixReuse
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.models.model_spec import ModelSpec
+from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import PrefixReuse
+from crossover.serving.capacity.step_time_model import StepTimeModel
 
 FORMAT_VERSION = 6  # goes up when what is written means something else
 READABLE_VERSIONS = (5, FORMAT_VERSION)
@@ -30,8 +30,8 @@ CapacityState = Literal["confirmed", "not_confirmed", "misses_slo_unloaded"]
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The highest rate that meets an SLO, in requests/s; loadtests.capacity.capacity_estimate makes
-    it.
+    """The highest rate that meets an SLO, in requests/s;
+    crossover.loadtests.capacity.capacity_estimate makes it.
 
     `confirmed_rate` ran long enough, steadily and undisturbed, and met the SLO. `estimated_rate` is
     the estimate, with its 90 % confidence interval from `low` to `high`; an end is None where
@@ -72,7 +72,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What was taken from the engine during a level; loadtests.levels.disturbance says how."""
+    """What was taken from the engine during a level; crossover.loadtests.levels.disturbance says
+    how."""
 
     share: float | None = None  # taken of the CPU time that it wanted, 0..1; None: not known
     # What was taken, of the level's time: little where the engine hardly needs the CPU.
@@ -171,8 +172,9 @@ class CellReady(Event, frozen=True, kw_only=True):
     synthetic: bool = False  # random weights
     spec: ModelSpec | None = None  # of a model that the ladder does not have; None: not known
     url: str | None = None
-    layout: dict[str, Any] | None = None  # loadtests.host.cpu_pinning.Layout
-    target: dict[str, Any] | None = None  # loadtests.load_generator.openai_endpoint.TargetFacts
+    layout: dict[str, Any] | None = None  # crossover.loadtests.host.cpu_pinning.Layout
+    # crossover.loadtests.load_generator.openai_endpoint.TargetFacts
+    target: dict[str, Any] | None = None
 
     @property
     def shared_cores(self) -> list[str]:

@@ -1,6 +1,6 @@
 """The machine beside the load, as it is written down about once a second.
 
-loadtests.host.resource_sampler reads it. Missing is None.
+crossover.loadtests.host.resource_sampler reads it. Missing is None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """The engine's cores since the reading before: CPU it wanted, CPU others had.
 
     Seconds are of one core; sums over readings are those of a longer one.
-    loadtests.host.cpu_time_taken reads it.
+    crossover.loadtests.host.cpu_time_taken reads it.
     """
 
     seconds: float  # of wall clock

@@ -7,7 +7,7 @@
     runs/<id>/logs/            output of servers and load generators; never read back
 
     run = read_records(folder)
-    for level in levels_of(run): ...           # loadtests.levels.level_columns
+    for level in levels_of(run): ...           # crossover.loadtests.levels.level_columns
 
 A line is written by one write() to a file opened with O_APPEND: a killed writer, or a full disk,
 leaves at most one cut-off line, and the next record begins a new one. Readers leave out a line that
@@ -26,9 +26,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from loadtests.errors import BadRunFolder
-from loadtests.records.file_lock import take_lock
-from loadtests.records.journal_events import (
+from crossover.loadtests.errors import BadRunFolder
+from crossover.loadtests.records.file_lock import take_lock
+from crossover.loadtests.records.journal_events import (
     FORMAT_VERSION,
     READABLE_VERSIONS,
     AnyEvent,
@@ -38,9 +38,9 @@ from loadtests.records.journal_events import (
     LevelStarted,
     of_kind,
 )
-from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import ResourceSample
-from models.weights_manifest import write_atomically
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.loadtests.records.resource_sample import ResourceSample
+from crossover.models.weights_manifest import write_atomically
 
 MANIFEST = "manifest.json"
 REQUESTS = "requests.jsonl"

@@ -1,7 +1,7 @@
 """A streaming endpoint with known truth: it remembers when it did what it was told to do.
 
-    python -m loadtests.selftest.reference_server '{"slots": 4}'        # prints its port
-    python -m loadtests.selftest.reference_server '{"slots": 8, "step_times": {...}}'
+    python -m crossover.loadtests.selftest.reference_server '{"slots": 4}'        # prints its port
+    python -m crossover.loadtests.selftest.reference_server '{"slots": 8, "step_times": {...}}'
 
 GET /truth returns for each request id when it arrived, when each content chunk was written, and
 its status, on CLOCK_MONOTONIC, which all processes share. It has no model, answers "ab", and every
@@ -25,7 +25,7 @@ from typing import Any, SupportsIndex
 
 import msgspec
 
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.capacity.step_time_model import StepTimeModel
 
 clock = time.perf_counter
 MODEL = "true-model"

@@ -30,28 +30,28 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.campaign.progress import Progress
-from loadtests.capacity.calibration_bursts import Burst, calibrate
-from loadtests.capacity.capacity_estimate import CONFIRMING_SHARE, estimate
-from loadtests.errors import LoadError
-from loadtests.host.child_processes import Child
-from loadtests.host.cpu_pinning import divide_cores
-from loadtests.levels.level_columns import Level, failure_of
-from loadtests.levels.level_warnings import send_delay_p99
-from loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from loadtests.load_generator.level_messages import Ended, LoadPlan
-from loadtests.load_generator.locust_process import LoadGenerator
-from loadtests.load_generator.openai_endpoint import Target, probe
-from loadtests.records.journal_events import Capacity, LevelFinished, LevelStarted
-from loadtests.records.request_record import RequestRecord
-from models.machine_limits import cgroup_cores
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import capacity
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.hardware.machine_facts import allowed_cores
-from serving.workload.conversations import draw_sessions
-from serving.workload.request_lengths import RequestSpec, Spread, Workload
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate
+from crossover.loadtests.capacity.capacity_estimate import CONFIRMING_SHARE, estimate
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.host.child_processes import Child
+from crossover.loadtests.host.cpu_pinning import divide_cores
+from crossover.loadtests.levels.level_columns import Level, failure_of
+from crossover.loadtests.levels.level_warnings import send_delay_p99
+from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
+from crossover.loadtests.load_generator.level_messages import Ended, LoadPlan
+from crossover.loadtests.load_generator.locust_process import LoadGenerator
+from crossover.loadtests.load_generator.openai_endpoint import Target, probe
+from crossover.loadtests.records.journal_events import Capacity, LevelFinished, LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.models.machine_limits import cgroup_cores
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import capacity
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.hardware.machine_facts import allowed_cores
+from crossover.serving.workload.conversations import draw_sessions
+from crossover.serving.workload.request_lengths import RequestSpec, Spread, Workload
 
 RATE, PACE_SECONDS = 600.0, 3.0
 WARM_UP_SECONDS = 1.0  # of requests whose times do not count: they open connections
@@ -79,7 +79,7 @@ WORLDS: dict[str, tuple[dict[str, float], tuple[float, float, float]]] = {
     "step times with pauses": ({"pause": 0.1}, (1.05, 1.05, 1.05)),  # every 2 s
 }
 
-# Request id -> what the server did (loadtests.selftest.reference_server).
+# Request id -> what the server did (crossover.loadtests.selftest.reference_server).
 Log = Mapping[str, Mapping[str, Any]]
 QUANTILES = (0.50, 0.95, 0.99)
 SHARE = 0.01  # of a time: what it may be off by, or so many seconds where that is more
@@ -103,7 +103,7 @@ class Bench:
         self._servers += 1
         log = self._folder / f"server-{self._servers}.log"
         settings = json.dumps(msgspec.to_builtins(truth))
-        command = [sys.executable, "-m", "loadtests.selftest.reference_server", settings]
+        command = [sys.executable, "-m", "crossover.loadtests.selftest.reference_server", settings]
         with Child(command, cores=self._cores, log=log, urgent=True) as child:
             until = time.monotonic() + 30
             while not (text := log.read_text()).endswith("\n"):
@@ -118,7 +118,7 @@ class Bench:
         log, ready = self._folder / f"{name}.log", self._folder / "ready"
         ready.mkdir(exist_ok=True)
         (ready / name).unlink(missing_ok=True)  # of an earlier time
-        command = [sys.executable, "-m", "loadtests.selftest.selftest", name, str(ready)]
+        command = [sys.executable, "-m", "crossover.loadtests.selftest.selftest", name, str(ready)]
         with Child(command, log=log) as child:
             yield child, log
 

@@ -16,18 +16,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from models import formatting
-from models.model_ladder import is_ladder_model
-from reports.devices.device_catalog import devices, user_file
-from reports.errors import ReportError
-from reports.plan.plan_costs import make_plan
-from reports.plan.plan_file import EXAMPLE, BadPlan
-from reports.plan.plan_machines import asked_of, candidates_of
-from reports.plan.plan_text import as_json, as_text
-from serving.capacity.slo import SLO_PRESETS
-from serving.cli.command_of_options import command_of
-from serving.option_help import option
-from serving.toml_files import read_toml
+from crossover.models import formatting
+from crossover.models.model_ladder import is_ladder_model
+from crossover.reports.devices.device_catalog import devices, user_file
+from crossover.reports.errors import ReportError
+from crossover.reports.plan.plan_costs import make_plan
+from crossover.reports.plan.plan_file import EXAMPLE, BadPlan
+from crossover.reports.plan.plan_machines import asked_of, candidates_of
+from crossover.reports.plan.plan_text import as_json, as_text
+from crossover.serving.capacity.slo import SLO_PRESETS
+from crossover.serving.cli.command_of_options import command_of
+from crossover.serving.option_help import option
+from crossover.serving.toml_files import read_toml
 
 TEXT_COLUMNS = 110
 PRESETS = ", ".join(SLO_PRESETS)
@@ -136,7 +136,7 @@ def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
 
 
 def _write_chart(path: Path, made: Any) -> None:
-    from reports.plan.plan_chart import staircase  # altair takes half a second
+    from crossover.reports.plan.plan_chart import staircase  # altair takes half a second
 
     if path.suffix not in (".png", ".svg", ".html"):
         raise ReportError(f"--chart must end in .png, .svg or .html, got {str(path)!r}")

@@ -12,18 +12,18 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from loadtests.campaign.campaign_runner import run
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.quick_campaign import (
+from crossover.loadtests.campaign.campaign_runner import run
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.campaign.quick_campaign import (
     DEFAULT_SECONDS,
     MIN_SECONDS,
     QuickQuestion,
     fitting_workload,
     quick_plan,
 )
-from loadtests.errors import EndpointRefuses, Incomplete, LoadError, TargetUnusable
-from loadtests.host.child_processes import signals_interrupt
-from loadtests.load_generator.endpoint_details import (
+from crossover.loadtests.errors import EndpointRefuses, Incomplete, LoadError, TargetUnusable
+from crossover.loadtests.host.child_processes import signals_interrupt
+from crossover.loadtests.load_generator.endpoint_details import (
     SOFTWARE_NAMES,
     USUAL_PORTS,
     LocalServer,
@@ -31,17 +31,23 @@ from loadtests.load_generator.endpoint_details import (
     find_local_servers,
     look_at,
 )
-from loadtests.load_generator.load_options import parse_workload
-from loadtests.load_generator.openai_endpoint import Target, check_target, probe
-from models.errors import ModelError
-from models.identify_model import identify, short_model_id
-from models.model_ladder import PACKAGED, packaged_file
-from models.model_spec import ModelSpec
-from reports.quick_answer import QuickAnswer, failed_requests, lines_of, markdown_of, quick_answer
-from reports.report_data import ReportData, read_report
-from serving.capacity.slo import Slo, parse_slo
-from serving.cli.command_of_options import command_of
-from serving.option_help import Positive, Seconds, option
+from crossover.loadtests.load_generator.load_options import parse_workload
+from crossover.loadtests.load_generator.openai_endpoint import Target, check_target, probe
+from crossover.models.errors import ModelError
+from crossover.models.identify_model import identify, short_model_id
+from crossover.models.model_ladder import PACKAGED, packaged_file
+from crossover.models.model_spec import ModelSpec
+from crossover.reports.quick_answer import (
+    QuickAnswer,
+    failed_requests,
+    lines_of,
+    markdown_of,
+    quick_answer,
+)
+from crossover.reports.report_data import ReportData, read_report
+from crossover.serving.capacity.slo import Slo, parse_slo
+from crossover.serving.cli.command_of_options import command_of
+from crossover.serving.option_help import Positive, Seconds, option
 
 CLOSING_SECONDS = 3.0  # of the maximum time, to end what runs when the time is over
 READY_SECONDS = 20.0  # that a server may need for its first answer

@@ -9,14 +9,14 @@ from typing import Annotated
 import msgspec
 import typer
 
-from reports.check_conditions import QUANTITIES, checked
-from reports.errors import MissingPackage, ReportError
-from reports.headline import Answer, answers_of, basis, headline
-from reports.report_data import ReportData, read_report
-from reports.report_files import FORMATS, as_json, write_files
-from serving.capacity.slo import SLO_PRESETS
-from serving.cli.command_of_options import command_of
-from serving.option_help import option
+from crossover.reports.check_conditions import QUANTITIES, checked
+from crossover.reports.errors import MissingPackage, ReportError
+from crossover.reports.headline import Answer, answers_of, basis, headline
+from crossover.reports.report_data import ReportData, read_report
+from crossover.reports.report_files import FORMATS, as_json, write_files
+from crossover.serving.capacity.slo import SLO_PRESETS
+from crossover.serving.cli.command_of_options import command_of
+from crossover.serving.option_help import option
 
 USUAL = "html,md,csv"
 KNOWN = ", ".join(QUANTITIES)
@@ -66,7 +66,7 @@ def _report(options: ReportOptions) -> None:
     """
     formats = _formats(options)
     if options.share is not None:
-        from reports.export_run import export_run
+        from crossover.reports.export_run import export_run
 
         for line in export_run(options.run, options.share):
             typer.echo(line)

@@ -30,13 +30,13 @@ from statistics import fmean
 import numpy as np
 from scipy.optimize import nnls
 
-from loadtests.capacity.machine_file import MachineFile, ModelSteps, read_machine_file
-from loadtests.errors import LoadError
-from models.model_spec import ModelSpec
-from models.weight_formats import gguf_names, weight_bytes
-from reports.devices.device_capacity import Machine
-from reports.errors import ReportError
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.loadtests.capacity.machine_file import MachineFile, ModelSteps, read_machine_file
+from crossover.loadtests.errors import LoadError
+from crossover.models.model_spec import ModelSpec
+from crossover.models.weight_formats import gguf_names, weight_bytes
+from crossover.reports.devices.device_capacity import Machine
+from crossover.reports.errors import ReportError
+from crossover.serving.capacity.step_time_model import StepTimeModel
 
 # Half widths of the 90 % band of ln(step time), measured on an AMD EPYC of two cores with the
 # step-time model of today's predecessor: the model itself 0.09; bigger models 0.34; another format

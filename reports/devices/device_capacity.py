@@ -20,24 +20,24 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from models.formatting import GIB
-from models.model_spec import ModelSpec
-from models.weight_formats import weight_bytes
-from reports.devices.device_catalog import Device
-from reports.devices.device_step_times import default_slots, predicted_step_times
-from reports.errors import ReportError
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import (
+from crossover.models.formatting import GIB
+from crossover.models.model_spec import ModelSpec
+from crossover.models.weight_formats import weight_bytes
+from crossover.reports.devices.device_catalog import Device
+from crossover.reports.devices.device_step_times import default_slots, predicted_step_times
+from crossover.reports.errors import ReportError
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import (
     QUICK_REQUESTS,
     Lengths,
     PrefixReuse,
     Server,
     lengths_of,
 )
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.workload.arrivals import Arrivals, Poisson
-from serving.workload.request_lengths import Workload
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.arrivals import Arrivals, Poisson
+from crossover.serving.workload.request_lengths import Workload
 
 # Of the half width of a two-sided 90 % band: the quantile of 90 % over that of 95 %.
 ONE_SIDED = 1.2816 / 1.6449

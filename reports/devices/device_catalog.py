@@ -20,10 +20,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from models.formatting import GIB
-from models.weights_manifest import with_home
-from reports.errors import ReportError
-from serving.option_help import Positive
+from crossover.models.formatting import GIB
+from crossover.models.weights_manifest import with_home
+from crossover.reports.errors import ReportError
+from crossover.serving.option_help import Positive
 
 # What the driver leaves of the memory on the label, at least: L4 23034 of 24576 MiB, L40S 46068 of
 # 49152, T4 15360 of 16384 (nvidia-smi); of HBM A100 and H100 79.1 of 80 GiB (the total in vLLM's

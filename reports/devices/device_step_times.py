@@ -27,11 +27,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from models.model_spec import ModelSpec, Routing
-from models.weight_formats import weight_bytes
-from reports.devices.device_catalog import Device
-from reports.errors import ReportError
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.models.model_spec import ModelSpec, Routing
+from crossover.models.weight_formats import weight_bytes
+from crossover.reports.devices.device_catalog import Device
+from crossover.reports.errors import ReportError
+from crossover.serving.capacity.step_time_model import StepTimeModel
 
 Array = npt.NDArray[np.float64]
 

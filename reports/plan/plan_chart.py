@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reports.chart_style import data
-from reports.plan.plan_costs import Plan
+from crossover.reports.chart_style import data
+from crossover.reports.plan.plan_costs import Plan
 
 
 def staircase(plan: Plan, width: int = 640, height: int = 320) -> Any:

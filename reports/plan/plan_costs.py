@@ -17,13 +17,13 @@ from typing import Literal
 
 import msgspec
 
-from models import formatting
-from reports.devices.device_capacity import Answer, DeviceCapacity, Grade
-from reports.devices.device_step_times import NOT_CALIBRATED
-from reports.plan.load_forecast import HOURS_A_MONTH, Forecast
-from reports.plan.plan_file import Question
-from serving.capacity.binding_limit import BindingLimit
-from serving.capacity.slo import Slo
+from crossover.models import formatting
+from crossover.reports.devices.device_capacity import Answer, DeviceCapacity, Grade
+from crossover.reports.devices.device_step_times import NOT_CALIBRATED
+from crossover.reports.plan.load_forecast import HOURS_A_MONTH, Forecast
+from crossover.reports.plan.plan_file import Question
+from crossover.serving.capacity.binding_limit import BindingLimit
+from crossover.serving.capacity.slo import Slo
 
 MAX_ROWS = 6
 MAX_TIMES = 64.0  # the forecast, up to which a change of the choice is looked for; and down

@@ -20,22 +20,22 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from loadtests.campaign.campaign_file import SloSpec, slo_of
-from models.errors import CrossoverError, UnsupportedModel
-from models.identify_model import ModelIdentity, identify
-from models.model_ladder import is_ladder_model
-from models.model_spec import ModelSpec
-from models.weight_formats import known_format
-from reports.devices.device_capacity import Traffic
-from reports.errors import ReportError
-from reports.plan.load_forecast import DAYS, Forecast, day_loads
-from serving.backends.model_engines import usual_engines
-from serving.capacity.simulated_capacity import QUICK_REQUESTS, lengths_of
-from serving.capacity.slo import Slo
-from serving.toml_files import Table, converted, key
-from serving.workload.arrivals import Constant, Gamma, Poisson
-from serving.workload.request_lengths import Workload, notes_of
-from serving.workload.request_lengths import in_words as lengths_in_words
+from crossover.loadtests.campaign.campaign_file import SloSpec, slo_of
+from crossover.models.errors import CrossoverError, UnsupportedModel
+from crossover.models.identify_model import ModelIdentity, identify
+from crossover.models.model_ladder import is_ladder_model
+from crossover.models.model_spec import ModelSpec
+from crossover.models.weight_formats import known_format
+from crossover.reports.devices.device_capacity import Traffic
+from crossover.reports.errors import ReportError
+from crossover.reports.plan.load_forecast import DAYS, Forecast, day_loads
+from crossover.serving.backends.model_engines import usual_engines
+from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, lengths_of
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.toml_files import Table, converted, key
+from crossover.serving.workload.arrivals import Constant, Gamma, Poisson
+from crossover.serving.workload.request_lengths import Workload, notes_of
+from crossover.serving.workload.request_lengths import in_words as lengths_in_words
 
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 FORMAT = "Q4_0"

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.campaign.campaign_file import SloSpec
-from loadtests.records.journal_events import Capacity
-from models.identify_model import name_of
-from models.weights_manifest import with_home
-from reports.binding_limits import binding_of
-from reports.cheapest_gpu import best_cells
-from reports.devices.calibrated_machines import calibrated_machine
-from reports.devices.device_capacity import (
+from crossover.loadtests.campaign.campaign_file import SloSpec
+from crossover.loadtests.records.journal_events import Capacity
+from crossover.models.identify_model import name_of
+from crossover.models.weights_manifest import with_home
+from crossover.reports.binding_limits import binding_of
+from crossover.reports.cheapest_gpu import best_cells
+from crossover.reports.devices.calibrated_machines import calibrated_machine
+from crossover.reports.devices.device_capacity import (
     ONE_SIDED,
     TOGETHER,
     DeviceCapacity,
@@ -31,14 +31,14 @@ from reports.devices.device_capacity import (
     capacity_of,
     machine_of,
 )
-from reports.devices.device_catalog import device_named, priced_gpus
-from reports.errors import ReportError
-from reports.headline import machine_words
-from reports.plan.plan_costs import Candidate
-from reports.plan.plan_file import BadPlan, MachineKeys, Question, question
-from reports.report_data import CPU, SIDES, CellData, ReportData, read_report
-from serving.capacity.binding_limit import binding_limit
-from serving.capacity.simulated_capacity import Server, sd_of
+from crossover.reports.devices.device_catalog import device_named, priced_gpus
+from crossover.reports.errors import ReportError
+from crossover.reports.headline import machine_words
+from crossover.reports.plan.plan_costs import Candidate
+from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, question
+from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read_report
+from crossover.serving.capacity.binding_limit import binding_limit
+from crossover.serving.capacity.simulated_capacity import Server, sd_of
 
 
 def asked_of(raw: dict[str, object], folder: Path) -> Question:

@@ -11,11 +11,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from models import formatting
-from reports.devices.device_step_times import NOT_CALIBRATED
-from reports.headline import slo_words
-from reports.plan.plan_costs import Option, Plan
-from serving.capacity.binding_limit import sentence_of
+from crossover.models import formatting
+from crossover.reports.devices.device_step_times import NOT_CALIBRATED
+from crossover.reports.headline import slo_words
+from crossover.reports.plan.plan_costs import Option, Plan
+from crossover.serving.capacity.binding_limit import sentence_of
 
 SHOWN_SPREAD = 0.2  # of the cost; a smaller spread is not shown
 HEADS = ("option", "meets the SLO", "machines", "$/month", "kWh/month", "basis")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from reports.headline import Answer
-from reports.report_data import ReportData
-from reports.sections.binding_limits_section import binding_limits
-from reports.sections.energy_cost import cost, energy
-from reports.sections.fallback_times import fallback_times
-from reports.sections.format_comparison import formats
-from reports.sections.host_overhead import host_overhead
-from reports.sections.load_times import load_times
-from reports.sections.memory import memory
-from reports.sections.other_machines import multi_gpu, other_machines
-from reports.sections.predicted_and_measured import predicted_and_measured
-from reports.sections.section import Section
-from reports.sections.speeds import batch_size, prefill_decode
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import ReportData
+from crossover.reports.sections.binding_limits_section import binding_limits
+from crossover.reports.sections.energy_cost import cost, energy
+from crossover.reports.sections.fallback_times import fallback_times
+from crossover.reports.sections.format_comparison import formats
+from crossover.reports.sections.host_overhead import host_overhead
+from crossover.reports.sections.load_times import load_times
+from crossover.reports.sections.memory import memory
+from crossover.reports.sections.other_machines import multi_gpu, other_machines
+from crossover.reports.sections.predicted_and_measured import predicted_and_measured
+from crossover.reports.sections.section import Section
+from crossover.reports.sections.speeds import batch_size, prefill_decode
 
 SECTIONS: tuple[Callable[[ReportData, Sequence[Answer]], Section | None], ...] = (
     *(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models import formatting
-from reports.binding_limits import binding_of
-from reports.headline import Answer
-from reports.report_data import CellData, ReportData
-from reports.sections.section import Section, table
-from serving.capacity.binding_limit import BindingLimit, sentence_of
+from crossover.models import formatting
+from crossover.reports.binding_limits import binding_of
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import CellData, ReportData
+from crossover.reports.sections.section import Section, table
+from crossover.serving.capacity.binding_limit import BindingLimit, sentence_of
 
 
 def binding_limits(data: ReportData, answers: Sequence[Answer]) -> Section | None:

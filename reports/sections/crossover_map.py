@@ -15,8 +15,8 @@ from html import escape
 
 import msgspec
 
-from models import formatting
-from reports.chart_style import (
+from crossover.models import formatting
+from crossover.reports.chart_style import (
     CPU,
     ESTIMATED,
     GPU,
@@ -28,13 +28,13 @@ from reports.chart_style import (
     rate_label,
     rate_ticks,
 )
-from reports.devices.device_capacity import DeviceCapacity
-from reports.headline import Answer
-from reports.own_gpu import predicted_here
-from reports.report_data import CPU as CPU_SIDE
-from reports.report_data import GPU as GPU_SIDE
-from reports.report_data import SIDE_NAMES, CellData, ReportData
-from reports.sections.section import Chart
+from crossover.reports.devices.device_capacity import DeviceCapacity
+from crossover.reports.headline import Answer
+from crossover.reports.own_gpu import predicted_here
+from crossover.reports.report_data import CPU as CPU_SIDE
+from crossover.reports.report_data import GPU as GPU_SIDE
+from crossover.reports.report_data import SIDE_NAMES, CellData, ReportData
+from crossover.reports.sections.section import Chart
 
 WIDTH, LEFT, RIGHT, TOP = 860, 150, 16, 12
 ROW, BAR = 42, 24  # of a model with one row

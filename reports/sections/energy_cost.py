@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from models import formatting
-from reports.headline import Answer, machine_words
-from reports.report_data import GPU, SIDE_NAMES, CellData, LevelData, ReportData
-from reports.sections.section import Grade, Section, Table, table
+from crossover.models import formatting
+from crossover.reports.headline import Answer, machine_words
+from crossover.reports.report_data import GPU, SIDE_NAMES, CellData, LevelData, ReportData
+from crossover.reports.sections.section import Grade, Section, Table, table
 
 
 def cost(data: ReportData, answers: Sequence[Answer]) -> Section | None:

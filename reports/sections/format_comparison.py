@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from loadtests.capacity.capacity_text import in_words
-from models import formatting
-from reports.headline import Answer
-from reports.report_data import SIDE_NAMES, SIDES, CellData, ReportData
-from reports.sections.section import Section, table
-from reports.sections.speeds import speeds
+from crossover.loadtests.capacity.capacity_text import in_words
+from crossover.models import formatting
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import SIDE_NAMES, SIDES, CellData, ReportData
+from crossover.reports.sections.section import Section, table
+from crossover.reports.sections.speeds import speeds
 
 
 def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models import formatting
-from reports.headline import Answer
-from reports.report_data import CellData, ReportData
-from reports.sections.section import Section, table
+from crossover.models import formatting
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import CellData, ReportData
+from crossover.reports.sections.section import Section, table
 
 
 def host_overhead(data: ReportData, answers: Sequence[Answer]) -> Section | None:

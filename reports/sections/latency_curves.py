@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models import formatting
-from reports.chart_style import (
+from crossover.models import formatting
+from crossover.reports.chart_style import (
     CPU,
     SLO,
     Row,
@@ -23,10 +23,10 @@ from reports.chart_style import (
     rule_at,
     seconds_axis,
 )
-from reports.report_data import CellData
-from reports.sections.section import Chart
-from serving.capacity.simulated_capacity import Server
-from serving.capacity.slo import Slo
+from crossover.reports.report_data import CellData
+from crossover.reports.sections.section import Chart
+from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.slo import Slo
 
 POINTS = 14  # of a curve
 REQUESTS = 1_000  # that each is simulated with

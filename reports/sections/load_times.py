@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from models import formatting
-from models.weight_formats import weight_bytes
-from reports.cheapest_gpu import GPU_FORMAT
-from reports.devices.device_catalog import device_named
-from reports.headline import Answer
-from reports.report_data import CellData, ReportData
-from reports.sections.section import Grade, Section, table
+from crossover.models import formatting
+from crossover.models.weight_formats import weight_bytes
+from crossover.reports.cheapest_gpu import GPU_FORMAT
+from crossover.reports.devices.device_catalog import device_named
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import CellData, ReportData
+from crossover.reports.sections.section import Grade, Section, table
 
 # Measured on an H200 (docs/results/h200): bf16 weights of 1B (2.47 GB) in 6.6 s and of 8B (16.1 GB)
 # in 7.9 s, out of the page cache. The line through both: a process with CUDA and torch takes 6.3 s,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models import formatting
-from models.formatting import GIB
-from reports.chart_style import INK, MUTED, Row, data, layered, palette
-from reports.devices.device_catalog import USABLE_SHARES
-from reports.headline import Answer
-from reports.report_data import GPU, SIDES, CellData, ReportData
-from reports.sections.section import Chart, Section, table
+from crossover.models import formatting
+from crossover.models.formatting import GIB
+from crossover.reports.chart_style import INK, MUTED, Row, data, layered, palette
+from crossover.reports.devices.device_catalog import USABLE_SHARES
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import GPU, SIDES, CellData, ReportData
+from crossover.reports.sections.section import Chart, Section, table
 
 PARTS = {
     "weights": "#0072b2",

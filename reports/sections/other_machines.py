@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models import formatting
-from reports.cheapest_gpu import GPU_FORMAT, fitting
-from reports.devices.device_capacity import (
+from crossover.models import formatting
+from crossover.reports.cheapest_gpu import GPU_FORMAT, fitting
+from crossover.reports.devices.device_capacity import (
     TOGETHER,
     DeviceCapacity,
     Service,
     capacity_of,
     machine_of,
 )
-from reports.devices.device_catalog import Device, device_named
-from reports.devices.device_step_times import VLLM_SLOTS
-from reports.headline import Answer
-from reports.report_data import ReportData
-from reports.sections.section import Section, Table, table
+from crossover.reports.devices.device_catalog import Device, device_named
+from crossover.reports.devices.device_step_times import VLLM_SLOTS
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import ReportData
+from crossover.reports.sections.section import Section, Table, table
 
 MOST = 4  # GPUs that are told
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models import formatting
-from reports.headline import Answer
-from reports.own_gpu import predicted_here
-from reports.report_data import ReportData
-from reports.sections.section import Section, table
+from crossover.models import formatting
+from crossover.reports.headline import Answer
+from crossover.reports.own_gpu import predicted_here
+from crossover.reports.report_data import ReportData
+from crossover.reports.sections.section import Section, table
 
 
 def predicted_and_measured(data: ReportData, answers: Sequence[Answer]) -> Section | None:

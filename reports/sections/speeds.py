@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models import formatting
-from reports.chart_style import Row, data, layered, palette, series
-from reports.headline import Answer
-from reports.report_data import CellData, ReportData
-from reports.sections.section import Chart, Section, table
+from crossover.models import formatting
+from crossover.reports.chart_style import Row, data, layered, palette, series
+from crossover.reports.headline import Answer
+from crossover.reports.report_data import CellData, ReportData
+from crossover.reports.sections.section import Chart, Section, table
 
 ROWS = (1, 2, 4, 8, 16, 32)
 # Of the throughput that requests would have if they shared a step for nothing: below it, a mixture

@@ -30,10 +30,10 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
-from serving.capacity.scheduler_settings import AUTO, SchedulerSettings
-from serving.errors import EngineFailed, Unsupported
-from serving.option_help import Count, check, explained
-from serving.sampling.step_inputs import Row, Sampled
+from crossover.serving.capacity.scheduler_settings import AUTO, SchedulerSettings
+from crossover.serving.errors import EngineFailed, Unsupported
+from crossover.serving.option_help import Count, check, explained
+from crossover.serving.sampling.step_inputs import Row, Sampled
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -83,7 +83,7 @@ class HeldMemory(msgspec.Struct, frozen=True):
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything an engine child needs to start; travels to it as JSON, which checks its bounds."""
 
-    backend: str  # a name of serving.backends.BACKENDS or "package.module:Class"
+    backend: str  # a name of crossover.serving.backends.BACKENDS or "package.module:Class"
     model_path: str  # GGUF file, Hugging Face folder or ONNX folder
     model_name: str  # as served
     weight_format: str = ""

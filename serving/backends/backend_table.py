@@ -17,17 +17,24 @@ from typing import Any
 
 import msgspec
 
-from models.errors import UnsupportedModel
-from models.model_spec import ModelSpec
-from models.weight_formats import BLOCKS, DEFAULT_FORMATS, FORMATS, GGUF_FORMATS, spelt, tensor_type
-from serving.backends.backend_probe import BackendProbe
-from serving.backends.llama_cpp.cache_layout import buffer_bytes as llama_buffer_bytes
-from serving.backends.llama_cpp.cache_layout import kv_bytes as llama_kv_bytes
-from serving.backends.llama_cpp.cache_layout import state_bytes as llama_state_bytes
-from serving.backends.torch.memory_overhead import overhead_bytes as torch_overhead_bytes
-from serving.capacity.scheduler_settings import AUTO, SchedulerSettings
-from serving.errors import BackendUnavailable, Unsupported
-from serving.hardware.gpus import run_probe
+from crossover.models.errors import UnsupportedModel
+from crossover.models.model_spec import ModelSpec
+from crossover.models.weight_formats import (
+    BLOCKS,
+    DEFAULT_FORMATS,
+    FORMATS,
+    GGUF_FORMATS,
+    spelt,
+    tensor_type,
+)
+from crossover.serving.backends.backend_probe import BackendProbe
+from crossover.serving.backends.llama_cpp.cache_layout import buffer_bytes as llama_buffer_bytes
+from crossover.serving.backends.llama_cpp.cache_layout import kv_bytes as llama_kv_bytes
+from crossover.serving.backends.llama_cpp.cache_layout import state_bytes as llama_state_bytes
+from crossover.serving.backends.torch.memory_overhead import overhead_bytes as torch_overhead_bytes
+from crossover.serving.capacity.scheduler_settings import AUTO, SchedulerSettings
+from crossover.serving.errors import BackendUnavailable, Unsupported
+from crossover.serving.hardware.gpus import run_probe
 
 MIB = 1 << 20
 PROBE_SECONDS = 60.0
@@ -62,7 +69,7 @@ UNKNOWN_OVERHEAD = Overhead(500 * MIB, 0, 600, 0.35)
 
 
 class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of serving.backends.BACKENDS. None and "": there is none."""
+    """One row of crossover.serving.backends.BACKENDS. None and "": there is none."""
 
     cls: str  # "module:Class", imported when the backend is chosen
     overhead: Mapping[str, Overhead]  # by device, "cpu" or "gpu"; other devices are refused
@@ -124,7 +131,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _torch_kv(asked: str, weight_format: str, device: str, isa: Collection[str]) -> str:
-    """The type of torch's activations (serving.backends.torch.torch_weights.compute_dtype)."""
+    """The type of torch's activations
+    (crossover.serving.backends.torch.torch_weights.compute_dtype)."""
     if weight_format in ("fp32", "fp16"):
         return weight_format
     has_bf16 = "bf16" in isa or {"avx512f", "avx512bw", "avx512vl"}.issubset(isa)
@@ -157,7 +165,7 @@ def _llama_extra(model: ModelSpec, weight_format: str, isa: Collection[str]) -> 
 # Huge pages, 135M on one core: llama_cpp up to 2 % quicker, onnx at one stream 2 to 6 %, torch 0.
 BACKENDS: dict[str, BackendSpec] = {
     "llama_cpp": BackendSpec(
-        cls="serving.backends.llama_cpp.backend:LlamaCppBackend",
+        cls="crossover.serving.backends.llama_cpp.backend:LlamaCppBackend",
         weights="gguf",
         kv_row_tokens=lambda context: -(-context // 256) * 256,
         overhead={
@@ -173,28 +181,28 @@ BACKENDS: dict[str, BackendSpec] = {
         distribution="llama-cpp-python",
         is_cpu_candidate=True,
         extra="llama-cpp",
-        probe="serving.backends.llama_cpp.library:probe",
+        probe="crossover.serving.backends.llama_cpp.library:probe",
         huge_pages=True,
         is_compiled=True,
         gpu_build="set CMAKE_ARGS to -DGGML_CUDA=on (needs nvcc), -DGGML_HIP=on (needs ROCm) or "
         "-DGGML_VULKAN=on (needs glslc and Vulkan's headers)",
     ),
     "onnx": BackendSpec(
-        cls="serving.backends.onnx.backend:OnnxBackend",
+        cls="crossover.serving.backends.onnx.backend:OnnxBackend",
         weights="onnx",
         overhead={"cpu": Overhead(185 * MIB, 0, 600, 0.10, {"int4": 0.40, "fp32": 0.25})},
-        kv_dtype=lambda *_: "fp32",  # of the graphs that models.convert_to_onnx writes
+        kv_dtype=lambda *_: "fp32",  # of the graphs that crossover.models.convert_to_onnx writes
         shares_kv=False,
         options=("spinning", "flash_attention"),
         package="onnxruntime",
         distribution="onnxruntime",
         is_cpu_candidate=True,
         extra="onnx",
-        probe="serving.backends.onnx.onnx_folder:probe",
+        probe="crossover.serving.backends.onnx.onnx_folder:probe",
         huge_pages=True,
     ),
     "torch": BackendSpec(
-        cls="serving.backends.torch.backend:TorchBackend",
+        cls="crossover.serving.backends.torch.backend:TorchBackend",
         weights="hf",
         overhead={
             "cpu": Overhead(400 * MIB, 0, 600, 0.35),
@@ -207,7 +215,7 @@ BACKENDS: dict[str, BackendSpec] = {
         package="torch",
         distribution="torch",
         extra="torch",
-        probe="serving.backends.torch.torch_capabilities:probe",
+        probe="crossover.serving.backends.torch.torch_capabilities:probe",
         gpu_build="install torch built for CUDA or ROCm, see pytorch.org",
     ),
 }

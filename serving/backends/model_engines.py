@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from models.identify_model import ModelIdentity
-from models.model_ladder import PACKAGED
-from models.weight_formats import DEFAULT_FORMATS
-from serving.backends.backend_table import BACKENDS, format_of, missing_backends, spec_of
+from crossover.models.identify_model import ModelIdentity
+from crossover.models.model_ladder import PACKAGED
+from crossover.models.weight_formats import DEFAULT_FORMATS
+from crossover.serving.backends.backend_table import BACKENDS, format_of, missing_backends, spec_of
 
 
 class Engine(NamedTuple):

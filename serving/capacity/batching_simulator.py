@@ -32,16 +32,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.capacity.choose_slot import (
+from crossover.serving.capacity.choose_slot import (
     COMPUTED_TAIL,
     choose_checkpointed_slot,
     choose_slot,
     max_checkpoints,
 )
-from serving.capacity.plan_step import plan_step
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepObservation, StepTimeModel
+from crossover.serving.capacity.plan_step import plan_step
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel
 
 Array = npt.NDArray[np.float64]
 # What an engine goes on from: any common beginning; where its KV cannot be cut back (a recurrent

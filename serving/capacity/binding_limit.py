@@ -21,12 +21,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from models import formatting
-from serving.capacity.batching_simulator import Simulated
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import Server
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.models import formatting
+from crossover.serving.capacity.batching_simulator import Simulated
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
 
 Flags = npt.NDArray[np.bool_]
 LimitKind = Literal[

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 
 PREFILL_MULTIPLE = 16  # prompts are cut at multiples: matrix kernels take so many tokens at a time
 MIN_PREFILL_TOKENS = PREFILL_MULTIPLE + 1  # of every step: no piece leaves one token of 17

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from serving.option_help import ENGINE, Count, Positive, option
+from crossover.serving.option_help import ENGINE, Count, Positive, option
 
 AUTO = "auto"  # the KV cache has the type that the backend holds by itself
 MAX_GPU_SLOTS = 256  # where nobody says how many, and a GPU's memory has room for more

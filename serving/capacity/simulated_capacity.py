@@ -21,20 +21,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.capacity.batching_simulator import Array, Reuse, Simulated, Turns, simulate
-from serving.capacity.choose_slot import COMPUTED_TAIL, PROMPT_TAIL
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.errors import WorkloadError
-from serving.workload.arrivals import Arrivals, Poisson, due_times
-from serving.workload.conversations import (
+from crossover.serving.capacity.batching_simulator import Array, Reuse, Simulated, Turns, simulate
+from crossover.serving.capacity.choose_slot import COMPUTED_TAIL, PROMPT_TAIL
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.errors import WorkloadError
+from crossover.serving.workload.arrivals import Arrivals, Poisson, due_times
+from crossover.serving.workload.conversations import (
     Session,
     draw_sessions,
     mean_turns_of,
     sent_turns,
 )
-from serving.workload.request_lengths import Workload, draw
+from crossover.serving.workload.request_lengths import Workload, draw
 
 # By 19 cells of recorded runs, every second one held out (`python -m tests.bench.law_constants`,
 # docs/benchmarks.md): steps under load took 1.05 times the step-time model of a calibration; errors

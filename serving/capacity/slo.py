@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from serving.option_help import Positive, Share
+from crossover.serving.option_help import Positive, Share
 
 Verdict = Literal["meets", "misses", "unresolved"]
 

@@ -31,9 +31,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from models.model_spec import Routing
-from serving.errors import WorkloadError
-from serving.option_help import Seconds
+from crossover.models.model_spec import Routing
+from crossover.serving.errors import WorkloadError
+from crossover.serving.option_help import Seconds
 
 Array = npt.NDArray[np.float64]
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_origin
 import msgspec
 import typer
 
-from serving.errors import ServingError
-from serving.option_help import about, converted, flags_of, unbounded
+from crossover.serving.errors import ServingError
+from crossover.serving.option_help import about, converted, flags_of, unbounded
 
 
 def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:

@@ -11,22 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import typer
 
-from models import formatting
-from models.errors import ModelError
-from models.machine_limits import whole_cores
-from models.weights_manifest import cache_dir
-from serving.backends.backend_probe import BackendProbe
-from serving.backends.backend_table import (
+from crossover.models import formatting
+from crossover.models.errors import ModelError
+from crossover.models.machine_limits import whole_cores
+from crossover.models.weights_manifest import cache_dir
+from crossover.serving.backends.backend_probe import BackendProbe
+from crossover.serving.backends.backend_table import (
     BACKENDS,
     missing_backends,
     probe_backend,
     spec_of,
 )
-from serving.errors import Cause
-from serving.hardware.core_speeds import CoreSpeeds, measure_core_speeds
-from serving.hardware.cpu_topology import cores_text, physical_of, split_cores
-from serving.hardware.gpus import render_nodes
-from serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from crossover.serving.errors import Cause
+from crossover.serving.hardware.core_speeds import CoreSpeeds, measure_core_speeds
+from crossover.serving.hardware.cpu_topology import cores_text, physical_of, split_cores
+from crossover.serving.hardware.gpus import render_nodes
+from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30

@@ -21,19 +21,19 @@ from pathlib import Path
 
 import uvloop
 
-from models.weights_manifest import write_atomically
-from serving.errors import EngineState, ServingError
-from serving.http.http_server import is_loopback, listen, serving, url_of
-from serving.http.routes import App
-from serving.logs import ConsoleLog
-from serving.metrics import ServerMetrics
-from serving.option_help import parse_bytes
-from serving.placement.placement_policy import explain
-from serving.registry.engine_config import Machine, Prepared, prepare
-from serving.registry.loaded_models import Registry, RegistryLimits
-from serving.server_options import ServeOptions, models_of
-from serving.supervisor.admission import QueueBounds
-from serving.supervisor.engine_supervisor import Supervisor
+from crossover.models.weights_manifest import write_atomically
+from crossover.serving.errors import EngineState, ServingError
+from crossover.serving.http.http_server import is_loopback, listen, serving, url_of
+from crossover.serving.http.routes import App
+from crossover.serving.logs import ConsoleLog
+from crossover.serving.metrics import ServerMetrics
+from crossover.serving.option_help import parse_bytes
+from crossover.serving.placement.placement_policy import explain
+from crossover.serving.registry.engine_config import Machine, Prepared, prepare
+from crossover.serving.registry.loaded_models import Registry, RegistryLimits
+from crossover.serving.server_options import ServeOptions, models_of
+from crossover.serving.supervisor.admission import QueueBounds
+from crossover.serving.supervisor.engine_supervisor import Supervisor
 
 LOOK_SECONDS = 0.05  # between two checks of a load's progress
 

@@ -5,7 +5,8 @@
     crossover models plan 8b                                # on this machine
     crossover models plan 8b --memory 64GiB --vram 24GiB    # on another machine
 
-`plan` uses serving.placement, so its numbers and its decision are those of `crossover serve`.
+`plan` uses crossover.serving.placement, so its numbers and its decision are those of `crossover
+serve`.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from typing import Annotated
 import msgspec
 import typer
 
-from models import formatting
-from models.errors import ModelError
-from models.identify_model import ModelIdentity, identify
-from models.model_ladder import LADDER, SIZED
-from models.resolve_model import resolve
-from models.weight_formats import FORMATS, known_format, weight_bytes
-from models.weights_manifest import cache_dir
-from serving.backends.backend_table import missing_backends, weights_of
-from serving.backends.llama_cpp.dry_load import held_memory
-from serving.backends.model_engines import Engine, engines_on, refusal, usual_engines
-from serving.capacity.scheduler_settings import RequestedSettings
-from serving.hardware.gpus import GpuFacts
-from serving.hardware.machine_facts import HardwareFacts, hardware_facts
-from serving.logs import ConsoleLog
-from serving.option_help import parse_bytes
-from serving.placement.placement_policy import (
+from crossover.models import formatting
+from crossover.models.errors import ModelError
+from crossover.models.identify_model import ModelIdentity, identify
+from crossover.models.model_ladder import LADDER, SIZED
+from crossover.models.resolve_model import resolve
+from crossover.models.weight_formats import FORMATS, known_format, weight_bytes
+from crossover.models.weights_manifest import cache_dir
+from crossover.serving.backends.backend_table import missing_backends, weights_of
+from crossover.serving.backends.llama_cpp.dry_load import held_memory
+from crossover.serving.backends.model_engines import Engine, engines_on, refusal, usual_engines
+from crossover.serving.capacity.scheduler_settings import RequestedSettings
+from crossover.serving.hardware.gpus import GpuFacts
+from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from crossover.serving.logs import ConsoleLog
+from crossover.serving.option_help import parse_bytes
+from crossover.serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
     Obstacles,
@@ -42,7 +43,7 @@ from serving.placement.placement_policy import (
     explain,
     plan,
 )
-from serving.registry.engine_config import usual_backend
+from crossover.serving.registry.engine_config import usual_backend
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")

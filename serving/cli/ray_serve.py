@@ -24,14 +24,14 @@ from typing import Any
 
 import msgspec
 
-from models.child_process import python_variables
-from models.model_ladder import is_ladder_model
-from models.weights_manifest import write_atomically
-from serving.capacity.scheduler_settings import DEFAULT_SETTINGS
-from serving.errors import EngineFailed, ServingError
-from serving.hardware.machine_facts import allowed_cores
-from serving.option_help import flags_of
-from serving.server_options import Policy, ServeOptions
+from crossover.models.child_process import python_variables
+from crossover.models.model_ladder import is_ladder_model
+from crossover.models.weights_manifest import write_atomically
+from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS
+from crossover.serving.errors import EngineFailed, ServingError
+from crossover.serving.hardware.machine_facts import allowed_cores
+from crossover.serving.option_help import flags_of
+from crossover.serving.server_options import Policy, ServeOptions
 
 APPLICATION = "crossover"
 # Options that one process on one machine can honour, and replicas behind Ray's proxy cannot.
@@ -47,8 +47,8 @@ def launch_on_ray(options: ServeOptions) -> int:
     (source,) = options.models
     if os.path.exists(source) and not is_ladder_model(source):  # a replica stands in another folder
         options = msgspec.structs.replace(options, models=(os.path.abspath(source),))
-    from serving.cli.launch import key_of
-    from serving.http.http_server import listen, url_of
+    from crossover.serving.cli.launch import key_of
+    from crossover.serving.http.http_server import listen, url_of
 
     # Before Ray's processes inherit the environment.
     api_key = key_of(options.api_key_env, "--api-key-env")
@@ -172,9 +172,9 @@ class Ingress:
     async def _start(self) -> None:
         """Returns when the engine serves. Raises ServingError, ModelError."""
         global _registry
-        from serving.cli.launch import make_registry
-        from serving.http.routes import App
-        from serving.logs import ConsoleLog
+        from crossover.serving.cli.launch import make_registry
+        from crossover.serving.http.routes import App
+        from crossover.serving.logs import ConsoleLog
 
         narrator = ConsoleLog(sys.stderr)  # the replica's log, which Ray keeps
         _registry = await asyncio.to_thread(make_registry, self._options, narrator)

@@ -1,14 +1,14 @@
 """The verb `serve`: options in, exit status out. Heavy modules are imported when it runs.
 
-The parameters of `crossover serve` are the fields of serving.server_options.ServeOptions.
+The parameters of `crossover serve` are the fields of crossover.serving.server_options.ServeOptions.
 """
 
 from __future__ import annotations
 
 import typer
 
-from serving.cli.command_of_options import command_of
-from serving.server_options import ServeOptions
+from crossover.serving.cli.command_of_options import command_of
+from crossover.serving.server_options import ServeOptions
 
 # An empty line keeps two lines apart on the help page.
 EPILOG = """Examples:
@@ -34,10 +34,10 @@ def _serve(options: ServeOptions) -> int:
     and why.
     """
     if options.on == "ray":
-        from serving.cli.ray_serve import launch_on_ray
+        from crossover.serving.cli.ray_serve import launch_on_ray
 
         return launch_on_ray(options)
-    from serving.cli.launch import launch
+    from crossover.serving.cli.launch import launch
 
     return launch(options)
 

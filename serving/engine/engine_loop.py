@@ -1,9 +1,10 @@
 """The engine process: one backend, one scheduler, one socket to the parent.
 
-Started as `python -m serving.engine.engine_loop` with an EngineConfig as JSON in CROSSOVER_ENGINE
-and the number of an inherited socket in CROSSOVER_ENGINE_FD. A process of its own, because a CUDA
-error or the kernel's OOM killer takes a whole process, and HTTP must not share a GIL with the step
-loop. Sends Loading while it loads, Ready, then one Step a scheduler step. Ends with its parent.
+Started as `python -m crossover.serving.engine.engine_loop` with an EngineConfig as JSON in
+CROSSOVER_ENGINE and the number of an inherited socket in CROSSOVER_ENGINE_FD. A process of its own,
+because a CUDA error or the kernel's OOM killer takes a whole process, and HTTP must not share a GIL
+with the step loop. Sends Loading while it loads, Ready, then one Step a scheduler step. Ends with
+its parent.
 """
 
 from __future__ import annotations
@@ -21,16 +22,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
-from models.answer_marks import with_marks
-from models.errors import ModelError
-from models.tokenizer import load_tokenizer
-from serving.backends.backend_interface import EngineConfig
-from serving.backends.backend_table import backend_class
-from serving.engine import ipc_messages as ipc
-from serving.engine.scheduler import Scheduler, failed_delta
-from serving.errors import BackendUnavailable, Cause, OutOfMemory, ServingError, Unsupported
-from serving.hardware.machine_facts import lower_priority, peak_resident_bytes, resident_bytes
-from serving.sampling.grammar import Grammars, Matcher
+from crossover.models.answer_marks import with_marks
+from crossover.models.errors import ModelError
+from crossover.models.tokenizer import load_tokenizer
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.backends.backend_table import backend_class
+from crossover.serving.engine import ipc_messages as ipc
+from crossover.serving.engine.scheduler import Scheduler, failed_delta
+from crossover.serving.errors import (
+    BackendUnavailable,
+    Cause,
+    OutOfMemory,
+    ServingError,
+    Unsupported,
+)
+from crossover.serving.hardware.machine_facts import (
+    lower_priority,
+    peak_resident_bytes,
+    resident_bytes,
+)
+from crossover.serving.sampling.grammar import Grammars, Matcher
 
 # Switch interval of threads: at the default of 5 ms, a step waited up to 50 ms for the compiler of
 # a grammar.

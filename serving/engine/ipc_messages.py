@@ -11,10 +11,10 @@ from enum import StrEnum
 
 import msgspec
 
-from serving.backends.backend_interface import BackendInfo
-from serving.errors import Cause
-from serving.sampling.step_inputs import Sampling
-from serving.sampling.step_inputs import TokenDetail as TokenDetail
+from crossover.serving.backends.backend_interface import BackendInfo
+from crossover.serving.errors import Cause
+from crossover.serving.sampling.step_inputs import Sampling
+from crossover.serving.sampling.step_inputs import TokenDetail as TokenDetail
 
 CONFIG_VARIABLE = "CROSSOVER_ENGINE"  # an EngineConfig as JSON
 SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"  # the number of the engine's socket

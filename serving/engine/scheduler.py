@@ -6,15 +6,15 @@
         deltas = scheduler.step()
 
 A free slot goes to the oldest sequence that waits. A step holds decode rows first, one token each,
-then prompt tokens, oldest first, as many as `serving.capacity.plan_step` says. When the KV pool
-is full, idle prefixes go first, then the youngest sequence returns to the queue with what it has
-generated.
+then prompt tokens, oldest first, as many as `crossover.serving.capacity.plan_step` says. When the
+KV pool is full, idle prefixes go first, then the youngest sequence returns to the queue with what
+it has generated.
 
-Where the backend can launch a step (serving.backends.backend_interface), the next one is launched
-before the tokens of the one under way are read: the device has work while the host makes text. Its
-rows stand for tokens that are still being drawn; where one ends its sequence, what the next step
-draws for it is dropped. Where a row's token must be drawn on the host (grammars, log-probabilities,
-min_tokens) or the pool is full, each step is read before the next.
+Where the backend can launch a step (crossover.serving.backends.backend_interface), the next one is
+launched before the tokens of the one under way are read: the device has work while the host makes
+text. Its rows stand for tokens that are still being drawn; where one ends its sequence, what the
+next step draws for it is dropped. Where a row's token must be drawn on the host (grammars,
+log-probabilities, min_tokens) or the pool is full, each step is read before the next.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from serving.backends.backend_interface import Backend, EngineConfig, Launched
-from serving.capacity.plan_step import plan_step
-from serving.engine.detokenize_and_stop import StreamText
-from serving.engine.ipc_messages import Delta, FinishReason, StepStats, Submit
-from serving.engine.sequence import Sequence
-from serving.engine.slot_allocator import SlotAllocator
-from serving.engine.step_clock import StepClock
-from serving.errors import EngineFailed, KvFull, ServingError, Unsupported
-from serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
+from crossover.serving.backends.backend_interface import Backend, EngineConfig, Launched
+from crossover.serving.capacity.plan_step import plan_step
+from crossover.serving.engine.detokenize_and_stop import StreamText
+from crossover.serving.engine.ipc_messages import Delta, FinishReason, StepStats, Submit
+from crossover.serving.engine.sequence import Sequence
+from crossover.serving.engine.slot_allocator import SlotAllocator
+from crossover.serving.engine.step_clock import StepClock
+from crossover.serving.errors import EngineFailed, KvFull, ServingError, Unsupported
+from crossover.serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
 
 PATIENCE = 16  # tokens until a sequence's steps are launched again, where one was no good
 MAX_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
@@ -90,7 +90,7 @@ class Scheduler:
     def add(self, submit: Submit, state: object = None) -> Delta | None:
         """Queue a sequence; a Delta with finish "refused" comes back where it can never run.
 
-        `state`: what its rows carry for its grammar (serving.sampling.grammar.Matcher).
+        `state`: what its rows carry for its grammar (crossover.serving.sampling.grammar.Matcher).
         """
         request, context = submit.request, self.settings.context_tokens
         if not 1 <= len(request.prompt) < context:

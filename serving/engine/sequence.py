@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from serving.engine.detokenize_and_stop import StreamText
-from serving.engine.ipc_messages import Delta, FinishReason, Submit
-from serving.sampling.step_inputs import DRAWN, Row, Sampled, Tokens
+from crossover.serving.engine.detokenize_and_stop import StreamText
+from crossover.serving.engine.ipc_messages import Delta, FinishReason, Submit
+from crossover.serving.sampling.step_inputs import DRAWN, Row, Sampled, Tokens
 
 _DRAWN: Tokens = np.array([DRAWN], np.int32)
 

@@ -4,7 +4,7 @@ Where a backend can cut a slot back, a sequence may reuse any common prefix. Whe
 recurrent state, a window), it may go on where a free slot stands, or from a checkpoint: a copy of
 that state, made at two points of a prompt: shortly before its end, where the next turn of a chat
 begins, and where a beginning that it shares with another sequence ends, which is where the next of
-them will go on. Which slot that is, `serving.capacity.choose_slot` decides.
+them will go on. Which slot that is, `crossover.serving.capacity.choose_slot` decides.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from serving.backends.backend_interface import Backend
-from serving.capacity.choose_slot import (
+from crossover.serving.backends.backend_interface import Backend
+from crossover.serving.capacity.choose_slot import (
     COMPUTED_TAIL,
     choose_checkpointed_slot,
     choose_slot,
     max_checkpoints,
 )
-from serving.sampling.step_inputs import Tokens
+from crossover.serving.sampling.step_inputs import Tokens
 
 _NOTHING: Tokens = np.empty(0, np.int32)
 

@@ -7,7 +7,7 @@ clock.prompt_seconds, clock.rows_seconds(8)
 
 from __future__ import annotations
 
-from serving.capacity.plan_step import PREFILL_MULTIPLE
+from crossover.serving.capacity.plan_step import PREFILL_MULTIPLE
 
 LEARNING_RATE = 0.3
 ROW_WEIGHT = 16.0  # share of an error put down to a row's cost, in times of a prompt token's
@@ -49,7 +49,7 @@ class StepClock:
         return self._rows_seconds[nearest] * rows / nearest
 
     def row_costs(self, rows: int) -> tuple[float, float]:
-        """See StepCosts in serving.capacity.plan_step."""
+        """See StepCosts in crossover.serving.capacity.plan_step."""
         cheapest = min((s / count for count, s in self._rows_seconds.items()), default=0.0)
         return self.rows_seconds(rows) or 0.0, cheapest
 

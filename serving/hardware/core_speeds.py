@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from models.machine_limits import ROOT, read_text
+from crossover.models.machine_limits import ROOT, read_text
 
 MEASURING_SECONDS = 1.0  # of all parts together; memory is filled before
 MAX_BUFFER_BYTES, MIN_BUFFER_BYTES = 1 << 30, 128 << 20  # read by all threads together

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from models.machine_limits import ROOT, read_text, whole_cores
-from serving.errors import ServingError
+from crossover.models.machine_limits import ROOT, read_text, whole_cores
+from crossover.serving.errors import ServingError
 
 SHARED_CORES = 8  # up to this many cores, engine and HTTP share all of them by default
 SHARED_NICE = 3  # of an engine that shares a core with HTTP: half of HTTP's scheduling weight

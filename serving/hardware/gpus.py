@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from models.child_process import Ran, run_python
-from models.machine_limits import ROOT, read_text
-from serving.errors import Cause, Unsupported
+from crossover.models.child_process import Ran, run_python
+from crossover.models.machine_limits import ROOT, read_text
+from crossover.serving.errors import Cause, Unsupported
 
 VULKAN = "vulkan"  # the vendor of any GPU that a build of llama.cpp drives through Vulkan
 DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")  # any of them

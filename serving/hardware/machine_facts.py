@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.machine_limits import (
+from crossover.models.machine_limits import (
     ROOT,
     cgroup_cores,
     cgroup_memory_left,
@@ -24,8 +24,8 @@ from models.machine_limits import (
     read_text,
     sizes,
 )
-from serving.hardware.cpu_topology import physical_of
-from serving.hardware.gpus import GpuFacts, find_gpus
+from crossover.serving.hardware.cpu_topology import physical_of
+from crossover.serving.hardware.gpus import GpuFacts, find_gpus
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
@@ -92,7 +92,7 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
     cgroup_memory_bytes: int | None = None  # left of the control group's limit
     swap_used_bytes: int = 0
     gpus: tuple[GpuFacts, ...] = ()
-    gpu_cause: str | None = None  # a serving.errors.Cause if there is no usable GPU
+    gpu_cause: str | None = None  # a crossover.serving.errors.Cause if there is no usable GPU
     gpu_note: str | None = None
     system: str
     kernel: str

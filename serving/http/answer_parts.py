@@ -5,7 +5,8 @@
     # [Part("reasoning", "2+2"), Part("content", "Four")]
 
 Text is given on as it comes, a call whole. What looks like a call and is none, or was cut off, is
-content. The marks of a dialect (models.answer_marks) are never content beside what they mark.
+content. The marks of a dialect (crossover.models.answer_marks) are never content beside what they
+mark.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from models.answer_marks import Dialect, dialect_of
-from serving.http.body_types import CalledFunction, ToolCall
+from crossover.models.answer_marks import Dialect, dialect_of
+from crossover.serving.http.body_types import CalledFunction, ToolCall
 
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"

@@ -6,8 +6,8 @@ import math
 
 import msgspec
 
-from models.errors import as_sentence
-from serving.errors import (
+from crossover.models.errors import as_sentence
+from crossover.serving.errors import (
     ContextOverflow,
     LoadFailed,
     NoRoom,
@@ -17,7 +17,7 @@ from serving.errors import (
     Unavailable,
     UnknownModel,
 )
-from serving.placement.placement_policy import NoPlacement
+from crossover.serving.placement.placement_policy import NoPlacement
 
 _TYPES = {
     401: "authentication_error",

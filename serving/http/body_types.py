@@ -17,9 +17,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from serving.http.api_errors import ApiError
-from serving.http.request_words import explain
-from serving.sampling.grammar import MAX_CHARACTERS
+from crossover.serving.http.api_errors import ApiError
+from crossover.serving.http.request_words import explain
+from crossover.serving.sampling.grammar import MAX_CHARACTERS
 
 T = TypeVar("T")
 _INT31 = 2**31 - 1
@@ -107,7 +107,8 @@ class Generation(WireStruct, kw_only=True, frozen=True):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Keys of OpenAI's API that are not supported (serving.http.request_words names alternatives).
+    # Keys of OpenAI's API that are not supported (crossover.serving.http.request_words names
+    # alternatives).
     audio: NotOffered = None
     function_call: NotOffered = None
     functions: NotOffered = None

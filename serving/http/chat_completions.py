@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from models.chat_template import AsWritten
-from models.errors import BadChat
-from serving.engine.ipc_messages import TokenDetail
-from serving.http.answer_parts import Part, form_of
-from serving.http.api_errors import refused
-from serving.http.body_types import (
+from crossover.models.chat_template import AsWritten
+from crossover.models.errors import BadChat
+from crossover.serving.engine.ipc_messages import TokenDetail
+from crossover.serving.http.answer_parts import Part, form_of
+from crossover.serving.http.api_errors import refused
+from crossover.serving.http.body_types import (
     ASKING,
     CHAT,
     ChatChoice,
@@ -27,11 +27,11 @@ from serving.http.body_types import (
     ThinkingPart,
     encode,
 )
-from serving.http.completions import LOWEST_LOGPROB, ROLE, Answer, Choice
-from serving.http.http_request import Request
-from serving.http.request_validation import token_limit, validate
-from serving.http.tool_calls import format_of, offered, told_of_tools
-from serving.registry.loaded_models import INLINE_CHARACTERS, ServedModel, in_text_thread
+from crossover.serving.http.completions import LOWEST_LOGPROB, ROLE, Answer, Choice
+from crossover.serving.http.http_request import Request
+from crossover.serving.http.request_validation import token_limit, validate
+from crossover.serving.http.tool_calls import format_of, offered, told_of_tools
+from crossover.serving.registry.loaded_models import INLINE_CHARACTERS, ServedModel, in_text_thread
 
 _END_OF_TURN = "Q8crossover3E"  # marks where the last message's content ends in a prompt
 _OURS = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools"})

@@ -16,10 +16,15 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
-from serving.http.answer_parts import OutputFormat, OutputParser, Part
-from serving.http.api_errors import ApiError, too_late, try_again
-from serving.http.body_types import (
+from crossover.serving.engine.ipc_messages import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    TokenDetail,
+)
+from crossover.serving.http.answer_parts import OutputFormat, OutputParser, Part
+from crossover.serving.http.api_errors import ApiError, too_late, try_again
+from crossover.serving.http.body_types import (
     COMPLETION,
     Completion,
     Finish,
@@ -29,10 +34,10 @@ from serving.http.body_types import (
     Usage,
     encode,
 )
-from serving.http.http_request import Request
-from serving.http.request_validation import prompts_of, token_limit, validate
-from serving.registry.loaded_models import in_text_thread
-from serving.supervisor.inflight_requests import Stream
+from crossover.serving.http.http_request import Request
+from crossover.serving.http.request_validation import prompts_of, token_limit, validate
+from crossover.serving.registry.loaded_models import in_text_thread
+from crossover.serving.supervisor.inflight_requests import Stream
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
 ROLE, END = Part("role", ""), Part("end", "")

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from serving.http.api_errors import ApiError, too_late
-from serving.http.asgi_types import Receive, Scope, Send
-from serving.http.body_types import decode, encode
-from serving.registry.loaded_models import Registry, ServedModel
-from serving.supervisor.inflight_requests import Stream
+from crossover.serving.http.api_errors import ApiError, too_late
+from crossover.serving.http.asgi_types import Receive, Scope, Send
+from crossover.serving.http.body_types import decode, encode
+from crossover.serving.registry.loaded_models import Registry, ServedModel
+from crossover.serving.supervisor.inflight_requests import Stream
 
 T = TypeVar("T")
 

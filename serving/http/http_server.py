@@ -20,8 +20,8 @@ from typing import Any
 
 import uvicorn
 
-from serving.errors import ServingError
-from serving.http.http_protocol import HttpProtocol
+from crossover.serving.errors import ServingError
+from crossover.serving.http.http_protocol import HttpProtocol
 
 CONNECTIONS = 4096
 OTHER_DESCRIPTORS = 96  # file descriptors besides connections: engines, open files, the loop

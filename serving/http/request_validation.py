@@ -12,13 +12,13 @@ import secrets
 from collections.abc import Collection
 from typing import cast
 
-from serving.engine.ipc_messages import GenerationRequest
-from serving.errors import ContextOverflow
-from serving.http.api_errors import refused
-from serving.http.body_types import ChatRequest, CompletionRequest, Generation, encode
-from serving.registry.loaded_models import EngineLimits
-from serving.sampling.grammar import MAX_CHARACTERS
-from serving.sampling.step_inputs import GREEDY_BELOW, Sampling
+from crossover.serving.engine.ipc_messages import GenerationRequest
+from crossover.serving.errors import ContextOverflow
+from crossover.serving.http.api_errors import refused
+from crossover.serving.http.body_types import ChatRequest, CompletionRequest, Generation, encode
+from crossover.serving.registry.loaded_models import EngineLimits
+from crossover.serving.sampling.grammar import MAX_CHARACTERS
+from crossover.serving.sampling.step_inputs import GREEDY_BELOW, Sampling
 
 MAX_SEQUENCES = 128  # prompts * n of one request
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions

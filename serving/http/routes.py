@@ -1,7 +1,7 @@
 """The route table, the ASGI application and /openapi.json.
 
     app = App(router, limits, api_key="...")
-    uvicorn.run(app, **server_options())    # serving.http.http_server
+    uvicorn.run(app, **server_options())    # crossover.serving.http.http_server
 
 Every response, also an error, has X-Request-Id and X-Crossover-Backend; every error has OpenAI's
 error body.
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from serving.http import status_routes
-from serving.http.api_errors import ApiError, ErrorBody, as_answer
-from serving.http.asgi_types import Receive, Scope, Send
-from serving.http.body_types import (
+from crossover.serving.http import status_routes
+from crossover.serving.http.api_errors import ApiError, ErrorBody, as_answer
+from crossover.serving.http.asgi_types import Receive, Scope, Send
+from crossover.serving.http.body_types import (
     ChatChoice,
     ChatRequest,
     Completion,
@@ -30,12 +30,12 @@ from serving.http.body_types import (
     TextChoice,
     TokenizeRequest,
 )
-from serving.http.chat_completions import chat_completions
-from serving.http.completions import Answer, completions, sse_event
-from serving.http.http_request import Request
-from serving.http.http_server import is_local_name
-from serving.http.status_routes import LoadRequest, UnloadRequest
-from serving.registry.loaded_models import Registry
+from crossover.serving.http.chat_completions import chat_completions
+from crossover.serving.http.completions import Answer, completions, sse_event
+from crossover.serving.http.http_request import Request
+from crossover.serving.http.http_server import is_local_name
+from crossover.serving.http.status_routes import LoadRequest, UnloadRequest
+from crossover.serving.registry.loaded_models import Registry
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's status for a client that closed the connection; only in metrics

@@ -16,16 +16,16 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from models.machine_limits import available_bytes
-from serving.backends.backend_interface import BackendInfo
-from serving.errors import ContextOverflow, EngineState
-from serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
-from serving.http.api_errors import ApiError
-from serving.http.body_types import DETOKENIZE, TOKENIZE, WireStruct
-from serving.http.http_request import Request
-from serving.http.request_validation import check_ids
-from serving.metrics import CONTENT_TYPE
-from serving.registry.loaded_models import Registry, ServedModel
+from crossover.models.machine_limits import available_bytes
+from crossover.serving.backends.backend_interface import BackendInfo
+from crossover.serving.errors import ContextOverflow, EngineState
+from crossover.serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
+from crossover.serving.http.api_errors import ApiError
+from crossover.serving.http.body_types import DETOKENIZE, TOKENIZE, WireStruct
+from crossover.serving.http.http_request import Request
+from crossover.serving.http.request_validation import check_ids
+from crossover.serving.metrics import CONTENT_TYPE
+from crossover.serving.registry.loaded_models import Registry, ServedModel
 
 _OF_LOADED = ("memory", "device_name", "load_seconds", "details", "prefix_reuse")
 _OF_MEMORY = ("weight_bytes", "kv_bytes", "state_bytes", "buffer_bytes", "overhead_bytes")

@@ -2,7 +2,7 @@
 
 Forced calls (`required`, a named function) are a JSON list, enforced by constrained decoding.
 Optional calls (`auto`) are in the format that the model was trained on, if its chat template shows
-one that serving.http.answer_parts reads.
+one that crossover.serving.http.answer_parts reads.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from models.answer_marks import dialect_of
-from models.chat_template import AsWritten, RendersChat
-from serving.http.answer_parts import CALL, CALLED, TRAILING_CALL, Format
-from serving.http.api_errors import refused
-from serving.http.body_types import ChatRequest, Tool, encode
-from serving.sampling.grammar import MAX_CHARACTERS, CallableTool, ToolCalls
+from crossover.models.answer_marks import dialect_of
+from crossover.models.chat_template import AsWritten, RendersChat
+from crossover.serving.http.answer_parts import CALL, CALLED, TRAILING_CALL, Format
+from crossover.serving.http.api_errors import refused
+from crossover.serving.http.body_types import ChatRequest, Tool, encode
+from crossover.serving.sampling.grammar import MAX_CHARACTERS, CallableTool, ToolCalls
 
 
 def offered(body: ChatRequest) -> Sequence[Tool]:

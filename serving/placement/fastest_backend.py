@@ -30,17 +30,17 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from models.child_process import run_python
-from models.errors import CrossoverError
-from models.formatting import count, duration, of_requests, rate, share, significant
-from models.machine_limits import read_text
-from models.model_ladder import ladder_model
-from models.model_spec import ModelSpec
-from models.resolve_model import resolve
-from models.weight_formats import weight_bytes
-from models.weights_manifest import Progress, cache_dir, write_atomically
-from serving.backends.backend_interface import Backend, EngineConfig
-from serving.backends.backend_table import (
+from crossover.models.child_process import run_python
+from crossover.models.errors import CrossoverError
+from crossover.models.formatting import count, duration, of_requests, rate, share, significant
+from crossover.models.machine_limits import read_text
+from crossover.models.model_ladder import ladder_model
+from crossover.models.model_spec import ModelSpec
+from crossover.models.resolve_model import resolve
+from crossover.models.weight_formats import weight_bytes
+from crossover.models.weights_manifest import Progress, cache_dir, write_atomically
+from crossover.serving.backends.backend_interface import Backend, EngineConfig
+from crossover.serving.backends.backend_table import (
     BACKENDS,
     backend_class,
     format_of,
@@ -48,8 +48,8 @@ from serving.backends.backend_table import (
     missing_backends,
     weights_of,
 )
-from serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
-from serving.capacity.simulated_capacity import (
+from crossover.serving.capacity.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import (
     SEED,
     Z_90,
     SimulatedCapacity,
@@ -57,19 +57,19 @@ from serving.capacity.simulated_capacity import (
     lengths_of,
     sd_of,
 )
-from serving.capacity.slo import DEFAULT_SLO, SLO_PRESETS, Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.errors import ServingError
-from serving.hardware.cpu_topology import SHARED_CORES
-from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.placement_policy import (
+from crossover.serving.capacity.slo import DEFAULT_SLO, SLO_PRESETS, Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.errors import ServingError
+from crossover.serving.hardware.cpu_topology import SHARED_CORES
+from crossover.serving.hardware.machine_facts import HardwareFacts
+from crossover.serving.placement.placement_policy import (
     NoPlacement,
     PlacementRequest,
     backends_with,
     fitted,
 )
-from serving.sampling.step_inputs import Row
-from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
+from crossover.serving.sampling.step_inputs import Row
+from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 BEST = "best"  # a campaign writes it in place of a backend's name
 # Looked at where no format is asked for.
@@ -457,7 +457,7 @@ def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
     settings = msgspec.structs.replace(config.settings, context_tokens=context, kv_tokens=None)
     small = msgspec.structs.replace(config, settings=settings)
     ran = run_python(
-        *("-m", "serving.placement.fastest_backend", msgspec.json.encode(small).decode()),
+        *("-m", "crossover.serving.placement.fastest_backend", msgspec.json.encode(small).decode()),
         timeout_seconds=TIMEOUT_SECONDS,
     )
     if ran.status == 0:

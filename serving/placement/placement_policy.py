@@ -22,23 +22,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from models.formatting import size
-from models.model_spec import KV_ELEMENT_BYTES, ModelSpec
-from models.weight_formats import weight_bytes as format_bytes
-from serving.backends.backend_interface import HeldMemory
-from serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
-from serving.capacity.scheduler_settings import (
+from crossover.models.formatting import size
+from crossover.models.model_spec import KV_ELEMENT_BYTES, ModelSpec
+from crossover.models.weight_formats import weight_bytes as format_bytes
+from crossover.serving.backends.backend_interface import HeldMemory
+from crossover.serving.backends.backend_table import BACKENDS, DEFAULTS, format_of, spec_of
+from crossover.serving.capacity.scheduler_settings import (
     AUTO,
     DEFAULT_SETTINGS,
     MAX_GPU_SLOTS,
     RequestedSettings,
     SchedulerSettings,
 )
-from serving.errors import Cause, ServingError, Unsupported
-from serving.hardware.gpus import GpuFacts
-from serving.hardware.machine_facts import HardwareFacts
-from serving.option_help import check
-from serving.server_options import Policy
+from crossover.serving.errors import Cause, ServingError, Unsupported
+from crossover.serving.hardware.gpus import GpuFacts
+from crossover.serving.hardware.machine_facts import HardwareFacts
+from crossover.serving.option_help import check
+from crossover.serving.server_options import Policy
 
 HEADROOM = 0.95  # share of the free memory that a plan may use
 KV_SHARE = 0.25  # of the free memory, if no context length is set
@@ -57,7 +57,8 @@ class NoPlacement(ServingError):
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The model to place and what is requested. None: the tables of serving.backends decide."""
+    """The model to place and what is requested. None: the tables of crossover.serving.backends
+    decide."""
 
     model: ModelSpec
     policy: Policy = Policy.auto

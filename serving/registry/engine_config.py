@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 
-from models.errors import ModelError
-from models.identify_model import ModelIdentity, identify
-from models.machine_limits import cgroup_cores
-from models.model_ladder import is_ladder_model, ladder_model
-from models.resolve_model import ResolvedModel, resolve
-from models.tokenizer import try_tokenizer
-from models.weights_manifest import Progress, read_manifest
-from serving.backends.backend_interface import EngineConfig, HeldMemory
-from serving.backends.backend_table import (
+from crossover.models.errors import ModelError
+from crossover.models.identify_model import ModelIdentity, identify
+from crossover.models.machine_limits import cgroup_cores
+from crossover.models.model_ladder import is_ladder_model, ladder_model
+from crossover.models.resolve_model import ResolvedModel, resolve
+from crossover.models.tokenizer import try_tokenizer
+from crossover.models.weights_manifest import Progress, read_manifest
+from crossover.serving.backends.backend_interface import EngineConfig, HeldMemory
+from crossover.serving.backends.backend_table import (
     BACKENDS,
     DEFAULTS,
     backend_for,
@@ -31,15 +31,20 @@ from serving.backends.backend_table import (
     spec_of,
     weights_of,
 )
-from serving.backends.llama_cpp.dry_load import held_memory
-from serving.backends.onnx.onnx_folder import weight_bytes
-from serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS, SchedulerSettings
-from serving.errors import Cause, Unsupported
-from serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
-from serving.hardware.gpus import GpuFacts, render_nodes
-from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
-from serving.placement.fastest_backend import EngineChoice, Question, fastest_backend, ranked
-from serving.placement.placement_policy import (
+from crossover.serving.backends.llama_cpp.dry_load import held_memory
+from crossover.serving.backends.onnx.onnx_folder import weight_bytes
+from crossover.serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS, SchedulerSettings
+from crossover.serving.errors import Cause, Unsupported
+from crossover.serving.hardware.cpu_topology import CoreSplit, parse_cores, split_cores
+from crossover.serving.hardware.gpus import GpuFacts, render_nodes
+from crossover.serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
+from crossover.serving.placement.fastest_backend import (
+    EngineChoice,
+    Question,
+    fastest_backend,
+    ranked,
+)
+from crossover.serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
     Obstacles,
@@ -50,8 +55,8 @@ from serving.placement.placement_policy import (
     narrowed,
     plan,
 )
-from serving.server_options import ModelOptions, Policy
-from serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
+from crossover.serving.server_options import ModelOptions, Policy
+from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):

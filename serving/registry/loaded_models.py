@@ -28,12 +28,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from models import formatting
-from models.errors import BadChat
-from models.machine_limits import available_bytes
-from models.tokenizer import Tokenizer, load_tokenizer
-from serving.backends.backend_interface import EngineConfig
-from serving.errors import (
+from crossover.models import formatting
+from crossover.models.errors import BadChat
+from crossover.models.machine_limits import available_bytes
+from crossover.models.tokenizer import Tokenizer, load_tokenizer
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.errors import (
     ContextOverflow,
     EngineFailed,
     EngineState,
@@ -44,9 +44,9 @@ from serving.errors import (
     Unavailable,
     UnknownModel,
 )
-from serving.hardware.machine_facts import resident_bytes
-from serving.metrics import Metrics, ServerMetrics
-from serving.placement.placement_policy import (
+from crossover.serving.hardware.machine_facts import resident_bytes
+from crossover.serving.metrics import Metrics, ServerMetrics
+from crossover.serving.placement.placement_policy import (
     HEADROOM,
     Attempt,
     NoPlacement,
@@ -55,8 +55,8 @@ from serving.placement.placement_policy import (
     explain,
     narrowed,
 )
-from serving.registry.engine_config import Machine, Prepared
-from serving.supervisor.engine_supervisor import RETRY_SECONDS, Background, Supervisor
+from crossover.serving.registry.engine_config import Machine, Prepared
+from crossover.serving.supervisor.engine_supervisor import RETRY_SECONDS, Background, Supervisor
 
 T = TypeVar("T")
 Vocabulary = tuple[Tokenizer, list[bytes]]  # a tokenizer, and the bytes of each token

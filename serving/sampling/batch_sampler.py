@@ -4,15 +4,15 @@
 
 A step of greedy rows is one argmax. Order of operations and meaning are vLLM's: logit_bias,
 penalties, banned ids, grammar, temperature, min_p, top_k, top_p, then the draw
-(serving.sampling.top_k_top_p). Presence and frequency penalties count generated tokens, the
-repetition penalty prompt and generated ones. Log-probabilities are those of the raw logits.
+(crossover.serving.sampling.top_k_top_p). Presence and frequency penalties count generated tokens,
+the repetition penalty prompt and generated ones. Log-probabilities are those of the raw logits.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from serving.sampling.step_inputs import (
+from crossover.serving.sampling.step_inputs import (
     GREEDY_BELOW,
     NO_TOKEN,
     Logits,
@@ -20,12 +20,12 @@ from serving.sampling.step_inputs import (
     Sampled,
     TokenDetail,
 )
-from serving.sampling.top_k_top_p import draw_tokens, top_ids
+from crossover.serving.sampling.top_k_top_p import draw_tokens, top_ids
 
 
 def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
     """One token per row of `logits`, which is not written; NO_TOKEN for a row of NaN. `state`
-    of a row with a grammar is its serving.sampling.grammar.Matcher."""
+    of a row with a grammar is its crossover.serving.sampling.grammar.Matcher."""
     if not rows:
         return []
     special = [

@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import ServingError, Unsupported
-from serving.sampling.json_schema import Problem, prepared
-from serving.sampling.step_inputs import Logits, Sampling
+from crossover.serving.errors import ServingError, Unsupported
+from crossover.serving.sampling.json_schema import Problem, prepared
+from crossover.serving.sampling.step_inputs import Logits, Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin
 
-from serving.errors import Unsupported
+from crossover.serving.errors import Unsupported
 
 MAX_STEPS = 50_000  # through the parts of joint objects; an object beyond them is left open
 MAX_BOUND = 10**17  # of a number; the compiler fails on larger ones

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from serving.sampling.step_inputs import Row
+from crossover.serving.sampling.step_inputs import Row
 
 Words = Any  # int64 array of numpy or torch, whose values are words of 32 bits
 MASK = 0xFFFF_FFFF
@@ -88,6 +88,6 @@ def proposal_bits(
 ) -> tuple[Words, Words]:
     """Of each proposal of each row 53 bits for its group and 53 for whether it is accepted,
     [2, rows, proposals], and its member of 64, [rows, proposals]: see
-    serving.sampling.top_k_top_p."""
+    crossover.serving.sampling.top_k_top_p."""
     even, odd = philox(counters, keys[2:], keys[:2], constants)
     return (even << 21) | (odd >> 11), odd[0] & 63

@@ -34,7 +34,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: str | None = None  # GBNF
     json_schema: str | None = None  # JSON text
     tool_calls: str | None = (
-        None  # calls that must come: JSON of serving.sampling.grammar.ToolCalls
+        None  # calls that must come: JSON of crossover.serving.sampling.grammar.ToolCalls
     )
 
     @property

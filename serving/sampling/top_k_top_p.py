@@ -2,9 +2,9 @@
 
     draw_tokens([work], [row])    # -> [token]
 
-Random numbers depend on (seed, position) alone (serving.sampling.random_numbers): a row's token
-never depends on its batch mates. Order of the cuts is vLLM's: min-p, top-k, top-p, each over what
-the one before left.
+Random numbers depend on (seed, position) alone (crossover.serving.sampling.random_numbers): a row's
+token never depends on its batch mates. Order of the cuts is vLLM's: min-p, top-k, top-p, each over
+what the one before left.
 
 - With top-k: the k best are sorted and one uniform number picks by inverse CDF.
 - Without: exact rejection sampling. The vocabulary lies in groups of 64. A proposal is a group,
@@ -26,14 +26,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from serving.sampling.random_numbers import (
+from crossover.serving.sampling.random_numbers import (
     CDF_COUNTER,
     FRACTION,
     keys_of,
     proposal_bits,
     proposal_counters,
 )
-from serving.sampling.step_inputs import NO_TOKEN, Logits, Row, Sampling
+from crossover.serving.sampling.step_inputs import NO_TOKEN, Logits, Row, Sampling
 
 Ids = npt.NDArray[np.int64]
 

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import msgspec
 
-from serving.errors import Overloaded
+from crossover.serving.errors import Overloaded
 
 MARGIN = 0.3  # share of the TTFT SLO kept in reserve, because predictions are inexact
 HALF_LIFE_SECONDS = 10.0  # of the observations of a pace, in stepping time

@@ -24,13 +24,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from models.child_process import start_python
-from serving.backends.backend_interface import EngineConfig
-from serving.backends.backend_table import spec_of
-from serving.engine import ipc_messages as ipc
-from serving.errors import Cause
-from serving.supervisor.admission import Pace
-from serving.supervisor.restart_policy import (
+from crossover.models.child_process import start_python
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.backends.backend_table import spec_of
+from crossover.serving.engine import ipc_messages as ipc
+from crossover.serving.errors import Cause
+from crossover.serving.supervisor.admission import Pace
+from crossover.serving.supervisor.restart_policy import (
     LOAD_SILENCE_SECONDS,
     LONGEST_STEP,
     SLOWER_THAN_PACE,
@@ -76,7 +76,7 @@ def _visible_devices(config: EngineConfig) -> dict[str, str]:
 
 
 def allocator(backend: str) -> dict[str, str]:
-    """Return the settings of glibc's allocator (huge_pages in serving.backends), unless
+    """Return the settings of glibc's allocator (huge_pages in crossover.serving.backends), unless
     GLIBC_TUNABLES is set."""
     has = spec_of(backend).huge_pages and "GLIBC_TUNABLES" not in os.environ
     return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if has else {}
@@ -117,7 +117,8 @@ class EngineProcess(asyncio.Protocol):
         on_message: Callable[[EngineProcess, ipc.Loading | ipc.Ready], None],
         on_exit: Callable[[EngineProcess], None],
     ) -> None:
-        """Start `python -m serving.engine.engine_loop`. The functions are called on the loop.
+        """Start `python -m crossover.serving.engine.engine_loop`. The functions are called on the
+        loop.
 
         If the start fails, `on_exit` is called before this returns.
         """
@@ -129,7 +130,7 @@ class EngineProcess(asyncio.Protocol):
             ours, theirs = socket.socketpair()
             with theirs:
                 self._process = start_python(
-                    *("-m", "serving.engine.engine_loop"),
+                    *("-m", "crossover.serving.engine.engine_loop"),
                     environment=environment(self.config, theirs.fileno()),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

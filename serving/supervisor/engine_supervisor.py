@@ -29,14 +29,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from models.errors import CrossoverError
-from serving.backends.backend_interface import EngineConfig
-from serving.engine import ipc_messages as ipc
-from serving.errors import Cause, EngineFailed, EngineState, Unavailable
-from serving.supervisor.admission import QueueBounds
-from serving.supervisor.engine_process import EngineProcess, label
-from serving.supervisor.inflight_requests import InflightRequests, Stream
-from serving.supervisor.restart_policy import EngineExit, RecoveryLimits, after_death, return_at
+from crossover.models.errors import CrossoverError
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.engine import ipc_messages as ipc
+from crossover.serving.errors import Cause, EngineFailed, EngineState, Unavailable
+from crossover.serving.supervisor.admission import QueueBounds
+from crossover.serving.supervisor.engine_process import EngineProcess, label
+from crossover.serving.supervisor.inflight_requests import InflightRequests, Stream
+from crossover.serving.supervisor.restart_policy import (
+    EngineExit,
+    RecoveryLimits,
+    after_death,
+    return_at,
+)
 
 logger = logging.getLogger("crossover.serving")
 T = TypeVar("T")

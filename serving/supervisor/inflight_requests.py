@@ -20,9 +20,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from serving.engine import ipc_messages as ipc
-from serving.supervisor.admission import AdmissionController, QueueBounds
-from serving.supervisor.engine_process import EngineProcess
+from crossover.serving.engine import ipc_messages as ipc
+from crossover.serving.supervisor.admission import AdmissionController, QueueBounds
+from crossover.serving.supervisor.engine_process import EngineProcess
 
 MAX_ATTEMPTS = 2  # of one sequence: it may be the one that crashes the engine
 _NATURAL = (ipc.FinishReason.STOP, ipc.FinishReason.LENGTH)

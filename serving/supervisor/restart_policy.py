@@ -21,7 +21,7 @@ from itertools import takewhile
 
 import msgspec
 
-from serving.errors import Cause
+from crossover.serving.errors import Cause
 
 PERMANENT = frozenset({Cause.backend_missing, Cause.unsupported})
 # Maximum silence of a loading engine; on a GPU an engine reports every layer.

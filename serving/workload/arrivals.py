@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from serving.errors import WorkloadError
-from serving.workload.trace_file import load_trace
+from crossover.serving.errors import WorkloadError
+from crossover.serving.workload.trace_file import load_trace
 
 Times = npt.NDArray[np.float64]
 

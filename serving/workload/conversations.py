@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import WorkloadError
-from serving.workload.arrivals import generator
-from serving.workload.request_lengths import Workload, draw
-from serving.workload.trace_file import load_sessions
+from crossover.serving.errors import WorkloadError
+from crossover.serving.workload.arrivals import generator
+from crossover.serving.workload.request_lengths import Workload, draw
+from crossover.serving.workload.trace_file import load_sessions
 
 Whole = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]

@@ -17,9 +17,9 @@ from __future__ import annotations
 import hashlib
 from importlib import resources
 
-from serving.workload.request_lengths import RequestSpec
+from crossover.serving.workload.request_lengths import RequestSpec
 
-_FILE = resources.files("serving.workload").joinpath("data", "words.txt")
+_FILE = resources.files("crossover.serving.workload").joinpath("data", "words.txt")
 WORDS: tuple[str, ...] = tuple(_FILE.read_text(encoding="utf-8").split())
 
 

@@ -23,16 +23,16 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from serving.toml_files import key
-from serving.workload.arrivals import Arrivals, Trace, generator
-from serving.workload.trace_file import MAX_TOKENS, load_sessions, load_trace
+from crossover.serving.toml_files import key
+from crossover.serving.workload.arrivals import Arrivals, Trace, generator
+from crossover.serving.workload.trace_file import MAX_TOKENS, load_sessions, load_trace
 
 Pairs = npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
 Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Turns = Annotated[int, Meta(ge=1, le=1000)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 PRESETS: tuple[str, ...] = ("chat", "code", "sharegpt", "summarise")
-DATA = resources.files("serving.workload").joinpath("data")
+DATA = resources.files("crossover.serving.workload").joinpath("data")
 
 _STREAM = 0x0B  # keeps the draws of lengths apart from those of arrivals under the same seed
 

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from models.errors import printable
-from serving.errors import WorkloadError
+from crossover.models.errors import printable
+from crossover.serving.errors import WorkloadError
 
 MAX_TOKENS = 10_000_000  # of a prompt or an answer: the longest context that is sold
 MAX_SECONDS = 1e18  # of a stamp: nanoseconds since 1970 too

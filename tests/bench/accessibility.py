@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models.weights_manifest import cache_dir
-from reports.headline import answers_of
-from reports.html_page import page, sections_of
-from reports.report_data import read_report
+from crossover.models.weights_manifest import cache_dir
+from crossover.reports.headline import answers_of
+from crossover.reports.html_page import page, sections_of
+from crossover.reports.report_data import read_report
 from tests.bench.paired import parser_of
 from tests.reports.runs import run_folder
 from tests.tools.browser import BROWSER, DARK, LIGHT, asked

@@ -30,12 +30,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from models.resolve_model import resolve
-from serving.backends.backend_interface import EngineConfig
-from serving.backends.backend_table import backend_class, spec_of
-from serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
-from serving.sampling.step_inputs import Row, Sampling
-from serving.supervisor.engine_process import allocator
+from crossover.models.resolve_model import resolve
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.backends.backend_table import backend_class, spec_of
+from crossover.serving.hardware.machine_facts import peak_resident_bytes, resident_bytes
+from crossover.serving.sampling.step_inputs import Row, Sampling
+from crossover.serving.supervisor.engine_process import allocator
 from tests.tools.with_settings import engine_config
 
 ROOT = Path(__file__).parents[2]

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from models.identify_model import identify
-from models.resolve_model import resolve
-from models.tokenizer import load_tokenizer
-from serving.backends.backend_table import weights_of
+from crossover.models.identify_model import identify
+from crossover.models.resolve_model import resolve
+from crossover.models.tokenizer import load_tokenizer
+from crossover.serving.backends.backend_table import weights_of
 from tests.bench.engine_child import EngineChild, config_of, engine
 from tests.bench.paired import machine, machine_line, parser_of
 from tests.gguf_files import folder_of, quantise

@@ -178,7 +178,9 @@ def engine_pids() -> list[int]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if any(part.endswith("serving.engine.engine_loop") for part in process.cmdline()):
+            if any(
+                part.endswith("crossover.serving.engine.engine_loop") for part in process.cmdline()
+            ):
                 found.append(int(process.pid))
     return found
 

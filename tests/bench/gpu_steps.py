@@ -114,11 +114,11 @@ class Child:
         self.torch = torch
         used = self.used_bytes()  # makes CUDA's context
         say(import_and_cuda_s=round(time.perf_counter() - started, 2))
-        from models.hf_config import read_spec
-        from models.resolve_model import resolve
-        from serving.backends.backend_interface import EngineConfig
-        from serving.backends.torch import memory_overhead
-        from serving.backends.torch.backend import TorchBackend
+        from crossover.models.hf_config import read_spec
+        from crossover.models.resolve_model import resolve
+        from crossover.serving.backends.backend_interface import EngineConfig
+        from crossover.serving.backends.torch import memory_overhead
+        from crossover.serving.backends.torch.backend import TorchBackend
 
         started = time.perf_counter()
         self.found = resolve(model, kind="hf", weight_format="bf16")
@@ -127,7 +127,7 @@ class Child:
         settings = {"slots": asked.slots, "context_tokens": 1024}
         more: dict[str, Any] = dict(settings)
         if "settings" in EngineConfig.__struct_fields__:
-            from serving.capacity.scheduler_settings import SchedulerSettings
+            from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 
             more = {"settings": SchedulerSettings(step_tokens=2048, **settings)}
         config = EngineConfig(
@@ -209,7 +209,7 @@ class Child:
             self.profile()
 
     def row(self, slot: int, tokens: int, start: int, sampling: Any = None) -> Any:
-        from serving.sampling.step_inputs import Row, Sampling
+        from crossover.serving.sampling.step_inputs import Row, Sampling
 
         return Row(slot, self.ids(tokens), start, True, sampling or Sampling())
 
@@ -231,7 +231,7 @@ class Child:
 
     def decode(self, rows: int, steps: int) -> None:
         """Milliseconds of a decode step by how tokens are drawn: launched, on the CPU stepped."""
-        from serving.sampling.step_inputs import Sampling
+        from crossover.serving.sampling.step_inputs import Sampling
 
         kinds = {
             "greedy": Sampling(),
@@ -251,7 +251,7 @@ class Child:
             say(**{f"{rows} rows {name} ms": round(statistics.median(best), 3)})
 
     def chain(self, rows: int, sampling: Any, steps: int) -> None:
-        from serving.sampling.step_inputs import DRAWN, Row
+        from crossover.serving.sampling.step_inputs import DRAWN, Row
 
         held, after = self.held(), None
         for slot in range(rows):
@@ -277,9 +277,9 @@ class Child:
     def bursts(self, requests: int) -> None:
         """A burst through the scheduler: seconds, tokens a second, milliseconds between tokens
         while prompts are read and after."""
-        from serving.engine.ipc_messages import GenerationRequest, Submit
-        from serving.engine.scheduler import Scheduler
-        from serving.sampling.step_inputs import Sampling
+        from crossover.serving.engine.ipc_messages import GenerationRequest, Submit
+        from crossover.serving.engine.scheduler import Scheduler
+        from crossover.serving.sampling.step_inputs import Sampling
 
         tokens, answer = (12, 4) if self.asked.quick else (256, 64)
         table = [b"x"] * self.backend.info.vocabulary
@@ -322,7 +322,7 @@ class Child:
         """Kernels of a decode step of one row, by their time."""
         from torch.profiler import ProfilerActivity, profile
 
-        from serving.sampling.step_inputs import Sampling
+        from crossover.serving.sampling.step_inputs import Sampling
 
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             self.chain(1, Sampling(), 8)
@@ -350,9 +350,9 @@ class Child:
     def check_draws(self) -> None:
         """The share of rows whose tokens the device draws as the host does, of logits as the model
         gives them (bf16, with ties) and of peaked ones; and the share left to the host."""
-        from serving.backends.torch.gpu_sampler import DeviceSampler
-        from serving.sampling.batch_sampler import sample
-        from serving.sampling.step_inputs import Row, Sampling
+        from crossover.serving.backends.torch.gpu_sampler import DeviceSampler
+        from crossover.serving.sampling.batch_sampler import sample
+        from crossover.serving.sampling.step_inputs import Row, Sampling
 
         torch = self.torch
         rows = min(self.asked.slots, 128)
@@ -395,7 +395,7 @@ class Child:
         """The largest difference of a captured step's logits from those of launched kernels, for
         random steps."""
         torch, backend = self.torch, self.backend
-        from serving.backends.torch.forward_pass import run_pass
+        from crossover.serving.backends.torch.forward_pass import run_pass
 
         worst, agreed, compared, captured = 0.0, 0, 0, 0
         slots = self.asked.slots
@@ -431,7 +431,7 @@ class Child:
     def check_tokens(self) -> None:
         """The share of greedy tokens that transformers in float32 would choose, of ours and of its
         own bf16."""
-        from serving.sampling.step_inputs import DRAWN, Row
+        from crossover.serving.sampling.step_inputs import DRAWN, Row
 
         torch, backend, quick = self.torch, self.backend, self.asked.quick
         lengths = [1, 2, 3, 17, 64, 65, 127, 128, 200, 255, 256, 257, 300, 400, 511, 700]

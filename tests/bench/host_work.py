@@ -15,12 +15,12 @@ import time
 
 import numpy as np
 
-from serving.backends.backend_interface import BackendInfo, EngineConfig
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.engine.ipc_messages import GenerationRequest, Step, Submit, frame
-from serving.engine.scheduler import Scheduler
-from serving.sampling.batch_sampler import sample
-from serving.sampling.step_inputs import Row, Sampled, Sampling
+from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.engine.ipc_messages import GenerationRequest, Step, Submit, frame
+from crossover.serving.engine.scheduler import Scheduler
+from crossover.serving.sampling.batch_sampler import sample
+from crossover.serving.sampling.step_inputs import Row, Sampled, Sampling
 from tests.bench.paired import parser_of
 
 

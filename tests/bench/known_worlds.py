@@ -19,17 +19,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadtests.levels.level_columns import Level
-from loadtests.records.journal_events import LevelStarted
-from loadtests.records.request_record import RequestRecord
-from models.model_ladder import SIZED
-from models.model_spec import ModelSpec, Routing
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.workload.arrivals import Arrivals, Gamma, Poisson, due_times
-from serving.workload.conversations import draw_sessions, mean_turns_of
-from serving.workload.request_lengths import Spread, Workload, draw
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records.journal_events import LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.models.model_ladder import SIZED
+from crossover.models.model_spec import ModelSpec, Routing
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.arrivals import Arrivals, Gamma, Poisson, due_times
+from crossover.serving.workload.conversations import draw_sessions, mean_turns_of
+from crossover.serving.workload.request_lengths import Spread, Workload, draw
 from tests.loadtests.campaign.simulated import Serves
 from tests.loadtests.capacity.known_server import KnownServer
 

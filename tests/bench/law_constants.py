@@ -4,9 +4,10 @@ out.
     python -m tests.bench.law_constants RUN.tar.xz...          # run archives of any version
 
 Of every cell with a calibration and levels near its limit: the step-time model by
-loadtests.capacity out of the recorded stamps, the capacity simulated from it (before any level,
-and after each level alone), and the truth: the factor on all step times at which the other levels,
-simulated with their own arrivals and lengths, have as many good requests together as were measured.
+crossover.loadtests.capacity out of the recorded stamps, the capacity simulated from it (before any
+level, and after each level alone), and the truth: the factor on all step times at which the other
+levels, simulated with their own arrivals and lengths, have as many good requests together as were
+measured.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadtests.capacity import step_observation
-from loadtests.capacity.step_observation import level_factor, merged_steps, observed_steps
-from loadtests.levels.level_columns import Level
-from loadtests.records.journal_events import LevelFinished, LevelStarted
-from loadtests.records.request_record import RequestRecord
-from serving.capacity.batching_simulator import simulate
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import (
+from crossover.loadtests.capacity import step_observation
+from crossover.loadtests.capacity.step_observation import level_factor, merged_steps, observed_steps
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.serving.capacity.batching_simulator import simulate
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import (
     LOADED,
     Lengths,
     capacity,
@@ -39,9 +40,13 @@ from serving.capacity.simulated_capacity import (
     lengths_of,
     sd_of,
 )
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepObservation, StepTimeModel, fit_step_times
-from serving.workload.request_lengths import Workload
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import (
+    StepObservation,
+    StepTimeModel,
+    fit_step_times,
+)
+from crossover.serving.workload.request_lengths import Workload
 
 Z_90 = 1.645  # standard deviations to either end of a 90 % interval
 NEAR = (0.5, 0.985)  # shares of good requests that tell where the limit is

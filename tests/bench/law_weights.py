@@ -14,10 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.capacity.step_observation import merged_steps, observed_steps
-from loadtests.levels.level_columns import Level, levels_of
-from loadtests.records.run_folder import read_records
-from serving.capacity.step_time_model import StepObservation, StepTimeModel, fit_step_times
+from crossover.loadtests.capacity.step_observation import merged_steps, observed_steps
+from crossover.loadtests.levels.level_columns import Level, levels_of
+from crossover.loadtests.records.run_folder import read_records
+from crossover.serving.capacity.step_time_model import (
+    StepObservation,
+    StepTimeModel,
+    fit_step_times,
+)
 
 LONG = 100
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from serving.hardware.machine_facts import hardware_facts
+from crossover.serving.hardware.machine_facts import hardware_facts
 
 Figures = dict[str, float | None]
 

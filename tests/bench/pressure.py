@@ -42,10 +42,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from loadtests.host.child_processes import Child
-from models.child_process import python_variables
-from serving.hardware.cpu_topology import parse_cores
-from serving.workload.arrivals import Poisson, due_times
+from crossover.loadtests.host.child_processes import Child
+from crossover.models.child_process import python_variables
+from crossover.serving.hardware.cpu_topology import parse_cores
+from crossover.serving.workload.arrivals import Poisson, due_times
 from tests.bench.http_client import Client, Outcome, get, post, run
 from tests.bench.paired import parser_of
 

@@ -24,11 +24,11 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from loadtests.campaign.campaign_file import Campaign, Plan
-from loadtests.campaign.quick_campaign import DEFAULT_SECONDS, QuickQuestion, quick_plan
-from loadtests.load_generator.openai_endpoint import Target
-from loadtests.records.journal_events import Capacity, CellFinished, of_kind
-from loadtests.records.run_folder import read_records
+from crossover.loadtests.campaign.campaign_file import Campaign, Plan
+from crossover.loadtests.campaign.quick_campaign import DEFAULT_SECONDS, QuickQuestion, quick_plan
+from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.records.journal_events import Capacity, CellFinished, of_kind
+from crossover.loadtests.records.run_folder import read_records
 from tests.bench.known_worlds import World, worlds
 from tests.bench.paired import parser_of
 from tests.loadtests.campaign.simulated import Simulated

@@ -35,12 +35,12 @@ from typing import NamedTuple
 import numpy as np
 import uvicorn
 
-from models.resolve_model import resolve
-from models.tokenizer import load_tokenizer
-from serving.hardware.cpu_topology import parse_cores
-from serving.http.http_server import server_options
-from serving.supervisor.engine_supervisor import Supervisor
-from serving.supervisor.restart_policy import RecoveryLimits
+from crossover.models.resolve_model import resolve
+from crossover.models.tokenizer import load_tokenizer
+from crossover.serving.hardware.cpu_topology import parse_cores
+from crossover.serving.http.http_server import server_options
+from crossover.serving.supervisor.engine_supervisor import Supervisor
+from crossover.serving.supervisor.restart_policy import RecoveryLimits
 from tests.bench.http_client import Client, Outcome, post, run
 from tests.bench.paired import parser_of
 from tests.serving.fakes import app_on

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtests.capacity.step_observation import merged_steps, observed_steps
-from loadtests.levels.level_columns import Level
-from serving.capacity.step_time_model import Array, StepObservation, least_squares
+from crossover.loadtests.capacity.step_observation import merged_steps, observed_steps
+from crossover.loadtests.levels.level_columns import Level
+from crossover.serving.capacity.step_time_model import Array, StepObservation, least_squares
 from tests.bench.law_constants import cells_in
 
 MIN_FITTED, MIN_JUDGED = 20, 40  # observations

@@ -23,9 +23,14 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtests.campaign.campaign_file import Campaign, Plan, parse_campaign
-from loadtests.records.journal_events import Capacity, CellFinished, LevelFinished, of_kind
-from loadtests.records.run_folder import read_records
+from crossover.loadtests.campaign.campaign_file import Campaign, Plan, parse_campaign
+from crossover.loadtests.records.journal_events import (
+    Capacity,
+    CellFinished,
+    LevelFinished,
+    of_kind,
+)
+from crossover.loadtests.records.run_folder import read_records
 from tests.bench.known_worlds import STARTS, World, worlds
 from tests.bench.paired import parser_of
 from tests.loadtests.campaign.simulated import Simulated, with_experts

@@ -35,7 +35,7 @@ WALL, CPU = "wall_seconds", "cpu_seconds"
 def started(checkout: Path, words: list[str], folder: str) -> subprocess.Popen[bytes]:
     """`crossover WORDS` of a checkout, in `folder`, its output dropped."""
     return subprocess.Popen(
-        [sys.executable, "-c", "import crossover; crossover.main()", *words],
+        [sys.executable, "-m", "crossover", *words],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(checkout)},
         stdin=subprocess.DEVNULL,

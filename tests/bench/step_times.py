@@ -21,9 +21,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from serving.backends.backend_interface import Backend, EngineConfig
-from serving.backends.backend_table import backend_class
-from serving.sampling.step_inputs import Row, Sampling
+from crossover.serving.backends.backend_interface import Backend, EngineConfig
+from crossover.serving.backends.backend_table import backend_class
+from crossover.serving.sampling.step_inputs import Row, Sampling
 from tests.bench.engine_child import config_of, engine
 from tests.bench.paired import machine, machine_line, parser_of
 

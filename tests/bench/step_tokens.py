@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.campaign.resume_state import campaign_of
-from loadtests.records.journal_events import Calibrated, of_kind
-from loadtests.records.run_folder import read_records
-from serving.capacity.simulated_capacity import LOADED, SimulatedCapacity, capacity
-from serving.capacity.slo import SLO_PRESETS
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.campaign.resume_state import campaign_of
+from crossover.loadtests.records.journal_events import Calibrated, of_kind
+from crossover.loadtests.records.run_folder import read_records
+from crossover.serving.capacity.simulated_capacity import LOADED, SimulatedCapacity, capacity
+from crossover.serving.capacity.slo import SLO_PRESETS
+from crossover.serving.workload.request_lengths import Workload
 
 STEP_TOKENS = (2048, 512)
 PRESETS = ("sharegpt", "chat")

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serving.backends.backend_interface import EngineConfig
-from serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from tests.bench.engine_child import EngineChild
 from tests.bench.paired import ratios
 from tests.bench.peers import servers

@@ -22,22 +22,22 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadtests.campaign.campaign_file import Campaign, Cell, Plan, read_campaign
-from loadtests.campaign.campaign_runner import run
-from loadtests.campaign.cell_runner import capacity_of
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.resume_state import CellRecord, campaign_of
-from loadtests.capacity import capacity_text
-from loadtests.levels.level_columns import Level, levels_of
-from loadtests.records.journal_events import Calibrated, Capacity, of_kind
-from loadtests.records.run_folder import RunRecords, read_records
-from serving.capacity.batching_simulator import simulate
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import PrefixReuse, capacity, lengths_of_sessions
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.workload.conversations import draw_sessions
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.campaign.campaign_file import Campaign, Cell, Plan, read_campaign
+from crossover.loadtests.campaign.campaign_runner import run
+from crossover.loadtests.campaign.cell_runner import capacity_of
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
+from crossover.loadtests.capacity import capacity_text
+from crossover.loadtests.levels.level_columns import Level, levels_of
+from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_kind
+from crossover.loadtests.records.run_folder import RunRecords, read_records
+from crossover.serving.capacity.batching_simulator import simulate
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import PrefixReuse, capacity, lengths_of_sessions
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.conversations import draw_sessions
+from crossover.serving.workload.request_lengths import Workload
 from tests.bench.paired import parser_of
 
 RATES = (0.85, 1.0, 1.15)  # of the estimate

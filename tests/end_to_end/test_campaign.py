@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from loadtests.campaign.campaign_file import Plan, parse_campaign
-from loadtests.campaign.campaign_runner import resume, run
-from loadtests.campaign.progress import Progress
-from loadtests.errors import BadRunFolder, Incomplete
-from loadtests.host.resource_sampler import engine_pids, family
-from loadtests.records.journal_events import (
+from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
+from crossover.loadtests.campaign.campaign_runner import resume, run
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.errors import BadRunFolder, Incomplete
+from crossover.loadtests.host.resource_sampler import engine_pids, family
+from crossover.loadtests.records.journal_events import (
     CellFinished,
     CellReady,
     CellSkipped,
@@ -32,9 +32,9 @@ from loadtests.records.journal_events import (
     LevelStarted,
     of_kind,
 )
-from loadtests.records.run_folder import read_records
-from serving.capacity.simulated_capacity import capacity
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.loadtests.records.run_folder import read_records
+from crossover.serving.capacity.simulated_capacity import capacity
+from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.capacity.known_server import SETTINGS
 from tests.tools.waiting import wait_for

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.campaign.campaign_runner import run
-from loadtests.campaign.progress import Progress
-from loadtests.host.cpu_pinning import divide_cores
-from loadtests.levels import disturbance
-from loadtests.records.journal_events import (
+from crossover.loadtests.campaign.campaign_file import parse_campaign
+from crossover.loadtests.campaign.campaign_runner import run
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.host.cpu_pinning import divide_cores
+from crossover.loadtests.levels import disturbance
+from crossover.loadtests.records.journal_events import (
     CellFinished,
     LevelFinished,
     LevelStarted,
@@ -29,8 +29,8 @@ from loadtests.records.journal_events import (
     Waited,
     of_kind,
 )
-from loadtests.records.run_folder import read_records
-from serving.hardware.machine_facts import allowed_cores
+from crossover.loadtests.records.run_folder import read_records
+from crossover.serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
 
 pytestmark = pytest.mark.clock

@@ -19,10 +19,10 @@ import numpy as np
 import openai
 import pytest
 
-from models.hf_config import read_spec
-from models.model_ladder import packaged_file
-from models.resolve_model import resolve
-from models.tokenizer import load_tokenizer
+from crossover.models.hf_config import read_spec
+from crossover.models.model_ladder import packaged_file
+from crossover.models.resolve_model import resolve
+from crossover.models.tokenizer import load_tokenizer
 from tests.gguf_files import folder_of
 from tests.graph_logits import divergence, graph_logits, prose
 from tests.serving.backends.hf_folders import logprobs_of

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from loadtests.selftest import reference_server
-from loadtests.selftest.reference_server import Body, Server, Stream, http_chunk
+from crossover.loadtests.selftest import reference_server
+from crossover.loadtests.selftest.reference_server import Body, Server, Stream, http_chunk
 
 
 class Truth(reference_server.Truth, frozen=True, forbid_unknown_fields=True):

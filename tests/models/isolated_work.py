@@ -3,8 +3,8 @@
 import os
 import signal
 
-from models.errors import BrokenWeights
-from models.weights_manifest import Progress
+from crossover.models.errors import BrokenWeights
+from crossover.models.weights_manifest import Progress
 
 
 def double(value: int, progress: Progress) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.convert_to_onnx import make_onnx
-from models.errors import UnsupportedModel
-from models.hf_config import read_config, read_spec, spec_of
-from models.model_families import FAMILIES, ModelFamily
-from models.model_spec import ModelSpec
-from models.random_weights import write_hf_folder
-from models.weight_formats import gguf_tensors
+from crossover.models.convert_to_onnx import make_onnx
+from crossover.models.errors import UnsupportedModel
+from crossover.models.hf_config import read_config, read_spec, spec_of
+from crossover.models.model_families import FAMILIES, ModelFamily
+from crossover.models.model_spec import ModelSpec
+from crossover.models.random_weights import write_hf_folder
+from crossover.models.weight_formats import gguf_tensors
 from tests.graph_logits import divergence, graph_logits
 from tests.serving.backends.hf_folders import logprobs_of
 

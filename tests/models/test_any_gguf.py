@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.errors import ModelError, UnsupportedModel
-from models.gguf_reader import read_header
-from models.random_weights import write_gguf
-from models.resolve_model import resolve
-from models.tokenizer import try_tokenizer
-from models.weight_formats import weight_bytes
-from models.weights_manifest import manifest_path
+from crossover.models.errors import ModelError, UnsupportedModel
+from crossover.models.gguf_reader import read_header
+from crossover.models.random_weights import write_gguf
+from crossover.models.resolve_model import resolve
+from crossover.models.tokenizer import try_tokenizer
+from crossover.models.weight_formats import weight_bytes
+from crossover.models.weights_manifest import manifest_path
 from tests.gguf_files import gguf_logits, quantise
 from tests.shapes import TINY_LLAMA
 

@@ -11,10 +11,10 @@ from typing import Any
 import gguf
 import pytest
 
-from models.chat_template import CHATML, AsWritten, CallsForm
-from models.errors import BadChat
-from models.random_weights import write_gguf
-from models.tokenizer import load_tokenizer, shipped
+from crossover.models.chat_template import CHATML, AsWritten, CallsForm
+from crossover.models.errors import BadChat
+from crossover.models.random_weights import write_gguf
+from crossover.models.tokenizer import load_tokenizer, shipped
 from tests.models.test_chat_template import Chat
 from tests.shapes import TINY_LLAMA
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from models import chat_template
-from models.chat_template import CHATML, RendersChat
-from models.errors import BadChat
+from crossover.models import chat_template
+from crossover.models.chat_template import CHATML, RendersChat
+from crossover.models.errors import BadChat
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

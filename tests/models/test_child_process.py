@@ -9,13 +9,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from models.child_process import run_aside, run_python
-from models.errors import BrokenWeights, ModelError
+from crossover.models.child_process import run_aside, run_python
+from crossover.models.errors import BrokenWeights, ModelError
 from tests.tools.forks import ROOT
 
 WORK = "tests.models.isolated_work"
 # Modules that our processes import: none may come from the folder that they run in.
-OURS = ("models", "serving", "loadtests", "multiprocessing", "msgspec", "psutil", "locust")
+OURS = (
+    "crossover",
+    "models",
+    "serving",
+    "loadtests",
+    "multiprocessing",
+    "msgspec",
+    "psutil",
+    "locust",
+)
 
 
 def test_a_childs_end_has_a_reason() -> None:
@@ -56,10 +65,10 @@ def test_code_of_the_current_folder_never_runs(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path[:] = [{str(ROOT)!r}] + sys.path[1:]
 from pathlib import Path
-from loadtests.load_generator.locust_process import LoadGenerator
-from models.child_process import run_aside, run_python
+from crossover.loadtests.load_generator.locust_process import LoadGenerator
+from crossover.models.child_process import run_aside, run_python
 run_aside("{WORK}:double", None, 21)
-assert run_python("-c", "import models.errors, psutil").status == 0
+assert run_python("-c", "import crossover.models.errors, psutil").status == 0
 with LoadGenerator(log=Path("log")) as one:
     pass
 print("ended", Path("log").read_text())

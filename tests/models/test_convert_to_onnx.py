@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.convert_to_onnx import make_onnx, make_random_onnx
-from models.errors import BrokenWeights, UnsupportedModel
-from models.model_spec import ModelSpec
-from models.random_weights import write_hf_folder
-from models.resolve_model import resolve
-from models.rotated_weights import Turned, turned
-from models.safetensors_reader import stored_rows
-from models.weights_manifest import read_manifest
+from crossover.models.convert_to_onnx import make_onnx, make_random_onnx
+from crossover.models.errors import BrokenWeights, UnsupportedModel
+from crossover.models.model_spec import ModelSpec
+from crossover.models.random_weights import write_hf_folder
+from crossover.models.resolve_model import resolve
+from crossover.models.rotated_weights import Turned, turned
+from crossover.models.safetensors_reader import stored_rows
+from crossover.models.weights_manifest import read_manifest
 from tests.graph_logits import divergence, graph_logits
 from tests.serving.backends.hf_folders import hf_folder, logprobs_of, onnx_folder, onnx_source
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3
@@ -58,7 +58,9 @@ def test_without_vnni_int8_weights_have_seven_bits(
 ) -> None:
     found = {}
     for flags, bits in (({"avx512_vnni"}, 8), ({"avx2"}, 7)):
-        monkeypatch.setattr("models.machine_limits.cpu_flags", lambda flags=flags: frozenset(flags))
+        monkeypatch.setattr(
+            "crossover.models.machine_limits.cpu_flags", lambda flags=flags: frozenset(flags)
+        )
         folder = make_onnx(hf_folder("tiny-llama"), tmp_path / str(bits), "int8")
         manifest = read_manifest(folder)
         assert manifest is not None and f"{bits} bits" in manifest.generator

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import formatting
-from models.formatting import GIB, NOT_MEASURED
+from crossover.models import formatting
+from crossover.models.formatting import GIB, NOT_MEASURED
 
 SAID: dict[str, list[tuple[Any, str]]] = {
     "seconds": [

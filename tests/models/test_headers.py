@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from models.errors import BrokenWeights, ModelError, UnsupportedModel
-from models.gguf_reader import GgufHeader, part_names, read_header
-from models.identify_model import identify
-from models.random_weights import write_gguf, write_hf_folder
-from models.resolve_model import resolve
-from models.safetensors_reader import check_tensors, read_tensors
-from models.tokenizer import load_tokenizer
+from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
+from crossover.models.gguf_reader import GgufHeader, part_names, read_header
+from crossover.models.identify_model import identify
+from crossover.models.random_weights import write_gguf, write_hf_folder
+from crossover.models.resolve_model import resolve
+from crossover.models.safetensors_reader import check_tensors, read_tensors
+from crossover.models.tokenizer import load_tokenizer
 from tests.gguf_families import write_family
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
 

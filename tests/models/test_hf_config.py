@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.hf_config import check_dense, read_config, read_spec, spec_of, v4_config
-from models.model_spec import ModelSpec
-from models.random_weights import hf_config
+from crossover.models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from crossover.models.hf_config import check_dense, read_config, read_spec, spec_of, v4_config
+from crossover.models.model_spec import ModelSpec
+from crossover.models.random_weights import hf_config
 from tests.shapes import TINY
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models.errors import UnknownModel
-from models.identify_model import find_local, identify, name_of, unique_names
-from models.model_ladder import PACKAGED, ladder_model, packaged_file
-from models.random_weights import write_gguf, write_hf_folder
+from crossover.models.errors import UnknownModel
+from crossover.models.identify_model import find_local, identify, name_of, unique_names
+from crossover.models.model_ladder import PACKAGED, ladder_model, packaged_file
+from crossover.models.random_weights import write_gguf, write_hf_folder
 from tests.shapes import TINY_LLAMA
 
 

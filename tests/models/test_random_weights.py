@@ -4,12 +4,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.gguf_reader import read_header
-from models.model_ladder import ladder_model
-from models.model_spec import ModelSpec
-from models.random_weights import write_gguf, write_hf_folder
-from models.safetensors_reader import check_tensors
-from models.weight_formats import GGUF_FORMATS
+from crossover.models.gguf_reader import read_header
+from crossover.models.model_ladder import ladder_model
+from crossover.models.model_spec import ModelSpec
+from crossover.models.random_weights import write_gguf, write_hf_folder
+from crossover.models.safetensors_reader import check_tensors
+from crossover.models.weight_formats import GGUF_FORMATS
 from tests.gguf_files import gguf_logits
 from tests.shapes import TINY, TINY_LLAMA
 

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from models import resolve_model
-from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
-from models.identify_model import identify, name_of
-from models.model_ladder import ladder_model
-from models.random_weights import write_gguf, write_hf_folder
-from models.resolve_model import ResolvedModel, resolve
-from models.tokenizer import load_tokenizer
-from models.weights_manifest import (
+from crossover.models import resolve_model
+from crossover.models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from crossover.models.identify_model import identify, name_of
+from crossover.models.model_ladder import ladder_model
+from crossover.models.random_weights import write_gguf, write_hf_folder
+from crossover.models.resolve_model import ResolvedModel, resolve
+from crossover.models.tokenizer import load_tokenizer
+from crossover.models.weights_manifest import (
     atomic_file,
     atomic_folder,
     cache_dir,

@@ -9,7 +9,7 @@ import json
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from models.tokenizer import BYTES, DATA, SHIPPED, SHIPPED_MARK, SPECIAL_TOKENS
+from crossover.models.tokenizer import BYTES, DATA, SHIPPED, SHIPPED_MARK, SPECIAL_TOKENS
 from tests.graph_logits import CORPUS
 
 MERGES = 4096

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfFile
 from tokenizers import decoders, models, normalizers, processors
 
-from models.child_process import run_python
-from models.errors import BadChat, BrokenWeights, UnknownModel
-from models.random_weights import write_gguf
-from models.tokenizer import SHIPPED, Tokenizer, load_tokenizer, shipped, write_shipped
+from crossover.models.child_process import run_python
+from crossover.models.errors import BadChat, BrokenWeights, UnknownModel
+from crossover.models.random_weights import write_gguf
+from crossover.models.tokenizer import SHIPPED, Tokenizer, load_tokenizer, shipped, write_shipped
 from tests.graph_logits import CORPUS
 from tests.shapes import TINY_LLAMA
 
@@ -104,7 +104,7 @@ def test_a_long_word_does_not_end_the_process(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(data[:at] + b"\6" + bytes(7) + b"tekken" + data[at + 13 :])
     code = f"""
 from threading import Thread
-from models.tokenizer import load_tokenizer
+from crossover.models.tokenizer import load_tokenizer
 one = load_tokenizer({str(tmp_path / "x.gguf")!r})
 beside = Thread(target=lambda: print(*(len(one.encode(x * 60_000)) for x in "a 中")))
 beside.start(); beside.join()"""

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models.errors import BrokenWeights, ModelError
-from models.hf_config import read_config
-from models.resolve_model import resolve
-from models.safetensors_reader import INDEX, read_tensors, weight_files
-from models.weights_manifest import cache_dir, with_home
+from crossover.models.errors import BrokenWeights, ModelError
+from crossover.models.hf_config import read_config
+from crossover.models.resolve_model import resolve
+from crossover.models.safetensors_reader import INDEX, read_tensors, weight_files
+from crossover.models.weights_manifest import cache_dir, with_home
 
 TWO = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 OTHERS = ["consolidated.safetensors", "adapter_model.safetensors"]
@@ -106,6 +106,6 @@ def test_without_a_home_there_is_a_sentence_and_no_traceback(
     for name in ("~/model.gguf", "~nobody/model"):
         with pytest.raises(ModelError):
             resolve(name, kind="gguf")
-    from reports.devices.device_catalog import user_file
+    from crossover.reports.devices.device_catalog import user_file
 
     assert not user_file().exists()

@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models.errors import UnknownModel, UnsupportedModel
-from models.gguf_reader import read_header
-from models.model_ladder import LADDER, ladder_model
-from models.model_spec import ModelSpec
-from models.random_weights import write_gguf
-from models.weight_formats import gguf_tensors, weight_bytes
+from crossover.models.errors import UnknownModel, UnsupportedModel
+from crossover.models.gguf_reader import read_header
+from crossover.models.model_ladder import LADDER, ladder_model
+from crossover.models.model_spec import ModelSpec
+from crossover.models.random_weights import write_gguf
+from crossover.models.weight_formats import gguf_tensors, weight_bytes
 from tests.gguf_files import quantise
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
 

@@ -8,12 +8,12 @@ from tempfile import mkdtemp
 
 import msgspec
 
-from loadtests.campaign.resume_state import CellState
-from models.model_ladder import ladder_model
-from reports.headline import Answer, answers_of
-from reports.html_page import sections_of
-from reports.report_data import ReportData, read_report
-from reports.sections.section import Section
+from crossover.loadtests.campaign.resume_state import CellState
+from crossover.models.model_ladder import ladder_model
+from crossover.reports.headline import Answer, answers_of
+from crossover.reports.html_page import sections_of
+from crossover.reports.report_data import ReportData, read_report
+from crossover.reports.sections.section import Section
 from tests.loadtests.campaign.simulated import Simulated, campaign
 from tests.loadtests.capacity.known_server import SETTINGS
 

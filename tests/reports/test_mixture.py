@@ -7,17 +7,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.campaign.campaign_file import Plan
-from loadtests.records.journal_events import Calibrated, of_kind
-from loadtests.records.run_folder import read_records
-from models.model_ladder import SIZED
-from models.model_spec import Routing
-from reports.headline import answers_of
-from reports.html_page import page, sections_of
-from reports.report_data import CellData, read_report
-from reports.sections.crossover_map import crossover_map
-from reports.sections.speeds import batch_size, batching_sentence
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.loadtests.campaign.campaign_file import Plan
+from crossover.loadtests.records.journal_events import Calibrated, of_kind
+from crossover.loadtests.records.run_folder import read_records
+from crossover.models.model_ladder import SIZED
+from crossover.models.model_spec import Routing
+from crossover.reports.headline import answers_of
+from crossover.reports.html_page import page, sections_of
+from crossover.reports.report_data import CellData, read_report
+from crossover.reports.sections.crossover_map import crossover_map
+from crossover.reports.sections.speeds import batch_size, batching_sentence
+from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.simulated import Simulated, campaign, with_experts
 from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, SETTINGS, KnownServer
 

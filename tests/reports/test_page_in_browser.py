@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reports.html_page import page, sections_of
+from crossover.reports.html_page import page, sections_of
 from tests.reports.runs import h200, shown
 from tests.tools.browser import BROWSER, DARK, LIGHT, asked
 

@@ -11,22 +11,22 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-import crossover
-from loadtests.campaign.quick_campaign import (
+from crossover import cli
+from crossover.loadtests.campaign.quick_campaign import (
     QuickQuestion,
     fitting_workload,
     quick_plan,
 )
-from loadtests.errors import LoadError
-from loadtests.load_generator.openai_endpoint import Target
-from models.model_ladder import ladder_model
-from reports.cli import quick_command
-from reports.quick_answer import QuickAnswer, lines_of, markdown_of, quick_answer
-from reports.report_data import read_report
-from serving.capacity.simulated_capacity import capacity
-from serving.capacity.slo import SLO_PRESETS, Slo, parse_slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.models.model_ladder import ladder_model
+from crossover.reports.cli import quick_command
+from crossover.reports.quick_answer import QuickAnswer, lines_of, markdown_of, quick_answer
+from crossover.reports.report_data import read_report
+from crossover.serving.capacity.simulated_capacity import capacity
+from crossover.serving.capacity.slo import SLO_PRESETS, Slo, parse_slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.campaign.simulated import Simulated
 from tests.loadtests.capacity.known_server import SETTINGS
 from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
@@ -116,7 +116,7 @@ def test_requests_are_cut_to_the_context_of_the_server() -> None:
 
 def run_command(*words: str) -> tuple[int, str]:
     """`crossover quick`: its exit status, and what it said or why it refused."""
-    result = CliRunner().invoke(crossover.app, ["quick", *words])
+    result = CliRunner().invoke(cli.app, ["quick", *words])
     problem = "" if result.exception is None else str(result.exception)
     return result.exit_code, result.output + problem
 

@@ -14,18 +14,18 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-import crossover
-from loadtests.campaign.level_runner import level_text
-from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
-from models import formatting
-from reports import headline, html_page, markdown, report_files, slo_sliders
-from reports.answer_tables import answer_row, columns_of
-from reports.check_conditions import QUANTITIES, checked
-from reports.errors import BadRun, ReportError
-from reports.export_run import export_run
-from reports.report_data import read_report
-from reports.report_warnings import alerts_of, warnings_of
-from serving.capacity.slo import Slo
+from crossover import cli
+from crossover.loadtests.campaign.level_runner import level_text
+from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
+from crossover.models import formatting
+from crossover.reports import headline, html_page, markdown, report_files, slo_sliders
+from crossover.reports.answer_tables import answer_row, columns_of
+from crossover.reports.check_conditions import QUANTITIES, checked
+from crossover.reports.errors import BadRun, ReportError
+from crossover.reports.export_run import export_run
+from crossover.reports.report_data import read_report
+from crossover.reports.report_warnings import alerts_of, warnings_of
+from crossover.serving.capacity.slo import Slo
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 from tests.reports.runs import shown
 
@@ -33,7 +33,7 @@ RUN = CliRunner()
 
 
 def command(*words: object) -> tuple[int, str]:
-    done = RUN.invoke(crossover.app, [str(word) for word in words])
+    done = RUN.invoke(cli.app, [str(word) for word in words])
     return done.exit_code, done.output + (f"\n{done.exception}" if done.exception else "")
 
 
@@ -217,9 +217,7 @@ def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path)
         "report", folder, "--check", "135m:confirmed>=1", "--check", "1b:confirmed>=9"
     )
     assert status == 1 and "FAIL  1b:confirmed>=9" in said
-    done = RUN.invoke(
-        crossover.app, ["report", str(folder), "--json", "--check", "1b:confirmed>=9"]
-    )
+    done = RUN.invoke(cli.app, ["report", str(folder), "--json", "--check", "1b:confirmed>=9"])
     assert (
         done.exit_code == 1 and json.loads(done.stdout) and "FAIL  1b:confirmed>=9" in done.stderr
     )

@@ -17,26 +17,33 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-import crossover
-from loadtests.comparison.compare_runs import compare, read
-from loadtests.errors import NotComparable
-from loadtests.records.journal_events import Capacity
-from loadtests.records.run_folder import EVENTS
-from models import formatting
-from reports import first_screen_png, headline, html_page, markdown, report_files, slo_sliders
-from reports.answer_tables import answer_row, columns_of, levels_table, side_heads
-from reports.check_conditions import checked
-from reports.errors import ReportError
-from reports.export_run import export_run
-from reports.headline import Answer
-from reports.own_gpu import predicted_here
-from reports.plan.plan_costs import Plan, make_plan
-from reports.plan.plan_machines import asked_of, candidates_of
-from reports.plan.plan_text import as_text, choice_sentence
-from reports.report_data import read_report
-from reports.sections.crossover_map import crossover_map
-from reports.sections.host_overhead import seconds_outside_engine
-from reports.sections.memory import memory
+from crossover import cli
+from crossover.loadtests.comparison.compare_runs import compare, read
+from crossover.loadtests.errors import NotComparable
+from crossover.loadtests.records.journal_events import Capacity
+from crossover.loadtests.records.run_folder import EVENTS
+from crossover.models import formatting
+from crossover.reports import (
+    first_screen_png,
+    headline,
+    html_page,
+    markdown,
+    report_files,
+    slo_sliders,
+)
+from crossover.reports.answer_tables import answer_row, columns_of, levels_table, side_heads
+from crossover.reports.check_conditions import checked
+from crossover.reports.errors import ReportError
+from crossover.reports.export_run import export_run
+from crossover.reports.headline import Answer
+from crossover.reports.own_gpu import predicted_here
+from crossover.reports.plan.plan_costs import Plan, make_plan
+from crossover.reports.plan.plan_machines import asked_of, candidates_of
+from crossover.reports.plan.plan_text import as_text, choice_sentence
+from crossover.reports.report_data import read_report
+from crossover.reports.sections.crossover_map import crossover_map
+from crossover.reports.sections.host_overhead import seconds_outside_engine
+from crossover.reports.sections.memory import memory
 from tests.bench.device_fit.own_runs import table_of
 from tests.reports.runs import H200_RUN, h200, shown
 
@@ -388,7 +395,7 @@ def test_the_cpu_takes_what_it_serves_and_the_gpu_what_is_above() -> None:
 
 def test_the_price_is_an_option_and_nonsense_is_refused() -> None:
     def said(*words: str) -> str:
-        done = CliRunner().invoke(crossover.app, ["plan", "--model", "8b", "--rate", "20", *words])
+        done = CliRunner().invoke(cli.app, ["plan", "--model", "8b", "--rate", "20", *words])
         return done.output + str(done.exception or "")
 
     one = ("--run", str(H200_RUN), "--device", "NVIDIA L4")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reports.watts import Power, power_of
+from crossover.reports.watts import Power, power_of
 from tests.loadtests.levels.made import sample
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from serving.cli.ray_serve import REFUSED, check_options, share_of
-from serving.errors import ServingError
-from serving.server_options import Policy, ServeOptions
+from crossover.serving.cli.ray_serve import REFUSED, check_options, share_of
+from crossover.serving.errors import ServingError
+from crossover.serving.server_options import Policy, ServeOptions
 from tests.serving.cli.test_serve import Server
 from tests.serving.fakes import ask
 from tests.tools.waiting import wait_for

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from models.tokenizer import load_tokenizer
-from serving.backends.backend_interface import EngineConfig
-from serving.engine.ipc_messages import Delta
-from serving.supervisor.engine_supervisor import Supervisor
-from serving.supervisor.inflight_requests import Stream, merged
-from serving.supervisor.restart_policy import RecoveryLimits
+from crossover.models.tokenizer import load_tokenizer
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.engine.ipc_messages import Delta
+from crossover.serving.supervisor.engine_supervisor import Supervisor
+from crossover.serving.supervisor.inflight_requests import Stream, merged
+from crossover.serving.supervisor.restart_policy import RecoveryLimits
 from tests.fake_backend import continuation
 
 VOCABULARY = 2048

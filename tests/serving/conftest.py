@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from models.tokenizer import shipped
-from serving.backends.backend_interface import EngineConfig
-from serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.models.tokenizer import shipped
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from tests.serving.children import VOCABULARY
 from tests.tools import forks
 

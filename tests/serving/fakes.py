@@ -2,8 +2,9 @@
 that was asked is kept.
 
 It has what the HTTP side uses of a Supervisor, streams are the real
-serving.supervisor.inflight_requests.Stream, and `push` plays the engine. By default each sequence
-is answered by itself, one delta per turn of the event loop; with `by_hand` a test pushes them.
+crossover.serving.supervisor.inflight_requests.Stream, and `push` plays the engine. By default each
+sequence is answered by itself, one delta per turn of the event loop; with `by_hand` a test pushes
+them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import Any
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from models.chat_template import CHATML, RendersChat
-from serving.backends.backend_interface import BackendInfo, EngineConfig
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.engine.ipc_messages import (
+from crossover.models.chat_template import CHATML, RendersChat
+from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.engine.ipc_messages import (
     Delta,
     FinishReason,
     GenerationRequest,
@@ -33,15 +34,15 @@ from serving.engine.ipc_messages import (
     StepStats,
     TokenDetail,
 )
-from serving.errors import EngineState, Overloaded, Unavailable
-from serving.http.http_server import server_options
-from serving.http.routes import App
-from serving.metrics import PREFIX, Metrics, ServerMetrics
-from serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
-from serving.sampling.step_inputs import Sampling
-from serving.supervisor.admission import QueueBounds
-from serving.supervisor.engine_supervisor import Supervisor
-from serving.supervisor.inflight_requests import InflightRequests, Stream
+from crossover.serving.errors import EngineState, Overloaded, Unavailable
+from crossover.serving.http.http_server import server_options
+from crossover.serving.http.routes import App
+from crossover.serving.metrics import PREFIX, Metrics, ServerMetrics
+from crossover.serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
+from crossover.serving.sampling.step_inputs import Sampling
+from crossover.serving.supervisor.admission import QueueBounds
+from crossover.serving.supervisor.engine_supervisor import Supervisor
+from crossover.serving.supervisor.inflight_requests import InflightRequests, Stream
 
 INFO = BackendInfo(
     name="fake",

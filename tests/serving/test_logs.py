@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.logs import ConsoleLog
+from crossover.serving.logs import ConsoleLog
 from tests.serving.cli.test_serve import ROOT
 from tests.serving.fakes import ask, complete, wait_until
 

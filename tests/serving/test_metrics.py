@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from serving.engine.ipc_messages import StepStats
-from serving.errors import EngineState, Overloaded
-from serving.metrics import Metrics, ServerMetrics
+from crossover.serving.engine.ipc_messages import StepStats
+from crossover.serving.errors import EngineState, Overloaded
+from crossover.serving.metrics import Metrics, ServerMetrics
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, complete, scraped, served
 
 

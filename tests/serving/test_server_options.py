@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadtests.campaign.campaign_file import Server as CampaignServer
-from serving.backends.backend_interface import EngineConfig
-from serving.cli.serve_command import serve
-from serving.errors import ServingError, Unsupported
-from serving.option_help import check, unbounded
-from serving.server_options import (
+from crossover.loadtests.campaign.campaign_file import Server as CampaignServer
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.cli.serve_command import serve
+from crossover.serving.errors import ServingError, Unsupported
+from crossover.serving.option_help import check, unbounded
+from crossover.serving.server_options import (
     ModelOptions,
     Policy,
     ServeOptions,
@@ -23,7 +23,7 @@ from serving.server_options import (
     arguments,
     models_of,
 )
-from serving.supervisor.admission import QueueBounds
+from crossover.serving.supervisor.admission import QueueBounds
 from tests.tools.with_settings import engine_config
 
 # Options of a cell that a campaign says elsewhere: in the cell, in its hardware, or not at all.
@@ -47,7 +47,9 @@ def another(field: msgspec.structs.FieldInfo) -> Any:
 def on_the_command_line(monkeypatch: pytest.MonkeyPatch, *words: str) -> ServeOptions:
     """What `crossover serve` would launch."""
     launched: list[ServeOptions] = []
-    monkeypatch.setattr("serving.cli.launch.launch", lambda options: launched.append(options) or 0)
+    monkeypatch.setattr(
+        "crossover.serving.cli.launch.launch", lambda options: launched.append(options) or 0
+    )
     done = CliRunner().invoke(serve, list(words))
     assert done.exit_code == 0, done.output + repr(done.exception)
     return launched[0]

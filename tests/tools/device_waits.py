@@ -19,15 +19,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.model_ladder import ladder_model
-from models.model_spec import ModelSpec
-from serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
-from serving.backends.torch.cuda_graphs import Graphs, StepGraphs
-from serving.backends.torch.forward_pass import SlotModel
-from serving.backends.torch.gpu_sampler import DeviceSampler
-from serving.backends.torch.torch_weights import Dense, Layer, Weights
-from serving.backends.torch.varlen_attention import KvCache
-from serving.sampling.step_inputs import DRAWN, Row
+from crossover.models.model_ladder import ladder_model
+from crossover.models.model_spec import ModelSpec
+from crossover.serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
+from crossover.serving.backends.torch.cuda_graphs import Graphs, StepGraphs
+from crossover.serving.backends.torch.forward_pass import SlotModel
+from crossover.serving.backends.torch.gpu_sampler import DeviceSampler
+from crossover.serving.backends.torch.torch_weights import Dense, Layer, Weights
+from crossover.serving.backends.torch.varlen_attention import KvCache
+from crossover.serving.sampling.step_inputs import DRAWN, Row
 
 META = torch.device("meta")
 

@@ -163,14 +163,14 @@ class FakeCuda:
             "get_device_name": lambda device=None: "a stand-in",
         }.items():
             patch.setattr(torch.cuda, name, stand_in)
-        where = "serving.backends.torch"
+        where = "crossover.serving.backends.torch"
         patch.setattr(f"{where}.backend.device_of", lambda name: torch.device("cpu"))
         return self
 
 
 def install_flash(patch: pytest.MonkeyPatch) -> None:
     """The flash kernel's stand-in, and attention that takes it on the CPU, in any type."""
-    where = "serving.backends.torch"
+    where = "crossover.serving.backends.torch"
     patch.setattr(f"{where}.varlen_attention.flash_kernel", lambda: torch.ops.crossover_test.flash)
     patch.setattr(f"{where}.backend.flash_trouble", lambda spec, dtype, device: None)
 

@@ -1,7 +1,7 @@
 """Programs in processes of their own for the price of one start: forks of one process that has
 imported what they need.
 
-    forks = Forks("crossover", "serving.cli.launch")
+    forks = Forks("crossover", "crossover.serving.cli.launch")
     done = forks.run("crossover:main", "serve", "--help", COLUMNS="80")     # a CompletedProcess
     forks.close()
 
@@ -32,15 +32,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from models.child_process import start_python
-from serving.engine.ipc_messages import CONFIG_VARIABLE, SOCKET_VARIABLE
+from crossover.models.child_process import start_python
+from crossover.serving.engine.ipc_messages import CONFIG_VARIABLE, SOCKET_VARIABLE
 
 ROOT = Path(__file__).parents[2]
-ENGINE = "serving.engine.engine_loop"
+ENGINE = "crossover.serving.engine.engine_loop"
 
 
 class Fork:
-    """What serving.supervisor.engine_process uses of a Popen: pid, stdout, wait()."""
+    """What crossover.serving.supervisor.engine_process uses of a Popen: pid, stdout, wait()."""
 
     def __init__(self, pid: int, status: int, output: int) -> None:
         self.pid = pid
@@ -129,7 +129,9 @@ def forked_engines() -> Iterator[Forks]:
     """Engines of the fake backend that this process starts are forks from now on."""
     forks = Forks(ENGINE)
     try:
-        with mock.patch("serving.supervisor.engine_process.start_python", forks.start_python):
+        with mock.patch(
+            "crossover.serving.supervisor.engine_process.start_python", forks.start_python
+        ):
             yield forks
     finally:
         forks.close()

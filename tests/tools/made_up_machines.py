@@ -7,14 +7,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from models.model_ladder import ladder_model
-from serving.capacity.scheduler_settings import RequestedSettings
-from serving.errors import Cause
-from serving.hardware.gpus import GpuFacts
-from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.placement_policy import NoPlacement, Obstacles, PlacementRequest, plan
-from serving.registry.engine_config import Machine
-from serving.server_options import Policy
+from crossover.models.model_ladder import ladder_model
+from crossover.serving.capacity.scheduler_settings import RequestedSettings
+from crossover.serving.errors import Cause
+from crossover.serving.hardware.gpus import GpuFacts
+from crossover.serving.hardware.machine_facts import HardwareFacts
+from crossover.serving.placement.placement_policy import (
+    NoPlacement,
+    Obstacles,
+    PlacementRequest,
+    plan,
+)
+from crossover.serving.registry.engine_config import Machine
+from crossover.serving.server_options import Policy
 
 GIB = 1 << 30
 NO_BUILD = {"llama_cpp": (Cause.backend_missing, "this build of llama.cpp is for the CPU only")}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from serving.backends.backend_interface import EngineConfig
-from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
-from serving.placement.placement_policy import PlacementRequest
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
+from crossover.serving.placement.placement_policy import PlacementRequest
 
 
 def engine_config(*values: Any, **given: Any) -> EngineConfig:

@@ -30,15 +30,22 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from models.machine_limits import cpu_name
-from models.weights_manifest import Progress
-from serving.backends.backend_interface import BackendInfo, EngineConfig, check_row
-from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, Batch, calls_of, dummies
-from serving.backends.llama_cpp.library import LOG, build_details, is_memory
-from serving.backends.llama_cpp.loading import Loader
-from serving.errors import EngineFailed, KvFull, OutOfMemory
-from serving.sampling.batch_sampler import sample
-from serving.sampling.step_inputs import Row, Sampled
+from crossover.models.machine_limits import cpu_name
+from crossover.models.weights_manifest import Progress
+from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig, check_row
+from crossover.serving.backends.llama_cpp.batching import (
+    KV_BLOCK,
+    NEVER,
+    NO_TOKEN,
+    Batch,
+    calls_of,
+    dummies,
+)
+from crossover.serving.backends.llama_cpp.library import LOG, build_details, is_memory
+from crossover.serving.backends.llama_cpp.loading import Loader
+from crossover.serving.errors import EngineFailed, KvFull, OutOfMemory
+from crossover.serving.sampling.batch_sampler import sample
+from crossover.serving.sampling.step_inputs import Row, Sampled
 
 READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; round figures
 FLOPS_PER_THREAD = 40e9
@@ -46,14 +53,14 @@ _OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
 
 
 class SavedState(NamedTuple):
-    """See serving.backends.backend_interface.Saved."""
+    """See crossover.serving.backends.backend_interface.Saved."""
 
     tokens: int
     data: npt.NDArray[np.uint8]
 
 
 class LlamaCppBackend:
-    """See serving.backends.backend_interface.Backend."""
+    """See crossover.serving.backends.backend_interface.Backend."""
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         self._model: Any = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.sampling.step_inputs import Row, Tokens
+from crossover.serving.sampling.step_inputs import Row, Tokens
 
 NEVER = 1 << 30  # more tokens than any run has
 KV_BLOCK = 256  # llama.cpp rounds the KV length that a pass attends to up to a multiple of this

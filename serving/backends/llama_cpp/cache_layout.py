@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.model_spec import KV_ELEMENT_BYTES, ModelSpec
-from serving.capacity.choose_slot import max_checkpoints
+from crossover.models.model_spec import KV_ELEMENT_BYTES, ModelSpec
+from crossover.serving.capacity.choose_slot import max_checkpoints
 
 PASS_TOKENS = 512  # maximum tokens of one pass over the weights; a longer step takes several
 # Such layers keep the window alone only where a context is so many times as long. A slot can then

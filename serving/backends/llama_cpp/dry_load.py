@@ -20,15 +20,15 @@ from typing import Any
 
 import msgspec
 
-from models.child_process import run_python
-from models.errors import BrokenWeights, ModelError, UnsupportedModel
-from models.model_spec import ModelSpec
-from serving.backends.backend_interface import EngineConfig, HeldMemory
-from serving.backends.llama_cpp.cache_layout import longest_whole_context, state_bytes
-from serving.backends.llama_cpp.library import LOG
-from serving.backends.llama_cpp.loading import LlamaOptions, Loader
-from serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS, RequestedSettings
-from serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
+from crossover.models.child_process import run_python
+from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
+from crossover.models.model_spec import ModelSpec
+from crossover.serving.backends.backend_interface import EngineConfig, HeldMemory
+from crossover.serving.backends.llama_cpp.cache_layout import longest_whole_context, state_bytes
+from crossover.serving.backends.llama_cpp.library import LOG
+from crossover.serving.backends.llama_cpp.loading import LlamaOptions, Loader
+from crossover.serving.capacity.scheduler_settings import AUTO, DEFAULT_SETTINGS, RequestedSettings
+from crossover.serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
 
 MAX_SECONDS = 120.0
 MIN_CONTEXT = 2048  # the shortest that is asked about where nobody says a context

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serving.backends.backend_probe import BackendProbe
-from serving.errors import BackendUnavailable, Cause
-from serving.hardware.gpus import VULKAN
+from crossover.serving.backends.backend_probe import BackendProbe
+from crossover.serving.errors import BackendUnavailable, Cause
+from crossover.serving.hardware.gpus import VULKAN
 
 PACKAGE = "llama-cpp-python"
 

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from models.errors import BrokenWeights, ModelError, UnsupportedModel
-from models.weights_manifest import Progress
-from serving.backends.backend_interface import EngineConfig, check_sizes, parse_options
-from serving.backends.llama_cpp.cache_layout import PASS_TOKENS, keeps_windows_only
-from serving.backends.llama_cpp.library import LOG, PACKAGE, is_memory, library
-from serving.capacity.scheduler_settings import AUTO
-from serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
-from serving.hardware.machine_facts import allowed_cores
+from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
+from crossover.models.weights_manifest import Progress
+from crossover.serving.backends.backend_interface import EngineConfig, check_sizes, parse_options
+from crossover.serving.backends.llama_cpp.cache_layout import PASS_TOKENS, keeps_windows_only
+from crossover.serving.backends.llama_cpp.library import LOG, PACKAGE, is_memory, library
+from crossover.serving.capacity.scheduler_settings import AUTO
+from crossover.serving.errors import BackendUnavailable, OutOfMemory, ServingError, Unsupported
+from crossover.serving.hardware.machine_facts import allowed_cores
 
 # ggml's numbers for KV types (enum ggml_type), llama.cpp's for flash attention.
 KV_TYPES: dict[str, int] = {"fp32": 0, "fp16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}

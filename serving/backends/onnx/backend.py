@@ -14,20 +14,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from models.errors import BrokenWeights
-from models.weights_manifest import Progress, read_manifest
-from serving.backends.backend_interface import (
+from crossover.models.errors import BrokenWeights
+from crossover.models.weights_manifest import Progress, read_manifest
+from crossover.serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,
     check_sizes,
     parse_options,
 )
-from serving.backends.onnx.fixed_kv_cache import SlotGraph
-from serving.backends.onnx.growing_kv_cache import GrowingGraph
-from serving.backends.onnx.onnx_folder import graph_file, read_facts
-from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory
-from serving.sampling.batch_sampler import sample
-from serving.sampling.step_inputs import Row, Sampled
+from crossover.serving.backends.onnx.fixed_kv_cache import SlotGraph
+from crossover.serving.backends.onnx.growing_kv_cache import GrowingGraph
+from crossover.serving.backends.onnx.onnx_folder import graph_file, read_facts
+from crossover.serving.errors import BackendUnavailable, EngineFailed, OutOfMemory
+from crossover.serving.sampling.batch_sampler import sample
+from crossover.serving.sampling.step_inputs import Row, Sampled
 
 
 class OnnxOptions(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ MANY_THREADS = 8
 
 
 class OnnxBackend:
-    """See serving.backends.backend_interface.Backend."""
+    """See crossover.serving.backends.backend_interface.Backend."""
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         options = parse_options(OnnxOptions, config.options, "onnx")

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from serving.backends.backend_interface import check_row
-from serving.backends.onnx.onnx_folder import GraphFacts, Part
-from serving.errors import EngineFailed
-from serving.sampling.step_inputs import Row
+from crossover.serving.backends.backend_interface import check_row
+from crossover.serving.backends.onnx.onnx_folder import GraphFacts, Part
+from crossover.serving.errors import EngineFailed
+from crossover.serving.sampling.step_inputs import Row
 
 _KEPT_BINDINGS = 256  # a binding holds two references a layer and no memory of its own
 # A call of prompts saves time where it is short: 1.5 x at 4 of 16 tokens, 1.2 x at 4 of 64, nothing

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.backends.backend_interface import check_row
-from serving.backends.onnx.onnx_folder import GraphFacts, Logits, Part
-from serving.sampling.step_inputs import Row
+from crossover.serving.backends.backend_interface import check_row
+from crossover.serving.backends.onnx.onnx_folder import GraphFacts, Logits, Part
+from crossover.serving.sampling.step_inputs import Row
 
 Cache = list[npt.NDArray[np.float32]]  # per layer key, value: [kv_heads, tokens, head_dim]
 

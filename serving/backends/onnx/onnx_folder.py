@@ -2,7 +2,7 @@
 
 Two kinds of graph are served:
   grouped  attention by GroupQueryAttention, which appends to a KV buffer in place (written by
-           models.convert_to_onnx): fixed_kv_cache.py
+           crossover.models.convert_to_onnx): fixed_kv_cache.py
   growing  past_key_values in, longer present.* out (optimum, most of the hub): growing_kv_cache.py
 
 All of it is read from the session's inputs and outputs and the config beside the graph. Neither
@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from serving.backends.backend_probe import BackendProbe
-from serving.errors import Cause
-from serving.sampling.step_inputs import Row
+from crossover.models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from crossover.serving.backends.backend_probe import BackendProbe
+from crossover.serving.errors import Cause
+from crossover.serving.sampling.step_inputs import Row
 
 Logits = npt.NDArray[np.float32]
 Part = tuple[Logits, list[Row]]  # logits [n, vocabulary] of rows that want a token, and these rows

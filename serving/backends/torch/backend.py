@@ -20,24 +20,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.hf_config import read_spec
-from models.weights_manifest import Progress
-from serving.backends.backend_interface import (
+from crossover.models.hf_config import read_spec
+from crossover.models.weights_manifest import Progress
+from crossover.serving.backends.backend_interface import (
     BackendInfo,
     EngineConfig,
     check_row,
     check_sizes,
     parse_options,
 )
-from serving.backends.torch.cuda_graphs import Graphs, StepGraphs
-from serving.backends.torch.forward_pass import SlotModel, run_pass, to_device
-from serving.backends.torch.gpu_sampler import DeviceSampler, drawable
-from serving.backends.torch.memory_overhead import captured_tokens
-from serving.backends.torch.torch_weights import DTYPES, Checkpoint, compute_dtype, load
-from serving.backends.torch.varlen_attention import KvCache, flash_trouble
-from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
-from serving.sampling.batch_sampler import sample
-from serving.sampling.step_inputs import DRAWN, Row, Sampled, Sampling
+from crossover.serving.backends.torch.cuda_graphs import Graphs, StepGraphs
+from crossover.serving.backends.torch.forward_pass import SlotModel, run_pass, to_device
+from crossover.serving.backends.torch.gpu_sampler import DeviceSampler, drawable
+from crossover.serving.backends.torch.memory_overhead import captured_tokens
+from crossover.serving.backends.torch.torch_weights import DTYPES, Checkpoint, compute_dtype, load
+from crossover.serving.backends.torch.varlen_attention import KvCache, flash_trouble
+from crossover.serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
+from crossover.serving.sampling.batch_sampler import sample
+from crossover.serving.sampling.step_inputs import DRAWN, Row, Sampled, Sampling
 
 KV_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KINDS_OF_DRAWS = (
@@ -49,8 +49,8 @@ _MEMORY_WORDS = ("not enough memory", "out of memory", "_ALLOC_FAILED", "ERROR_O
 
 
 class InFlightStep:
-    """See Launched in serving.backends.backend_interface. `rows`: those that want a token, in the
-    logits' order."""
+    """See Launched in crossover.serving.backends.backend_interface. `rows`: those that want a
+    token, in the logits' order."""
 
     def __init__(self, tokens: Tensor, good: Tensor, rows: list[Row]) -> None:
         self.drawn = tokens  # int64 [n] on the device
@@ -82,7 +82,7 @@ class InFlightStep:
 
 
 class TorchBackend:
-    """See serving.backends.backend_interface.Backend."""
+    """See crossover.serving.backends.backend_interface.Backend."""
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         parse_options(msgspec.Struct, config.options, "torch")  # it has none

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.weights_manifest import Progress
-from serving.backends.torch.forward_pass import (
+from crossover.models.weights_manifest import Progress
+from crossover.serving.backends.torch.forward_pass import (
     PassShape,
     SlotModel,
     in_pass_order,
@@ -30,8 +30,8 @@ from serving.backends.torch.forward_pass import (
     pinned,
     unpacked,
 )
-from serving.backends.torch.memory_overhead import decode_buckets, token_buckets
-from serving.sampling.step_inputs import Row
+from crossover.serving.backends.torch.memory_overhead import decode_buckets, token_buckets
+from crossover.serving.sampling.step_inputs import Row
 
 MAX_PIECES = 16  # of prompts in a captured step: attention's grid grows with them
 

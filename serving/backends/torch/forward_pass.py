@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.model_spec import ModelSpec
-from serving.backends.torch.torch_weights import Dense, Layer, Weights
-from serving.backends.torch.varlen_attention import (
+from crossover.models.model_spec import ModelSpec
+from crossover.serving.backends.torch.torch_weights import Dense, Layer, Weights
+from crossover.serving.backends.torch.varlen_attention import (
     Block,
     FlashStep,
     KvCache,
@@ -27,7 +27,7 @@ from serving.backends.torch.varlen_attention import (
     Sequences,
     Step,
 )
-from serving.sampling.step_inputs import Row
+from crossover.serving.sampling.step_inputs import Row
 
 
 class SlotModel:

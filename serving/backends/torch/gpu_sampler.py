@@ -1,8 +1,8 @@
 """Drawing tokens on the device: a step sends a few integers to the host, not megabytes of logits.
 
-The same draws as serving.sampling.top_k_top_p, from the same random numbers, computed here. What it
-does not do (penalties, bias, bans, grammars, log-probabilities, min-p) is left to the host: see
-`drawable`.
+The same draws as crossover.serving.sampling.top_k_top_p, from the same random numbers, computed
+here. What it does not do (penalties, bias, bans, grammars, log-probabilities, min-p) is left to the
+host: see `drawable`.
 
 Some hundred small kernels make a draw. They have fixed shapes, so that a CUDA graph can hold them,
 one for each kind of draw and batch bucket: a kind computes a token for every row of the bucket, and
@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from serving.backends.torch.cuda_graphs import Graphs
-from serving.backends.torch.forward_pass import pinned
-from serving.backends.torch.memory_overhead import decode_buckets
-from serving.sampling.random_numbers import (
+from crossover.serving.backends.torch.cuda_graphs import Graphs
+from crossover.serving.backends.torch.forward_pass import pinned
+from crossover.serving.backends.torch.memory_overhead import decode_buckets
+from crossover.serving.sampling.random_numbers import (
     CDF_COUNTER,
     CONSTANTS,
     FRACTION,
@@ -35,8 +35,8 @@ from serving.sampling.random_numbers import (
     proposal_bits,
     proposal_counters,
 )
-from serving.sampling.step_inputs import GREEDY_BELOW, Row
-from serving.sampling.top_k_top_p import MEMBERS, ROUNDS
+from crossover.serving.sampling.step_inputs import GREEDY_BELOW, Row
+from crossover.serving.sampling.top_k_top_p import MEMBERS, ROUNDS
 
 MAX_CANDIDATES = 4096  # top-k and top-p look at so many tokens
 SHORT_TOP_K = 64  # what most requests with top-k ask for: few candidates are sorted far faster
@@ -217,8 +217,8 @@ def _draw_top_k(
 def _draw_proposals(
     logits: Tensor, bits: Tensor, member: Tensor, temperature: Tensor, top_p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The first proposal that is accepted and kept, as serving.sampling.top_k_top_p defines them,
-    and whether there is one. `bits`, `member`: see proposal_bits."""
+    """The first proposal that is accepted and kept, as crossover.serving.sampling.top_k_top_p
+    defines them, and whether there is one. `bits`, `member`: see proposal_bits."""
     count, vocabulary = logits.shape
     groups = vocabulary // MEMBERS
     whole = groups * MEMBERS

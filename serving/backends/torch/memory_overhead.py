@@ -5,8 +5,8 @@ All sizes in bytes, from shapes alone: the allocator's rounding is in `WORKSPACE
 
 from __future__ import annotations
 
-from models.model_spec import ModelSpec
-from serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.models.model_spec import ModelSpec
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 
 MIB = 1 << 20
 CONTEXT_BYTES = 600 * MIB  # the CUDA context and the modules of kernels; 0.5 to 1 GB are told

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serving.backends.backend_probe import BackendProbe
-from serving.errors import Cause
+from crossover.serving.backends.backend_probe import BackendProbe
+from crossover.serving.errors import Cause
 
 
 def probe() -> BackendProbe:

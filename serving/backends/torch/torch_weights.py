@@ -16,10 +16,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional
 
-from models.errors import BrokenWeights, UnsupportedModel
-from models.model_spec import ModelSpec
-from models.safetensors_reader import EMBEDDING, FORMATS, HEAD, Stored, read_tensors
-from models.weights_manifest import Progress
+from crossover.models.errors import BrokenWeights, UnsupportedModel
+from crossover.models.model_spec import ModelSpec
+from crossover.models.safetensors_reader import EMBEDDING, FORMATS, HEAD, Stored, read_tensors
+from crossover.models.weights_manifest import Progress
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from models.model_spec import ModelSpec
+from crossover.models.model_spec import ModelSpec
 
 Flash = Callable[..., tuple[Any, ...]]
 

@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from reports.devices import device_step_times
-from reports.devices.device_step_times import Constants
+from crossover.reports.devices import device_step_times
+from crossover.reports.devices.device_step_times import Constants
 from tests.bench.device_fit.facts import DATA
 from tests.bench.device_fit.published import CLOSED_LOOP, ENERGY, POWER, Row, published_rows
 from tests.bench.device_fit.step_model import (

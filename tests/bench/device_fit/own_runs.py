@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from models import formatting
-from reports.devices.device_capacity import MIDDLE, Service, machine_of, simulated
-from reports.headline import answers_of
-from reports.own_gpu import predicted_here
-from reports.report_data import CellData, ReportData, read_report
+from crossover.models import formatting
+from crossover.reports.devices.device_capacity import MIDDLE, Service, machine_of, simulated
+from crossover.reports.headline import answers_of
+from crossover.reports.own_gpu import predicted_here
+from crossover.reports.report_data import CellData, ReportData, read_report
 
 HEADS = ("model, GPU, slots", "what", "predicted", "measured", "off")
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from reports.devices.device_step_times import DEFAULT_LINK_GBS, LINK_SHARE, format_class
+from crossover.reports.devices.device_step_times import DEFAULT_LINK_GBS, LINK_SHARE, format_class
 
 Array = npt.NDArray[np.float64]
 Columns = Mapping[str, Array]  # by name, one value a case

@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import psutil
 
-from models.resolve_model import resolve
-from models.weights_manifest import cache_dir
-from serving.backends.backend_table import BACKENDS, spec_of
+from crossover.models.resolve_model import resolve
+from crossover.models.weights_manifest import cache_dir
+from crossover.serving.backends.backend_table import BACKENDS, spec_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadtests.levels.level_columns import levels_of
-from loadtests.records.journal_events import (
+from crossover.loadtests.levels.level_columns import levels_of
+from crossover.loadtests.records.journal_events import (
     LevelAbandoned,
     LevelFinished,
     LevelStarted,
     RunFinished,
     of_kind,
 )
-from loadtests.records.run_folder import read_records
+from crossover.loadtests.records.run_folder import read_records
 
 
 def check_folder(folder: Path) -> None:

@@ -21,25 +21,25 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.campaign.campaign_file import Plan, parse_campaign
-from loadtests.campaign.campaign_runner import Dependencies, resume, run
-from loadtests.campaign.level_runner import LevelSpec, ServerBench, judged
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.resume_state import CellState
-from loadtests.errors import LevelInterrupted
-from loadtests.levels.disturbance import disturbance_of
-from loadtests.levels.level_columns import Level, LevelRows
-from loadtests.records.journal_events import CellReady, Event, LevelFinished, LevelStarted
-from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import CoresSample, OtherProcess
-from loadtests.records.run_folder import RunFolder
-from models.model_spec import ModelSpec
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.errors import Cause
-from serving.hardware.machine_facts import HardwareFacts, hardware_facts
-from serving.workload.arrivals import due_times
-from serving.workload.conversations import draw_sessions, mean_turns_of
-from serving.workload.request_lengths import draw
+from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
+from crossover.loadtests.campaign.campaign_runner import Dependencies, resume, run
+from crossover.loadtests.campaign.level_runner import LevelSpec, ServerBench, judged
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.campaign.resume_state import CellState
+from crossover.loadtests.errors import LevelInterrupted
+from crossover.loadtests.levels.disturbance import disturbance_of
+from crossover.loadtests.levels.level_columns import Level, LevelRows
+from crossover.loadtests.records.journal_events import CellReady, Event, LevelFinished, LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.loadtests.records.resource_sample import CoresSample, OtherProcess
+from crossover.loadtests.records.run_folder import RunFolder
+from crossover.models.model_spec import ModelSpec
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.errors import Cause
+from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from crossover.serving.workload.arrivals import due_times
+from crossover.serving.workload.conversations import draw_sessions, mean_turns_of
+from crossover.serving.workload.request_lengths import draw
 from tests.loadtests.capacity.known_server import KnownServer
 from tests.tools.made_up_machines import MadeUp
 

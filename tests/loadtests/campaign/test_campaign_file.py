@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadtests.campaign.campaign_file import (
+from crossover.loadtests.campaign.campaign_file import (
     DEMO,
     Campaign,
     Cell,
@@ -21,14 +21,14 @@ from loadtests.campaign.campaign_file import (
     recipe_names,
     slo_of,
 )
-from loadtests.campaign.resume_state import new_run
-from loadtests.campaign.server_launch import api_of, filled, program_of
-from loadtests.cli.campaign_command import campaign
-from loadtests.errors import BadCampaign
-from loadtests.load_generator.openai_endpoint import Target
-from serving.capacity.slo import SLO_PRESETS
-from serving.hardware.machine_facts import hardware_facts
-from serving.workload.arrivals import Gamma
+from crossover.loadtests.campaign.resume_state import new_run
+from crossover.loadtests.campaign.server_launch import api_of, filled, program_of
+from crossover.loadtests.cli.campaign_command import campaign
+from crossover.loadtests.errors import BadCampaign
+from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.serving.capacity.slo import SLO_PRESETS
+from crossover.serving.hardware.machine_facts import hardware_facts
+from crossover.serving.workload.arrivals import Gamma
 from tests.campaign_template import STARTED, campaign_template
 
 PEERS = DEMO.parent / "peers.toml"

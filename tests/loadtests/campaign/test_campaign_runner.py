@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadtests.campaign.campaign_file import Plan, parse_campaign
-from loadtests.campaign.campaign_runner import run
-from loadtests.campaign.campaign_text import show_run
-from loadtests.campaign.cell_runner import MAX_SERVERS
-from loadtests.campaign.level_runner import LevelSpec
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.resume_state import CellState
-from loadtests.errors import (
+from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
+from crossover.loadtests.campaign.campaign_runner import run
+from crossover.loadtests.campaign.campaign_text import show_run
+from crossover.loadtests.campaign.cell_runner import MAX_SERVERS
+from crossover.loadtests.campaign.level_runner import LevelSpec
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.campaign.resume_state import CellState
+from crossover.loadtests.errors import (
     BadRunFolder,
     Incomplete,
     MachineBusy,
@@ -26,8 +26,8 @@ from loadtests.errors import (
     ServerLost,
     TargetUnusable,
 )
-from loadtests.host.machine_lock import machine_lock
-from loadtests.records.journal_events import (
+from crossover.loadtests.host.machine_lock import machine_lock
+from crossover.loadtests.records.journal_events import (
     Calibrated,
     CellFinished,
     CellSkipped,
@@ -39,7 +39,7 @@ from loadtests.records.journal_events import (
     RunStarted,
     of_kind,
 )
-from loadtests.records.run_folder import MANIFEST, REQUESTS, read_records
+from crossover.loadtests.records.run_folder import MANIFEST, REQUESTS, read_records
 from tests.loadtests.campaign.checks import check_folder, kinds
 from tests.loadtests.campaign.simulated import (
     Simulated,

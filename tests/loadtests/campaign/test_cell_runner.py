@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.records.journal_events import (
+from crossover.loadtests.campaign.campaign_file import parse_campaign
+from crossover.loadtests.records.journal_events import (
     Calibrated,
     Capacity,
     CellFinished,
@@ -16,9 +16,9 @@ from loadtests.records.journal_events import (
     Waited,
     of_kind,
 )
-from loadtests.records.run_folder import read_records
-from serving.capacity.simulated_capacity import NO_REUSE, QUICK_REQUESTS, capacity
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.loadtests.records.run_folder import read_records
+from crossover.serving.capacity.simulated_capacity import NO_REUSE, QUICK_REQUESTS, capacity
+from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, campaign
 

@@ -8,8 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.campaign.campaign_file import DEMO, Cell, Plan, parse_campaign, read_campaign
-from loadtests.campaign.cell_selection import (
+from crossover.loadtests.campaign.campaign_file import (
+    DEMO,
+    Cell,
+    Plan,
+    parse_campaign,
+    read_campaign,
+)
+from crossover.loadtests.campaign.cell_selection import (
     MEASURED,
     around_the_limit,
     layout_of,
@@ -19,14 +25,14 @@ from loadtests.campaign.cell_selection import (
     to_confirm,
     why_not,
 )
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.resume_state import CellRecord, campaign_of, seed_of
-from loadtests.campaign.server_launch import serve_command
-from loadtests.errors import BadCampaign
-from loadtests.records.journal_events import EngineChosen, of_kind
-from loadtests.records.run_folder import read_records
-from serving.hardware.machine_facts import hardware_facts
-from serving.placement.fastest_backend import (
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of, seed_of
+from crossover.loadtests.campaign.server_launch import serve_command
+from crossover.loadtests.errors import BadCampaign
+from crossover.loadtests.records.journal_events import EngineChosen, of_kind
+from crossover.loadtests.records.run_folder import read_records
+from crossover.serving.hardware.machine_facts import hardware_facts
+from crossover.serving.placement.fastest_backend import (
     BEST,
     USUAL,
     EngineCandidate,

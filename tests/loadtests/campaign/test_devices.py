@@ -9,8 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.campaign.campaign_file import DEMO, Cell, Plan, parse_campaign, read_campaign
-from loadtests.campaign.cell_selection import (
+from crossover.loadtests.campaign.campaign_file import (
+    DEMO,
+    Cell,
+    Plan,
+    parse_campaign,
+    read_campaign,
+)
+from crossover.loadtests.campaign.cell_selection import (
     layout_of,
     on_this_machine,
     placement_policy_of,
@@ -19,16 +25,22 @@ from loadtests.campaign.cell_selection import (
     to_confirm,
     why_not,
 )
-from loadtests.campaign.progress import Progress
-from loadtests.campaign.resume_state import CellRecord, campaign_of
-from loadtests.campaign.server_launch import info_of, serve_command
-from loadtests.errors import BadCampaign
-from loadtests.records.journal_events import CellReady, CellSkipped, EngineInfo, device_of, of_kind
-from loadtests.records.run_folder import read_records
-from serving.errors import Cause
-from serving.hardware.gpus import GpuFacts
-from serving.hardware.machine_facts import HardwareFacts, hardware_facts
-from serving.placement.fastest_backend import BEST, EngineCandidate, EngineTimes, keep
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
+from crossover.loadtests.campaign.server_launch import info_of, serve_command
+from crossover.loadtests.errors import BadCampaign
+from crossover.loadtests.records.journal_events import (
+    CellReady,
+    CellSkipped,
+    EngineInfo,
+    device_of,
+    of_kind,
+)
+from crossover.loadtests.records.run_folder import read_records
+from crossover.serving.errors import Cause
+from crossover.serving.hardware.gpus import GpuFacts
+from crossover.serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from crossover.serving.placement.fastest_backend import BEST, EngineCandidate, EngineTimes, keep
 from tests.loadtests.campaign.simulated import Simulated, campaign
 from tests.tools.made_up_machines import FACTS, MadeUp
 
@@ -248,7 +260,7 @@ def test_the_demo_measures_both_sides_within_its_eight_minutes(
 ) -> None:
     """Around the CPU's limit, the same on the GPU, and the largest that fits there."""
     free: list[int] = [10_000 * GIB]
-    where = "loadtests.campaign.cell_selection.free_disk_bytes"
+    where = "crossover.loadtests.campaign.cell_selection.free_disk_bytes"
     monkeypatch.setattr(where, lambda cache: free[0])
     facts = with_gpu(facts=msgspec.structs.replace(FACTS, memory_available_bytes=60 * GIB))
     with_times(tmp_path, 4.0, facts)

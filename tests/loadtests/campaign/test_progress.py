@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtests.campaign.campaign_text import show_run
-from loadtests.campaign.progress import Progress
+from crossover.loadtests.campaign.campaign_text import show_run
+from crossover.loadtests.campaign.progress import Progress
 from tests.loadtests.campaign.simulated import Simulated, campaign
 
 

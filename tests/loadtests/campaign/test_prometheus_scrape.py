@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from loadtests.campaign.prometheus_scrape import EngineClock
-from loadtests.records.journal_events import EngineTime
+from crossover.loadtests.campaign.prometheus_scrape import EngineClock
+from crossover.loadtests.records.journal_events import EngineTime
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import msgspec
 import psutil
 import pytest
 
-from loadtests.campaign import server_launch
-from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.campaign.server_launch import Server, holds_gpu, serve_command
-from loadtests.errors import ServerFailed, ServerLost
-from loadtests.host.cpu_pinning import divide_cores
+from crossover.loadtests.campaign import server_launch
+from crossover.loadtests.campaign.campaign_file import parse_campaign
+from crossover.loadtests.campaign.server_launch import Server, holds_gpu, serve_command
+from crossover.loadtests.errors import ServerFailed, ServerLost
+from crossover.loadtests.host.cpu_pinning import divide_cores
 
 SCRIPT = Path(__file__).with_name("scripted_server.py")
 ENGINE = """

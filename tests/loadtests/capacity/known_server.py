@@ -1,6 +1,7 @@
 """A server whose step times are known: it answers requests, with a stamp for every token.
 
-Played step by step, apart from serving.capacity.batching_simulator, which it is held against.
+Played step by step, apart from crossover.serving.capacity.batching_simulator, which it is held
+against.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from loadtests.capacity.calibration_bursts import Burst
-from loadtests.levels.level_columns import Level
-from loadtests.records.journal_events import LevelFinished, LevelStarted
-from loadtests.records.request_record import RequestRecord
-from models.model_spec import Routing
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.step_time_model import StepTimeModel
-from serving.workload.conversations import Session, sent_turns
+from crossover.loadtests.capacity.calibration_bursts import Burst
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records.journal_events import LevelFinished, LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.models.model_spec import Routing
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.conversations import Session, sent_turns
 
 STEP_TIMES = StepTimeModel(
     base_seconds=0.02,

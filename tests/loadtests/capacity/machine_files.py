@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from loadtests.capacity.machine_file import Hardware, MachineFile, ModelSteps
-from models.model_ladder import ladder_model
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.loadtests.capacity.machine_file import Hardware, MachineFile, ModelSteps
+from crossover.models.model_ladder import ladder_model
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.step_time_model import StepTimeModel
 
 
 def steps_of(

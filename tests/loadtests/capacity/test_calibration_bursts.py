@@ -2,11 +2,11 @@
 
 import pytest
 
-from loadtests.capacity.calibration_bursts import Burst, calibrate, most_at_once
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import capacity
-from serving.capacity.slo import Slo
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate, most_at_once
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import capacity
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import (
     EXPERTS_STEP_TIMES,
     SETTINGS,

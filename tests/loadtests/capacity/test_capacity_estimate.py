@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.capacity import capacity_estimate
-from loadtests.capacity.capacity_estimate import confirming_seconds, estimate
-from loadtests.levels.level_columns import Level
-from loadtests.records.journal_events import Capacity
-from serving.capacity.simulated_capacity import LOADED, Lengths, sd_of
-from serving.capacity.slo import SLO_PRESETS, Slo
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.loadtests.capacity import capacity_estimate
+from crossover.loadtests.capacity.capacity_estimate import confirming_seconds, estimate
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records.journal_events import Capacity
+from crossover.serving.capacity.simulated_capacity import LOADED, Lengths, sd_of
+from crossover.serving.capacity.slo import SLO_PRESETS, Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.capacity.known_server import SETTINGS, KnownServer
 from tests.loadtests.levels.made import alone, steady_level, taken
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.capacity.capacity_text import (
+from crossover.loadtests.capacity.capacity_text import (
     common_rate,
     held_words,
     in_words,
@@ -16,8 +16,8 @@ from loadtests.capacity.capacity_text import (
     state_words,
     users_words,
 )
-from loadtests.records.journal_events import Capacity
-from models import formatting
+from crossover.loadtests.records.journal_events import Capacity
+from crossover.models import formatting
 
 STEP_TIMES: dict[str, Any] = {
     "method": "step_times",

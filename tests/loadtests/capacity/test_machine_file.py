@@ -5,13 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.capacity.machine_file import (
+from crossover.loadtests.capacity.machine_file import (
     BadMachineFile,
     hardware_of,
     read_machine_file,
     write_machine_file,
 )
-from serving.hardware.machine_facts import hardware_facts
+from crossover.serving.hardware.machine_facts import hardware_facts
 from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES
 from tests.loadtests.capacity.machine_files import machine_file, steps_of
 

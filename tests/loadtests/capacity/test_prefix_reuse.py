@@ -4,15 +4,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.capacity.prefix_reuse import (
+from crossover.loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
     measured_reasoning_share,
     measured_reuse,
 )
-from loadtests.levels.level_columns import Level
-from loadtests.records.journal_events import LevelStarted
-from loadtests.records.request_record import RequestRecord
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records.journal_events import LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import STEP_TIMES, KnownServer
 
 CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=128)

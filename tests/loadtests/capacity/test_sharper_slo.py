@@ -7,19 +7,19 @@ from functools import cache
 import msgspec
 import pytest
 
-from loadtests.capacity.sharper_slo import SHARP, advice
-from loadtests.records.journal_events import Capacity
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import (
+from crossover.loadtests.capacity.sharper_slo import SHARP, advice
+from crossover.loadtests.records.journal_events import Capacity
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import (
     QUICK_REQUESTS,
     Z_90,
     SimulatedCapacity,
     capacity,
     sd_of,
 )
-from serving.capacity.slo import SLO_PRESETS, Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.workload.request_lengths import Workload
+from crossover.serving.capacity.slo import SLO_PRESETS, Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.request_lengths import Workload
 
 # As SmolLM2-135M on two cores: its longest prompts take 1.6 s of the 2 s alone.
 STEP_TIMES = StepTimeModel(

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.capacity.step_observation import level_factor, merged_steps, observed_steps
+from crossover.loadtests.capacity.step_observation import level_factor, merged_steps, observed_steps
 from tests.loadtests.capacity.known_server import (
     EXPERTS_STEP_TIMES,
     SETTINGS,

@@ -6,11 +6,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.campaign.campaign_runner import run
-from loadtests.campaign.progress import Progress
-from loadtests.cli.calibrate_command import CalibrateOptions, in_words, machine_of, plan_of
-from loadtests.errors import LoadError
-from loadtests.records.run_folder import read_records
+from crossover.loadtests.campaign.campaign_runner import run
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.cli.calibrate_command import (
+    CalibrateOptions,
+    in_words,
+    machine_of,
+    plan_of,
+)
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.records.run_folder import read_records
 from tests.loadtests.capacity.machine_files import machine_file
 
 OPTIONS = CalibrateOptions(models=("135m",), backend="fake", slots=4)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from loadtests.comparison.compare_runs import RunValues
-from loadtests.records.journal_events import FORMAT_VERSION
-from loadtests.records.run_folder import RunManifest
+from crossover.loadtests.comparison.compare_runs import RunValues
+from crossover.loadtests.records.journal_events import FORMAT_VERSION
+from crossover.loadtests.records.run_folder import RunManifest
 
 # Latencies answer to speed as those of a queue do: far more than in proportion near the capacity.
 STEEPNESS = {"TTFT p50": 1.0, "TTFT p95": 3.0, "TPOT p50": 1.2, "E2E p50": 1.5, "E2E p95": 2.0}

@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from crossover import app
-from loadtests.comparison.compare_runs import (
+from crossover.cli import app
+from crossover.loadtests.comparison.compare_runs import (
     Facts,
     RunValues,
     compare,
     read,
 )
-from loadtests.comparison.run_environment import differences
-from loadtests.errors import BadRunFolder, NotComparable
-from loadtests.records.journal_events import (
+from crossover.loadtests.comparison.run_environment import differences
+from crossover.loadtests.errors import BadRunFolder, NotComparable
+from crossover.loadtests.records.journal_events import (
     Capacity,
     CellFinished,
     LevelFinished,
     LevelStarted,
 )
-from loadtests.records.run_folder import RunFolder
+from crossover.loadtests.records.run_folder import RunFolder
 from tests.loadtests.comparison.servers_of_known_speed import (
     CAMPAIGN,
     CELL,

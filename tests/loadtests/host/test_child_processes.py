@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from loadtests.host.child_processes import Child, last_line
-from loadtests.host.resource_sampler import engine_pids, family
+from crossover.loadtests.host.child_processes import Child, last_line
+from crossover.loadtests.host.resource_sampler import engine_pids, family
 from tests.tools.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 def test_a_child_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     script = (
         "import os, sys, time; from pathlib import Path; "
-        "from loadtests.host.child_processes import "
+        "from crossover.loadtests.host.child_processes import "
         "Child\n"
         f"child = Child(['sleep', '60'], log=Path({str(tmp_path / 'log')!r})); print(child.pid, "
         "flush=True); time.sleep(60)"
@@ -64,7 +64,10 @@ def test_leaving_a_child_ends_its_whole_group(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_server_are_told_apart(tmp_path: Path) -> None:
-    sleeper = "[sys.executable, '-c', 'import time; time.sleep(60)', 'serving.engine.engine_loop']"
+    sleeper = (
+        "[sys.executable, '-c', 'import time; time.sleep(60)', "
+        "'crossover.serving.engine.engine_loop']"
+    )
     script = f"import subprocess, sys; subprocess.run({sleeper})"
     with Child([sys.executable, "-c", script], log=tmp_path / "log") as child:
         engine = wait_for(lambda: engine_pids(child.pid))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.host.cpu_time_taken import CoreWatch, process_of, throttled_seconds
-from loadtests.levels.disturbance import disturbance_of
+from crossover.loadtests.host.cpu_time_taken import CoreWatch, process_of, throttled_seconds
+from crossover.loadtests.levels.disturbance import disturbance_of
 
 pytestmark = pytest.mark.clock
 CORE = max(os.sched_getaffinity(0))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.host.child_processes import Child
-from loadtests.host.listening_process import is_loopback, listening_pid
+from crossover.loadtests.host.child_processes import Child
+from crossover.loadtests.host.listening_process import is_loopback, listening_pid
 
 LISTEN = """
 import socket, sys, time

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.errors import MachineBusy
-from loadtests.host.machine_lock import machine_lock
+from crossover.loadtests.errors import MachineBusy
+from crossover.loadtests.host.machine_lock import machine_lock
 
 ROOT = Path(__file__).parents[3]
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 def test_a_second_campaign_is_refused_and_told_who_measures(tmp_path: Path) -> None:
     file = tmp_path / "lock"
     hold = (
-        "import sys; from pathlib import Path; from loadtests.host.machine_lock import "
+        "import sys; from pathlib import Path; from crossover.loadtests.host.machine_lock import "
         "machine_lock\n"
         f"with machine_lock('runs/a', file=Path({str(file)!r})):\n print('held', flush=True); "
         "sys.stdin.read()"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from loadtests.errors import LoadError
-from loadtests.host.resource_sampler import Gpu, Rapl, Sampler
-from loadtests.records.resource_sample import ResourceSample
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.host.resource_sampler import Gpu, Rapl, Sampler
+from crossover.loadtests.records.resource_sample import ResourceSample
 from tests.tools.waiting import wait_for
 
 
@@ -53,7 +53,7 @@ def test_a_sink_that_fails_is_told() -> None:
 def test_a_server_is_seen_as_engine_and_api() -> None:
     script = (
         "import subprocess, sys; engine = subprocess.Popen([sys.executable, '-c', 'while True: "
-        "pass', 'serving.engine.engine_loop'])\n"
+        "pass', 'crossover.serving.engine.engine_loop'])\n"
         "try: sys.stdin.read()\nfinally: engine.kill()"
     )
     server = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)

@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.levels.level_columns import Level
-from loadtests.records.journal_events import (
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.records.journal_events import (
     Disturbance,
     LevelFinished,
     LevelStarted,
 )
-from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import ResourceSample
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.loadtests.records.resource_sample import ResourceSample
 
 
 def request(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.levels.disturbance import disturbance_of, in_words, is_slight
-from loadtests.records.journal_events import Disturbance
-from loadtests.records.resource_sample import CoresSample, OtherProcess, busiest
+from crossover.loadtests.levels.disturbance import disturbance_of, in_words, is_slight
+from crossover.loadtests.records.journal_events import Disturbance
+from crossover.loadtests.records.resource_sample import CoresSample, OtherProcess, busiest
 
 
 def part(**figures: object) -> CoresSample:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtests.levels.level_columns import Level, failure_of
-from loadtests.levels.percentiles import distribution
-from loadtests.records.request_record import RequestRecord
-from serving.capacity.slo import Slo
+from crossover.loadtests.levels.level_columns import Level, failure_of
+from crossover.loadtests.levels.percentiles import distribution
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.serving.capacity.slo import Slo
 from tests.loadtests.levels.made import failed, level, request, steady_level
 
 SLO = Slo("test", 2.0, 0.1, target=0.9)

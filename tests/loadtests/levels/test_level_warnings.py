@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 
-from loadtests.levels.level_columns import Level
-from loadtests.levels.level_warnings import NamedWarning, Seriousness, is_valid, level_warnings
-from loadtests.records.request_record import RequestRecord
-from loadtests.records.resource_sample import ResourceSample
-from serving.capacity.slo import Slo
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.levels.level_warnings import (
+    NamedWarning,
+    Seriousness,
+    is_valid,
+    level_warnings,
+)
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.loadtests.records.resource_sample import ResourceSample
+from crossover.serving.capacity.slo import Slo
 from tests.loadtests.levels.made import level, request, sample, steady_level, taken
 
 SLO = Slo("test", 2.0, 0.1, target=0.9)

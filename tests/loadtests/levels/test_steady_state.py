@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loadtests.levels.slo_attainment import grows, is_steady
+from crossover.loadtests.levels.slo_attainment import grows, is_steady
 from tests.loadtests.levels.made import waits_md_c
 
 Queue = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float, float]

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from loadtests.errors import LoadError
-from loadtests.levels.level_columns import Level
-from loadtests.load_generator.dispatcher import Dispatcher
-from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.level_messages import LoadPlan
-from loadtests.load_generator.openai_endpoint import Target, TargetFacts
-from loadtests.records.journal_events import LevelStarted
-from loadtests.records.request_record import RequestRecord
-from serving.errors import WorkloadError
-from serving.workload.arrivals import Constant
-from serving.workload.conversations import draw_sessions, mean_turns
-from serving.workload.request_lengths import Spread, Workload
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.load_generator.dispatcher import Dispatcher
+from crossover.loadtests.load_generator.http_connection import clock
+from crossover.loadtests.load_generator.level_messages import LoadPlan
+from crossover.loadtests.load_generator.openai_endpoint import Target, TargetFacts
+from crossover.loadtests.records.journal_events import LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.serving.errors import WorkloadError
+from crossover.serving.workload.arrivals import Constant
+from crossover.serving.workload.conversations import draw_sessions, mean_turns
+from crossover.serving.workload.request_lengths import Spread, Workload
 from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
 
 ANSWER_SECONDS = 0.05

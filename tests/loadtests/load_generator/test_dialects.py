@@ -11,10 +11,15 @@ from typing import NamedTuple
 
 import pytest
 
-from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.openai_endpoint import Target, pool_for, probe, request_bytes
-from loadtests.load_generator.sse_timestamps import stream
-from loadtests.records.request_record import RequestRecord
+from crossover.loadtests.load_generator.http_connection import clock
+from crossover.loadtests.load_generator.openai_endpoint import (
+    Target,
+    pool_for,
+    probe,
+    request_bytes,
+)
+from crossover.loadtests.load_generator.sse_timestamps import stream
+from crossover.loadtests.records.request_record import RequestRecord
 from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
 
 GUIDE = Path(__file__).parents[3] / "docs" / "measure-any-endpoint.md"

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from loadtests.load_generator.endpoint_details import (
+from crossover.loadtests.load_generator.endpoint_details import (
     ask_details,
     find_local_servers,
     look_at,
     shape_by_name,
 )
-from loadtests.load_generator.openai_endpoint import Target
-from models.model_ladder import ladder_model
+from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.models.model_ladder import ladder_model
 from tests.loadtests.load_generator.scripted_endpoint import Asked, Handler, answered, scripted
 
 

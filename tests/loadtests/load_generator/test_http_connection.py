@@ -11,11 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.errors import TargetUnusable
-from loadtests.load_generator import http_connection
-from loadtests.load_generator.http_connection import clock, connect, fetch, get_bytes, post_bytes
-from loadtests.load_generator.sse_timestamps import stream
-from loadtests.records.request_record import RequestRecord
+from crossover.loadtests.errors import TargetUnusable
+from crossover.loadtests.load_generator import http_connection
+from crossover.loadtests.load_generator.http_connection import (
+    clock,
+    connect,
+    fetch,
+    get_bytes,
+    post_bytes,
+)
+from crossover.loadtests.load_generator.sse_timestamps import stream
+from crossover.loadtests.records.request_record import RequestRecord
 
 Serve = Callable[..., str]
 EVENT = b'data: {"choices":[{"index":0,"text":"ab"}]}\n\n'

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.cli.load_command import load
-from loadtests.errors import LoadError
-from loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
-from models.errors import CrossoverError
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.cli.load_command import load
+from crossover.loadtests.errors import LoadError
+from crossover.loadtests.load_generator.load_options import LoadOptions, parse_workload, plan_of
+from crossover.models.errors import CrossoverError
+from crossover.serving.workload.request_lengths import Workload
 
 
 def test_workloads_as_people_write_them() -> None:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import loadtests
-from serving.workload.arrivals import Poisson, due_times
+from crossover import loadtests
+from crossover.serving.workload.arrivals import Poisson, due_times
 
 LOCUSTFILE = Path(loadtests.__file__).parent / "locustfile.py"
 
@@ -19,7 +19,7 @@ def locust(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "locust", "-f", LOCUSTFILE, "--headless", "--json", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[1])},
+        env={**os.environ, "PYTHONPATH": str(LOCUSTFILE.parents[2])},
         capture_output=True,
         text=True,
         timeout=90,

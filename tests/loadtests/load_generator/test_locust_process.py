@@ -14,14 +14,19 @@ from typing import Any
 
 import pytest
 
-from loadtests.errors import LevelInterrupted
-from loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from loadtests.load_generator.level_messages import Ended, GeneratorEvent, LoadPlan, Started
-from loadtests.load_generator.locust_process import LoadGenerator
-from loadtests.load_generator.openai_endpoint import Target
-from loadtests.records.request_record import RequestRecord
-from serving.workload.arrivals import Constant, Poisson, due_times
-from serving.workload.request_lengths import RequestSpec, Workload
+from crossover.loadtests.errors import LevelInterrupted
+from crossover.loadtests.load_generator.http_connection import connect, fetch, get_bytes
+from crossover.loadtests.load_generator.level_messages import (
+    Ended,
+    GeneratorEvent,
+    LoadPlan,
+    Started,
+)
+from crossover.loadtests.load_generator.locust_process import LoadGenerator
+from crossover.loadtests.load_generator.openai_endpoint import Target
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.serving.workload.arrivals import Constant, Poisson, due_times
+from crossover.serving.workload.request_lengths import RequestSpec, Workload
 
 Start = Callable[..., str]
 SMALL = Workload(prompt_tokens=16, output_tokens=8)

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from loadtests.errors import EndpointRefuses, TargetUnusable
-from loadtests.load_generator.http_connection import clock, connect, get_bytes
-from loadtests.load_generator.openai_endpoint import (
+from crossover.loadtests.errors import EndpointRefuses, TargetUnusable
+from crossover.loadtests.load_generator.http_connection import clock, connect, get_bytes
+from crossover.loadtests.load_generator.openai_endpoint import (
     Target,
     TargetFacts,
     pool_for,
     probe,
     request_bytes,
 )
-from loadtests.load_generator.sse_timestamps import stream
-from loadtests.records.request_record import RequestRecord
+from crossover.loadtests.load_generator.sse_timestamps import stream
+from crossover.loadtests.records.request_record import RequestRecord
 from tests.loadtests.load_generator.scripted_endpoint import Asked, answered, scripted, sse
 
 Refuse = Callable[[dict[str, Any]], str | None]

@@ -13,11 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.errors import TargetUnusable
-from loadtests.load_generator.http_connection import clock, connect, fetch, get_bytes
-from loadtests.load_generator.openai_endpoint import Target, pool_for, probe, request_bytes
-from loadtests.load_generator.sse_timestamps import Answer, stream
-from loadtests.records.request_record import RequestRecord
+from crossover.loadtests.errors import TargetUnusable
+from crossover.loadtests.load_generator.http_connection import clock, connect, fetch, get_bytes
+from crossover.loadtests.load_generator.openai_endpoint import (
+    Target,
+    pool_for,
+    probe,
+    request_bytes,
+)
+from crossover.loadtests.load_generator.sse_timestamps import Answer, stream
+from crossover.loadtests.records.request_record import RequestRecord
 
 Start = Callable[..., str]
 STAMP_SECONDS = 0.002  # loopback, a wake-up, and a machine that others use too

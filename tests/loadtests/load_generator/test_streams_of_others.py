@@ -15,10 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.load_generator.http_connection import clock
-from loadtests.load_generator.openai_endpoint import Target, TargetFacts, pool_for, request_bytes
-from loadtests.load_generator.sse_timestamps import Answer, stream
-from loadtests.records.request_record import RequestRecord
+from crossover.loadtests.load_generator.http_connection import clock
+from crossover.loadtests.load_generator.openai_endpoint import (
+    Target,
+    TargetFacts,
+    pool_for,
+    request_bytes,
+)
+from crossover.loadtests.load_generator.sse_timestamps import Answer, stream
+from crossover.loadtests.records.request_record import RequestRecord
 from tests.loadtests.load_generator.scripted_endpoint import answered, scripted, sse
 
 FACTS = TargetFacts("m", True, True, True)

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.errors import BadRunFolder
-from loadtests.levels.level_columns import levels_of
-from loadtests.records.journal_events import (
+from crossover.loadtests.errors import BadRunFolder
+from crossover.loadtests.levels.level_columns import levels_of
+from crossover.loadtests.records.journal_events import (
     FORMAT_VERSION,
     AnyEvent,
     Calibrated,
@@ -27,8 +27,8 @@ from loadtests.records.journal_events import (
     LevelAbandoned,
     of_kind,
 )
-from loadtests.records.resource_sample import ResourceSample
-from loadtests.records.run_folder import (
+from crossover.loadtests.records.resource_sample import ResourceSample
+from crossover.loadtests.records.run_folder import (
     COMPRESSED,
     EVENTS,
     LOCK,

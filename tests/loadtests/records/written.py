@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from loadtests.records.journal_events import (
+from crossover.loadtests.records.journal_events import (
     FORMAT_VERSION,
     LevelFinished,
     LevelStarted,
 )
-from loadtests.records.request_record import RequestRecord
-from loadtests.records.run_folder import RunManifest
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.loadtests.records.run_folder import RunManifest
 
 MANIFEST_RECORD = RunManifest(
     format_version=FORMAT_VERSION,

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtests.selftest.reference_server import Batch, Truth
-from loadtests.selftest.selftest import SLOTS, STEP_TIMES, WORKLOAD, WORLDS
-from serving.capacity.batching_simulator import simulate
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.workload.arrivals import Poisson, due_times
-from serving.workload.request_lengths import draw
+from crossover.loadtests.selftest.reference_server import Batch, Truth
+from crossover.loadtests.selftest.selftest import SLOTS, STEP_TIMES, WORKLOAD, WORLDS
+from crossover.serving.capacity.batching_simulator import simulate
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.workload.arrivals import Poisson, due_times
+from crossover.serving.workload.request_lengths import draw
 
 
 def played(truth: Truth, due: Any, prompts: Any, outputs: Any) -> tuple[Any, Any]:

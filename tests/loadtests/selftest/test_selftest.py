@@ -7,10 +7,10 @@ from io import StringIO
 
 import pytest
 
-from loadtests.campaign.progress import Progress
-from loadtests.cli.selftest_command import show_selftest
-from loadtests.selftest import selftest
-from loadtests.selftest.selftest import Row, conversations, counts, open_bench
+from crossover.loadtests.campaign.progress import Progress
+from crossover.loadtests.cli.selftest_command import show_selftest
+from crossover.loadtests.selftest import selftest
+from crossover.loadtests.selftest.selftest import Row, conversations, counts, open_bench
 
 
 def test_the_self_test_passes_its_counts() -> None:

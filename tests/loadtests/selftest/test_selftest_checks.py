@@ -10,15 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.records.journal_events import Capacity
-from loadtests.records.request_record import RequestRecord
-from loadtests.selftest.selftest import (
+from crossover.loadtests.records.journal_events import Capacity
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.loadtests.selftest.selftest import (
     arrival_row,
     capacity_rows,
     failure_rows,
     times_rows,
 )
-from serving.workload.arrivals import Poisson, due_times
+from crossover.serving.workload.arrivals import Poisson, due_times
 
 
 def world(chunk: int, stall: float = 0.0) -> tuple[list[RequestRecord], dict[str, Any]]:

@@ -5,16 +5,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.capacity.machine_file import write_machine_file
-from models.model_ladder import SIZED, ladder_model
-from models.model_spec import ModelSpec, Routing
-from reports.devices.calibrated_machines import (
+from crossover.loadtests.capacity.machine_file import write_machine_file
+from crossover.models.model_ladder import SIZED, ladder_model
+from crossover.models.model_spec import ModelSpec, Routing
+from crossover.reports.devices.calibrated_machines import (
     BIGGER_HALF_WIDTH,
     FORMAT_HALF_WIDTH,
     calibrated_machine,
 )
-from reports.errors import ReportError
-from serving.capacity.step_time_model import StepTimeModel
+from crossover.reports.errors import ReportError
+from crossover.serving.capacity.step_time_model import StepTimeModel
 from tests.loadtests.capacity.machine_files import machine_file, steps_of
 
 MIXTURE = SIZED[0].spec  # 8 of 128 experts

@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from models.model_ladder import ladder_model, sized
-from models.weight_formats import weight_bytes
-from reports.devices.device_capacity import (
+from crossover.models.model_ladder import ladder_model, sized
+from crossover.models.weight_formats import weight_bytes
+from crossover.reports.devices.device_capacity import (
     Machine,
     Service,
     Traffic,
@@ -15,9 +15,9 @@ from reports.devices.device_capacity import (
     holds,
     machine_of,
 )
-from reports.devices.device_catalog import device_named, priced_gpus
-from serving.capacity.simulated_capacity import Lengths
-from serving.capacity.slo import Slo
+from crossover.reports.devices.device_catalog import device_named, priced_gpus
+from crossover.serving.capacity.simulated_capacity import Lengths
+from crossover.serving.capacity.slo import Slo
 
 CHAT = Slo("chat", 2.0, 0.2, 0.9)
 DRAW = np.random.default_rng(1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from reports.devices.device_catalog import (
+from crossover.reports.devices.device_catalog import (
     device_named,
     device_of_driver_name,
     devices,
@@ -12,7 +12,7 @@ from reports.devices.device_catalog import (
     read_devices,
     shipped,
 )
-from reports.errors import ReportError
+from crossover.reports.errors import ReportError
 
 OWN = """[[device]]
 name = "nvidia l4"

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from reports.devices.device_step_times import Constants
+from crossover.reports.devices.device_step_times import Constants
 from tests.bench.device_fit import fit
 from tests.bench.device_fit.facts import DATA
 from tests.bench.device_fit.published import published_rows, published_table

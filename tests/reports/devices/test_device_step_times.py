@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.model_ladder import SIZED, ladder_model
-from models.model_spec import ModelSpec
-from reports.devices.device_catalog import Device, device_named
-from reports.devices.device_step_times import constants_of, predicted_step_times
-from reports.errors import ReportError
+from crossover.models.model_ladder import SIZED, ladder_model
+from crossover.models.model_spec import ModelSpec
+from crossover.reports.devices.device_catalog import Device, device_named
+from crossover.reports.devices.device_step_times import constants_of, predicted_step_times
+from crossover.reports.errors import ReportError
 from tests.bench.device_fit import fit
 from tests.bench.device_fit.step_model import (
     ACCELERATOR,

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.records.journal_events import Capacity
-from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
-from reports.devices.device_catalog import devices, priced_gpus
-from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
-from reports.plan.plan_costs import MAX_ROWS, Candidate, Plan, make_plan
-from reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
-from reports.plan.plan_machines import _measured, asked_of, candidates_of
-from reports.plan.plan_text import as_json, as_text, choice_sentence
+from crossover.loadtests.records.journal_events import Capacity
+from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
+from crossover.reports.devices.device_catalog import devices, priced_gpus
+from crossover.reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads
+from crossover.reports.plan.plan_costs import MAX_ROWS, Candidate, Plan, make_plan
+from crossover.reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
+from crossover.reports.plan.plan_machines import _measured, asked_of, candidates_of
+from crossover.reports.plan.plan_text import as_json, as_text, choice_sentence
 from tests.reports.runs import shown
 
 
@@ -174,7 +174,7 @@ def test_a_gpu_without_a_list_price_is_considered_at_yours(
 ) -> None:
     listed = priced_gpus()
     priced = {one.name for one in listed[:1]}
-    monkeypatch.setattr("reports.plan.plan_machines.priced_gpus", lambda: listed[:1])
+    monkeypatch.setattr("crossover.reports.plan.plan_machines.priced_gpus", lambda: listed[:1])
     unpriced = next(one.name for one in devices() if one.kind == "gpu" and one not in listed)
     asked = question({"model": "1b", "forecast": {"peak_rate": 1.0}, "prices": {unpriced: 0.01}})
     found = {one.device: one.dollars_per_hour for one in candidates_of(asked)}

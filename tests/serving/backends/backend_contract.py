@@ -1,5 +1,5 @@
-"""The contract of serving.backends.backend_interface, as checks that every backend's test runs on
-its own loaded backend.
+"""The contract of crossover.serving.backends.backend_interface, as checks that every backend's test
+runs on its own loaded backend.
 
 `reference(prompt, count)` gives the `count` tokens that greedy decoding adds to `prompt`, from
 something that is not the backend under test (transformers) or, where a check is about churn alone,
@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from serving.backends.backend_interface import Backend, EngineConfig
-from serving.engine.ipc_messages import GenerationRequest, Submit
-from serving.engine.scheduler import Scheduler
-from serving.errors import EngineFailed
-from serving.sampling.step_inputs import Sampling
+from crossover.serving.backends.backend_interface import Backend, EngineConfig
+from crossover.serving.engine.ipc_messages import GenerationRequest, Submit
+from crossover.serving.engine.scheduler import Scheduler
+from crossover.serving.errors import EngineFailed
+from crossover.serving.sampling.step_inputs import Sampling
 from tests.serving.backends.backend_steps import Make, Reference, Tie, generate, prompt_of, row
 
 

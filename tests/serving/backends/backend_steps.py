@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from serving.backends.backend_interface import Backend
-from serving.sampling.step_inputs import Row, Sampling
+from crossover.serving.backends.backend_interface import Backend
+from crossover.serving.sampling.step_inputs import Row, Sampling
 
 Make = Callable[..., Any]  # the fixture of conftest.py
 Reference = Callable[[Sequence[int], int], list[int]]

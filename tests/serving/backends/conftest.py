@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from models.model_spec import ModelSpec
-from models.random_weights import write_gguf
-from serving.backends.backend_table import backend_class
+from crossover.models.model_spec import ModelSpec
+from crossover.models.random_weights import write_gguf
+from crossover.serving.backends.backend_table import backend_class
 from tests.serving.backends.backend_steps import Make
 from tests.shapes import TINY_LLAMA
 from tests.tools.with_settings import engine_config

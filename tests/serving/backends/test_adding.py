@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from serving.backends.backend_table import (
+from crossover.serving.backends.backend_table import (
     backend_for,
     format_of,
     missing_backends,
     spec_of,
     weights_of,
 )
-from serving.errors import BackendUnavailable, Unsupported
+from crossover.serving.errors import BackendUnavailable, Unsupported
 
 ROOT = Path(__file__).parents[3]
 FOLDER, NAME = "serving/backends/echo/backend.py", "echo"
@@ -34,7 +34,7 @@ def copy(tmp_path: Path) -> Path:
     for package in ("models", "serving"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
-    shutil.copy(ROOT / "crossover.py", tmp_path)
+    shutil.copytree(ROOT / "crossover", tmp_path / "crossover", symlinks=True)
     page = (ROOT / "docs/adding-a-backend.md").read_text()
     code, row = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / FOLDER).parent.mkdir()
@@ -117,7 +117,7 @@ def test_the_backend_decides_the_kind_of_file() -> None:
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.backends.backend_table.find_spec", lambda name: None)
+    monkeypatch.setattr("crossover.serving.backends.backend_table.find_spec", lambda name: None)
     missing = missing_backends()
     assert set(missing) == {"llama_cpp", "onnx", "torch"}
     assert "llm-crossover[llama-cpp]" in missing["llama_cpp"]

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from models.errors import BrokenWeights
-from models.gguf_reader import read_header
-from models.random_weights import write_gguf
-from models.tokenizer import try_tokenizer
-from models.weights_manifest import manifest_path
-from serving.supervisor.restart_policy import RecoveryLimits
+from crossover.models.errors import BrokenWeights
+from crossover.models.gguf_reader import read_header
+from crossover.models.random_weights import write_gguf
+from crossover.models.tokenizer import try_tokenizer
+from crossover.models.weights_manifest import manifest_path
+from crossover.serving.supervisor.restart_policy import RecoveryLimits
 from tests.serving.backends.hf_folders import hf_folder, onnx_folder
 from tests.serving.fakes import ask, complete, wait_until
 from tests.serving.http.test_app_engine import serving

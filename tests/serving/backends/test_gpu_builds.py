@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from serving.backends.llama_cpp.library import LogTail
-from serving.backends.torch.torch_capabilities import cause_of
-from serving.errors import Cause
+from crossover.serving.backends.llama_cpp.library import LogTail
+from crossover.serving.backends.torch.torch_capabilities import cause_of
+from crossover.serving.errors import Cause
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from models.identify_model import Kind, ModelIdentity, identify
-from serving.backends.model_engines import engines_on, refusal, usual_engines
+from crossover.models.identify_model import Kind, ModelIdentity, identify
+from crossover.serving.backends.model_engines import engines_on, refusal, usual_engines
 from tests.shapes import TINY_LLAMA
 
 

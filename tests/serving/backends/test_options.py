@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from serving.backends.backend_interface import parse_options
-from serving.errors import Unsupported
+from crossover.serving.backends.backend_interface import parse_options
+from crossover.serving.errors import Unsupported
 
 
 class Given(msgspec.Struct, frozen=True):

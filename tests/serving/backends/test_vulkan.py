@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from models.random_weights import write_gguf
-from models.tokenizer import load_tokenizer
-from serving.backends.backend_table import probe_backend
-from serving.backends.llama_cpp.backend import LlamaCppBackend
-from serving.hardware.gpus import VULKAN, GpuFacts
-from serving.registry.engine_config import Machine, prepare
-from serving.server_options import ModelOptions
-from serving.supervisor.engine_supervisor import Supervisor
-from serving.supervisor.restart_policy import RecoveryLimits
+from crossover.models.random_weights import write_gguf
+from crossover.models.tokenizer import load_tokenizer
+from crossover.serving.backends.backend_table import probe_backend
+from crossover.serving.backends.llama_cpp.backend import LlamaCppBackend
+from crossover.serving.hardware.gpus import VULKAN, GpuFacts
+from crossover.serving.registry.engine_config import Machine, prepare
+from crossover.serving.server_options import ModelOptions
+from crossover.serving.supervisor.engine_supervisor import Supervisor
+from crossover.serving.supervisor.restart_policy import RecoveryLimits
 from tests.serving.backends.backend_steps import generate, prompt_of
 from tests.serving.fakes import app_on, ask, complete, served, wait_until
 from tests.shapes import TINY_LLAMA3

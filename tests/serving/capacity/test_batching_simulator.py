@@ -7,15 +7,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.model_spec import Routing
-from serving.backends.backend_interface import EngineConfig
-from serving.capacity.batching_simulator import simulate
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import Lengths, Server
-from serving.capacity.step_time_model import StepTimeModel
-from serving.engine.ipc_messages import GenerationRequest, Submit
-from serving.engine.scheduler import Scheduler
-from serving.workload.arrivals import Poisson, due_times
+from crossover.models.model_spec import Routing
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.capacity.batching_simulator import simulate
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import Lengths, Server
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.engine.ipc_messages import GenerationRequest, Submit
+from crossover.serving.engine.scheduler import Scheduler
+from crossover.serving.workload.arrivals import Poisson, due_times
 from tests.fake_backend import FakeBackend
 from tests.loadtests.capacity.known_server import (
     EXPERTS_STEP_TIMES,

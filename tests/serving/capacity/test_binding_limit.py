@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from serving.capacity.binding_limit import (
+from crossover.serving.capacity.binding_limit import (
     AS_GOOD,
     KIND_WORDS,
     REMEDIES,
@@ -18,11 +18,11 @@ from serving.capacity.binding_limit import (
     binding_limit,
     sentence_of,
 )
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import Server
-from serving.capacity.slo import SLO_PRESETS
-from serving.capacity.step_time_model import StepTimeModel
-from serving.workload.request_lengths import Workload
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.slo import SLO_PRESETS
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.request_lengths import Workload
 
 CHAT = SLO_PRESETS["chat"]
 COUNT = 300  # requests of a simulation

@@ -14,14 +14,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from loadtests.capacity.calibration_bursts import calibrate
-from models.model_spec import Routing
-from serving.capacity.batching_simulator import Array, Simulated
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import Server
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.workload.request_lengths import Workload
+from crossover.loadtests.capacity.calibration_bursts import calibrate
+from crossover.models.model_spec import Routing
+from crossover.serving.capacity.batching_simulator import Array, Simulated
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import KnownServer
 
 ROWS, PROMPTS = (0, 1, 2, 4, 8, 16), (0, 16, 64, 512)

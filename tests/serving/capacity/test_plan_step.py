@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from serving.capacity.plan_step import plan_step
-from serving.capacity.scheduler_settings import (
+from crossover.serving.capacity.plan_step import plan_step
+from crossover.serving.capacity.scheduler_settings import (
     DEFAULT_SETTINGS,
     RequestedSettings,
     SchedulerSettings,

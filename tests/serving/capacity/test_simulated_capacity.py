@@ -6,17 +6,17 @@ import math
 import msgspec
 import pytest
 
-from serving.capacity import simulated_capacity
-from serving.capacity.batching_simulator import simulate
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import (
+from crossover.serving.capacity import simulated_capacity
+from crossover.serving.capacity.batching_simulator import simulate
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import (
     QUICK_REQUESTS,
     Server,
     lengths_of,
 )
-from serving.capacity.slo import Slo
-from serving.workload.arrivals import Gamma, Poisson, due_times
-from serving.workload.request_lengths import Workload
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.workload.arrivals import Gamma, Poisson, due_times
+from crossover.serving.workload.request_lengths import Workload
 from tests.loadtests.capacity.known_server import STEP_TIMES
 
 capacity = functools.partial(simulated_capacity.capacity, requests=QUICK_REQUESTS)

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from serving.backends.backend_interface import EngineConfig
-from serving.capacity.batching_simulator import simulate
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.capacity.simulated_capacity import (
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.capacity.batching_simulator import simulate
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import (
     NO_REUSE,
     Lengths,
     PrefixReuse,
@@ -19,12 +19,12 @@ from serving.capacity.simulated_capacity import (
     capacity,
     lengths_of,
 )
-from serving.capacity.slo import Slo
-from serving.capacity.step_time_model import StepTimeModel
-from serving.engine.ipc_messages import GenerationRequest, Submit
-from serving.engine.scheduler import Scheduler
-from serving.workload.arrivals import Constant, Poisson, due_times
-from serving.workload.request_lengths import Spread, Workload
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.step_time_model import StepTimeModel
+from crossover.serving.engine.ipc_messages import GenerationRequest, Submit
+from crossover.serving.engine.scheduler import Scheduler
+from crossover.serving.workload.arrivals import Constant, Poisson, due_times
+from crossover.serving.workload.request_lengths import Spread, Workload
 from tests.fake_backend import FakeBackend
 
 STEPS = StepTimeModel(

@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.levels.level_columns import Level
-from loadtests.levels.percentiles import distribution
-from loadtests.levels.slo_attainment import design_effect, wilson
-from loadtests.records.journal_events import LevelStarted
-from loadtests.records.request_record import RequestRecord
-from serving.capacity.slo import SLO_PRESETS, Slo, parse_slo, requests_to_hold
+from crossover.loadtests.levels.level_columns import Level
+from crossover.loadtests.levels.percentiles import distribution
+from crossover.loadtests.levels.slo_attainment import design_effect, wilson
+from crossover.loadtests.records.journal_events import LevelStarted
+from crossover.loadtests.records.request_record import RequestRecord
+from crossover.serving.capacity.slo import SLO_PRESETS, Slo, parse_slo, requests_to_hold
 
 CHAT = SLO_PRESETS["chat"]
 

@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from serving.capacity.step_time_model import NUMBERS, StepObservation, fit_step_times
-from serving.errors import WorkloadError
+from crossover.serving.capacity.step_time_model import NUMBERS, StepObservation, fit_step_times
+from crossover.serving.errors import WorkloadError
 from tests.loadtests.capacity.known_server import EXPERTS_STEP_TIMES, STEP_TIMES
 
 

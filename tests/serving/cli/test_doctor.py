@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.backends.backend_probe import BackendProbe
-from serving.cli import doctor_command
-from serving.cli.doctor_command import (
+from crossover.serving.backends.backend_probe import BackendProbe
+from crossover.serving.cli import doctor_command
+from crossover.serving.cli.doctor_command import (
     Diagnosis,
     advice,
     amx_in_words,
@@ -20,8 +20,8 @@ from serving.cli.doctor_command import (
     warnings_of_builds,
     warnings_of_cores,
 )
-from serving.hardware.core_speeds import CoreSpeeds
-from serving.hardware.gpus import GpuFacts
+from crossover.serving.hardware.core_speeds import CoreSpeeds
+from crossover.serving.hardware.gpus import GpuFacts
 from tests.serving.placement.test_plan import GIB, machine
 
 WORKS = BackendProbe("llama_cpp", True, "1.0", details={"system_info": "AVX2 = 1 [x]"})

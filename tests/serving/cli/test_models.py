@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from models.model_ladder import LADDER, SIZED
-from serving.errors import ServingError
-from serving.option_help import parse_bytes
+from crossover.models.model_ladder import LADDER, SIZED
+from crossover.serving.errors import ServingError
+from crossover.serving.option_help import parse_bytes
 from tests.gguf_families import Sizes, write_family
 
 Ran = subprocess.CompletedProcess[str]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from serving.hardware.cpu_topology import SHARED_NICE
+from crossover.serving.hardware.cpu_topology import SHARED_NICE
 from tests.serving.fakes import Answer, ask, complete, scraped, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -292,20 +292,28 @@ def test_bad_input_is_one_sentence_and_status_2(
 
 
 def test_the_help_page_teaches() -> None:
-    done = run("crossover.py", "serve", "--help")
+    done = run("-m", "crossover", "serve", "--help")
     assert done.returncode == 0 and "Examples:" in done.stdout and "--ready-file" in done.stdout
 
 
 def test_help_is_quick_since_nothing_heavy_is_imported() -> None:
     heavy = {"torch", "numpy", "uvicorn", "starlette", "transformers", "llama_cpp"}
-    heavy |= {"asyncio", "psutil", "serving.placement.placement_policy", "models.child_process"}
-    code = f"import sys, serving.cli.serve_command; print(sorted({heavy!r} & set(sys.modules)))"
+    heavy |= {
+        "asyncio",
+        "psutil",
+        "crossover.serving.placement.placement_policy",
+        "crossover.models.child_process",
+    }
+    code = (
+        "import sys, crossover.serving.cli.serve_command; "
+        f"print(sorted({heavy!r} & set(sys.modules)))"
+    )
     assert run("-c", code).stdout.strip() == "[]"
 
 
 def test_doctor_looks_at_this_machine_and_makes_no_folder(tmp_path: Path) -> None:
     cache = str(tmp_path / "not-there-yet")
-    done = run("crossover.py", "doctor", CROSSOVER_CACHE=cache)
+    done = run("-m", "crossover", "doctor", CROSSOVER_CACHE=cache)
     assert done.returncode == 0, done.stderr
     assert f"{os.cpu_count()} logical" in done.stdout and f" {cache} (" in done.stdout
     backends = re.findall(r"^  (\w+) +CPU (?:yes|no), GPU", done.stdout, re.MULTILINE)

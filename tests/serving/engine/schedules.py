@@ -5,10 +5,10 @@ schedule gives wrong tokens.
 import random
 from typing import Any
 
-from serving.backends.backend_interface import EngineConfig
-from serving.engine.ipc_messages import Delta, GenerationRequest, Submit
-from serving.engine.scheduler import Scheduler
-from serving.sampling.step_inputs import Row, Sampled, Sampling
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.engine.ipc_messages import Delta, GenerationRequest, Submit
+from crossover.serving.engine.scheduler import Scheduler
+from crossover.serving.sampling.step_inputs import Row, Sampled, Sampling
 from tests.fake_backend import FakeBackend, continuation
 from tests.tools.with_settings import engine_config
 

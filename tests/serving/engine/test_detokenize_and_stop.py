@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from serving.engine.detokenize_and_stop import StreamText
+from crossover.serving.engine.detokenize_and_stop import StreamText
 
 
 def stream(

@@ -13,11 +13,11 @@ from weakref import WeakSet
 import numpy as np
 import pytest
 
-from serving.backends.backend_interface import EngineConfig
-from serving.engine.ipc_messages import Delta, Submit
-from serving.engine.scheduler import Scheduler
-from serving.errors import EngineFailed
-from serving.sampling.step_inputs import DRAWN, NO_TOKEN, Row, Sampled, Sampling
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.engine.ipc_messages import Delta, Submit
+from crossover.serving.engine.scheduler import Scheduler
+from crossover.serving.errors import EngineFailed
+from crossover.serving.sampling.step_inputs import DRAWN, NO_TOKEN, Row, Sampled, Sampling
 from tests.serving.engine.schedules import (
     TABLE,
     VOCABULARY,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from serving.backends.backend_interface import EngineConfig
-from serving.capacity.choose_slot import PROMPT_TAIL, max_checkpoints
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.engine.ipc_messages import Delta
-from serving.engine.scheduler import Scheduler
-from serving.errors import EngineFailed, ServingError, Unsupported
-from serving.sampling.step_inputs import Row, Sampled, Sampling
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.capacity.choose_slot import PROMPT_TAIL, max_checkpoints
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.engine.ipc_messages import Delta
+from crossover.serving.engine.scheduler import Scheduler
+from crossover.serving.errors import EngineFailed, ServingError, Unsupported
+from crossover.serving.sampling.step_inputs import Row, Sampled, Sampling
 from tests.fake_backend import FakeBackend, continuation
 from tests.serving.engine.schedules import (
     TABLE,

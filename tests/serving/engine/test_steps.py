@@ -2,10 +2,10 @@
 
 import pytest
 
-from serving.backends.backend_interface import EngineConfig
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.engine.scheduler import Scheduler
-from serving.sampling.step_inputs import Row, Sampled
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.engine.scheduler import Scheduler
+from crossover.serving.sampling.step_inputs import Row, Sampled
 from tests.serving.engine.schedules import TABLE, VOCABULARY, Recorder, make, request, run
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.tokenizer import load_tokenizer
-from serving.engine.ipc_messages import (
+from crossover.models.tokenizer import load_tokenizer
+from crossover.serving.engine.ipc_messages import (
     CONFIG_VARIABLE,
     SOCKET_VARIABLE,
     Cancel,
@@ -30,8 +30,8 @@ from serving.engine.ipc_messages import (
     decode_from_engine,
     frame,
 )
-from serving.sampling.step_inputs import Sampling
-from serving.supervisor.inflight_requests import merged
+from crossover.serving.sampling.step_inputs import Sampling
+from crossover.serving.supervisor.inflight_requests import merged
 from tests.fake_backend import continuation
 from tests.tools.with_settings import engine_config
 
@@ -53,7 +53,7 @@ class Child:
             SOCKET_VARIABLE: str(theirs.fileno()),
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "serving.engine.engine_loop"],
+            [sys.executable, "-m", "crossover.serving.engine.engine_loop"],
             env=environment,
             pass_fds=[theirs.fileno()],
             stderr=self._log,

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from serving.hardware.core_speeds import (
+from crossover.serving.hardware.core_speeds import (
     CoreSpeeds,
     last_cache_bytes,
     measure_core_speeds,
     thread_counts,
 )
-from serving.hardware.machine_facts import allowed_cores
+from crossover.serving.hardware.machine_facts import allowed_cores
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from serving.errors import ServingError
-from serving.hardware.cpu_topology import (
+from crossover.serving.errors import ServingError
+from crossover.serving.hardware.cpu_topology import (
     SHARED_NICE,
     cores_text,
     parse_cores,

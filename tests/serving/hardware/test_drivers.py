@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from models import child_process
-from serving.errors import Cause
-from serving.hardware.gpus import FoundGpus, GpuFacts, visible
+from crossover.models import child_process
+from crossover.serving.errors import Cause
+from crossover.serving.hardware.gpus import FoundGpus, GpuFacts, visible
 from tests.tools.fake_nvml import built
 
 GIB = 1 << 30
@@ -42,7 +42,7 @@ def asked(library: Path, wrong: str, code: str) -> Any:
 
 def listed(library: Path, wrong: str) -> FoundGpus:
     code = (
-        "import msgspec, serving.hardware.gpus as n; "
+        "import msgspec, crossover.serving.hardware.gpus as n; "
         "print(msgspec.json.encode(n.list_gpus()).decode())"
     )
     return msgspec.convert(asked(library, wrong, code), FoundGpus)
@@ -72,7 +72,7 @@ def test_a_driver_that_does_not_start_is_a_cause(library: Path, wrong: str, caus
 
 def test_the_sampler_survives_an_old_driver(library: Path) -> None:
     code = (
-        "import msgspec, os; from loadtests.host.resource_sampler import Gpu;"
+        "import msgspec, os; from crossover.loadtests.host.resource_sampler import Gpu;"
         "os.environ['CUDA_VISIBLE_DEVICES'] = 'GPU-0002'; gpu = Gpu();"
         "import subprocess, sys;"
         "wait = 'import time; print(1, flush=True); time.sleep(60)';"

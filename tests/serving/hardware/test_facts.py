@@ -10,12 +10,17 @@ import msgspec
 import psutil
 import pytest
 
-from loadtests.host.cpu_pinning import divide_cores
-from loadtests.host.cpu_time_taken import processes
-from models.child_process import start_python
-from models.machine_limits import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
-from serving.hardware.cpu_topology import split_cores
-from serving.hardware.machine_facts import (
+from crossover.loadtests.host.cpu_pinning import divide_cores
+from crossover.loadtests.host.cpu_time_taken import processes
+from crossover.models.child_process import start_python
+from crossover.models.machine_limits import (
+    available_bytes,
+    cgroup_cores,
+    cgroup_memory_left,
+    total_bytes,
+)
+from crossover.serving.hardware.cpu_topology import split_cores
+from crossover.serving.hardware.machine_facts import (
     HardwareFacts,
     hardware_facts,
     resident_bytes,
@@ -174,7 +179,7 @@ def test_a_quota_bounds_the_threads_that_nobody_asked_for(
 
 def test_reading_facts_imports_nothing_heavy() -> None:
     code = (
-        "import sys, serving.hardware.machine_facts as h; h.hardware_facts(); "
+        "import sys, crossover.serving.hardware.machine_facts as h; h.hardware_facts(); "
         "print(sorted({'torch', 'numpy', 'llama_cpp'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -183,7 +188,10 @@ def test_reading_facts_imports_nothing_heavy() -> None:
 
 def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
     """Nice alone leaves it half the core, where the kernel groups tasks by session."""
-    lower = "from serving.hardware.machine_facts import lower_priority; lower_priority(10)\nprint()"
+    lower = (
+        "from crossover.serving.hardware.machine_facts import "
+        "lower_priority; lower_priority(10)\nprint()"
+    )
     core = max(os.sched_getaffinity(0))
     busy = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
     found = [

@@ -10,9 +10,9 @@ from typing import NoReturn
 
 import pytest
 
-from models import child_process
-from serving.backends.backend_table import probe_backend
-from serving.hardware.gpus import find_gpus, run_probe
+from crossover.models import child_process
+from crossover.serving.backends.backend_table import probe_backend
+from crossover.serving.hardware.gpus import find_gpus, run_probe
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_without_driver_files_the_driver_is_not_asked(
     def asked() -> NoReturn:
         raise AssertionError("it was asked")
 
-    monkeypatch.setattr("serving.hardware.gpus.list_gpus", asked)
+    monkeypatch.setattr("crossover.serving.hardware.gpus.list_gpus", asked)
     found = find_gpus(root=tmp_path)
     assert (found.gpus, found.cause) == ((), "no_device")
 
@@ -102,9 +102,9 @@ def test_a_backend_that_crashes_on_import_is_told_of_not_suffered(impostor: Path
 def test_a_folder_named_models_where_the_user_stands_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("models", "serving"):
+    for name in ("crossover", "models", "serving"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('wrong package')")
     monkeypatch.chdir(tmp_path)
-    code, output, error = run_probe("serving.hardware.gpus:list_gpus", 20)
+    code, output, error = run_probe("crossover.serving.hardware.gpus:list_gpus", 20)
     assert code == 0 and output, error

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models.convert_to_onnx import make_onnx
-from models.model_spec import ModelSpec
-from models.random_weights import write_gguf, write_hf_folder
-from serving.capacity.scheduler_settings import RequestedSettings
-from serving.hardware.machine_facts import hardware_facts
-from serving.placement.placement_policy import PlacementRequest, predicted
+from crossover.models.convert_to_onnx import make_onnx
+from crossover.models.model_spec import ModelSpec
+from crossover.models.random_weights import write_gguf, write_hf_folder
+from crossover.serving.capacity.scheduler_settings import RequestedSettings
+from crossover.serving.hardware.machine_facts import hardware_facts
+from crossover.serving.placement.placement_policy import PlacementRequest, predicted
 from tests.tools.with_settings import engine_config
 
 MEDIUM = ModelSpec(
@@ -37,10 +37,10 @@ MEDIUM = ModelSpec(
 SLOTS, CONTEXT = 4, 512
 FILL = """
 import sys, msgspec, numpy as np
-from serving.backends.backend_table import backend_class
-from serving.backends.backend_interface import EngineConfig
-from serving.hardware.machine_facts import resident_bytes
-from serving.sampling.step_inputs import Row
+from crossover.serving.backends.backend_table import backend_class
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.hardware.machine_facts import resident_bytes
+from crossover.serving.sampling.step_inputs import Row
 config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
 backend = backend_class(config.backend)(config, lambda what, fraction: None)
 for slot in range(config.settings.slots):

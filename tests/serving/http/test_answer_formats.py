@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from models.answer_marks import dialect_of, with_marks
-from serving.http.answer_parts import OutputParser, form_of
-from serving.http.tool_calls import readable_calls
+from crossover.models.answer_marks import dialect_of, with_marks
+from crossover.serving.http.answer_parts import OutputParser, form_of
+from crossover.serving.http.tool_calls import readable_calls
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},

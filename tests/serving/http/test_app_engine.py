@@ -19,12 +19,12 @@ import msgspec
 import openai
 import pytest
 
-from models.tokenizer import Tokenizer, load_tokenizer, write_shipped
-from serving.backends.backend_interface import EngineConfig
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.supervisor.admission import QueueBounds
-from serving.supervisor.engine_supervisor import Supervisor
-from serving.supervisor.restart_policy import RecoveryLimits
+from crossover.models.tokenizer import Tokenizer, load_tokenizer, write_shipped
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.supervisor.admission import QueueBounds
+from crossover.serving.supervisor.engine_supervisor import Supervisor
+from crossover.serving.supervisor.restart_policy import RecoveryLimits
 from tests.fake_backend import continuation
 from tests.serving.fakes import app_on, ask, complete, scraped, served, wait_until
 from tests.serving.http.test_app_streams import connected, post, read_until

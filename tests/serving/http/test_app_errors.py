@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serving.errors import Overloaded
-from serving.http.body_types import ChatRequest, CompletionRequest
+from crossover.serving.errors import Overloaded
+from crossover.serving.http.body_types import ChatRequest, CompletionRequest
 from tests.serving.fakes import (
     ByteTokenizer,
     FakeSupervisor,

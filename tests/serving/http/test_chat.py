@@ -13,11 +13,11 @@ import msgspec
 import openai
 import pytest
 
-from models.chat_template import CHATML
-from models.random_weights import write_gguf
-from serving.backends.backend_interface import EngineConfig
-from serving.capacity.scheduler_settings import SchedulerSettings
-from serving.http.answer_parts import OutputFormat, OutputParser, Part
+from crossover.models.chat_template import CHATML
+from crossover.models.random_weights import write_gguf
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.http.answer_parts import OutputFormat, OutputParser, Part
 from tests.serving.fakes import INFO, ByteTokenizer, FakeSupervisor, app_on, chat, served
 from tests.serving.http.test_app_engine import serving
 from tests.shapes import TINY_LLAMA

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from models.chat_template import CHATML
-from serving.http.answer_parts import OutputFormat, OutputParser
-from serving.http.api_errors import ApiError
-from serving.http.body_types import CHAT as BODY
-from serving.http.body_types import decode
-from serving.http.chat_completions import rendered
-from serving.registry.loaded_models import ServedModel
+from crossover.models.chat_template import CHATML
+from crossover.serving.http.answer_parts import OutputFormat, OutputParser
+from crossover.serving.http.api_errors import ApiError
+from crossover.serving.http.body_types import CHAT as BODY
+from crossover.serving.http.body_types import decode
+from crossover.serving.http.chat_completions import rendered
+from crossover.serving.registry.loaded_models import ServedModel
 from tests.models.test_chat_forms import FIRST_PART, NINE, NULL_CONTENT, SINGLE
 from tests.models.test_chat_forms import PARTS as PARTS_ONLY
 from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, chat

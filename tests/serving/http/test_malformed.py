@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serving.http.body_types import COMPLETION, decode
+from crossover.serving.http.body_types import COMPLETION, decode
 from tests.serving.fakes import Answer, FakeSupervisor, app_on, ask, scraped, served
 from tests.serving.http.test_app_streams import connected, read_all
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.http.http_server import is_local_name
-from serving.http.routes import App
+from crossover.serving.http.http_server import is_local_name
+from crossover.serving.http.routes import App
 from tests.serving.fakes import FakeSupervisor, app_on, ask, served
 from tests.serving.http.test_app_streams import connected, read_all
 

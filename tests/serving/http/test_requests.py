@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from serving.http.api_errors import try_again
-from serving.http.body_types import CHAT, COMPLETION, decode
+from crossover.serving.http.api_errors import try_again
+from crossover.serving.http.body_types import CHAT, COMPLETION, decode
 
 TURN = {"role": "user", "content": "hi"}
 SAID = {

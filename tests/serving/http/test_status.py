@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.errors import Cause
-from serving.hardware.machine_facts import resident_bytes
-from serving.http.routes import ROUTES, document
-from serving.supervisor.engine_supervisor import Event
+from crossover.serving.errors import Cause
+from crossover.serving.hardware.machine_facts import resident_bytes
+from crossover.serving.http.routes import ROUTES, document
+from crossover.serving.supervisor.engine_supervisor import Event
 from tests.serving.fakes import FakeSupervisor, app_on, ask, served
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.tokenizer import load_tokenizer, shipped, write_shipped
-from serving.cli.launch import words_of_tokens_out_of_range
-from serving.engine.ipc_messages import FinishReason, GenerationRequest, Submit
-from serving.sampling.step_inputs import Sampling
+from crossover.models.tokenizer import load_tokenizer, shipped, write_shipped
+from crossover.serving.cli.launch import words_of_tokens_out_of_range
+from crossover.serving.engine.ipc_messages import FinishReason, GenerationRequest, Submit
+from crossover.serving.sampling.step_inputs import Sampling
 from tests.serving.engine.schedules import make
 from tests.serving.fakes import (
     INFO,

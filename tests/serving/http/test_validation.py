@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.http.api_errors import ApiError
-from serving.http.body_types import ChatRequest, CompletionRequest
-from serving.http.request_validation import prompts_of, token_limit, validate
-from serving.registry.loaded_models import EngineLimits
-from serving.sampling.step_inputs import Sampling
+from crossover.serving.http.api_errors import ApiError
+from crossover.serving.http.body_types import ChatRequest, CompletionRequest
+from crossover.serving.http.request_validation import prompts_of, token_limit, validate
+from crossover.serving.registry.loaded_models import EngineLimits
+from crossover.serving.sampling.step_inputs import Sampling
 
 FACTS = EngineLimits(256, 300)
 

@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.model_ladder import SIZED, ladder_model
-from models.random_weights import write_gguf
-from serving.backends.backend_interface import BackendInfo, EngineConfig
-from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
-from serving.capacity.slo import SLO_PRESETS
-from serving.errors import ServingError
-from serving.hardware.machine_facts import hardware_facts
-from serving.placement import fastest_backend as fastest_backend_module
-from serving.placement.fastest_backend import (
+from crossover.models.model_ladder import SIZED, ladder_model
+from crossover.models.random_weights import write_gguf
+from crossover.serving.backends.backend_interface import BackendInfo, EngineConfig
+from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
+from crossover.serving.capacity.slo import SLO_PRESETS
+from crossover.serving.errors import ServingError
+from crossover.serving.hardware.machine_facts import hardware_facts
+from crossover.serving.placement import fastest_backend as fastest_backend_module
+from crossover.serving.placement.fastest_backend import (
     EngineCandidate,
     EngineChoice,
     EngineTimes,
@@ -31,9 +31,9 @@ from serving.placement.fastest_backend import (
     read_table,
     table_path,
 )
-from serving.placement.placement_policy import NoPlacement, PlacementRequest
-from serving.sampling.step_inputs import Row, Sampled
-from serving.workload.request_lengths import Workload
+from crossover.serving.placement.placement_policy import NoPlacement, PlacementRequest
+from crossover.serving.sampling.step_inputs import Row, Sampled
+from crossover.serving.workload.request_lengths import Workload
 from tests.serving.backends.hf_folders import onnx_folder
 from tests.shapes import TINY_LLAMA3
 
@@ -208,7 +208,7 @@ def test_times_that_others_disturbed_serve_once_and_are_measured_again(
 ) -> None:
     keep_times(cache, "int8", msgspec.structs.replace(times(0.04), taken_share=0.2))
     assert chosen(cache).backend == "llama_cpp", "nothing may be measured: they are all there is"
-    module = "serving.placement.fastest_backend"
+    module = "crossover.serving.placement.fastest_backend"
     monkeypatch.setattr(
         f"{module}.resolve",
         lambda source, **more: SimpleNamespace(
@@ -336,7 +336,7 @@ def test_a_slow_engine_is_measured_in_little_time_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = Scripted(16, step_tokens=32)
-    monkeypatch.setattr("serving.placement.fastest_backend.PART_SECONDS", 0.01)
+    monkeypatch.setattr("crossover.serving.placement.fastest_backend.PART_SECONDS", 0.01)
     measure(backend, lambda: backend.now)  # type: ignore[arg-type]
     assert backend.longest == 16 and max(backend.held[1:]) < 64
 

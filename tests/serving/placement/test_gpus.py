@@ -12,31 +12,31 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.errors import BrokenWeights
-from models.model_ladder import ladder_model
-from models.resolve_model import ResolvedModel
-from serving.backends.backend_interface import EngineConfig
-from serving.backends.backend_table import BACKENDS, BackendSpec
-from serving.engine.ipc_messages import CONFIG_VARIABLE
-from serving.errors import Cause, Unsupported
-from serving.hardware.gpus import GpuFacts
-from serving.placement.fastest_backend import EngineCandidate, EngineTimes, keep
-from serving.placement.placement_policy import (
+from crossover.models.errors import BrokenWeights
+from crossover.models.model_ladder import ladder_model
+from crossover.models.resolve_model import ResolvedModel
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.backends.backend_table import BACKENDS, BackendSpec
+from crossover.serving.engine.ipc_messages import CONFIG_VARIABLE
+from crossover.serving.errors import Cause, Unsupported
+from crossover.serving.hardware.gpus import GpuFacts
+from crossover.serving.placement.fastest_backend import EngineCandidate, EngineTimes, keep
+from crossover.serving.placement.placement_policy import (
     Obstacles,
     Placement,
     explain,
     narrowed,
     plan,
 )
-from serving.registry.engine_config import (
+from crossover.serving.registry.engine_config import (
     files_of_engines,
     options_by_backend,
     prepare,
     question_of,
     with_known_fallback,
 )
-from serving.server_options import ModelOptions
-from serving.supervisor.engine_process import environment
+from crossover.serving.server_options import ModelOptions
+from crossover.serving.supervisor.engine_process import environment
 from tests.serving.placement.test_plan import machine, with_gpu
 from tests.tools.made_up_machines import MadeUp, MadeUpMachine, made_up_machines, placed_on
 from tests.tools.with_settings import placement_request
@@ -123,7 +123,7 @@ def test_the_table_names_the_options_that_a_backend_has(name: str) -> None:
         "torch": "torch.backend:TorchOptions",
     }
     module, _, kind = kinds[name].partition(":")
-    struct = getattr(importlib.import_module(f"serving.backends.{module}"), kind)
+    struct = getattr(importlib.import_module(f"crossover.serving.backends.{module}"), kind)
     assert spec.options is not None
     assert set(spec.options) == set(struct.__struct_fields__)
 

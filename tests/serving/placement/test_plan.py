@@ -5,13 +5,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from models import formatting
-from models.model_ladder import ladder_model
-from models.model_spec import ModelSpec
-from serving.errors import Cause, Unsupported
-from serving.hardware.gpus import GpuFacts
-from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.placement_policy import (
+from crossover.models import formatting
+from crossover.models.model_ladder import ladder_model
+from crossover.models.model_spec import ModelSpec
+from crossover.serving.errors import Cause, Unsupported
+from crossover.serving.hardware.gpus import GpuFacts
+from crossover.serving.hardware.machine_facts import HardwareFacts
+from crossover.serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
     Obstacles,
@@ -20,7 +20,7 @@ from serving.placement.placement_policy import (
     explain,
     plan,
 )
-from serving.server_options import Policy
+from crossover.serving.server_options import Policy
 from tests.tools.with_settings import placement_request
 
 GIB = 1 << 30

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.model_ladder import ladder_model
-from serving.hardware.gpus import GpuFacts
-from serving.hardware.machine_facts import hardware_facts
-from serving.placement.fastest_backend import EngineCandidate, EngineTimes, Question, keep
-from serving.placement.placement_policy import PlacementRequest
-from serving.registry.engine_config import Machine, best_for, find_model
-from serving.server_options import ModelOptions
+from crossover.models.model_ladder import ladder_model
+from crossover.serving.hardware.gpus import GpuFacts
+from crossover.serving.hardware.machine_facts import hardware_facts
+from crossover.serving.placement.fastest_backend import EngineCandidate, EngineTimes, Question, keep
+from crossover.serving.placement.placement_policy import PlacementRequest
+from crossover.serving.registry.engine_config import Machine, best_for, find_model
+from crossover.serving.server_options import ModelOptions
 from tests.serving.backends.hf_folders import children_here, hf_folder
 
 SPEC = ladder_model("135m").spec

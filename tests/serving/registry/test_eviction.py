@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from serving.errors import NoRoom
-from serving.placement.placement_policy import Attempt, NoPlacement
-from serving.registry.loaded_models import bytes_by_place, bytes_free, make_room
+from crossover.serving.errors import NoRoom
+from crossover.serving.placement.placement_policy import Attempt, NoPlacement
+from crossover.serving.registry.loaded_models import bytes_by_place, bytes_free, make_room
 
 
 class Resident(NamedTuple):

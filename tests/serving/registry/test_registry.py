@@ -14,17 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.engine.ipc_messages import GenerationRequest
-from serving.errors import LoadFailed, Unavailable
-from serving.metrics import ServerMetrics
-from serving.placement.placement_policy import NoPlacement
-from serving.registry import loaded_models
-from serving.registry.engine_config import Machine, prepare
-from serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
-from serving.server_options import ModelOptions
-from serving.supervisor.engine_supervisor import Supervisor
-from serving.supervisor.inflight_requests import Stream
-from serving.supervisor.restart_policy import RecoveryLimits
+from crossover.serving.engine.ipc_messages import GenerationRequest
+from crossover.serving.errors import LoadFailed, Unavailable
+from crossover.serving.metrics import ServerMetrics
+from crossover.serving.placement.placement_policy import NoPlacement
+from crossover.serving.registry import loaded_models
+from crossover.serving.registry.engine_config import Machine, prepare
+from crossover.serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
+from crossover.serving.server_options import ModelOptions
+from crossover.serving.supervisor.engine_supervisor import Supervisor
+from crossover.serving.supervisor.inflight_requests import Stream
+from crossover.serving.supervisor.restart_policy import RecoveryLimits
 from tests.serving.children import collect
 
 pytestmark = pytest.mark.usefixtures("forked_engines")

@@ -11,11 +11,11 @@ import time
 import numpy as np
 import pytest
 
-from models.tokenizer import load_tokenizer, write_shipped
-from serving.errors import Unsupported
-from serving.sampling.batch_sampler import sample
-from serving.sampling.grammar import Grammars, Matcher
-from serving.sampling.step_inputs import Row, Sampling
+from crossover.models.tokenizer import load_tokenizer, write_shipped
+from crossover.serving.errors import Unsupported
+from crossover.serving.sampling.batch_sampler import sample
+from crossover.serving.sampling.grammar import Grammars, Matcher
+from crossover.serving.sampling.step_inputs import Row, Sampling
 from tests.shapes import TINY_LLAMA
 
 BYTES = Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}))

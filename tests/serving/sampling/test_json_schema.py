@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serving.errors import Unsupported
-from serving.sampling.grammar import CallableTool, Grammars, Matcher, ToolCalls
-from serving.sampling.step_inputs import Sampling
+from crossover.serving.errors import Unsupported
+from crossover.serving.sampling.grammar import CallableTool, Grammars, Matcher, ToolCalls
+from crossover.serving.sampling.step_inputs import Sampling
 
 BYTES = Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from serving.sampling.random_numbers import (
+from crossover.serving.sampling.random_numbers import (
     CDF_COUNTER,
     CONSTANTS,
     Constants,
@@ -17,7 +17,7 @@ from serving.sampling.random_numbers import (
     proposal_bits,
     proposal_counters,
 )
-from serving.sampling.step_inputs import Row, Sampling
+from crossover.serving.sampling.step_inputs import Row, Sampling
 
 ONES = 0xFFFF_FFFF
 # Counter, key and words of philox4x32 with 10 rounds: kat_vectors of Random123.

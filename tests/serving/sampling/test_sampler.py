@@ -15,9 +15,15 @@ from msgspec.structs import replace
 from scipy import stats
 from scipy.special import log_softmax, softmax
 
-from serving.sampling.batch_sampler import sample
-from serving.sampling.step_inputs import NO_TOKEN, Row, Sampling
-from serving.sampling.top_k_top_p import TopP, TopPBounds, group_maxima, is_surely_kept, weigh
+from crossover.serving.sampling.batch_sampler import sample
+from crossover.serving.sampling.step_inputs import NO_TOKEN, Row, Sampling
+from crossover.serving.sampling.top_k_top_p import (
+    TopP,
+    TopPBounds,
+    group_maxima,
+    is_surely_kept,
+    weigh,
+)
 
 F32 = npt.NDArray[np.float32]
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from serving.errors import Overloaded
-from serving.supervisor.admission import AdmissionController, QueueBounds
+from crossover.serving.errors import Overloaded
+from crossover.serving.supervisor.admission import AdmissionController, QueueBounds
 
 OPEN = QueueBounds(waiting_requests=1 << 20, wait_seconds=1e9)
 
@@ -21,7 +21,8 @@ class Work:
 
 
 class Queue(AdmissionController):
-    """With the sequences in flight beside it, as serving.supervisor.inflight_requests has them."""
+    """With the sequences in flight beside it, as crossover.serving.supervisor.inflight_requests has
+    them."""
 
     def __init__(self, bounds: QueueBounds, slots: int) -> None:
         self.inside: dict[int, Work] = {}

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.tokenizer import load_tokenizer
-from serving.errors import Cause
-from serving.hardware.gpus import GpuFacts
-from serving.placement.placement_policy import explain
-from serving.registry.engine_config import prepare
-from serving.server_options import ModelOptions, Policy
-from serving.supervisor.engine_supervisor import Supervisor
-from serving.supervisor.restart_policy import RecoveryLimits
+from crossover.models.tokenizer import load_tokenizer
+from crossover.serving.errors import Cause
+from crossover.serving.hardware.gpus import GpuFacts
+from crossover.serving.placement.placement_policy import explain
+from crossover.serving.registry.engine_config import prepare
+from crossover.serving.server_options import ModelOptions, Policy
+from crossover.serving.supervisor.engine_supervisor import Supervisor
+from crossover.serving.supervisor.restart_policy import RecoveryLimits
 from tests.serving.fakes import app_on, ask, complete, scraped, served, wait_until
 from tests.serving.placement.test_plan import machine, with_gpu
 from tests.tools.made_up_machines import MadeUp

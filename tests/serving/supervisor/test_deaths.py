@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serving.backends.backend_interface import EngineConfig
-from serving.engine.ipc_messages import GenerationRequest
-from serving.errors import EngineFailed, Unavailable
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.engine.ipc_messages import GenerationRequest
+from crossover.serving.errors import EngineFailed, Unavailable
 from tests.serving.children import (
     LONG,
     QUICK,

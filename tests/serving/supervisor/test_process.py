@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from models.child_process import start_python
-from serving.backends.backend_interface import EngineConfig
-from serving.engine.ipc_messages import GenerationRequest, Submit
-from serving.errors import Cause, EngineFailed
-from serving.supervisor.engine_process import EngineProcess
-from serving.supervisor.engine_supervisor import Supervisor
-from serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, RecoveryLimits
+from crossover.models.child_process import start_python
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.engine.ipc_messages import GenerationRequest, Submit
+from crossover.serving.errors import Cause, EngineFailed
+from crossover.serving.supervisor.engine_process import EngineProcess
+from crossover.serving.supervisor.engine_supervisor import Supervisor
+from crossover.serving.supervisor.restart_policy import LOAD_SILENCE_SECONDS, RecoveryLimits
 
 ABORTED = (
     "ggml_cuda_init: found 1 CUDA devices",
@@ -51,8 +51,9 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one that is in the driver: here nobody hears of its end."""
-    monkeypatch.setattr("serving.supervisor.engine_process.start_python", start_python)  # no fork
-    monkeypatch.setattr("serving.supervisor.engine_process.STUCK_AFTER_SECONDS", 0.2)
+    # no fork
+    monkeypatch.setattr("crossover.serving.supervisor.engine_process.start_python", start_python)
+    monkeypatch.setattr("crossover.serving.supervisor.engine_process.STUCK_AFTER_SECONDS", 0.2)
     monkeypatch.setattr(EngineProcess, "_follow", lambda engine: None)
 
     async def scenario() -> None:
@@ -100,8 +101,10 @@ def test_an_engine_that_cannot_be_started_wedges_neither_the_model_nor_its_end(
     async def scenario() -> None:
         limits = RecoveryLimits(backoff_first_seconds=0.01)
         supervisor = Supervisor([EngineConfig("fake", "", "m")], limits=limits)
-        monkeypatch.setattr("serving.supervisor.engine_process.start_python", start_python)
-        monkeypatch.setattr(f"serving.supervisor.engine_process.{fails}", none_left)
+        monkeypatch.setattr(
+            "crossover.serving.supervisor.engine_process.start_python", start_python
+        )
+        monkeypatch.setattr(f"crossover.serving.supervisor.engine_process.{fails}", none_left)
         await supervisor.start()
         with pytest.raises(EngineFailed, match="Too many open files"):
             await supervisor.wait_ready(20)

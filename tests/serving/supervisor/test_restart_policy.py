@@ -2,8 +2,8 @@
 
 import pytest
 
-from serving.errors import Cause
-from serving.supervisor.restart_policy import (
+from crossover.serving.errors import Cause
+from crossover.serving.supervisor.restart_policy import (
     PERMANENT,
     EngineExit,
     RecoveryLimits,

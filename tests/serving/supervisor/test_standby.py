@@ -11,9 +11,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from serving.backends.backend_interface import EngineConfig
-from serving.engine.ipc_messages import GenerationRequest
-from serving.supervisor.engine_supervisor import Supervisor
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.engine.ipc_messages import GenerationRequest
+from crossover.serving.supervisor.engine_supervisor import Supervisor
 from tests.serving.children import (
     LONG,
     QUICK,

@@ -2,8 +2,13 @@
 
 import asyncio
 
-from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
-from serving.supervisor.inflight_requests import Stream, merged
+from crossover.serving.engine.ipc_messages import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    TokenDetail,
+)
+from crossover.serving.supervisor.inflight_requests import Stream, merged
 from tests.serving.children import next_of
 
 

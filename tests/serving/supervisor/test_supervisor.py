@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from serving.backends.backend_interface import EngineConfig
-from serving.engine.ipc_messages import GenerationRequest
-from serving.errors import Overloaded, Unavailable
-from serving.supervisor.admission import QueueBounds
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.engine.ipc_messages import GenerationRequest
+from crossover.serving.errors import Overloaded, Unavailable
+from crossover.serving.supervisor.admission import QueueBounds
 from tests.serving.children import LONG, alive, collect, next_of, run, running, truth, until
 from tests.tools.waiting import wait_for
 
@@ -143,9 +143,9 @@ def test_the_child_dies_with_its_parent(
 ) -> None:
     program = (
         "import asyncio, sys\n"
-        "from serving.backends.backend_interface import EngineConfig\n"
-        "from serving.engine.ipc_messages import GenerationRequest\n"
-        "from serving.supervisor.engine_supervisor import Supervisor\n"
+        "from crossover.serving.backends.backend_interface import EngineConfig\n"
+        "from crossover.serving.engine.ipc_messages import GenerationRequest\n"
+        "from crossover.serving.supervisor.engine_supervisor import Supervisor\n"
         "async def main():\n"
         "    s = Supervisor([EngineConfig('fake', '', 'fake', tokenizer_path=sys.argv[1], "
         "options={'step_seconds': 0.01})])\n"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy.stats import kstest
 
-from serving.errors import WorkloadError
-from serving.workload.arrivals import (
+from crossover.serving.errors import WorkloadError
+from crossover.serving.workload.arrivals import (
     Arrivals,
     Constant,
     Gamma,

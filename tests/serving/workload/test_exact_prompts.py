@@ -4,9 +4,9 @@ import hashlib
 import itertools
 from importlib import resources
 
-from models.tokenizer import load_tokenizer
-from serving.workload.exact_prompts import WORDS, PromptMaker
-from serving.workload.request_lengths import RequestSpec
+from crossover.models.tokenizer import load_tokenizer
+from crossover.serving.workload.exact_prompts import WORDS, PromptMaker
+from crossover.serving.workload.request_lengths import RequestSpec
 
 
 def texts(seed, count, prefix=0):
@@ -39,7 +39,9 @@ def test_a_server_s_own_counts_are_met():
 
 
 def test_the_shipped_tokenizer_is_met_exactly():
-    tokenizer = load_tokenizer(resources.files("models").joinpath("data", "tokenizer.json"))
+    tokenizer = load_tokenizer(
+        resources.files("crossover.models").joinpath("data", "tokenizer.json")
+    )
     for seed in range(40):
         maker = PromptMaker(seed)
         for index, asked in enumerate((1, 2, 3, 33, 512)):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from serving.workload.request_lengths import PRESETS, Workload, draw
+from crossover.serving.workload.request_lengths import PRESETS, Workload, draw
 
 # Published quantiles of the traces (p5, p25, p50, p75, p90, p95, p99), mean, and rank correlation:
 # what a preset must reproduce.

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from serving.workload.request_lengths import PRESETS, Workload, draw, in_words
+from crossover.serving.workload.request_lengths import PRESETS, Workload, draw, in_words
 
 
 def test_no_answer_is_longer_than_is_asked():

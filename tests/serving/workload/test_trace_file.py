@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.errors import WorkloadError
-from serving.workload.arrivals import Trace
-from serving.workload.request_lengths import Workload, notes_of
-from serving.workload.trace_file import load_trace
+from crossover.serving.errors import WorkloadError
+from crossover.serving.workload.arrivals import Trace
+from crossover.serving.workload.request_lengths import Workload, notes_of
+from crossover.serving.workload.trace_file import load_trace
 
 ROW = '{"prompt_tokens": 1, "output_tokens": 2}\n'
 

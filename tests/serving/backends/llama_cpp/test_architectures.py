@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from models.errors import UnsupportedModel
-from models.gguf_reader import read_header
-from serving.backends.llama_cpp.cache_layout import kv_bytes
-from serving.backends.llama_cpp.dry_load import held_memory
-from serving.capacity.scheduler_settings import RequestedSettings
+from crossover.models.errors import UnsupportedModel
+from crossover.models.gguf_reader import read_header
+from crossover.serving.backends.llama_cpp.cache_layout import kv_bytes
+from crossover.serving.backends.llama_cpp.dry_load import held_memory
+from crossover.serving.capacity.scheduler_settings import RequestedSettings
 from tests.gguf_architectures import write_architecture
 from tests.serving.backends.backend_steps import Make, generate, near_tie
 from tests.serving.backends.llama_cpp.test_families import (

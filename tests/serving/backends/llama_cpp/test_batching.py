@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.backends.llama_cpp.batching import NEVER, calls_of, dummies
-from serving.sampling.step_inputs import Row
+from crossover.serving.backends.llama_cpp.batching import NEVER, calls_of, dummies
+from crossover.serving.sampling.step_inputs import Row
 from tests.serving.backends.backend_steps import Make, prompt_of, row
 
 Piece = tuple[int, int, int, bool]  # slot, start, tokens, wants a token

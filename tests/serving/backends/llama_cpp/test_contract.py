@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from models.tokenizer import load_tokenizer
-from serving.backends.backend_interface import EngineConfig
-from serving.engine.ipc_messages import GenerationRequest, Submit
-from serving.engine.scheduler import Scheduler
-from serving.sampling.grammar import Grammars
-from serving.sampling.step_inputs import Sampling
+from crossover.models.tokenizer import load_tokenizer
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.engine.ipc_messages import GenerationRequest, Submit
+from crossover.serving.engine.scheduler import Scheduler
+from crossover.serving.sampling.grammar import Grammars
+from crossover.serving.sampling.step_inputs import Sampling
 from tests.gguf_files import gguf_of
 from tests.serving.backends.backend_contract import (
     check_churn,

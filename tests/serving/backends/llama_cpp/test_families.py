@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.gguf_reader import read_header
-from serving.backends.backend_interface import EngineConfig
-from serving.backends.backend_table import BACKENDS
-from serving.backends.llama_cpp.backend import LlamaCppBackend
-from serving.backends.llama_cpp.cache_layout import keeps_windows_only, kv_bytes
-from serving.backends.llama_cpp.dry_load import held_memory
-from serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
-from serving.engine.ipc_messages import Delta, GenerationRequest, Submit
-from serving.engine.scheduler import Scheduler
-from serving.placement.placement_policy import held_at
-from serving.sampling.step_inputs import Sampling
+from crossover.models.gguf_reader import read_header
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.backends.backend_table import BACKENDS
+from crossover.serving.backends.llama_cpp.backend import LlamaCppBackend
+from crossover.serving.backends.llama_cpp.cache_layout import keeps_windows_only, kv_bytes
+from crossover.serving.backends.llama_cpp.dry_load import held_memory
+from crossover.serving.capacity.scheduler_settings import RequestedSettings, SchedulerSettings
+from crossover.serving.engine.ipc_messages import Delta, GenerationRequest, Submit
+from crossover.serving.engine.scheduler import Scheduler
+from crossover.serving.placement.placement_policy import held_at
+from crossover.serving.sampling.step_inputs import Sampling
 from tests.gguf_families import FAMILIES, VOCABULARY, Sizes, write_family
 from tests.serving.backends.backend_steps import Make, generate, near_tie
 

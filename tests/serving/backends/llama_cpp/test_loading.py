@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from models.errors import BrokenWeights
-from serving.errors import BackendUnavailable, KvFull, Unsupported
+from crossover.models.errors import BrokenWeights
+from crossover.serving.errors import BackendUnavailable, KvFull, Unsupported
 from tests.serving.backends.backend_contract import check_contradictions
 from tests.serving.backends.backend_steps import Make, generate, greedy_alone, prompt_of, row
 
@@ -94,8 +94,8 @@ def test_progress_and_an_exception_in_it(make: Make) -> None:
 
 def test_a_tokenizer_read_after_the_engine_leaves_it_llama_cpps_words() -> None:
     code = (
-        "from models.gguf_vocabulary import llama_library\n"
-        "from serving.backends.llama_cpp.library import LOG, library\n"
+        "from crossover.models.gguf_vocabulary import llama_library\n"
+        "from crossover.serving.backends.llama_cpp.library import LOG, library\n"
         "llama = library()\n"
         "llama_library().llama_model_load_from_file(b'/no/x.gguf', "
         "llama.llama_model_default_params())\n"
@@ -106,7 +106,7 @@ def test_a_tokenizer_read_after_the_engine_leaves_it_llama_cpps_words() -> None:
 
 
 ABORT = """
-from serving.backends.llama_cpp.library import library
+from crossover.serving.backends.llama_cpp.library import library
 text = b"pre-allocated tensor (cache_k_l0) in a buffer (Vulkan0) that cannot run the operation"
 library().llama_cpp._lib.ggml_abort(b"/x/y/ggml-backend.cpp", 941, text)
 """

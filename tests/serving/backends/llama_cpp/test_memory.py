@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models.gguf_reader import read_header
-from models.model_ladder import ladder_model, sized
-from models.model_spec import ModelSpec
-from serving.backends.backend_interface import HeldMemory
-from serving.backends.llama_cpp.cache_layout import buffer_bytes, kv_bytes, state_bytes
-from serving.backends.llama_cpp.dry_load import held_memory
-from serving.capacity.scheduler_settings import RequestedSettings
-from serving.hardware.machine_facts import hardware_facts
-from serving.placement.placement_policy import PlacementRequest, predicted
+from crossover.models.gguf_reader import read_header
+from crossover.models.model_ladder import ladder_model, sized
+from crossover.models.model_spec import ModelSpec
+from crossover.serving.backends.backend_interface import HeldMemory
+from crossover.serving.backends.llama_cpp.cache_layout import buffer_bytes, kv_bytes, state_bytes
+from crossover.serving.backends.llama_cpp.dry_load import held_memory
+from crossover.serving.capacity.scheduler_settings import RequestedSettings
+from crossover.serving.hardware.machine_facts import hardware_facts
+from crossover.serving.placement.placement_policy import PlacementRequest, predicted
 from tests.gguf_shapes import SHAPES, write_dense, write_shape
 
 SERVED = ((4, 2048), (16, 2048), (4, 8192), (4, 32768))  # slots, context tokens

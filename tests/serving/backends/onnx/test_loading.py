@@ -10,18 +10,18 @@ from pathlib import Path
 import onnx
 import pytest
 
-from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from serving.backends.onnx.onnx_folder import graph_file
-from serving.errors import BackendUnavailable, Unsupported
+from crossover.models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from crossover.serving.backends.onnx.onnx_folder import graph_file
+from crossover.serving.errors import BackendUnavailable, Unsupported
 from tests.serving.backends.backend_steps import Make
 from tests.serving.backends.hf_folders import onnx_folder
 
 
 def test_the_engine_process_imports_no_torch() -> None:
     code = (
-        "import sys; from serving.backends.backend_interface import EngineConfig; "
-        "from serving.capacity.scheduler_settings import SchedulerSettings; from "
-        "serving.backends.onnx.backend import OnnxBackend; "
+        "import sys; from crossover.serving.backends.backend_interface import EngineConfig; "
+        "from crossover.serving.capacity.scheduler_settings import SchedulerSettings; from "
+        "crossover.serving.backends.onnx.backend import OnnxBackend; "
         "OnnxBackend(EngineConfig(backend='onnx', model_path=sys.argv[1], model_name='m', "
         "settings=SchedulerSettings(slots=1, context_tokens=64)), lambda *a: None); "
         "found = {'torch', 'transformers', 'onnx'} & set(sys.modules); assert not found, found"

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from serving.backends.torch.backend import TorchBackend
-from serving.sampling.step_inputs import DRAWN, Row
+from crossover.serving.backends.torch.backend import TorchBackend
+from crossover.serving.sampling.step_inputs import DRAWN, Row
 from tests.serving.backends.backend_steps import prompt_of, row
 from tests.serving.backends.hf_folders import TRANSFORMERS_LOCK
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from serving.errors import BackendUnavailable
+from crossover.serving.errors import BackendUnavailable
 from tests.serving.backends.backend_contract import (
     check_contract,
     check_contradictions,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from serving.backends.torch.gpu_sampler import DeviceSampler, drawable
-from serving.sampling.batch_sampler import sample
-from serving.sampling.step_inputs import Sampling
+from crossover.serving.backends.torch.gpu_sampler import DeviceSampler, drawable
+from crossover.serving.sampling.batch_sampler import sample
+from crossover.serving.sampling.step_inputs import Sampling
 from tests.serving.backends.backend_steps import Make, prompt_of, row
 from tests.serving.backends.hf_folders import hf_folder
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from serving.backends.torch import memory_overhead as need
-from serving.backends.torch.backend import TorchBackend, memory_errors
-from serving.backends.torch.cuda_graphs import step_shapes
-from serving.errors import EngineFailed, OutOfMemory
+from crossover.serving.backends.torch import memory_overhead as need
+from crossover.serving.backends.torch.backend import TorchBackend, memory_errors
+from crossover.serving.backends.torch.cuda_graphs import step_shapes
+from crossover.serving.errors import EngineFailed, OutOfMemory
 from tests.serving.backends.backend_contract import check_contract, check_scheduled, check_seeded
 from tests.serving.backends.backend_steps import Make, generate, prompt_of, row
 from tests.serving.backends.hf_folders import generated, hf_folder
@@ -50,7 +50,7 @@ def test_packed_attention_in_graphs_gives_the_tokens_of_transformers(
 def test_plain_attention_gives_the_same_tokens_without_graphs(
     make: Make, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = "serving.backends.torch.backend.flash_trouble"
+    where = "crossover.serving.backends.torch.backend.flash_trouble"
     monkeypatch.setattr(where, lambda *asked: "too old")
     backend = on_gpu(make, "tiny-llama3")
     assert backend.info.details["attention"] == "sdpa: too old" and not cuda.graphs

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.errors import BrokenWeights, UnsupportedModel
-from serving.errors import Unsupported
+from crossover.models.errors import BrokenWeights, UnsupportedModel
+from crossover.serving.errors import Unsupported
 from tests.serving.backends.backend_steps import Make, generate, prompt_of
 from tests.serving.backends.hf_folders import generated, hf_folder
 from tests.shapes import TINY_LLAMA3

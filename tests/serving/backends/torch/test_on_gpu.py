@@ -17,9 +17,9 @@ import msgspec
 import pytest
 import torch
 
-from models.random_weights import write_hf_folder
-from models.resolve_model import resolve
-from serving.errors import OutOfMemory
+from crossover.models.random_weights import write_hf_folder
+from crossover.models.resolve_model import resolve
+from crossover.serving.errors import OutOfMemory
 from tests.serving.backends.backend_contract import (
     check_contract,
     check_logprobs,
@@ -108,7 +108,7 @@ def test_float32_gives_the_tokens_of_transformers_by_the_plain_path(
     make: Make, gpu: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if gpu == "cpu":  # the stand-in's flash kernel takes any type
-        where = "serving.backends.torch.backend.flash_trouble"
+        where = "crossover.serving.backends.torch.backend.flash_trouble"
         monkeypatch.setattr(where, lambda *asked: "float32 has no flash kernel")
     backend = make(hf_folder(shape), device="gpu", weight_format="fp32")
     assert backend.info.details["attention"].startswith("sdpa: ")

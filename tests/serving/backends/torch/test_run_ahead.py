@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from serving.backends.torch.backend import TorchBackend
-from serving.sampling.step_inputs import NO_TOKEN, Sampling
+from crossover.serving.backends.torch.backend import TorchBackend
+from crossover.serving.sampling.step_inputs import NO_TOKEN, Sampling
 from tests.serving.backends.backend_contract import check_scheduled
 from tests.serving.backends.backend_steps import Make, prompt_of, row
 from tests.serving.backends.hf_folders import generated, hf_folder

@@ -14,53 +14,54 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-VERSION = "0.1.0"
+from crossover import VERSION
+
 LISTING = "crossover_listing"  # attribute of a click context whose group prints its help page
 
 # verb -> (package.module:object, the line that --help shows for it)
 VERBS: dict[str, tuple[str, str]] = {
     "doctor": (
-        "serving.cli.doctor_command:doctor",
+        "crossover.serving.cli.doctor_command:doctor",
         "Show this machine, which backends work on it, and why the others do not.",
     ),
     "models": (
-        "serving.cli.models_command:app",
+        "crossover.serving.cli.models_command:app",
         "List the model ladder (135M to 70B), make weights, and plan the memory of a model.",
     ),
     "serve": (
-        "serving.cli.serve_command:serve",
+        "crossover.serving.cli.serve_command:serve",
         "Serve models over an OpenAI-compatible HTTP endpoint.",
     ),
     "quick": (
-        "reports.cli.quick_command:quick",
+        "crossover.reports.cli.quick_command:quick",
         "Estimate in 90 seconds what a running server carries: requests per second, users.",
     ),
     "load": (
-        "loadtests.cli.load_command:load",
+        "crossover.loadtests.cli.load_command:load",
         "Send load at one rate to an endpoint and report TTFT, TPOT and SLO attainment.",
     ),
     "campaign": (
-        "loadtests.cli.campaign_command:campaign",
+        "crossover.loadtests.cli.campaign_command:campaign",
         "Find the highest rate at which each model meets the SLO: init, run, resume, show.",
     ),
     "compare": (
-        "loadtests.cli.compare_command:comparison",
+        "crossover.loadtests.cli.compare_command:comparison",
         "Tell whether runs differ in speed by more than repeated runs of one version do.",
     ),
     "selftest": (
-        "loadtests.cli.selftest_command:selftest",
+        "crossover.loadtests.cli.selftest_command:selftest",
         "Check the accuracy of the load generator on this machine.",
     ),
     "calibrate": (
-        "loadtests.cli.calibrate_command:app",
+        "crossover.loadtests.cli.calibrate_command:app",
         "Measure this machine in a few minutes and write a file for `plan`.",
     ),
     "plan": (
-        "reports.cli.plan_command:plan",
+        "crossover.reports.cli.plan_command:plan",
         "Rank CPUs, GPUs and combinations by the cost of serving a forecast of requests.",
     ),
     "report": (
-        "reports.cli.report_command:report",
+        "crossover.reports.cli.report_command:report",
         "Turn a run into one HTML page, Markdown, CSV or JSON.",
     ),
 }
@@ -124,14 +125,10 @@ def _root(
 
 def main() -> None:
     """Run the console command. An error raised on purpose is printed and gives exit status 2."""
-    from models.errors import CrossoverError, as_sentence, printable
+    from crossover.models.errors import CrossoverError, as_sentence, printable
 
     try:
         app()
     except CrossoverError as problem:
         typer.echo(f"crossover: {printable(as_sentence(str(problem)))}", err=True)
         raise SystemExit(2) from None
-
-
-if __name__ == "__main__":
-    main()
