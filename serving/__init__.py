@@ -1,0 +1,3 @@
+# Under its short name every module would exist twice, and an error of one be unknown to the other.
+if __name__ == "serving":
+    raise ImportError("Import crossover.serving: this folder is part of the package crossover.")

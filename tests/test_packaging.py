@@ -3,9 +3,11 @@ the declared packages and their bounds, the fixed top level.
 """
 
 import ast
+import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Callable
@@ -81,23 +83,75 @@ def test_the_named_packages_are_dependencies_of_all_and_pinned() -> None:
         assert version(name).split("+")[0] == normal[name], name
 
 
-def test_the_wheel_holds_the_four_packages_their_data_and_no_weights(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
+def build(root: Path, target: str, folder: Path) -> Path:
+    """Build the "wheel" or "sdist" of a tree with the project's build backend; return its file."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    (file,) = folder.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_holds_one_package_with_its_data_and_no_weights(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if not name.startswith("llm_crossover")} == {
         "crossover",
     }
+    assert {f"crossover/{package}/__init__.py" for package in PACKAGES} <= {*names}
     assert any(
         name.startswith("crossover/models/data/") and name.endswith(".json") for name in names
     )
     assert not [name for name in names if name.endswith((".gguf", ".safetensors", ".onnx"))]
     assert {f"crossover/loadtests/{name}.toml" for name in ("demo", "llama-server")} <= {*names}
+    assert "crossover/py.typed" in names
+
+
+def test_the_wheel_of_the_sdist_is_the_wheel_of_the_tree(wheel: Path, tmp_path: Path) -> None:
+    """The tree has links where the sdist and the wheel have folders."""
+    with tarfile.open(build(ROOT, "sdist", tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("llm_crossover-*")
+    assert build(unpacked, "wheel", tmp_path / "wheel").read_bytes() == wheel.read_bytes()
+
+
+def test_an_installation_adds_one_package_whose_children_find_it(
+    wheel: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--target", site, wheel], check=True)
+    metadata = f"llm_crossover-{VERSION}.dist-info"
+    assert {path.name for path in site.iterdir()} == {"crossover", metadata, "bin"}
+    code = (
+        "from crossover.models.child_process import PACKAGE_ROOT, run_python; "
+        "child = run_python('-c', 'import crossover.serving as s; print(s.__file__)'); "
+        "print(PACKAGE_ROOT, child.output.decode())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(site), f"{site}/crossover/serving/__init__.py"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_not_imported_under_its_short_name(package: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {package}"],
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith(f"ImportError: Import crossover.{package}: ")
 
 
 def declared() -> dict[str, list[Requirement]]:
