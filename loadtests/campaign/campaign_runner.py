@@ -47,7 +47,7 @@ from crossover.models import formatting
 from crossover.models.errors import CrossoverError
 from crossover.serving.hardware.machine_facts import HardwareFacts
 from crossover.serving.placement.fastest_backend import BEST
-from crossover.serving.registry.engine_config import Machine
+from crossover.serving.registry.prepare_model import Machine
 from crossover.serving.workload.request_lengths import notes_of
 
 CONFIRM_MARGIN = 1.5  # of the seconds that confirming is said to take, and ...

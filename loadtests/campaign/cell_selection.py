@@ -63,7 +63,7 @@ from crossover.serving.placement.fastest_backend import (
     step_times_of_timings,
 )
 from crossover.serving.placement.placement_policy import PlacementRequest, plan
-from crossover.serving.registry.engine_config import Machine
+from crossover.serving.registry.prepare_model import Machine
 from crossover.serving.server_options import Policy
 
 CELL_SECONDS = 600.0  # measuring time of a cell if the campaign sets no budget

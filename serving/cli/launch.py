@@ -29,8 +29,9 @@ from crossover.serving.logs import ConsoleLog
 from crossover.serving.metrics import ServerMetrics
 from crossover.serving.option_help import parse_bytes
 from crossover.serving.placement.placement_policy import explain
-from crossover.serving.registry.engine_config import Machine, Prepared, prepare
-from crossover.serving.registry.loaded_models import Registry, RegistryLimits
+from crossover.serving.registry.model_loader import RegistryLimits
+from crossover.serving.registry.prepare_model import Machine, Prepared, prepare
+from crossover.serving.registry.registry import Registry
 from crossover.serving.server_options import ServeOptions, models_of
 from crossover.serving.supervisor.admission import QueueBounds
 from crossover.serving.supervisor.engine_supervisor import Supervisor
@@ -97,7 +98,7 @@ def make_registry(options: ServeOptions, narrator: ConsoleLog) -> Registry:
     limits = RegistryLimits(memory_limit, drain_seconds=options.drain_seconds)
     registry = Registry(ServerMetrics(), machine, supervisor_of, limits)
     for model in prepared:
-        registry.serve(model)
+        registry.add_prepared(model)
     return registry
 
 
@@ -173,7 +174,7 @@ async def _announce(
                     write_atomically(Path(ready_file), json.dumps(about).encode())
             except OSError as problem:  # a full disk must not stop the server
                 narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
-        if not told and all(model.given_up for model in models):
+        if not told and all(model.has_given_up for model in models):
             return "; ".join(f"{one.served_name}: {one.supervisor.reason}" for one in models)
         await asyncio.sleep(LOOK_SECONDS)
 

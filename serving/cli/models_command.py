@@ -43,7 +43,7 @@ from crossover.serving.placement.placement_policy import (
     explain,
     plan,
 )
-from crossover.serving.registry.engine_config import usual_backend
+from crossover.serving.registry.prepare_model import usual_backend
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")

@@ -189,5 +189,5 @@ class Replica:
 
     def check_health(self) -> None:
         for model in () if _registry is None else _registry.models.values():
-            if model.given_up:
+            if model.has_given_up:
                 raise EngineFailed(model.supervisor.reason or "the engine failed")

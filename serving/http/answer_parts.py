@@ -51,7 +51,7 @@ class OutputFormat(NamedTuple):
     is_tagged: bool = False  # the template teaches calls as <function=f>
 
 
-def form_of(
+def format_of_output(
     template: str,
     prompt: str,
     calls: Format | None,

@@ -25,7 +25,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 # error of the packages below -> status, code
-_ANSWERS: dict[type[Exception], tuple[int, str]] = {
+_STATUS_AND_CODE: dict[type[Exception], tuple[int, str]] = {
     NoPlacement: (507, "does_not_fit"),
     LoadFailed: (500, "load_failed"),
     UnknownModel: (404, "model_not_found"),
@@ -89,7 +89,7 @@ def too_late(deadline_seconds: float | None) -> ApiError:
     return ApiError(504, text, "deadline_exceeded", headers={"X-Should-Retry": "false"})
 
 
-def as_answer(problem: Exception) -> ApiError | None:
+def as_api_error(problem: Exception) -> ApiError | None:
     """Return the response to an error of the packages below; None: an internal error, a 500."""
     text = str(problem)
     match problem:
@@ -103,5 +103,5 @@ def as_answer(problem: Exception) -> ApiError | None:
             return try_again(503, text, "no_room", 5.0)
         case RecursionError():  # from a schema, tools or a template
             return ApiError(400, "The body is nested too deeply.", "nested_too_deeply")
-    status, code = _ANSWERS.get(type(problem), (0, ""))
+    status, code = _STATUS_AND_CODE.get(type(problem), (0, ""))
     return ApiError(status, text, code, getattr(problem, "parameter", None)) if status else None

@@ -1,11 +1,11 @@
 """One HTTP request as a handler sees it, from its head to the end of the response.
 
     body = await request.read(CHAT)
-    model = await request.hold(body.model)     # load it if needed, keep it until the response ends
-    await request.answer(value)                # or write events, the last ones with last=True
+    model = await request.acquire_model(body.model)   # loaded until the response has ended
+    await request.answer(value)         # or write events, the last ones with last=True
 
-Responses are written directly to the ASGI server's `send`. From `hold` on, a client that closes the
-connection ends the request: its task is cancelled.
+Responses are written directly to the ASGI server's `send`. From `acquire_model` on, the request's
+task is cancelled when the client closes the connection.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import msgspec
 from crossover.serving.http.api_errors import ApiError, too_late
 from crossover.serving.http.asgi_types import Receive, Scope, Send
 from crossover.serving.http.body_types import decode, encode
-from crossover.serving.registry.loaded_models import Registry, ServedModel
+from crossover.serving.registry.registry import Registry
+from crossover.serving.registry.served_model import ServedModel
 from crossover.serving.supervisor.inflight_requests import Stream
 
 T = TypeVar("T")
@@ -29,16 +30,16 @@ T = TypeVar("T")
 _JSON_TYPE = re.compile(rb"\s*application/(?:[\w.+-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _EVENTS = "text/event-stream; charset=utf-8"
-_AT_ONCE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 MAX_BODY_BYTES = 4 << 20  # limits of connections, headers and upload pace are a proxy's task
 
 
 class Request:
     """`status` is set once the head of the response is sent; an error is an event from then on."""
 
-    def __init__(self, router: Registry, scope: Scope, receive: Receive, send: Send) -> None:
-        self.began = time.perf_counter()
-        self.router = router
+    def __init__(self, registry: Registry, scope: Scope, receive: Receive, send: Send) -> None:
+        self.arrived_at = time.perf_counter()
+        self.registry = registry
         self.scope = scope
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
@@ -51,15 +52,16 @@ class Request:
         self.body_bytes = 0
         self.deadline_seconds: float | None = None  # from its arrival
         self.status: int | None = None
-        self.ended = self.gone = False
+        self.has_ended = False  # its response is complete
+        self.is_client_gone = False
         self.model: ServedModel | None = None  # once it is known
         self.stream: Stream | None = None  # of its first answer, once it is submitted
-        self._held: ServedModel | None = None
+        self._acquired_model: ServedModel | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
         """Return the decoded body. Raises ApiError (400, 413, 415)."""
-        headers, most = self.headers, MAX_BODY_BYTES
+        headers = self.headers
         kind = headers.get(b"content-type", b"")
         if not _JSON_TYPE.fullmatch(kind) or b"content-encoding" in headers:
             text = (
@@ -68,31 +70,38 @@ class Request:
             )
             raise ApiError(415, text, "unsupported_media_type")
         length = headers.get(b"content-length", b"")
-        size, more, body = int(length) if length.isdigit() else 0, True, bytearray()
-        while more and size <= most:
+        size = (
+            int(length) if length.isdigit() else 0
+        )  # as announced, or as received if that is more
+        has_more = True
+        body = bytearray()
+        while has_more and size <= MAX_BODY_BYTES:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self.gone = True
+                self.is_client_gone = True
                 raise asyncio.CancelledError
             body += message.get("body", b"")
-            more, size = message.get("more_body", False), max(size, len(body))
-        if size > most:
-            text = f"The body has at least {size} bytes; the maximum is {most}."
+            has_more = message.get("more_body", False)
+            size = max(size, len(body))
+        if size > MAX_BODY_BYTES:
+            text = f"The body has at least {size} bytes; the maximum is {MAX_BODY_BYTES}."
             raise ApiError(413, text, "body_too_large")
         self.body_bytes = size
         return decode(decoder, bytes(body))
 
-    async def hold(self, name: str | None, deadline_seconds: float | None = None) -> ServedModel:
+    async def acquire_model(
+        self, name: str | None, deadline_seconds: float | None = None
+    ) -> ServedModel:
         """Return the model, loaded if needed, and keep it loaded until the request ends.
 
         Raises UnknownModel, Unavailable; ApiError 504 at the deadline.
         """
-        self.model = model = self.router.named(name)
+        self.model = model = self.registry.named(name)
         self.deadline_seconds = deadline_seconds
         self._watcher = asyncio.create_task(self._watch(asyncio.current_task()))
         try:
             async with asyncio.timeout(self.seconds_left()):
-                self._held = await self.router.hold(model.served_name)
+                self._acquired_model = await self.registry.acquire(model.served_name)
         except TimeoutError:
             raise too_late(self.deadline_seconds) from None
         return model
@@ -101,32 +110,34 @@ class Request:
         """Return the seconds until the deadline, 0 if it has passed; None: there is none."""
         if self.deadline_seconds is None:
             return None
-        return max(0.0, self.began + self.deadline_seconds - time.perf_counter())
+        return max(0.0, self.arrived_at + self.deadline_seconds - time.perf_counter())
 
     async def _watch(self, task: asyncio.Task[Any] | None) -> None:
         """End the request when the client closes the connection."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        if not self.ended and task is not None:
-            self.gone = True
+        if not self.has_ended and task is not None:
+            self.is_client_gone = True
             task.cancel()
 
     def release_model(self) -> None:
         """Release the model: the request has ended, normally or not."""
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._held is not None:
-            self._held.release_model()
+        if self._acquired_model is not None:
+            self._acquired_model.release()
 
-    async def _head(self, status: int, more: dict[str, str]) -> None:
+    async def _send_head(self, status: int, more_headers: dict[str, str]) -> None:
         self.status = status
-        model = self.model or (self.router.first if self.router.models else None)
+        model = self.model or (self.registry.first if self.registry.models else None)
         # A request that was moved is answered by another engine than the model's current one.
         engine = None if self.stream is None else self.stream.engine
-        backend = "none" if model is None else model.supervisor.label
-        backend = backend if engine is None else engine.label
+        if engine is not None:
+            backend = engine.label
+        else:
+            backend = "none" if model is None else model.supervisor.label
         headers = [(b"x-request-id", self.id), (b"x-crossover-backend", backend.encode())]
-        headers += [(name.lower().encode(), text.encode()) for name, text in more.items()]
+        headers += [(name.lower().encode(), text.encode()) for name, text in more_headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def answer(
@@ -138,15 +149,15 @@ class Request:
     ) -> None:
         """Write a complete response: bytes unchanged, anything else as JSON."""
         body = value if isinstance(value, bytes) else encode(value)
-        length = {"Content-Type": kind, "Content-Length": str(len(body))}
-        await self._head(status, length | (headers or {}))
+        body_headers = {"Content-Type": kind, "Content-Length": str(len(body))}
+        await self._send_head(status, body_headers | (headers or {}))
         await self.write(body, last=True)
 
     async def write(self, data: bytes, last: bool = False) -> None:
         """Write events of a streamed response; wait while the client does not read. The first call
         also sends the head."""
         if self.status is None:
-            await self._head(200, {"Content-Type": _EVENTS} | _AT_ONCE)
-        self.ended = last
+            await self._send_head(200, {"Content-Type": _EVENTS} | _UNBUFFERED)
+        self.has_ended = last
         if data or last:
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})

@@ -1,7 +1,7 @@
 """From a decoded request to the GenerationRequest that is sent to the engine.
 
-    generation = validate(body, facts)               # shared by the sequences of the request
-    most = token_limit(body, len(ids), facts)
+    generation = validate(body, limits)               # shared by the sequences of the request
+    most = token_limit(body, len(ids), limits)
 
 Pure functions. A request that cannot be served is a 400 that names the parameter.
 """
@@ -16,7 +16,7 @@ from crossover.serving.engine.ipc_messages import GenerationRequest
 from crossover.serving.errors import ContextOverflow
 from crossover.serving.http.api_errors import refused
 from crossover.serving.http.body_types import ChatRequest, CompletionRequest, Generation, encode
-from crossover.serving.registry.loaded_models import EngineLimits
+from crossover.serving.registry.served_model import EngineLimits
 from crossover.serving.sampling.grammar import MAX_CHARACTERS
 from crossover.serving.sampling.step_inputs import GREEDY_BELOW, Sampling
 
@@ -27,7 +27,7 @@ _SEED_MASK = (1 << 63) - 1
 
 
 def validate(
-    body: Generation, facts: EngineLimits, logprobs: int | None = None, calls: bytes | None = None
+    body: Generation, limits: EngineLimits, logprobs: int | None = None, calls: bytes | None = None
 ) -> GenerationRequest:
     """Return the request's sampling and stops, without prompt and limits. Raises ApiError 400.
 
@@ -37,7 +37,7 @@ def validate(
         raise refused("stream_options", "This needs stream: true.")
     for key in ("stop_token_ids", "logit_bias"):
         if ids := getattr(body, key):
-            check_ids(ids, facts, key)
+            check_ids(ids, limits, key)
     schema = _schema_of(body, calls)
     if body.grammar is not None and (schema is not None or calls is not None):
         raise refused("grammar", "This cannot be combined with response_format or forced calls.")
@@ -45,14 +45,14 @@ def validate(
     sampling = Sampling(
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_p=1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P),
-        top_k=min(max(body.top_k or 0, 0), facts.vocabulary),
+        top_k=min(max(body.top_k or 0, 0), limits.vocabulary),
         min_p=body.min_p or 0.0,
         seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=body.repetition_penalty or 1.0,
         logit_bias=body.logit_bias or {},
-        logprobs=None if logprobs is None else min(logprobs, facts.vocabulary),
+        logprobs=None if logprobs is None else min(logprobs, limits.vocabulary),
         grammar=body.grammar,
         json_schema=None if schema is None else schema.decode(),
         tool_calls=None if calls is None else calls.decode(),
@@ -86,7 +86,7 @@ def _schema_of(body: Generation, calls: bytes | None) -> bytes | None:
     return schema
 
 
-def prompts_of(body: CompletionRequest, facts: EngineLimits) -> list[str | list[int]]:
+def prompts_of(body: CompletionRequest, limits: EngineLimits) -> list[str | list[int]]:
     """Return the prompts, each a text or token ids. Raises ApiError 400."""
     prompt = body.prompt
     if isinstance(prompt, str) or {type(item) for item in prompt} == {int}:
@@ -100,19 +100,19 @@ def prompts_of(body: CompletionRequest, facts: EngineLimits) -> list[str | list[
         raise refused("n" if choices > 1 else "prompt", why)
     for ids in found:
         if isinstance(ids, list):
-            check_ids(ids, facts, "prompt")
+            check_ids(ids, limits, "prompt")
     return found
 
 
-def check_ids(ids: Collection[int], facts: EngineLimits, param: str) -> None:
+def check_ids(ids: Collection[int], limits: EngineLimits, param: str) -> None:
     """Check that the model has these token ids. Raises ApiError 400."""
     for token in (max(ids, default=0), min(ids, default=0)):
-        if not 0 <= token < facts.vocabulary:
-            why = f"The token id {token} is out of range; the model has {facts.vocabulary} tokens."
+        if not 0 <= token < limits.vocabulary:
+            why = f"The token id {token} is out of range; the model has {limits.vocabulary} tokens."
             raise refused(param, why)
 
 
-def token_limit(body: Generation, prompt_tokens: int, facts: EngineLimits) -> int:
+def token_limit(body: Generation, prompt_tokens: int, limits: EngineLimits) -> int:
     """Return the maximum output tokens: as requested, or what the prompt leaves of the context.
 
     Raises ApiError 400 for an empty prompt, ContextOverflow.
@@ -124,9 +124,9 @@ def token_limit(body: Generation, prompt_tokens: int, facts: EngineLimits) -> in
     param = "messages" if is_chat else "prompt"
     if prompt_tokens < 1:
         raise refused(param, "This has no tokens. Send at least one.")
-    room = facts.context_tokens - prompt_tokens
+    room = limits.context_tokens - prompt_tokens
     if room < 1:
-        raise ContextOverflow(prompt_tokens, facts.context_tokens, param)
+        raise ContextOverflow(prompt_tokens, limits.context_tokens, param)
     limit = min(room, asked or (room if is_chat else COMPLETION_TOKENS))
     if (body.min_tokens or 0) > limit:
         raise refused("min_tokens", f"{body.min_tokens} exceeds the {limit} tokens allowed here.")

@@ -1,6 +1,6 @@
 """The route table, the ASGI application and /openapi.json.
 
-    app = App(router, limits, api_key="...")
+    app = App(registry, api_key="...")
     uvicorn.run(app, **server_options())    # crossover.serving.http.http_server
 
 Every response, also an error, has X-Request-Id and X-Crossover-Backend; every error has OpenAI's
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from crossover.serving.http import status_routes
-from crossover.serving.http.api_errors import ApiError, ErrorBody, as_answer
+from crossover.serving.http.api_errors import ApiError, ErrorBody, as_api_error
 from crossover.serving.http.asgi_types import Receive, Scope, Send
 from crossover.serving.http.body_types import (
     ChatChoice,
@@ -31,11 +31,12 @@ from crossover.serving.http.body_types import (
     TokenizeRequest,
 )
 from crossover.serving.http.chat_completions import chat_completions
-from crossover.serving.http.completions import Answer, completions, sse_event
+from crossover.serving.http.completions import completions
+from crossover.serving.http.generation_response import GenerationResponse, sse_event
 from crossover.serving.http.http_request import Request
 from crossover.serving.http.http_server import is_local_name
 from crossover.serving.http.status_routes import LoadRequest, UnloadRequest
-from crossover.serving.registry.loaded_models import Registry
+from crossover.serving.registry.registry import Registry
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's status for a client that closed the connection; only in metrics
@@ -44,8 +45,8 @@ CLIENT_GONE = 499  # nginx's status for a client that closed the connection; onl
 class Route(NamedTuple):
     """A handler and its description in the OpenAPI document. `body` and `answer` are types.
 
-    A handler returns the response's value, an Answer that writes itself, or None if it has
-    responded already.
+    A handler returns the response's value, a GenerationResponse that writes itself, or None
+    if it has responded already.
     """
 
     method: str
@@ -57,7 +58,7 @@ class Route(NamedTuple):
 
 
 async def openapi(request: Request) -> dict[str, Any]:
-    return document(request.scope["app"].routes, ", ".join(request.router.models))
+    return document(request.scope["app"].routes, ", ".join(request.registry.models))
 
 
 _SLASHES = re.compile("/{2,}")
@@ -95,12 +96,12 @@ class App:
 
     def __init__(
         self,
-        router: Registry,
+        registry: Registry,
         api_key: str | None = None,
         admin_key: str | None = None,
         host: str | None = None,
     ) -> None:
-        self.router = router
+        self.registry = registry
         self.routes = ROUTES if admin_key is None else (*ROUTES, *ADMIN_ROUTES)
         self._api_key = api_key
         self._admin_key = admin_key
@@ -115,24 +116,26 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
-        request = Request(self.router, scope, receive, send)
-        metrics = self.router.metrics
+        request = Request(self.registry, scope, receive, send)
+        metrics = self.registry.metrics
         metrics.open_requests.inc()
         try:
-            answer = await self._route(request).handler(request)
-            if isinstance(answer, Answer):
-                await answer.send()
-            elif answer is not None:
-                await request.answer(answer)
+            response = await self._route(request).handler(request)
+            if isinstance(response, GenerationResponse):
+                await response.send()
+            elif response is not None:
+                await request.answer(response)
         except asyncio.CancelledError:
-            if not request.gone:
+            if not request.is_client_gone:
                 raise
         except Exception as problem:
             await self._fail(request, problem)
         finally:
             metrics.open_requests.dec()
             request.release_model()
-            code = CLIENT_GONE if request.gone or request.status is None else request.status
+            code = (
+                CLIENT_GONE if request.is_client_gone or request.status is None else request.status
+            )
             metrics.responses.labels(request.route, str(code)).inc()
 
     def _route(self, request: Request) -> Route:
@@ -151,8 +154,8 @@ class App:
                 check_key(headers, self._api_key)
         methods = self._table.get(path)
         if methods is None:
-            before, found, name = path.partition("/models/")
-            if found and before in ("", "/v1") and not {".", ".."} & set(name.split("/")):
+            before, separator, name = path.partition("/models/")
+            if separator and before in ("", "/v1") and not {".", ".."} & set(name.split("/")):
                 methods = self._table[_MODEL]
                 request.path_name = name
         if methods is None:
@@ -169,17 +172,17 @@ class App:
     async def _fail(self, request: Request, problem: Exception) -> None:
         """Respond to an error of a handler; inside a stream the error is the last event, without
         [DONE]. Unexpected errors are logged."""
-        answer = as_answer(problem)
-        if answer is None:
+        error = as_api_error(problem)
+        if error is None:
             logger.error("Request %s failed.", request.id.decode(), exc_info=problem)
             text = "The server failed on this request. Its log has the reason."
-            answer = ApiError(500, text, "internal_error")
+            error = ApiError(500, text, "internal_error")
         name = "" if request.model is None else request.model.served_name
-        self.router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
+        self.registry.metrics.rejected.labels(name, error.code or str(error.status)).inc()
         if request.status is None:
-            await request.answer(answer.body, answer.status, answer.headers)
-        elif not request.ended:
-            await request.write(sse_event(answer.body), last=True)
+            await request.answer(error.body, error.status, error.headers)
+        elif not request.has_ended:
+            await request.write(sse_event(error.body), last=True)
 
 
 def check_host(request: Request, host: str) -> None:
@@ -214,29 +217,29 @@ def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these routes, generated from their types."""
     types = {ErrorBody, *(route.answer for route in routes), *(route.body for route in routes)}
     template = "#/components/schemas/{name}"
-    found, components = msgspec.json.schema_components(types, ref_template=template)
+    schemas, components = msgspec.json.schema_components(types, ref_template=template)
     as_json = {
         kind: {"application/json": {"schema": schema}}
-        for kind, schema in zip(types, found, strict=True)
+        for kind, schema in zip(types, schemas, strict=True)
     }
     paths: dict[str, Any] = {}
     for route in routes:
-        answers = {
+        responses = {
             "200": {"description": route.summary, "content": as_json[route.answer]},
             "default": {"description": "An error", "content": as_json[ErrorBody]},
         }
-        operation: dict[str, Any] = {"summary": route.summary, "responses": answers}
+        operation: dict[str, Any] = {"summary": route.summary, "responses": responses}
         if names := re.findall("{(.*?)}", route.path):
-            text = {"in": "path", "required": True, "schema": {"type": "string"}}
-            operation["parameters"] = [{"name": name, **text} for name in names]
+            in_path = {"in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [{"name": name, **in_path} for name in names]
         if route.body is not None:
             operation["requestBody"] = {"required": True, "content": as_json[route.body]}
         paths.setdefault(route.path, {})[route.method.lower()] = operation
-    about = f"OpenAI-compatible inference endpoint for {models}. Responses have X-Request-Id."
+    description = f"OpenAI-compatible inference endpoint for {models}. Responses have X-Request-Id."
     security = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Crossover", "version": "1", "description": about},
+        "info": {"title": "Crossover", "version": "1", "description": description},
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": security},
         "security": [{"key": []}, {}],

@@ -25,7 +25,8 @@ from crossover.serving.http.body_types import DETOKENIZE, TOKENIZE, WireStruct
 from crossover.serving.http.http_request import Request
 from crossover.serving.http.request_validation import check_ids
 from crossover.serving.metrics import CONTENT_TYPE
-from crossover.serving.registry.loaded_models import Registry, ServedModel
+from crossover.serving.registry.registry import Registry
+from crossover.serving.registry.served_model import ServedModel
 
 _OF_LOADED = ("memory", "device_name", "load_seconds", "details", "prefix_reuse")
 _OF_MEMORY = ("weight_bytes", "kv_bytes", "state_bytes", "buffer_bytes", "overhead_bytes")
@@ -37,33 +38,38 @@ async def health(request: Request) -> dict[str, str]:
 
 async def ready(request: Request) -> dict[str, Any]:
     """Return what serves, or would be loaded for a request. Raises Unavailable with the reason."""
-    router = request.router
-    states, models = router.states(), list(router.models.values())
+    states = request.registry.states()
+    models = list(request.registry.models.values())
     able = [model for model in models if states[model.served_name] == EngineState.ready]
     if not able:
         unloaded = [model for model in models if states[model.served_name] == EngineState.unloaded]
         able = [model for model in unloaded if model.on_demand]
     if not able:
         raise models[0].supervisor.unavailable()
-    name, served = able[0].served_name, able[0].supervisor
-    return {"state": served.state, "model": name, "backend": served.label, "models": states}
+    supervisor = able[0].supervisor
+    return {
+        "state": supervisor.state,
+        "model": able[0].served_name,
+        "backend": supervisor.label,
+        "models": states,
+    }
 
 
 async def metrics(request: Request) -> None:
-    await request.answer(request.router.metrics.exposition(), kind=CONTENT_TYPE)
+    await request.answer(request.registry.metrics.exposition(), kind=CONTENT_TYPE)
 
 
 async def models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_card(one) for one in request.router.models.values()]}
+    return {"object": "list", "data": [_card(model) for model in request.registry.models.values()]}
 
 
 async def one_model(request: Request) -> dict[str, Any]:
     """Return the model with this id, which may contain slashes. Raises UnknownModel."""
-    models = request.router.models
+    models = request.registry.models
     for name in models:  # the path has lost doubled and trailing slashes, the name may have them
         if re.sub("/+", "/", name).strip("/") == request.path_name:
             return _card(models[name])
-    return _card(request.router.named(request.path_name))
+    return _card(request.registry.named(request.path_name))
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
@@ -72,79 +78,80 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "crossover",
-        "max_model_len": model.facts(to_generate=False).context_tokens,  # vLLM's name of it
+        "max_model_len": model.engine_limits(to_generate=False).context_tokens,  # vLLM's name of it
         "state": model.supervisor.state,
     }
 
 
 async def tokenize(request: Request) -> dict[str, Any]:
     body = await request.read(TOKENIZE)
-    model = request.model = request.router.named(body.model)
-    ids = await model.tokens(body.prompt, "prompt", bos=body.add_special_tokens is not False)
-    most = model.facts(to_generate=False).context_tokens
-    return {"tokens": ids, "count": len(ids), "max_model_len": most}
+    model = request.model = request.registry.named(body.model)
+    add_bos = body.add_special_tokens is not False
+    ids = await model.tokens(body.prompt, "prompt", add_bos=add_bos)
+    context_tokens = model.engine_limits(to_generate=False).context_tokens
+    return {"tokens": ids, "count": len(ids), "max_model_len": context_tokens}
 
 
 async def detokenize(request: Request) -> dict[str, str]:
     body = await request.read(DETOKENIZE)
-    model = request.model = request.router.named(body.model)
-    facts = model.facts(to_generate=False)
-    if len(body.tokens) > facts.context_tokens:
-        raise ContextOverflow(len(body.tokens), facts.context_tokens, "tokens")
-    check_ids(body.tokens, facts, "tokens")
+    model = request.model = request.registry.named(body.model)
+    limits = model.engine_limits(to_generate=False)
+    if len(body.tokens) > limits.context_tokens:
+        raise ContextOverflow(len(body.tokens), limits.context_tokens, "tokens")
+    check_ids(body.tokens, limits, "tokens")
     return {"prompt": model.text_of(body.tokens)}
 
 
 async def placement(request: Request) -> dict[str, Any]:
     """Return the placement decision as made at the start (`explanation`) and what runs now, for the
     model `?model=` or the first one. Unknown values are null."""
-    router, now = request.router, time.time()
-    asked = dict(parse_qsl(request.scope["query_string"].decode("latin-1")))
-    model = request.model = router.named(asked.get("model", router.first.served_name))
-    served = model.supervisor
-    engine, loaded = msgspec.structs.asdict(served.config), served.ready
-    pid = served.engine_pid
+    registry = request.registry
+    now = time.time()
+    query = dict(parse_qsl(request.scope["query_string"].decode("latin-1")))
+    model = request.model = registry.named(query.get("model", registry.first.served_name))
+    supervisor = model.supervisor
+    engine = msgspec.structs.asdict(supervisor.config)
+    ready = supervisor.ready
+    pid = supervisor.engine_pid
     for key in ("model_path", "tokenizer_path"):
         del engine[key]
     settings = engine.pop("settings")
-    found: dict[str, Any] = dict.fromkeys(_OF_LOADED)
-    if loaded is not None:
-        info = loaded.info
+    loaded: dict[str, Any] = dict.fromkeys(_OF_LOADED)
+    if ready is not None:
+        info = ready.info
         settings, engine["weight_format"] = info.settings, info.weight_format
-        found["memory"] = {
-            "predicted": _predicted(model),
-            # Read now: a process holds more as contexts grow than it did when it was loaded.
-            "rss_bytes": resident_bytes(pid) if pid is not None else loaded.rss_bytes,
-            "peak_rss_bytes": peak_resident_bytes(pid)
-            if pid is not None
-            else loaded.peak_rss_bytes,
+        loaded["memory"] = {
+            "predicted": _predicted_memory(model),
+            # Read now: a process takes more as contexts grow than it did when it was loaded.
+            "rss_bytes": resident_bytes(pid) if pid is not None else ready.rss_bytes,
+            "peak_rss_bytes": peak_resident_bytes(pid) if pid is not None else ready.peak_rss_bytes,
         }
-        found["prefix_reuse"] = _reused(served.config.prefix_reuse, info)
-        found |= {"device_name": info.device_name, "details": info.details}
-        found["load_seconds"] = loaded.load_seconds
-    return found | {
+        loaded["prefix_reuse"] = _describe_prefix_reuse(supervisor.config.prefix_reuse, info)
+        loaded |= {"device_name": info.device_name, "details": info.details}
+        loaded["load_seconds"] = ready.load_seconds
+    return loaded | {
         "model": model.served_name,
         # For a plan of what else could serve it; null: an engine without a model.
         "shape": None if model.prepared is None else model.prepared.request.model,
-        "models": router.states(),
-        "state": served.state,
-        "reason": served.reason or None,
+        "models": registry.states(),
+        "state": supervisor.state,
+        "reason": supervisor.reason or None,
         "engine": engine | msgspec.structs.asdict(settings),
-        "restarts": served.restarts,
-        "fallbacks": served.fallbacks,
-        "bridges": served.bridges,
-        "returns": served.returns,
+        "restarts": supervisor.restarts,
+        "fallbacks": supervisor.fallbacks,
+        "bridges": supervisor.bridges,
+        "returns": supervisor.returns,
         "events": [
             {"seconds_ago": round(now - event.unix_seconds, 3)} | msgspec.structs.asdict(event)
-            for event in served.events
+            for event in supervisor.events
         ],
-        "explanation": model.about(),
+        "explanation": model.placement_report(),
     }
 
 
-def _reused(is_asked: bool, info: BackendInfo) -> str:
+def _describe_prefix_reuse(is_enabled: bool, info: BackendInfo) -> str:
     """Return which prefixes of earlier prompts a new prompt can reuse, and why not more."""
-    if not is_asked:
+    if not is_enabled:
         return "nothing: prefix_reuse is off"
     if info.rewinds:
         return "any common prefix"
@@ -156,11 +163,11 @@ def _reused(is_asked: bool, info: BackendInfo) -> str:
     return f"nothing: {info.why_not_rewinds or 'this engine cannot truncate a sequence'}"
 
 
-def _predicted(model: ServedModel) -> dict[str, int] | None:
+def _predicted_memory(model: ServedModel) -> dict[str, int] | None:
     """Return the memory of the running engine as placement predicted it."""
-    runs = model.supervisor.config
+    config = model.supervisor.config
     for attempt in () if model.placement is None else model.placement.attempts:
-        if (attempt.backend, attempt.device) == (runs.backend, runs.device):
+        if (attempt.backend, attempt.device) == (config.backend, config.device):
             return {part: getattr(attempt, part) for part in _OF_MEMORY}
     return None
 
@@ -184,7 +191,7 @@ UNLOAD = msgspec.json.Decoder(UnloadRequest)
 
 async def list_models(request: Request) -> dict[str, Any]:
     """Return all models and the memory they share; `memory_limit_bytes` null: no limit is set."""
-    registry = request.router
+    registry = request.registry
     return {
         "models": [_state(model) for model in registry.models.values()],
         "available_bytes": available_bytes(),  # what a new process can take
@@ -209,7 +216,7 @@ def _state(model: ServedModel) -> dict[str, Any]:
             "measured_bytes": model.measured_bytes if supervisor.pids else None,
         },
         "in_flight": supervisor.in_flight,
-        "idle_seconds": round(time.monotonic() - model.used_at, 3),
+        "idle_seconds": round(time.monotonic() - model.last_used_at, 3),
     }
 
 
@@ -227,7 +234,7 @@ async def _done(
     request: Request, name: str, work: Callable[[Registry], Awaitable[Any]]
 ) -> dict[str, Any]:
     """Finish the work, also if the client disconnects, and return the model's state after it."""
-    registry = request.router
+    registry = request.registry
     if name not in registry.models:
         text = f"The model {name[:200]!r} does not exist. GET /admin/models lists all models."
         raise ApiError(404, text, "model_not_found", "name")

@@ -19,7 +19,7 @@ from crossover.serving.http.body_types import ChatRequest, Tool, encode
 from crossover.serving.sampling.grammar import MAX_CHARACTERS, CallableTool, ToolCalls
 
 
-def offered(body: ChatRequest) -> Sequence[Tool]:
+def offered_tools(body: ChatRequest) -> Sequence[Tool]:
     """Return the tools that the prompt shows to the model."""
     return () if body.tool_choice == "none" else body.tools or ()
 
@@ -27,7 +27,7 @@ def offered(body: ChatRequest) -> Sequence[Tool]:
 def format_of(body: ChatRequest, template: str) -> tuple[Format | None, bytes | None]:
     """Return the format of the model's calls (None: no calls), and forced calls as JSON of
     ToolCalls. Raises ApiError 400."""
-    choice, tools = body.tool_choice, offered(body)
+    choice, tools = body.tool_choice, offered_tools(body)
     if isinstance(choice, Tool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     if not tools and (choice == "required" or isinstance(choice, Tool)):
@@ -77,7 +77,7 @@ def readable_calls(template: str) -> Format | None:
     return "trailing" if TRAILING_CALL in plain else None
 
 
-def told_of_tools(
+def show_tools(
     turns: list[dict[str, Any]], tools: Sequence[Tool], tokenizer: RendersChat, template: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Return (turns, tools) for the chat template; what the template does not show becomes text."""

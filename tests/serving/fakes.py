@@ -38,7 +38,9 @@ from crossover.serving.errors import EngineState, Overloaded, Unavailable
 from crossover.serving.http.http_server import server_options
 from crossover.serving.http.routes import App
 from crossover.serving.metrics import PREFIX, Metrics, ServerMetrics
-from crossover.serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
+from crossover.serving.registry.model_loader import RegistryLimits
+from crossover.serving.registry.registry import Registry
+from crossover.serving.registry.served_model import ServedModel
 from crossover.serving.sampling.step_inputs import Sampling
 from crossover.serving.supervisor.admission import QueueBounds
 from crossover.serving.supervisor.engine_supervisor import Supervisor
@@ -279,15 +281,15 @@ def app_on(
 ) -> App:
     """The app over one supervisor (a fake one, or not), by default with a byte tokenizer."""
     nothing: Any = None  # is placed or loaded here
-    router = Registry(ServerMetrics(), nothing, nothing, RegistryLimits())
-    router._stopping = True  # so that no request loads the model
-    metrics = Metrics(router.metrics, name, supervisor)
+    registry = Registry(ServerMetrics(), nothing, nothing, RegistryLimits())
+    registry.loader.is_stopping = True  # so that no request loads the model
+    metrics = Metrics(registry.metrics, name, supervisor)
     tokenizer = tokenizer or ByteTokenizer()
     vocabulary = tokenizer, tokenizer.token_bytes()
     model = ServedModel(supervisor, vocabulary, metrics)
-    model.about = lambda: placement  # type: ignore[method-assign]
-    router.add(model)
-    return App(router, api_key)
+    model.placement_report = lambda: placement  # type: ignore[method-assign]
+    registry.add(model)
+    return App(registry, api_key)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -18,7 +18,7 @@ from crossover.serving.placement.placement_policy import (
     PlacementRequest,
     plan,
 )
-from crossover.serving.registry.engine_config import Machine
+from crossover.serving.registry.prepare_model import Machine
 from crossover.serving.server_options import Policy
 
 GIB = 1 << 30

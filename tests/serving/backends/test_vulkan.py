@@ -20,7 +20,7 @@ from crossover.models.tokenizer import load_tokenizer
 from crossover.serving.backends.backend_table import probe_backend
 from crossover.serving.backends.llama_cpp.backend import LlamaCppBackend
 from crossover.serving.hardware.gpus import VULKAN, GpuFacts
-from crossover.serving.registry.engine_config import Machine, prepare
+from crossover.serving.registry.prepare_model import Machine, prepare
 from crossover.serving.server_options import ModelOptions
 from crossover.serving.supervisor.engine_supervisor import Supervisor
 from crossover.serving.supervisor.restart_policy import RecoveryLimits

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from crossover.models.answer_marks import dialect_of, with_marks
-from crossover.serving.http.answer_parts import OutputParser, form_of
+from crossover.serving.http.answer_parts import OutputParser, format_of_output
 from crossover.serving.http.tool_calls import readable_calls
 
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -347,7 +347,7 @@ def split(name: str, cases: dict[str, tuple[str, str, str, Parts]], *pieces: int
     """The parts of a case's answer that comes in pieces of these sizes, the last size repeated."""
     template, end, text, _ = cases[name]
     calls = readable_calls(template)
-    form = form_of(template, f"a prompt {end}", calls, PARAMETERS, is_free=True)
+    form = format_of_output(template, f"a prompt {end}", calls, PARAMETERS, is_free=True)
     assert form is not None
     splitter, found, start, sizes = OutputParser(form), list[tuple[Any, ...]](), 0, [*pieces]
     while start < len(text):
@@ -386,10 +386,10 @@ def test_a_whole_answer_is_split_alike_wherever_it_is_cut_and_leaves_no_mark(nam
 
 def test_a_template_without_marks_and_an_answer_held_to_a_grammar_are_content_alone() -> None:
     assert readable_calls(PLAIN) is None
-    assert form_of(PLAIN, "x", None, {}, is_free=True) is None
+    assert format_of_output(PLAIN, "x", None, {}, is_free=True) is None
     for template in (HARMONY, GEMMA, QWEN35):
-        assert form_of(template, "x", None, {}, is_free=False) is None
-        listed = form_of(template, "x", "list", PARAMETERS, is_free=False)
+        assert format_of_output(template, "x", None, {}, is_free=False) is None
+        listed = format_of_output(template, "x", "list", PARAMETERS, is_free=False)
         assert listed is not None and (listed.reasoning, listed.dialect) == (None, "tags")
 
 

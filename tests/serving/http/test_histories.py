@@ -19,8 +19,8 @@ from crossover.serving.http.answer_parts import OutputFormat, OutputParser
 from crossover.serving.http.api_errors import ApiError
 from crossover.serving.http.body_types import CHAT as BODY
 from crossover.serving.http.body_types import decode
-from crossover.serving.http.chat_completions import rendered
-from crossover.serving.registry.loaded_models import ServedModel
+from crossover.serving.http.chat_completions import render_prompt
+from crossover.serving.registry.served_model import ServedModel
 from tests.models.test_chat_forms import FIRST_PART, NINE, NULL_CONTENT, SINGLE
 from tests.models.test_chat_forms import PARTS as PARTS_ONLY
 from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, chat
@@ -297,7 +297,7 @@ MESSAGES = st.fixed_dictionaries(
 
 @functools.cache
 def model_of(template: str) -> ServedModel:
-    return app_on(FakeSupervisor(), tokenizer=ByteTokenizer(template=template)).router.first
+    return app_on(FakeSupervisor(), tokenizer=ByteTokenizer(template=template)).registry.first
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[*HealthCheck])
@@ -314,6 +314,6 @@ def test_any_history_is_rendered_or_refused(
     if continues:
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     try:
-        assert isinstance(rendered(model, decode(BODY, json.dumps(body).encode()), True), str)
+        assert isinstance(render_prompt(model, decode(BODY, json.dumps(body).encode()), True), str)
     except ApiError as problem:
         assert problem.status == 400 and 10 < len(problem.body.error.message) < 1000

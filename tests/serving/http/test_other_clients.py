@@ -236,7 +236,7 @@ def test_a_model_by_its_id_is_the_card_of_the_list(port: int) -> None:
 
 
 def test_keys_are_checked_on_the_path_that_is_routed(app: App) -> None:
-    keyed = App(app.router, "key", "admin-key")
+    keyed = App(app.registry, "key", "admin-key")
     with served(keyed) as port:
         for path in ("//admin/models", "/admin//models", "/admin/models/", "/admin/models"):
             assert ask(port, "GET", path).status == 401
@@ -248,7 +248,7 @@ def test_keys_are_checked_on_the_path_that_is_routed(app: App) -> None:
 
 
 def test_a_server_without_a_key_answers_to_this_machines_own_names(app: App) -> None:
-    with served(App(app.router, host="127.0.0.2")) as port:
+    with served(App(app.registry, host="127.0.0.2")) as port:
         for name in ("llm.lan:8000", "evil.example", "127.0.0.1.evil.example", "[::2]:80", ""):
             answer = ask(port, "GET", "/v1/models", headers={"Host": name})
             assert (answer.status, answer.error["code"]) == (403, "host_not_allowed")

@@ -72,7 +72,7 @@ def test_the_only_model_unloaded_by_an_administrator_is_not_ready(
     app = app_on(supervisor)
     with served(app) as port:
         assert ask(port, "GET", "/ready").status == 200  # a request loads it
-        app.router.first.on_demand = False
+        app.registry.first.on_demand = False
         answer = ask(port, "GET", "/ready")
     assert (answer.status, answer.json["error"]["code"]) == (503, "unloaded")
 

@@ -124,7 +124,7 @@ def test_a_folder_says_which_of_its_tokens_have_no_row(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path, eos_token_id=[2, 999, -1]))
     assert tokenizer.eos_ids == {2, 999}
     info = msgspec.structs.replace(INFO, vocabulary=ROWS)
-    (model,) = app_on(FakeSupervisor(info=info), tokenizer=tokenizer).router.models.values()
+    (model,) = app_on(FakeSupervisor(info=info), tokenizer=tokenizer).registry.models.values()
     assert model.tokens_out_of_range() == {640: "[PAD]", 641: "<tool>", 999: ""}
 
 

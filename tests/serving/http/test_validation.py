@@ -10,7 +10,7 @@ import pytest
 from crossover.serving.http.api_errors import ApiError
 from crossover.serving.http.body_types import ChatRequest, CompletionRequest
 from crossover.serving.http.request_validation import prompts_of, token_limit, validate
-from crossover.serving.registry.loaded_models import EngineLimits
+from crossover.serving.registry.served_model import EngineLimits
 from crossover.serving.sampling.step_inputs import Sampling
 
 FACTS = EngineLimits(256, 300)

@@ -28,7 +28,7 @@ from crossover.serving.placement.placement_policy import (
     narrowed,
     plan,
 )
-from crossover.serving.registry.engine_config import (
+from crossover.serving.registry.prepare_model import (
     files_of_engines,
     options_by_backend,
     prepare,

@@ -12,7 +12,7 @@ from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.hardware.machine_facts import hardware_facts
 from crossover.serving.placement.fastest_backend import EngineCandidate, EngineTimes, Question, keep
 from crossover.serving.placement.placement_policy import PlacementRequest
-from crossover.serving.registry.engine_config import Machine, best_for, find_model
+from crossover.serving.registry.prepare_model import Machine, best_for, find_model
 from crossover.serving.server_options import ModelOptions
 from tests.serving.backends.hf_folders import children_here, hf_folder
 

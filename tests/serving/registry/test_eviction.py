@@ -8,16 +8,16 @@ import pytest
 
 from crossover.serving.errors import NoRoom
 from crossover.serving.placement.placement_policy import Attempt, NoPlacement
-from crossover.serving.registry.loaded_models import bytes_by_place, bytes_free, make_room
+from crossover.serving.registry.eviction import bytes_by_place, bytes_free, make_room
 
 
 class Resident(NamedTuple):
     """What is asked of a ServedModel."""
 
     served_name: str
-    takes: dict[str, int]
-    used_at: float
-    busy: bool
+    predicted_bytes: dict[str, int]
+    last_used_at: float
+    is_busy: bool
     measured_bytes: int = 0
 
 

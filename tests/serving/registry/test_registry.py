@@ -18,9 +18,11 @@ from crossover.serving.engine.ipc_messages import GenerationRequest
 from crossover.serving.errors import LoadFailed, Unavailable
 from crossover.serving.metrics import ServerMetrics
 from crossover.serving.placement.placement_policy import NoPlacement
-from crossover.serving.registry import loaded_models
-from crossover.serving.registry.engine_config import Machine, prepare
-from crossover.serving.registry.loaded_models import Registry, RegistryLimits, ServedModel
+from crossover.serving.registry import served_model
+from crossover.serving.registry.model_loader import RegistryLimits
+from crossover.serving.registry.prepare_model import Machine, prepare
+from crossover.serving.registry.registry import Registry
+from crossover.serving.registry.served_model import ServedModel
 from crossover.serving.server_options import ModelOptions
 from crossover.serving.supervisor.engine_supervisor import Supervisor
 from crossover.serving.supervisor.inflight_requests import Stream
@@ -57,7 +59,7 @@ async def fleet_of(
         limits or RegistryLimits(),
     )
     for one in models:
-        registry.serve(prepare(one, machine))
+        registry.add_prepared(prepare(one, machine))
     await registry.start()
     try:
         yield registry
@@ -81,8 +83,8 @@ async def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
 
 async def refused(registry: Registry, name: str) -> Unavailable:
     with pytest.raises(Unavailable) as problem:
-        (await registry.hold(name)).release_model()
-        registry.models[name].facts()
+        (await registry.acquire(name)).release()
+        registry.models[name].engine_limits()
     assert problem.value.retry_after_seconds > 0
     return problem.value
 
@@ -101,7 +103,7 @@ def test_the_idle_make_room_and_the_busy_never_go() -> None:
         async with fleet_of(model("a"), model("b"), limits=ROOM_FOR_ONE) as registry:
             a, b = registry.models.values()
             await until(lambda: registry.states() == {"a": "ready", "b": "unloaded"})
-            held = await registry.hold("b")  # waits for the load; a was idle and went
+            held = await registry.acquire("b")  # waits for the load; a was idle and went
             assert registry.states() == {"a": "unloaded", "b": "ready"}
             told = [event for event in b.supervisor.events if event.kind == "unloaded"]
             assert [one.message for one in told] == [
@@ -112,11 +114,11 @@ def test_the_idle_make_room_and_the_busy_never_go() -> None:
             problem = await refused(registry, "a")
             assert problem.code == "no_room" and "while b are busy" in problem.reason
             assert b.supervisor.engine_pid == pid and b.state == "ready"
-            held.release_model()
+            held.release()
             stream = submit(b, 100)  # nobody holds it, and it is busy all the same
             assert (await refused(registry, "a")).code == "no_room"
             assert (await collect(stream)).tokens == 100
-            (await registry.hold("a")).release_model()
+            (await registry.acquire("a")).release()
             assert registry.states() == {"a": "ready", "b": "unloaded"}
             assert (b.metrics.loads["ready"], b.metrics.unloads["evicted"]) == (1, 1)
 
@@ -128,11 +130,11 @@ def test_many_requests_for_a_model_that_is_not_loaded_load_it_once() -> None:
         async with fleet_of(model("a", "demand", load_seconds=0.3)) as registry:
             a = registry.models["a"]
             assert registry.states() == {"a": "unloaded"} and a.supervisor.pids == []
-            entering = [asyncio.create_task(registry.hold("a")) for _ in range(20)]
+            entering = [asyncio.create_task(registry.acquire("a")) for _ in range(20)]
             await until(lambda: registry.states() == {"a": "loading"})
             for held in await asyncio.gather(*entering):
-                held.release_model()
-            assert started(a) == 1 and a.holders == 0
+                held.release()
+            assert started(a) == 1 and a.reference_count == 0
 
     run(scenario())
 
@@ -144,7 +146,7 @@ def test_who_waits_too_long_is_told_when_to_come_back_and_the_load_goes_on() -> 
             problem = await refused(registry, "a")
             assert problem.code == "loading" and "within 0.1 s" in problem.reason
             await until(lambda: registry.states()["a"] == "ready")
-            (await registry.hold("a")).release_model()
+            (await registry.acquire("a")).release()
             assert started(registry.models["a"]) == 1
 
     run(scenario())
@@ -155,13 +157,13 @@ def test_an_idle_model_is_unloaded_and_comes_back_when_it_is_asked_for() -> None
         async with fleet_of(model("a", idle=0.3)) as registry:
             a = registry.models["a"]
             await until(lambda: a.state == "ready")
-            held = await registry.hold("a")
+            held = await registry.acquire("a")
             await asyncio.sleep(0.5)
             assert a.state == "ready"  # held, so not idle
-            held.release_model()
+            held.release()
             await until(lambda: a.state == "unloaded")
             assert "idle for" in (a.supervisor.reason or "") and a.supervisor.pids == []
-            (await registry.hold("a")).release_model()
+            (await registry.acquire("a")).release()
             assert a.metrics.unloads["idle"] == 1
 
     run(scenario())
@@ -176,7 +178,7 @@ def test_an_administrator_unloads_what_is_in_flight_ends_and_only_he_loads_it_ag
             assert (await collect(stream)).finish == "length"
             assert "administrator" in (await refused(registry, "a")).reason
             await registry.load("a")
-            (await registry.hold("a")).release_model()
+            (await registry.acquire("a")).release()
 
             loading = asyncio.create_task(registry.load("b"))  # and calls off what is under way
             await until(lambda: bool(registry.models["b"].supervisor.pids))
@@ -209,16 +211,16 @@ def test_who_asks_while_a_model_is_unloaded_waits_for_the_unload_and_loads_it() 
         async with fleet_of(model("a")) as registry:
             a = registry.models["a"]
             await until(lambda: a.state == "ready")
-            for again in (registry.hold, registry.load):
+            for again in (registry.acquire, registry.load):
                 stream = submit(a, 100)
-                unloading = asyncio.create_task(registry._unload(a, "idle", "idle"))
+                unloading = asyncio.create_task(registry.loader._unload(a, "idle", "idle"))
                 await until(lambda: a.state == "draining")
                 async with asyncio.timeout(10):
                     held = await again("a")
                 assert (await collect(stream)).finish == "length" and await unloading == 0
                 assert a.state == "ready"
                 if held is not None:
-                    held.release_model()
+                    held.release()
 
     run(scenario())
 
@@ -242,7 +244,7 @@ def test_an_eviction_goes_to_its_end_where_the_load_is_given_up() -> None:
                 await loading
             await until(lambda: a.metrics.unloads["evicted"] == 1)
             assert a.state == "unloaded" and b.state == "unloaded"
-            (await registry.hold("a")).release_model()
+            (await registry.acquire("a")).release()
 
     run(scenario())
 
@@ -252,7 +254,7 @@ def test_stopping_ends_every_engine_and_every_wait() -> None:
         models = model("a"), model("b", load_seconds=50.0), model("c", "demand")
         async with fleet_of(*models) as registry:
             await until(lambda: bool(registry.models["b"].supervisor.pids))
-            waiting = asyncio.create_task(registry.hold("c"))  # behind the load of b
+            waiting = asyncio.create_task(registry.acquire("c"))  # behind the load of b
             await until(lambda: registry.models["c"].load is not None)
             await registry.stop(drain=False)
             with pytest.raises(Unavailable):
@@ -291,7 +293,7 @@ def test_a_model_that_does_not_load_is_not_tried_by_every_request() -> None:
                 await registry.load("bad")  # an administrator may
             assert started(bad) > tries and bad.metrics.loads["failed"] == 2
             await until(lambda: registry.states()["a"] == "ready")  # what ends one ends no other
-            (await registry.hold("a")).release_model()
+            (await registry.acquire("a")).release()
             reason = registry.models["broken"].supervisor.reason
             assert reason == "nobody thought of this"
 
@@ -301,7 +303,7 @@ def test_a_model_that_does_not_load_is_not_tried_by_every_request() -> None:
 def test_a_model_whose_engines_kept_dying_is_loaded_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loaded_models, "RETRY_SECONDS", 0.5)  # 30 s
+    monkeypatch.setattr(served_model, "RETRY_SECONDS", 0.5)  # 30 s
 
     async def scenario() -> None:
         async with fleet_of(model("a", fail_cause="exit", fail_token=9, idle=600.0)) as registry:
@@ -327,7 +329,7 @@ def test_what_never_fits_is_said_to_be_so_and_given_up() -> None:
             ):
                 await registry.load("a")
             assert (await refused(registry, "a")).code == "failed"
-            assert registry.models["a"].given_up
+            assert registry.models["a"].has_given_up
 
     run(scenario())
 

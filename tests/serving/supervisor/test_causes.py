@@ -19,7 +19,7 @@ from crossover.models.tokenizer import load_tokenizer
 from crossover.serving.errors import Cause
 from crossover.serving.hardware.gpus import GpuFacts
 from crossover.serving.placement.placement_policy import explain
-from crossover.serving.registry.engine_config import prepare
+from crossover.serving.registry.prepare_model import prepare
 from crossover.serving.server_options import ModelOptions, Policy
 from crossover.serving.supervisor.engine_supervisor import Supervisor
 from crossover.serving.supervisor.restart_policy import RecoveryLimits

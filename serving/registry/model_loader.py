@@ -1,0 +1,242 @@
+"""Loads and unloads the models of one server, and finds the place of each.
+
+Only one model loads at a time, so that the free memory is known. When memory is short, idle models
+are evicted, the least recently used first. A model in use is never evicted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from crossover.models.machine_limits import available_bytes
+from crossover.serving.backends.backend_interface import EngineConfig
+from crossover.serving.errors import EngineFailed, EngineState, LoadFailed, NoRoom, Unavailable
+from crossover.serving.placement.placement_policy import (
+    HEADROOM,
+    NoPlacement,
+    Placement,
+    Reason,
+    narrowed,
+)
+from crossover.serving.registry.eviction import bytes_by_place, bytes_free, make_room
+from crossover.serving.registry.prepare_model import Machine
+from crossover.serving.registry.served_model import ServedModel
+from crossover.serving.supervisor.engine_supervisor import Background
+
+UNLOADED_STATES = (EngineState.unloaded, EngineState.draining)  # or soon
+# An upper bound of the time until an engine of the CPU is ready: Python and its libraries, then
+# its weights at the speed of a slow disk.
+ENGINE_START_SECONDS = 2.0
+LOAD_BYTES_PER_SECOND = 1e9
+
+
+class RegistryLimits(msgspec.Struct, frozen=True):
+    """`memory_bytes`: RAM of all engines together; None: what the machine has free."""
+
+    memory_bytes: int | None = None
+    load_wait_seconds: float = 60.0  # that a request waits for its model
+    drain_seconds: float = 60.0  # of an unload
+
+
+def load_cancelled(model: ServedModel) -> Unavailable:
+    """Return the error for requests that wait for a load that was canceled."""
+    text = (
+        f"Loading the model {model.served_name!r} was canceled: it was unloaded, or the server is "
+        "stopping."
+    )
+    return Unavailable(text, 5.0, "unloaded")
+
+
+class ModelLoader:
+    """See the module's docstring. `models`: those of the registry, which adds to them."""
+
+    def __init__(
+        self, machine: Machine, limits: RegistryLimits, models: Mapping[str, ServedModel]
+    ) -> None:
+        self.machine = machine
+        self.limits = limits
+        self.models = models
+        self.is_stopping = False
+        self._load_lock = asyncio.Lock()
+        self._background = Background()  # the error of a load is for those who wait for it
+
+    def start(self) -> None:
+        """Start loading the models with load = "start", in order; return immediately."""
+        self._background.keep(self._watch())
+        for model in self.models.values():
+            if model.prepared.model.load == "start":
+                self.load_soon(model, may_evict=False)
+
+    async def stop(self, drain: bool, timeout_seconds: float) -> int:
+        """Stop every engine, as Supervisor.stop does; return how many sequences were aborted."""
+        self.is_stopping = True
+        for model in self.models.values():
+            self._cancel_load(model)
+        stops = (model.supervisor.stop(drain, timeout_seconds) for model in self.models.values())
+        counts = await asyncio.gather(*stops)
+        self._background.cancel()
+        return sum(counts)
+
+    # Loading.
+
+    async def load(self, model: ServedModel) -> None:
+        """Load a model now, for an administrator. Raises NoRoom, NoPlacement, LoadFailed, and
+        Unavailable if an unload cancels it."""
+        model.on_demand = True
+        load = self.load_soon(model)
+        try:
+            await asyncio.shield(load)
+        except asyncio.CancelledError:
+            if load.cancelled():
+                raise load_cancelled(model) from None
+            raise
+
+    def load_soon(self, model: ServedModel, may_evict: bool = True) -> asyncio.Task[None]:
+        """Return the task that loads this model, which is started unless it exists already."""
+        if model.load is None:
+            model.load = self._background.keep(self._load(model, may_evict))
+            # A callback, because a task that is cancelled before its first step runs no code of its
+            # own.
+            model.load.add_done_callback(lambda _: setattr(model, "load", None))
+        return model.load
+
+    def _cancel_load(self, model: ServedModel) -> bool:
+        """Cancel a load that has not started; one whose engine runs ends with the engine."""
+        return model.load is not None and not model.supervisor.pids and model.load.cancel()
+
+    async def _load(self, model: ServedModel, may_evict: bool) -> None:
+        supervisor = model.supervisor
+        try:
+            async with self._load_lock:
+                while supervisor.state == EngineState.draining and not self.is_stopping:
+                    await supervisor.wait_change()
+                if supervisor.state in (EngineState.ready, EngineState.restarting):
+                    return
+                model.placement = await self._place(model, may_evict)
+                await supervisor.start(model.prepared.configs_of(model.placement))
+                try:
+                    await supervisor.wait_ready()
+                except EngineFailed as problem:
+                    if supervisor.state in UNLOADED_STATES:
+                        raise load_cancelled(model) from None
+                    raise LoadFailed(str(problem)) from problem
+            model.last_used_at = time.monotonic()
+            model.metrics.loads["ready"] += 1
+        except NoRoom as problem:
+            supervisor.rest(EngineState.unloaded, str(problem))
+            raise
+        except Unavailable:  # the load was cancelled
+            raise
+        except Exception as problem:  # whatever it is, this model did not load
+            model.metrics.loads["failed"] += 1
+            has_no_engine = supervisor.state in (
+                EngineState.unloaded,
+                EngineState.failed,
+                EngineState.loading,
+            )
+            if has_no_engine and model.on_demand:
+                supervisor.rest(EngineState.failed, str(problem))
+            raise
+
+    async def _place(self, model: ServedModel, may_evict: bool) -> Placement:
+        """Return where this model goes, after evicting others for it: the first attempt that fits,
+        then its fallbacks. Raises NoRoom, NoPlacement."""
+        prepared = model.prepared
+        check_memory = prepared.request.check_memory
+        request = msgspec.structs.replace(prepared.request, check_memory=False)
+        engine_count = 2 if prepared.model.standby == "warm" else 1
+        evicted: list[str] = []
+        while True:
+            facts = await asyncio.to_thread(self.machine.facts)
+            placement = await asyncio.to_thread(self.machine.place, request, facts)
+            attempts = [
+                attempt for attempt in placement.attempts if attempt.backend in prepared.files
+            ]
+            if not attempts:
+                why = "; ".join(reason.text for reason in placement.reasons)
+                raise NoPlacement(f"it can no longer run anywhere: {why}")
+            residents = self._residents_beside(model)
+            memory_limit = self.limits.memory_bytes
+            free = bytes_free(attempts, residents, memory_limit) if check_memory else {}
+            options = [
+                bytes_by_place(attempts[index : index + engine_count])
+                for index in range(len(attempts))
+            ]
+            option, name_to_evict = make_room(options, residents, free)
+            if name_to_evict is None:
+                first, *later = attempts[option:]
+                later = [attempt for attempt in later if attempt.fits or not check_memory]
+                text = f"unloaded {', '.join(evicted)}, least recently used, to make room"
+                reason = Reason(None, text) if evicted else None
+                return narrowed(placement, (first, *later), reason)
+            if not may_evict:
+                raise NoRoom(
+                    f"there is no room beside {name_to_evict}; it is loaded at its first request"
+                )
+            evicted.append(name_to_evict)
+            # Shielded: an unload that has begun is finished even if this load is cancelled.
+            unload = self._unload(
+                self.models[name_to_evict], f"to make room for {model.served_name}", "evicted"
+            )
+            await asyncio.shield(self._background.keep(unload))
+
+    def _residents_beside(self, model: ServedModel) -> list[ServedModel]:
+        """Return the other models that have engine processes."""
+        return [
+            other for other in self.models.values() if other is not model and other.supervisor.pids
+        ]
+
+    def estimate_load_seconds(self, model: ServedModel, config: EngineConfig) -> float | None:
+        """Return an upper bound of the seconds until this engine of the CPU is ready; None if it
+        has no memory now."""
+        for attempt in model.placement.attempts:
+            if (attempt.backend, attempt.device) == (config.backend, config.device):
+                break
+        else:
+            return None
+        free_bytes = int(available_bytes() * HEADROOM)
+        attempt = msgspec.structs.replace(attempt, free_bytes=free_bytes)
+        residents = self._residents_beside(model)
+        free = bytes_free([attempt], residents, self.limits.memory_bytes)[attempt.place]
+        is_checked = model.prepared.request.check_memory
+        if is_checked and free is not None and attempt.need_bytes > free:
+            return None
+        return ENGINE_START_SECONDS + attempt.weight_bytes / LOAD_BYTES_PER_SECOND
+
+    # Unloading.
+
+    async def unload(self, model: ServedModel, drain: bool = True) -> int:
+        """Unload a model until an administrator loads it; return how many sequences it aborted."""
+        model.on_demand = False
+        if model.load is not None and self._cancel_load(model):
+            await asyncio.wait([model.load])
+        return await self._unload(model, "by request", "asked", drain)
+
+    async def _unload(
+        self, model: ServedModel, reason: str, metric_label: str, drain: bool = True
+    ) -> int:
+        if model.supervisor.state == EngineState.unloaded:
+            model.supervisor.rest(EngineState.unloaded, reason)
+            return 0
+        aborted = await model.supervisor.stop(drain, self.limits.drain_seconds, unload=reason)
+        model.metrics.unloads[metric_label] += 1
+        return aborted
+
+    async def _watch(self) -> None:
+        """Unload idle models; after a pause, reload those whose engines kept dying."""
+        while True:
+            models = list(self.models.values())
+            idle_limits = [model.prepared.model.idle_unload_seconds for model in models]
+            periods = [limit / 5 for limit in idle_limits if limit is not None]
+            await asyncio.sleep(min([1.0, *periods]))
+            for model, idle_limit in zip(models, idle_limits, strict=True):
+                if model.is_retry_due and model.metrics.loads["ready"]:
+                    self.load_soon(model, may_evict=False)
+                idle_seconds = time.monotonic() - model.last_used_at
+                is_idle = model.supervisor.state == EngineState.ready and not model.is_busy
+                if idle_limit is not None and is_idle and idle_seconds >= idle_limit:
+                    await self._unload(model, f"idle for {idle_seconds:.0f} s", "idle")

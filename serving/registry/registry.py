@@ -1,0 +1,160 @@
+"""The models of one server by name, and what a request waits for until its model serves.
+
+    registry = Registry(metrics, machine, make_supervisor, RegistryLimits())
+    registry.add_prepared(prepared)                   # each of them
+    await registry.start()                            # loads in order, returns at once
+    model = await registry.acquire("smollm2-135m")    # a request: load it, keep it loaded
+    model.release()
+
+Each model has one Supervisor. A model that was unloaded because it was idle, or for another model,
+is loaded again by its next request. One that an administrator unloaded stays unloaded until an
+administrator loads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+from crossover.serving.errors import EngineState, NoRoom, ServingError, Unavailable, UnknownModel
+from crossover.serving.metrics import Metrics, ServerMetrics
+from crossover.serving.registry.model_loader import (
+    UNLOADED_STATES,
+    ModelLoader,
+    RegistryLimits,
+    load_cancelled,
+)
+from crossover.serving.registry.prepare_model import Machine, Prepared
+from crossover.serving.registry.served_model import ServedModel, in_text_thread, read_vocabulary
+from crossover.serving.supervisor.engine_supervisor import RETRY_SECONDS, Supervisor
+
+
+class Registry:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        metrics: ServerMetrics,
+        machine: Machine,
+        make_supervisor: Callable[[Prepared], Supervisor],
+        limits: RegistryLimits,
+    ) -> None:
+        self.metrics = metrics
+        self.limits = limits
+        self.models: dict[str, ServedModel] = {}
+        self.loader = ModelLoader(machine, limits, self.models)
+        self._make_supervisor = make_supervisor
+
+    # Lookups.
+
+    @property
+    def first(self) -> ServedModel:
+        """Return the model for requests that name none."""
+        return next(iter(self.models.values()))
+
+    def named(self, name: str | None) -> ServedModel:
+        """Return the model with this name. Raises UnknownModel."""
+        if name is None and len(self.models) == 1:
+            return self.first
+        if name in self.models:
+            return self.models[name]
+        served_names = ", ".join(map(repr, self.models))
+        if name is None:
+            raise UnknownModel(f"model: This key is required, because {served_names} are served.")
+        text = f"The model {name[:200]!r} does not exist. Served models: {served_names}"
+        raise UnknownModel(text)
+
+    def states(self) -> dict[str, EngineState]:
+        """Return the state of each model; one whose load is queued counts as loading."""
+        return {name: model.state for name, model in self.models.items()}
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of sequences of all models that are not finished."""
+        return sum(model.supervisor.in_flight for model in self.models.values())
+
+    # The life of the server.
+
+    def add_prepared(self, prepared: Prepared) -> None:
+        """Add a model, not loaded yet. Raises ServingError for a name that is in use."""
+        name = prepared.name
+        if name in self.models:
+            raise ServingError(f"Two models have the name {name!r}. Give one of them another name.")
+        supervisor = self._make_supervisor(prepared)
+        if prepared.model.load == "demand":
+            supervisor.state = EngineState.unloaded
+            supervisor.reason = "it is loaded at its first request"
+        metrics = Metrics(self.metrics, name, supervisor)
+        vocabulary = read_vocabulary(prepared.tokenizer_path)
+        model = ServedModel(supervisor, vocabulary, metrics, prepared)
+        if prepared.model.bridge:
+            supervisor.estimate_load_seconds = partial(self.loader.estimate_load_seconds, model)
+        self.add(model)
+
+    def add(self, model: ServedModel) -> None:
+        """Add a model."""
+        self.models[model.served_name] = model
+
+    async def start(self) -> None:
+        """Start loading the models with load = "start", in order; return immediately."""
+        await in_text_thread(str)  # starts the thread now rather than in the first long request
+        self.loader.start()
+
+    async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
+        """Stop every engine, as Supervisor.stop does; return how many sequences were aborted."""
+        return await self.loader.stop(drain, timeout_seconds)
+
+    async def load(self, name: str) -> None:
+        """Load a model now, as ModelLoader.load does."""
+        await self.loader.load(self.models[name])
+
+    async def unload(self, name: str, drain: bool = True) -> int:
+        """Unload a model until an administrator loads it; return how many sequences it aborted."""
+        return await self.loader.unload(self.models[name], drain)
+
+    # A request.
+
+    async def acquire(self, name: str) -> ServedModel:
+        """Wait until this model serves, loading it if allowed, and keep it loaded until it is
+        released. Raises Unavailable."""
+        model = self.models[name]
+        until = time.monotonic() + self.limits.load_wait_seconds
+        while not self.loader.is_stopping:
+            state = model.supervisor.state
+            final_states = [EngineState.ready, EngineState.restarting]
+            if model.prepared.model.load == "start" and not model.metrics.loads["ready"]:
+                # A request does not wait for the load at the server's start.
+                final_states.append(EngineState.loading)
+            if state in final_states:
+                break
+            if model.load is None:
+                if state in UNLOADED_STATES and not model.on_demand:
+                    text = f"The model {name!r} was unloaded by an administrator."
+                    raise Unavailable(text, 30.0, "unloaded")
+                if state not in UNLOADED_STATES and not model.is_retry_due:
+                    break
+            await self._wait_for_load(model, self.loader.load_soon(model), until)
+        model.acquire()
+        return model  # its engine_limits raise the reason if it does not serve
+
+    async def _wait_for_load(
+        self, model: ServedModel, load: asyncio.Task[None], until: float
+    ) -> None:
+        done, _ = await asyncio.wait({load}, timeout=max(0.0, until - time.monotonic()))
+        name = f"the model {model.served_name!r}"
+        if not done:
+            limit = f"{self.limits.load_wait_seconds:g} s"
+            text = f"{name} is being loaded and was not ready within {limit}"
+            raise Unavailable(text, model.supervisor.retry_after_seconds(), "loading")
+        if load.cancelled():
+            raise load_cancelled(model)
+        problem = load.exception()
+        if isinstance(problem, Unavailable):
+            raise problem
+        if isinstance(problem, NoRoom):
+            raise Unavailable(f"{name} cannot be loaded now: {problem}", 5.0, "no_room")
+        if problem is not None:
+            text = f"{name} cannot be loaded now: {problem}"
+            raise Unavailable(text, RETRY_SECONDS, "load_failed")
