@@ -1,22 +1,21 @@
-"""Simulation of continuous batching: a step-time model, settings, due times and lengths -> TTFT and
-TPOT.
+"""Simulation of continuous batching: TTFT and TPOT of each request of a server that never ran.
 
-    played = simulate(step_times, SchedulerSettings(slots=8), due, prompt_tokens, output_tokens)
-    played.good(ttft_seconds=2.0, tpot_seconds=0.2).mean()
+    simulated = simulate(step_times, SchedulerSettings(slots=8), due, prompt_tokens, output_tokens)
+    simulated.good(ttft_seconds=2.0, tpot_seconds=0.2).mean()     # SLO attainment
 
 The settings are the scheduler's (serving/engine/scheduler.py), and so is the rule of a step
 (serving/capacity/plan_step.py): it decodes one token of every sequence past its prompt, then
 takes prompt tokens, oldest first, up to a budget. Requests are admitted in order of arrival to a
-free slot while the KV pool has room for their prompts beside all that is promised to others. Where
-answers outgrow the pool, the youngest waits again, and all its tokens are computed anew. Time
-outside of steps is left out.
+free slot while the KV pool has room for their prompts beside the prompts of all running requests.
+When answers outgrow the pool, the youngest request returns to the queue, and all its tokens are
+computed again later. Time between steps is not simulated.
 
 Requests may be the turns of conversations (`Turns`): a turn then comes when its user has read the
 answer before it and thought. Where the engine reuses prefixes, the slots keep what they hold, and
 each prompt gets the slot that the engine's own rule gives it (serving/capacity/choose_slot.py).
 
-Events are played, not tokens: steps that only decode are summed in closed form up to the next
-arrival or ending.
+The simulation advances from event to event, not from token to token: steps that only decode are
+summed in closed form up to the next arrival or the next request's end.
 """
 
 from __future__ import annotations
@@ -44,48 +43,51 @@ from crossover.serving.capacity.slo import Slo
 from crossover.serving.capacity.step_time_model import StepObservation, StepTimeModel
 
 Array = npt.NDArray[np.float64]
-# What an engine goes on from: any common beginning; where its KV cannot be cut back (a recurrent
-# state, a window of attention), the checkpoints that it makes of each prompt; nothing.
+# Which prefixes an engine reuses: any common prefix; only those that end at a checkpoint, where its
+# KV cannot be truncated (a recurrent state, sliding-window attention); none.
 Reuse = Literal["any prefix", "checkpoints", "none"]
 Numbers = Sequence[float] | npt.NDArray[np.float64] | npt.NDArray[np.int64]
 
 
 class Turns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """Of n requests that are turns of conversations: arrays are [n], session by session, the turns
-    of each in their order."""
+    """The conversations that n requests are the turns of. Arrays have the shape [n] and are ordered
+    by session, then by turn."""
 
     session: npt.NDArray[np.int64]
     number: npt.NDArray[np.int64]  # 0.. within the session
-    think_seconds: Array  # from the end of the answer before to this turn
-    # Tokens at the start of its prompt that are what the turn before left in the KV of its slot;
-    # 0 of a first turn.
+    think_seconds: Array  # from the end of the previous answer to this turn
+    # Tokens at the start of the prompt that the previous turn left in the KV of its slot; 0 for a
+    # first turn.
     history_tokens: npt.NDArray[np.int64]
     shared_tokens: int = 0  # at the start of every prompt, the same in all sessions
     reuse: Reuse = "any prefix"
-    # Turns whose times are given: the first ones, unless a session is under way at the start.
+    # Turns whose due times are given; the others follow from think times. None: the first turns.
+    # Differs from that if a session is under way at the start.
     is_timed: npt.NDArray[np.bool_] | None = None
-    # Turns that ended before the start, the last one last: slots still hold what they computed.
+    # Turns that ended before the start, in the order of their ends: slots still hold their KV.
     ended: tuple[int, ...] = ()
 
 
 class Simulated(msgspec.Struct, frozen=True, eq=False):
-    """A row a request, in the order they were given, seconds: float64 [n]."""
+    """The simulated requests: one row for each, in the order they were given. Times are seconds,
+    as float64 of the shape [n]."""
 
     due: Array
     ttft: Array
-    tpot: Array  # nan: an answer of one token
-    e2e: Array  # of the whole answer
-    cached: Array  # tokens of the prompt that were not computed again
-    reasoning_share: float = 0.0  # of the time between first and last token, until the answer
-    # Which requests had to wait for a slot, and which for room in the KV cache, or lost theirs to
-    # others. None: of requests one at a time, which are not played.
+    tpot: Array  # NaN for an answer of one token
+    e2e: Array
+    cached: Array  # prompt tokens that were reused from the KV cache
+    # The part of the time between first and last token that is spent on reasoning.
+    reasoning_share: float = 0.0
+    # Which requests had to wait for a slot, and which had to wait for room in the KV cache or were
+    # preempted. None for single-stream requests, whose times are computed in closed form.
     waited_for_slot: npt.NDArray[np.bool_] | None = None
     waited_for_kv: npt.NDArray[np.bool_] | None = None
-    work: StepObservation | None = None  # the sums of all steps
+    work: StepObservation | None = None  # the sums over all steps
 
     @property
     def ttfa(self) -> Array:
-        """To the first token of the answer itself, behind all reasoning."""
+        """Return the time to the first answer token, which comes after all reasoning."""
         if not self.reasoning_share:
             return self.ttft
         times: Array = self.ttft + self.reasoning_share * (self.e2e - self.ttft)
@@ -99,7 +101,7 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
         ttfa_seconds: float | None = None,
         e2e_seconds: float | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """Which requests kept all limits; None: no limit."""
+        """Return which requests kept all limits. None: no limit of that kind."""
         good = np.ones(len(self.due), dtype=bool)
         if ttft_seconds is not None:
             good &= self.ttft <= ttft_seconds
@@ -112,7 +114,7 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
         return good
 
     def meets(self, slo: Slo) -> npt.NDArray[np.bool_]:
-        """Which requests meet the SLO."""
+        """Return which requests meet the SLO."""
         return self.good(
             slo.ttft_seconds,
             slo.tpot_seconds,
@@ -120,18 +122,18 @@ class Simulated(msgspec.Struct, frozen=True, eq=False):
             e2e_seconds=slo.e2e_seconds,
         )
 
-    def of(self, which: npt.NDArray[np.bool_]) -> Simulated:
-        """Some of the requests; `work` stays that of all."""
+    def of(self, mask: npt.NDArray[np.bool_]) -> Simulated:
+        """Return the requests that `mask` selects; `work` stays that of all requests."""
         slot, kv = self.waited_for_slot, self.waited_for_kv
         return Simulated(
-            due=self.due[which],
-            ttft=self.ttft[which],
-            tpot=self.tpot[which],
-            e2e=self.e2e[which],
-            cached=self.cached[which],
+            due=self.due[mask],
+            ttft=self.ttft[mask],
+            tpot=self.tpot[mask],
+            e2e=self.e2e[mask],
+            cached=self.cached[mask],
             reasoning_share=self.reasoning_share,
-            waited_for_slot=None if slot is None else slot[which],
-            waited_for_kv=None if kv is None else kv[which],
+            waited_for_slot=None if slot is None else slot[mask],
+            waited_for_kv=None if kv is None else kv[mask],
             work=self.work,
         )
 
@@ -146,19 +148,25 @@ def simulate(
     *,
     turns: Turns | None = None,
 ) -> Simulated:
-    """Play requests due at these times (ascending) with these lengths to their end.
+    """Simulate requests that are due at these times (seconds, ascending) to their ends.
 
-    `cached_tokens`: of each prompt, not computed again; one token is computed in any case. `turns`:
-    of conversations; only the times of their first turns are read, those of a session the same or
-    later than those of the session before it, and what is computed again is simulated.
+    `prompt_tokens`, `output_tokens`: [n]. `cached_tokens`: prompt tokens that are not computed
+    again; at least one token of each prompt is computed. `turns`: the conversations that the
+    requests belong to. With them, only the due times of first turns are read, which must ascend
+    from session to session, and the reuse of prefixes is simulated.
     """
     engine = _Engine(step_times, settings, due, prompt_tokens, output_tokens, cached_tokens, turns)
     engine.play()
-    times, first, last = (np.array(one) for one in (engine.due, engine.first, engine.last))
-    later = np.maximum(np.asarray(output_tokens, dtype=np.float64), 1.0) - 1.0
-    last = np.where(np.isfinite(first), last, np.inf)  # of turns before the start, never
-    between = np.where(np.isfinite(first), last, 0.0) - np.where(np.isfinite(first), first, 0.0)
-    tpot = np.divide(between, later, out=np.full(len(times), np.nan), where=later > 0)
+    times = np.array(engine.due)
+    first = np.array(engine.first)
+    last = np.array(engine.last)
+    was_simulated = np.isfinite(first)  # turns that ended before the start were not
+    last = np.where(was_simulated, last, np.inf)
+    decode_seconds = np.where(was_simulated, last, 0.0) - np.where(was_simulated, first, 0.0)
+    later_tokens = np.maximum(np.asarray(output_tokens, dtype=np.float64), 1.0) - 1.0
+    has_tpot = later_tokens > 0
+    nan = np.full(len(times), np.nan)
+    tpot = np.divide(decode_seconds, later_tokens, out=nan, where=has_tpot)
     return Simulated(
         due=times,
         ttft=first - times,
@@ -172,7 +180,7 @@ def simulate(
 
 
 class _Work:
-    """What the engine did: the sums of all its steps, and what kept requests waiting."""
+    """The sums over all steps of the engine, and what requests had to wait for."""
 
     def __init__(self, count: int) -> None:
         self.admitted = [math.inf] * count
@@ -182,7 +190,7 @@ class _Work:
         self._steps = 0
 
     def add_decodes(self, steps: int, rows: int, context: int, seconds: float) -> None:
-        """Steps in a row that only decode; `context`: of the first."""
+        """Add consecutive steps that only decode. `context`: KV tokens read by the first one."""
         self._steps += steps
         self._passes += steps
         self._rows += steps * rows
@@ -192,7 +200,7 @@ class _Work:
     def add_prefill(
         self, rows: int, prompt_tokens: int, context: int, passes: int, seconds: float
     ) -> None:
-        """One step with prompts."""
+        """Add one step that processes prompt tokens."""
         self._steps += 1
         self._passes += passes
         self._rows += rows
@@ -201,7 +209,7 @@ class _Work:
         self._seconds += seconds
 
     def waited_for_slot(self, due: Array, last: Array, slots: int) -> npt.NDArray[np.bool_]:
-        """Those that came while all slots were taken."""
+        """Return which requests arrived while all slots were in use."""
         admitted = np.sort(np.array(self.admitted))
         running = np.searchsorted(admitted, due, "right") - np.searchsorted(
             np.sort(last), due, "right"
@@ -210,7 +218,7 @@ class _Work:
         return waits
 
     def waited_for_kv(self, due: Array) -> npt.NDArray[np.bool_]:
-        """Those that waited while the pool had no room for the next, and those that lost theirs."""
+        """Return which requests waited while the KV pool was full, or were preempted."""
         full = np.array(self.pool_full)
         admitted = np.array(self.admitted)
         waits: npt.NDArray[np.bool_] = self.preempted | (
@@ -230,7 +238,7 @@ class _Work:
 
 
 class _Engine:
-    """The engine on a simulated clock. Requests are their places in the order they were given."""
+    """The engine on a simulated clock. A request is its index in the order they were given."""
 
     def __init__(
         self,
@@ -242,7 +250,7 @@ class _Engine:
         cached_tokens: Numbers | None,
         turns: Turns | None,
     ) -> None:
-        # StepTimeModel's numbers: a step is too short a work to look them up.
+        # Coefficients of the StepTimeModel, copied because looking them up takes too long per step.
         self.prompt_seconds = step_times.prompt_token_seconds
         self.context_seconds = step_times.context_token_seconds
         self.pass_seconds = step_times.pass_seconds
@@ -251,7 +259,7 @@ class _Engine:
             step_times.experts.skip_probability if step_times.experts is not None else 1.0
         )
         self.shares_pass = step_times.shares_pass
-        # Of a step that decodes so many rows, without their contexts.
+        # Seconds of a step by the number of rows that it decodes, without reading their contexts.
         self.decode_seconds = [
             step_times.base_seconds
             + step_times.row_seconds * rows
@@ -262,15 +270,15 @@ class _Engine:
         count = len(due)
         prompts = np.maximum(np.asarray(prompt_tokens), 1).astype(np.int64)
         cached = np.zeros(count) if cached_tokens is None else np.nan_to_num(cached_tokens)
-        left = np.maximum(prompts - np.asarray(cached, dtype=np.int64), 1)
+        uncached = np.maximum(prompts - np.asarray(cached, dtype=np.int64), 1)
         self.due: list[float] = np.asarray(due, dtype=np.float64).tolist()
-        # Of one that was preempted, what it has made is part of its prompt.
+        # After a preemption, the tokens generated so far are part of the request's prompt.
         self.prompts: list[int] = prompts.tolist()
         self.outputs: list[int] = np.maximum(np.asarray(output_tokens), 1).astype(int).tolist()
-        self.left: list[int] = left.tolist()  # prompt tokens still to compute
-        self.cached: list[int] = (prompts - left).tolist()
-        # Of each prompt token its share of a pass, where whole prompts fit in a step.
-        mean = max(float(left.mean()), 1.0) if count else 1.0
+        self.left: list[int] = uncached.tolist()  # prompt tokens still to compute
+        self.cached: list[int] = (prompts - uncached).tolist()
+        # Seconds of a prompt token with its share of a pass, if whole prompts fit in a step.
+        mean = max(float(uncached.mean()), 1.0) if count else 1.0
         self.piece_seconds = step_times.pass_seconds + self.expert_seconds
         self.token_seconds = step_times.prompt_token_seconds + self.piece_seconds / mean
         self.first = [math.inf] * count
@@ -280,10 +288,13 @@ class _Engine:
         self.step = 0  # decode steps so far
         self.context = 0  # tokens in the KV of the decoding requests
         self.held = 0  # tokens in the KV of all running requests
-        self.promised = 0  # ... and those of their prompts that are still to come
-        # Heap: (due, request) of those that were never admitted and whose time is known.
-        self.coming: list[tuple[float, int]] = [(at, one) for one, at in enumerate(self.due)]
-        self.think: list[float | None] = []  # of the request behind each, where it continues it
+        self.promised = 0  # the same, plus the prompt tokens that they have still to compute
+        # Heap of (due time, request): those whose due time is known and that were never admitted.
+        self.coming: list[tuple[float, int]] = [
+            (at, request) for request, at in enumerate(self.due)
+        ]
+        # Think time before the next request, if that is the next turn of the same session.
+        self.think: list[float | None] = []
         self.slots: SimulatedSlots | None = None
         if turns is not None:
             think = turns.think_seconds.tolist()
@@ -302,28 +313,31 @@ class _Engine:
                     tokens = self.prompts[request] + self.outputs[request] - 1
                     if self.slots.idle_tokens + tokens <= self.pool:
                         self.slots.hold(request, tokens)
-        self.again: list[int] = []  # preempted, the oldest last: they go first
-        self.filling: list[int] = []  # prompts under way, oldest first
-        self.end_steps = [0] * count  # decode step of each last token, once it decodes
-        self.ends: list[tuple[int, int]] = []  # heap: (decode step of the last token, request)
+        self.preempted: list[int] = []  # the oldest last; they are admitted before all others
+        self.filling: list[int] = []  # requests whose prompts are being computed, oldest first
+        self.end_steps = [0] * count  # decode step of the last token, of requests that decode
+        # Heap of (decode step of the last token, request): the requests that decode.
+        self.ends: list[tuple[int, int]] = []
         self.work = _Work(count)
 
     def play(self) -> None:
-        """All requests to their end."""
+        """Run the engine until all requests have ended. Each turn of the loop is one step with
+        prompts, or as many decode steps as pass until something else can happen."""
         coming, ends, slots = self.coming, self.ends, self.settings.slots
-        decode_seconds, token = self.decode_seconds, self.context_seconds
+        decode_seconds, context_seconds = self.decode_seconds, self.context_seconds
         pool = self.pool
         while True:
             rows = len(ends)
-            if self.again or (
+            if self.preempted or (
                 coming and coming[0][0] <= self.now and rows + len(self.filling) < slots
             ):
                 self.admit()
             if self.filling:
                 self.prefill_step()
             elif rows:
-                # Only decode: to the next ending, till the KV pool is full, or until a request
-                # comes that could be admitted.
+                # Decode until the next request ends, the KV pool is full, or a request arrives that
+                # could be admitted. Step k of these lasts first_seconds + 2 * growth * k, because
+                # each step adds a token to the context of each row.
                 while self.occupied + len(ends) > pool and (
                     self.drop_oldest() or self.preempt_youngest() is not None
                 ):
@@ -332,17 +346,17 @@ class _Engine:
                 steps = ends[0][0] - self.step
                 if self.occupied + rows * steps > pool:
                     steps = max(1, int(pool - self.occupied) // rows)
-                each = decode_seconds[rows] + token * self.context
-                growth = token * rows / 2
-                seconds = steps * (each + growth * (steps - 1))
+                first_seconds = decode_seconds[rows] + context_seconds * self.context
+                growth = context_seconds * rows / 2
+                seconds = steps * (first_seconds + growth * (steps - 1))
                 if (
                     rows < slots
                     and coming
-                    and not self.again
+                    and not self.preempted
                     and self.now < coming[0][0] <= self.now + seconds
                 ):
-                    steps = _steps_until(coming[0][0] - self.now, each, growth, steps)
-                    seconds = steps * (each + growth * (steps - 1))
+                    steps = _steps_until(coming[0][0] - self.now, first_seconds, growth, steps)
+                    seconds = steps * (first_seconds + growth * (steps - 1))
                 self.work.add_decodes(steps, rows, self.context, seconds)
                 self.now += seconds
                 self.step += steps
@@ -355,7 +369,8 @@ class _Engine:
                 self.end(heapq.heappop(ends)[1])
 
     def end(self, request: int) -> None:
-        """Its last token is there: its slot is idle, and its user reads the answer."""
+        """End a request after its last token: its slot becomes idle, and its user's think time
+        begins."""
         tokens = self.prompts[request] + self.outputs[request] - 1
         self.last[request] = self.now
         self.leave(tokens)
@@ -367,15 +382,15 @@ class _Engine:
 
     @property
     def occupied(self) -> int:
-        """Tokens in the KV, those of idle slots included."""
+        """Return the tokens in the KV, including those of idle slots."""
         return self.held if self.slots is None else self.held + self.slots.idle_tokens
 
     def drop_oldest(self) -> bool:
-        """Free the KV of the slot idle for longest; False where no idle slot holds any."""
+        """Free the KV of the longest idle slot; return False if all idle slots are empty."""
         return self.slots is not None and self.slots.drop_oldest()
 
     def leave(self, tokens: int) -> None:
-        """So many tokens of decoding requests leave the KV."""
+        """Remove tokens of decoding requests from the KV; a negative number adds them."""
         self.context -= tokens
         self.held -= tokens
         self.promised -= tokens
@@ -384,19 +399,19 @@ class _Engine:
         """Give waiting requests free slots while the KV pool has room."""
         running = len(self.filling) + len(self.ends)
         while running < self.settings.slots:
-            if self.again:
-                request = self.again[-1]
+            if self.preempted:
+                request = self.preempted[-1]
             elif self.coming and self.coming[0][0] <= self.now:
                 request = self.coming[0][1]
             else:
                 return
             prompt = self.prompts[request]
-            # The last token of each that decodes is known, but not in the KV yet.
+            # One more token for each row: it is generated, but not in the KV yet.
             if running and self.promised + len(self.ends) + prompt + running > self.pool:
                 self.work.pool_full.append(self.now)
                 return
-            if self.again:
-                self.again.pop()
+            if self.preempted:
+                self.preempted.pop()
             else:
                 heapq.heappop(self.coming)
             self.work.admitted[request] = min(self.work.admitted[request], self.now)
@@ -411,45 +426,49 @@ class _Engine:
             running += 1
 
     def computed(self, request: int) -> int:
-        """Tokens in the KV of a running request."""
+        """Return the tokens in the KV of a running request."""
         if left := self.left[request]:
             return self.prompts[request] - left
-        made = self.outputs[request] - 1 - (self.end_steps[request] - self.step)
-        return self.prompts[request] + made
+        generated = self.outputs[request] - 1 - (self.end_steps[request] - self.step)
+        return self.prompts[request] + generated
 
     def prefill_step(self) -> None:
-        """One step: a token of each decoding request, then prompt tokens within the budget."""
-        left = [self.left[request] for request in self.filling]
+        """Run one step: a token of each decoding request, and prompt tokens within the budget."""
+        pending = [self.left[request] for request in self.filling]
         slots = self.slots
         if slots is not None and slots.is_checkpointed:
-            pairs = zip(self.filling, left, strict=True)
-            left = [min(one, slots.until_mark(each, self.computed(each))) for each, one in pairs]
-        planned = plan_step(left, len(self.ends), self.settings, self)
-        pieces, taken = list(zip(self.filling, planned, strict=False)), sum(planned)
-        while self.occupied + len(self.ends) + taken > self.pool:
+            pairs = zip(self.filling, pending, strict=True)
+            pending = [
+                min(tokens, slots.until_mark(request, self.computed(request)))
+                for request, tokens in pairs
+            ]
+        piece_tokens = plan_step(pending, len(self.ends), self.settings, self)
+        pieces = list(zip(self.filling, piece_tokens, strict=False))  # (request, prompt tokens)
+        prompt_tokens = sum(piece_tokens)
+        while self.occupied + len(self.ends) + prompt_tokens > self.pool:
             if self.drop_oldest():
                 continue
             youngest = self.preempt_youngest()
             if youngest is None:
                 break
-            pieces = [one for one in pieces if one[0] != youngest]
-            taken = sum(piece for _, piece in pieces)
+            pieces = [pair for pair in pieces if pair[0] != youngest]
+            prompt_tokens = sum(piece for _, piece in pieces)
         rows = len(self.ends)
         passes = len(pieces) + (rows > 0)
         began = self.now
         self.now += (
             self.decode_seconds[rows]
-            + self.prompt_seconds * taken
+            + self.prompt_seconds * prompt_tokens
             + self.context_seconds * self.context
             + self.pass_seconds * (passes - 1.0)
         )
         if self.expert_seconds:
             self.now += self.expert_seconds * self.prompt_expert_passes(pieces, rows)
-        self.work.add_prefill(rows, taken, self.context, passes, self.now - began)
+        self.work.add_prefill(rows, prompt_tokens, self.context, passes, self.now - began)
         self.step += rows > 0
         self.context += rows
         self.promised += rows
-        self.held += rows + taken
+        self.held += rows + prompt_tokens
         for request, piece in pieces:
             self.left[request] -= piece
             if slots is not None and slots.is_checkpointed:
@@ -462,72 +481,76 @@ class _Engine:
                 heapq.heappush(self.ends, (self.end_steps[request], request))
 
     def prompt_expert_passes(self, pieces: Sequence[tuple[int, int]], rows: int) -> float:
-        """Of the passes of these pieces of prompts the shares of the experts that they read, beside
-        what the decode rows read."""
+        """Return the shares of all experts that these pieces of prompts read, summed over their
+        passes, beyond what the decode rows read."""
         skip = self.skip_probability
         if self.shares_pass:
             tokens = sum(piece for _, piece in pieces)
             return skip**rows - float(skip ** (rows + tokens))
         return sum(1.0 - skip**piece for _, piece in pieces)
 
-    # What steps cost, for plan_step.
+    # The costs of steps, as plan_step asks for them (StepCosts).
 
     def row_costs(self, rows: int) -> tuple[float, float]:
-        slots, held = self.settings.slots, self.context_seconds * self.context
-        return self.decode_seconds[rows] + held, (self.decode_seconds[slots] + held) / slots
+        slots, context_seconds = self.settings.slots, self.context_seconds * self.context
+        return self.decode_seconds[rows] + context_seconds, (
+            self.decode_seconds[slots] + context_seconds
+        ) / slots
 
     def prompt_tokens_in(self, seconds: float) -> int | None:
-        """Be they whole prompts, each with its pass, or, where these are longer, a piece of one:
-        what the scheduler learns of passes is taken for learnt."""
+        """Return the prompt tokens that take this long: as whole prompts of the mean length, each
+        with its pass, or as one piece of a longer prompt, whichever is fewer. The scheduler learns
+        the cost of passes from its steps; here it is known."""
         if self.prompt_seconds <= 0:
             return None
         piece = (seconds - self.piece_seconds) / self.prompt_seconds
         return int(min(seconds / self.token_seconds, piece))
 
     def preempt_youngest(self) -> int | None:
-        """The youngest of several that run goes back to the queue; None: one alone stays."""
+        """Return the youngest running request, which goes back to the queue; None if only one
+        runs, which is never preempted."""
         if len(self.filling) + len(self.ends) < 2:
             return None
-        running = (*self.filling, *(each for _, each in self.ends))
-        request = max(running, key=lambda each: (self.due[each], each))
+        running = (*self.filling, *(other for _, other in self.ends))
+        request = max(running, key=lambda other: (self.due[other], other))
         prompt = self.prompts[request]
         if request in self.filling:
             self.filling.remove(request)
             self.promised -= prompt
             self.held -= prompt - self.left[request]
         else:
-            end = next(end for end, each in self.ends if each == request)
+            end = next(end for end, other in self.ends if other == request)
             self.ends.remove((end, request))
             heapq.heapify(self.ends)
-            made = self.outputs[request] - (end - self.step)
-            self.leave(prompt + made - 1)
-            self.prompts[request] += made
-            self.outputs[request] -= made
+            generated = self.outputs[request] - (end - self.step)
+            self.leave(prompt + generated - 1)
+            self.prompts[request] += generated
+            self.outputs[request] -= generated
         self.left[request] = self.prompts[request]
         self.work.preempted[request] = True
         if self.slots is not None:
             self.slots.release(request, 0, self.now)
-        self.again.append(request)
+        self.preempted.append(request)
         return request
 
 
-def _steps_until(seconds: float, each: float, growth: float, most: int) -> int:
-    """The fewest decode steps, 1 to `most`, that last as long as `seconds`.
+def _steps_until(seconds: float, first_seconds: float, growth: float, max_steps: int) -> int:
+    """Return the smallest number of decode steps, 1 to `max_steps`, that last `seconds` or longer.
 
-    n steps last n (each + growth (n - 1)).
+    n steps last n * (first_seconds + growth * (n - 1)).
     """
-    first = each - growth
-    if growth > 0:
-        steps = (math.sqrt(first * first + 4 * growth * seconds) - first) / (2 * growth)
+    if growth > 0:  # solve growth * n**2 + linear * n = seconds
+        linear = first_seconds - growth
+        steps = (math.sqrt(linear * linear + 4 * growth * seconds) - linear) / (2 * growth)
     else:
-        steps = seconds / each if each > 0 else most
-    return min(max(1, math.ceil(steps)), most)
+        steps = seconds / first_seconds if first_seconds > 0 else max_steps
+    return min(max(1, math.ceil(steps)), max_steps)
 
 
 class _Kept(NamedTuple):
-    """What the KV of a slot, or a checkpoint, begins with: so many tokens of a turn."""
+    """The KV of a slot or a checkpoint: the first `tokens` tokens of a turn."""
 
-    request: int  # -1: nothing
+    request: int  # -1: none
     tokens: int
 
 
@@ -537,8 +560,9 @@ _NOTHING = _Kept(-1, 0)
 class SimulatedSlots:
     """The slots of the engine, and whose tokens each of them holds.
 
-    Tokens are not played, only how many of them two turns have in common: of one session what the
-    earlier one left, of two sessions the beginning that all share.
+    Token ids are not simulated, only how many leading tokens two turns have in common: turns of one
+    session share what the earlier one left in its slot, turns of two sessions share only the prefix
+    that all sessions have.
     """
 
     def __init__(self, turns: Turns, slots: int) -> None:
@@ -546,39 +570,43 @@ class SimulatedSlots:
         self._history: list[int] = turns.history_tokens.tolist()
         self._shared = turns.shared_tokens
         self.is_checkpointed = turns.reuse == "checkpoints"
-        self._kept = [_NOTHING] * slots  # of idle slots
-        self._held = [0] * slots  # tokens of `_kept`
-        self._free = list(range(slots))  # idle ones, ascending
+        self._kept = [_NOTHING] * slots  # the KV of idle slots
+        self._held = [0] * slots  # the tokens of each entry of `_kept`
+        self._free = list(range(slots))  # idle slots, ascending
         self._owner = [-1] * slots  # the request whose tokens a slot holds, idle or running
-        self._shared_in_slots = [0] * slots
-        # Of the running ones, whose KV has not all that sessions share, since it is computed anew.
+        self._shared_in_slots = [0] * slots  # tokens of the prefix that all sessions share
+        # Running requests that still compute that prefix, so that their slots have only part of it.
         self._without_shared: set[int] = set()
         self._slots_of_session: dict[int, set[int]] = {}
         self._idle_since = [0.0] * slots
         self._running: dict[int, int] = {}  # slot -> request
-        self._slot_of: dict[int, int] = {}
-        self._checkpoints: list[_Kept] = []  # the last used one last
-        self._marks: dict[int, tuple[int, ...]] = {}  # of each prompt under way
+        self._slot_of: dict[int, int] = {}  # request -> slot
+        self._checkpoints: list[_Kept] = []  # the most recently used last
+        # Request -> the lengths of its prompt at which checkpoints are made.
+        self._marks: dict[int, tuple[int, ...]] = {}
         self.idle_tokens = 0
 
     def hold(self, request: int, tokens: int) -> None:
-        """Let an empty slot hold so many tokens of a turn that ended before the start."""
+        """Fill an empty slot with the tokens of a turn that ended before the start."""
         slot = self._kept.index(_NOTHING)
         self._put(slot, request, tokens, min(self._shared, tokens))
         self._idle_since[slot] = slot - float(len(self._kept))
 
     def take(self, request: int, prompt_tokens: int, computed: Callable[[int], int]) -> int:
-        """Give a request a slot; the tokens of its prompt that need not be computed again."""
-        wanted = max(0, prompt_tokens - COMPUTED_TAIL)
-        common = self._common_in_slots(request, wanted, computed)
-        held, free = self._held, self._free
+        """Give a request a slot; return the tokens of its prompt that are reused.
+
+        `computed`: returns the tokens in the KV of a running request.
+        """
+        reusable_tokens = max(0, prompt_tokens - COMPUTED_TAIL)
+        common = self._common_in_slots(request, reusable_tokens, computed)
+        held_tokens, free = self._held, self._free
         if not self.is_checkpointed:
-            slot, reused, _ = choose_slot(common, held, free, self._idle_since)
+            slot, reused, _ = choose_slot(common, held_tokens, free, self._idle_since)
         else:
-            checkpoint = self._longest_checkpoint(request, wanted, max(common))
+            checkpoint = self._longest_checkpoint(request, reusable_tokens, max(common))
             (slot, reused, _), is_restored, marks = choose_checkpointed_slot(
                 common,
-                held,
+                held_tokens,
                 free,
                 self._idle_since,
                 prompt_tokens=prompt_tokens,
@@ -597,20 +625,22 @@ class SimulatedSlots:
         return reused
 
     def until_mark(self, request: int, computed: int) -> int:
-        """Tokens of a prompt up to its next checkpoint, or very many."""
+        """Return the prompt tokens up to its next checkpoint; sys.maxsize if there is none."""
         marks = (mark - computed for mark in self._marks[request] if mark > computed)
         return next(marks, sys.maxsize)
 
     def save(self, request: int, computed: int) -> None:
-        """Make a checkpoint where the prompt has one after so many tokens."""
+        """Make a checkpoint if the prompt is to have one after `computed` tokens."""
         if computed not in self._marks[request]:
             return
-        if not any(self._is_same(request, one, computed) for one in self._checkpoints):
+        if not any(
+            self._is_same(request, checkpoint, computed) for checkpoint in self._checkpoints
+        ):
             self._checkpoints.append(_Kept(request, computed))
             del self._checkpoints[: -max_checkpoints(len(self._kept))]
 
     def release(self, request: int, tokens: int, now: float) -> None:
-        """Make its slot idle, with so many tokens in its KV."""
+        """Make the request's slot idle, with `tokens` tokens in its KV."""
         slot = self._slot_of.pop(request)
         del self._running[slot]
         bisect.insort(self._free, slot)
@@ -621,50 +651,53 @@ class SimulatedSlots:
             self._idle_since[slot] = now
 
     def drop_oldest(self) -> bool:
-        """Free the KV of the slot idle for longest; False where no idle slot holds any."""
-        held = [slot for slot, kept in enumerate(self._kept) if kept.tokens]
-        if not held:
+        """Free the KV of the longest idle slot; return False if all idle slots are empty."""
+        non_empty = [slot for slot, kept in enumerate(self._kept) if kept.tokens]
+        if not non_empty:
             return False
-        oldest = min(held, key=lambda slot: self._idle_since[slot])
+        oldest = min(non_empty, key=lambda slot: self._idle_since[slot])
         self._put(oldest, -1, 0, 0)
         return True
 
-    def common(self, request: int, kept: _Kept, wanted: int) -> int:
-        """How many of the first `wanted` tokens of a request's prompt are those that are kept."""
-        other, tokens = kept
+    def common(self, request: int, entry: _Kept, reusable_tokens: int) -> int:
+        """Return how many of the first `reusable_tokens` tokens of a request's prompt `entry`
+        has."""
+        other, tokens = entry
         if other < 0 or not tokens:
             return 0
         if self._session[other] != self._session[request]:
-            return min(self._shared, tokens, wanted)
-        # Its own session: each turn in between may have left out the oldest turns.
+            return min(self._shared, tokens, reusable_tokens)
+        # The same session. Each turn in between may have dropped the oldest turns of the history.
         low, high = sorted((other, request))
-        return min(tokens, wanted, *self._history[low + 1 : high + 1])
+        return min(tokens, reusable_tokens, *self._history[low + 1 : high + 1])
 
     def _common_in_slots(
-        self, request: int, wanted: int, computed: Callable[[int], int]
+        self, request: int, reusable_tokens: int, computed: Callable[[int], int]
     ) -> list[int]:
-        """By slot, how many of the wanted tokens its KV begins with."""
-        found = self._shared_in_slots.copy()
-        if wanted < self._shared:
-            found = [min(tokens, wanted) for tokens in found]
+        """Return, by slot, how many of the request's first `reusable_tokens` tokens its KV has."""
+        common = self._shared_in_slots.copy()
+        if reusable_tokens < self._shared:
+            common = [min(tokens, reusable_tokens) for tokens in common]
         for other in list(self._without_shared):
             tokens = computed(other)
             if tokens >= self._shared:
                 self._without_shared.remove(other)
-            found[self._slot_of[other]] = self.common(request, _Kept(other, tokens), wanted)
+            common[self._slot_of[other]] = self.common(
+                request, _Kept(other, tokens), reusable_tokens
+            )
         for slot in self._slots_of_session.get(self._session[request], ()):
-            kept = self._kept[slot]
+            entry = self._kept[slot]
             if slot in self._running:
-                kept = _Kept(self._running[slot], computed(self._running[slot]))
-            found[slot] = self.common(request, kept, wanted)
-        return found
+                entry = _Kept(self._running[slot], computed(self._running[slot]))
+            common[slot] = self.common(request, entry, reusable_tokens)
+        return common
 
     def _put(self, slot: int, request: int, tokens: int, shared: int) -> None:
-        """Note what a slot holds: so many idle tokens of a request (-1: of none), of which so many
-        are shared by all sessions."""
-        before = self._owner[slot]
-        if before >= 0:
-            self._slots_of_session[self._session[before]].discard(slot)
+        """Record what a slot holds: `tokens` idle tokens of a request (-1: none), of which `shared`
+        belong to the prefix of all sessions."""
+        previous_owner = self._owner[slot]
+        if previous_owner >= 0:
+            self._slots_of_session[self._session[previous_owner]].discard(slot)
         if request >= 0:
             self._slots_of_session.setdefault(self._session[request], set()).add(slot)
         self._owner[slot] = request
@@ -674,15 +707,16 @@ class SimulatedSlots:
         self._shared_in_slots[slot] = shared
 
     def _is_same(self, request: int, other: _Kept, tokens: int) -> bool:
-        """Whether a checkpoint holds the first tokens of a request's prompt, as many as these."""
+        """Return whether a checkpoint holds exactly the first `tokens` tokens of a prompt."""
         return other.tokens == tokens == self.common(request, other, tokens)
 
-    def _longest_checkpoint(self, request: int, wanted: int, most: int) -> _Kept:
-        """The longest one that the prompt begins with, of at most as many tokens as some slot
-        holds."""
+    def _longest_checkpoint(self, request: int, reusable_tokens: int, max_tokens: int) -> _Kept:
+        """Return the longest checkpoint that the prompt begins with, of at most `max_tokens`, the
+        most that some slot holds of the prompt."""
         fitting = [
-            one
-            for one in self._checkpoints
-            if one.tokens <= most and self.common(request, one, wanted) == one.tokens
+            checkpoint
+            for checkpoint in self._checkpoints
+            if checkpoint.tokens <= max_tokens
+            and self.common(request, checkpoint, reusable_tokens) == checkpoint.tokens
         ]
-        return max(fitting, key=lambda one: one.tokens, default=_NOTHING)
+        return max(fitting, key=lambda checkpoint: checkpoint.tokens, default=_NOTHING)

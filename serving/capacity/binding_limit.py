@@ -4,12 +4,12 @@
     binding.kind, binding.shares.prompts       # "prompts", 0.62
     sentence_of(binding)                       # the one place that words it
 
-What binds is what would raise the capacity most if it cost half: prompt tokens, decode rows,
-context, or the fixed cost of each step, which on a CPU is mostly reading the weights
-from memory. The shares of the engine's busy time, by the step-time model, say why. Slots and KV
-memory bind where most requests that missed the SLO had waited for them, and twice as much would
-raise the capacity about as much as the half cost: they are settings, and come first. Before all of
-these come other processes that took a tenth of the engine's time.
+The binding limit is the cost whose halving would raise the capacity most: prompt tokens, decode
+rows, context, or the fixed cost of each step, which on a CPU is mostly reading the weights from
+memory. The shares of the engine's busy time, by the step-time model, explain it. Slots or KV memory
+bind if most requests that missed the SLO had waited for them, and if twice as much would raise the
+capacity about as much as the halved cost would: they take precedence, because they are settings.
+Other processes that took a tenth of the engine's time take precedence over all of these.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LimitKind = Literal[
     "kv_memory",
     "other_processes",
 ]
-REQUESTS = 800  # of the simulations that are compared with each other
-LIFTED_COST = 0.5  # of what binds: what the lifted capacity is simulated with
-MORE = 2  # times as many slots, or as much KV memory
-MIN_GAIN = 1.1  # of the capacity, from which more slots or KV memory bind
-AS_GOOD = 0.9  # of the capacity with half the largest cost: settings that reach it come first
-MIN_WAITED = 0.5  # of the requests that missed the SLO
-MIN_TAKEN, MAX_TAKEN = 0.1, 0.9  # of the engine's time
-# What may cost half, and the numbers of the step-time model that say so.
+REQUESTS = 800  # in each of the simulations that are compared with each other
+LIFTED_COST = 0.5  # factor of a cost, to simulate the capacity without that limit
+MORE = 2  # factor of slots or KV memory, to simulate the capacity without that limit
+MIN_GAIN = 1.1  # slots or KV memory bind only if more of them raise the capacity by this factor
+AS_GOOD = 0.9  # ... and if the gain is at least this share of the gain of the halved cost
+MIN_WAITED = 0.5  # ... and if this share of the requests that missed the SLO had waited for them
+MIN_TAKEN, MAX_TAKEN = 0.1, 0.9  # of the engine's time, by other processes
+# The costs that may be halved, and the coefficients of the step-time model that belong to each.
 COSTS: dict[LimitKind, tuple[str, ...]] = {
     "prompts": ("prompt_token_seconds", "pass_seconds"),
     "weights": ("base_seconds", "expert_seconds"),
@@ -85,27 +85,29 @@ GPU_REMEDIES: dict[LimitKind, str] = {  # where a GPU serves already, and cores 
 
 
 class BusyShares(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the engine's busy time goes; together 1."""
+    """The shares of the engine's busy time; their sum is 1."""
 
     prompts: float  # prompt tokens, and the passes of prompts
-    weights: float  # what every step costs, and the experts that it reads
-    rows: float  # tokens that are generated
-    context: float  # of the rows that are generated
+    weights: float  # the fixed cost of each step, and the experts that it reads
+    rows: float  # generated tokens
+    context: float  # reading the KV cache for the generated tokens
 
 
 class BindingLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """What limits a capacity. None: it is not known, or there is nothing to tell."""
+    """What limits a capacity. None: unknown, or it does not apply to this kind of limit."""
 
     kind: LimitKind
     rate: float  # the capacity, requests/s; 0.0: a single request misses the SLO
     shares: BusyShares | None = None  # None: nothing was simulated
-    late_by_ttft_share: float | None = None  # of requests that missed the SLO; the others by TPOT
-    waited_share: float | None = None  # of requests that missed the SLO: for a slot or KV memory
-    taken_share: float | None = None  # by other processes, of the engine's time
-    # With half the cost of what binds, or twice the slots or the KV memory.
+    # Of the requests that missed the SLO: the share that missed the TTFT limit (the others missed
+    # TPOT), and the share that had waited for a slot or for KV memory.
+    late_by_ttft_share: float | None = None
+    waited_share: float | None = None
+    taken_share: float | None = None  # the share of the engine's time that other processes took
+    # The capacity with the binding cost halved, or with twice the slots or KV memory, requests/s.
     lifted_rate: float | None = None
-    lifted_to: int | None = None  # slots, or tokens of KV memory, that it is simulated with
-    is_on_gpu: bool = False  # the remedies differ
+    lifted_to: int | None = None  # the slots, or tokens of KV memory, of that simulation
+    is_on_gpu: bool = False  # a GPU serves, for which other remedies help
 
     @property
     def words(self) -> str:
@@ -123,16 +125,16 @@ def binding_limit(
     """
     if taken_share is not None and taken_share >= MIN_TAKEN:
         return by_other_processes(rate, taken_share)
-    alone = server.alone()
-    if alone.good(slo.ttft_seconds, slo.tpot_seconds).mean() < slo.target or not rate:
-        return BindingLimit(kind=_unloaded(alone, slo), rate=0.0, taken_share=taken_share)
-    played = server.play(rate)
-    missed = ~played.good(slo.ttft_seconds, slo.tpot_seconds)
-    by_ttft = ~played.good(slo.ttft_seconds, None)
+    unloaded = server.alone()
+    if unloaded.good(slo.ttft_seconds, slo.tpot_seconds).mean() < slo.target or not rate:
+        return BindingLimit(kind=_unloaded(unloaded, slo), rate=0.0, taken_share=taken_share)
+    simulated = server.play(rate)
+    missed = ~simulated.good(slo.ttft_seconds, slo.tpot_seconds)
+    by_ttft = ~simulated.good(slo.ttft_seconds, None)
     best = BindingLimit(
         kind="weights",
         rate=rate,
-        shares=busy_shares(server.step_times, played),
+        shares=busy_shares(server.step_times, simulated),
         late_by_ttft_share=float(by_ttft[missed].mean()) if missed.any() else None,
         taken_share=taken_share,
     )
@@ -140,22 +142,29 @@ def binding_limit(
     gain_of = _Gains(server, slo)
     gain = 0.0
     for kind in COSTS:
-        if (own := gain_of.cheaper(kind)) > gain:
-            best, gain = replace(best, kind=kind, lifted_rate=rate * own), own
-    for kind, waits, settings, more in _with_more(server.settings, played):
-        waited = float(waits[missed].mean()) if missed.any() else 0.0
+        if (kind_gain := gain_of.cheaper(kind)) > gain:
+            best, gain = replace(best, kind=kind, lifted_rate=rate * kind_gain), kind_gain
+    for kind, has_waited, settings, amount in _with_more(server.settings, simulated):
+        waited = float(has_waited[missed].mean()) if missed.any() else 0.0
         if waited < MIN_WAITED:
             continue
-        own = gain_of.with_settings(settings)
-        if own >= max(MIN_GAIN, AS_GOOD * gain):
-            gain = own
-            found = {"waited_share": waited, "lifted_rate": rate * own, "lifted_to": more}
-            best = replace(best, kind=kind, **found)
+        kind_gain = gain_of.with_settings(settings)
+        if kind_gain >= max(MIN_GAIN, AS_GOOD * gain):
+            gain = kind_gain
+            evidence = {
+                "waited_share": waited,
+                "lifted_rate": rate * kind_gain,
+                "lifted_to": amount,
+            }
+            best = replace(best, kind=kind, **evidence)
     return best
 
 
 def by_other_processes(rate: float, taken_share: float) -> BindingLimit:
-    """Return the limit of a server from which other processes took so much, at a capacity."""
+    """Return the limit of a server from which other processes took this share of time.
+
+    `rate`: its capacity with them, requests/s.
+    """
     lifted = rate / (1 - min(taken_share, MAX_TAKEN))
     return BindingLimit(
         kind="other_processes",
@@ -166,14 +175,14 @@ def by_other_processes(rate: float, taken_share: float) -> BindingLimit:
 
 
 class _Gains:
-    """How many times the capacity of a server another one has, by the same draws of requests."""
+    """The capacities of changed servers as multiples of one server's, with the same requests."""
 
     def __init__(self, server: Server, slo: Slo) -> None:
         self._server, self._slo = server, slo
         self._own = self._capacity(server.step_times, server.settings)
 
     def cheaper(self, kind: LimitKind) -> float:
-        """With half the cost of one thing."""
+        """Return the gain of halving one cost."""
         step_times = self._server.step_times
         lowered = {name: getattr(step_times, name) * LIFTED_COST for name in COSTS[kind]}
         if not any(lowered.values()):
@@ -182,7 +191,7 @@ class _Gains:
         return self._gain(cheaper, self._server.settings)
 
     def with_settings(self, settings: SchedulerSettings) -> float:
-        """With these settings."""
+        """Return the gain of other settings."""
         return self._gain(self._server.step_times, settings)
 
     def _gain(self, step_times: StepTimeModel, settings: SchedulerSettings) -> float:
@@ -197,23 +206,24 @@ class _Gains:
 
 
 def _with_more(
-    settings: SchedulerSettings, played: Simulated
+    settings: SchedulerSettings, simulated: Simulated
 ) -> Iterator[tuple[LimitKind, Flags, SchedulerSettings, int]]:
-    """Yield the settings with more of what requests waited for, and which of them did."""
+    """Yield, for slots and KV memory: the kind of limit, which requests waited for it, settings
+    with more of it, and how much they have."""
     replace = msgspec.structs.replace
-    if played.waited_for_slot is not None:
-        more = settings.slots * MORE
-        step_tokens = max(settings.step_tokens, 2 * more)
-        wider = replace(settings, slots=more, step_tokens=step_tokens)
-        yield "slots", played.waited_for_slot, wider, more
-    if played.waited_for_kv is not None and settings.kv_tokens is not None:
-        more = settings.kv_tokens * MORE
-        yield "kv_memory", played.waited_for_kv, replace(settings, kv_tokens=more), more
+    if simulated.waited_for_slot is not None:
+        amount = settings.slots * MORE
+        step_tokens = max(settings.step_tokens, 2 * amount)
+        wider = replace(settings, slots=amount, step_tokens=step_tokens)
+        yield "slots", simulated.waited_for_slot, wider, amount
+    if simulated.waited_for_kv is not None and settings.kv_tokens is not None:
+        amount = settings.kv_tokens * MORE
+        yield "kv_memory", simulated.waited_for_kv, replace(settings, kv_tokens=amount), amount
 
 
-def busy_shares(step_times: StepTimeModel, played: Simulated) -> BusyShares:
-    """Return where the busy time of a simulation went, by its step-time model."""
-    work = played.work
+def busy_shares(step_times: StepTimeModel, simulated: Simulated) -> BusyShares:
+    """Return how the busy time of a simulation divides, by its step-time model."""
+    work = simulated.work
     assert work is not None and work.seconds > 0
     prompts = step_times.prompt_token_seconds * work.prompt_tokens
     prompts += step_times.pass_seconds * (work.passes - work.steps)
@@ -221,24 +231,24 @@ def busy_shares(step_times: StepTimeModel, played: Simulated) -> BusyShares:
     context = step_times.context_token_seconds * work.context_tokens
     # The rest is what every step costs, and the experts that its passes read.
     weights = max(0.0, work.seconds - prompts - rows - context)
-    whole = prompts + rows + context + weights
+    total = prompts + rows + context + weights
     return BusyShares(
-        prompts=prompts / whole,
-        weights=weights / whole,
-        rows=rows / whole,
-        context=context / whole,
+        prompts=prompts / total,
+        weights=weights / total,
+        rows=rows / total,
+        context=context / total,
     )
 
 
-def _unloaded(alone: Simulated, slo: Slo) -> LimitKind:
-    """Return which limit single requests miss more often."""
-    by_ttft = alone.good(slo.ttft_seconds, None).mean()
-    by_tpot = alone.good(None, slo.tpot_seconds).mean()
+def _unloaded(unloaded: Simulated, slo: Slo) -> LimitKind:
+    """Return whether unloaded requests miss the TTFT or the TPOT limit more often."""
+    by_ttft = unloaded.good(slo.ttft_seconds, None).mean()
+    by_tpot = unloaded.good(None, slo.tpot_seconds).mean()
     return "unloaded_ttft" if by_ttft <= by_tpot else "unloaded_tpot"
 
 
 def sentence_of(binding: BindingLimit) -> str:
-    """Return what binds, why, and what would lift it."""
+    """Return a text that says what binds, why, and what would raise the capacity."""
     remedy = REMEDIES[binding.kind]
     if binding.is_on_gpu:
         remedy = GPU_REMEDIES.get(binding.kind, remedy)
@@ -246,60 +256,61 @@ def sentence_of(binding: BindingLimit) -> str:
         return f"Even a single request misses the TTFT limit. What helps: {remedy}."
     if binding.kind == "unloaded_tpot":
         return f"Even a single request misses the TPOT limit. What helps: {remedy}."
-    words = f"{binding.words[:1].upper()}{binding.words[1:]}"
-    rise = _rise(binding)
+    subject = f"{binding.words[:1].upper()}{binding.words[1:]}"
+    rise_words = _rise(binding)
     if binding.kind in ("slots", "kv_memory"):
-        what = "slots" if binding.kind == "slots" else "tokens of KV memory"
+        unit = "slots" if binding.kind == "slots" else "tokens of KV memory"
         return (
-            f"{words} binds: {_percent(binding.waited_share)} of the requests that miss the SLO "
+            f"{subject} binds: {_percent(binding.waited_share)} of the requests that miss the SLO "
             f"had to wait for {'a slot' if binding.kind == 'slots' else 'it'}. "
-            f"{binding.lifted_to:,} {what} would raise the capacity{rise}."
+            f"{binding.lifted_to:,} {unit} would raise the capacity{rise_words}."
         )
     if binding.kind == "other_processes":
-        without = f" Without them the capacity would rise{rise}." if rise else ""
+        without_words = f" Without them the capacity would rise{rise_words}." if rise_words else ""
         return (
-            f"{words} bind: they took {_percent(binding.taken_share)} of the engine's time on its "
-            f"cores.{without} What helps: {remedy}."
+            f"{subject} bind: they took {_percent(binding.taken_share)} of the engine's time on "
+            f"its cores.{without_words} What helps: {remedy}."
         )
     shares = binding.shares
     assert shares is not None
-    named: dict[LimitKind, float] = {
+    other_shares: dict[LimitKind, float] = {
         "prompts": shares.prompts,
         "weights": shares.weights,
         "rows": shares.rows,
         "context": shares.context,
     }
-    own = named.pop(binding.kind)
+    share = other_shares.pop(binding.kind)
     cost = {
         "prompts": "the cost of prompts",
         "weights": "the fixed cost of each step, mostly reading the weights,",
         "rows": "the cost of each generated token",
         "context": "the cost of reading the KV cache",
     }[binding.kind]
-    others = ", ".join(
+    other_words = ", ".join(
         f"{KIND_WORDS[kind]} {_percent(share)}"
-        for kind, share in sorted(named.items(), key=lambda pair: -pair[1])
+        for kind, share in sorted(other_shares.items(), key=lambda pair: -pair[1])
         if share >= 0.005
     )
-    late = ""
+    late_words = ""
     if binding.late_by_ttft_share is not None:
         limit = "TTFT" if binding.late_by_ttft_share >= 0.5 else "TPOT"
-        late = f" Requests that miss the SLO mostly miss the {limit} limit."
-    rest = f" (the rest: {others})" if others else ""
+        late_words = f" Requests that miss the SLO mostly miss the {limit} limit."
+    rest_words = f" (the rest: {other_words})" if other_words else ""
     return (
-        f"{words} binds: halving {cost} would raise the capacity{rise}. It takes "
-        f"{_percent(own)} of the engine's busy time{rest}.{late} What helps: {remedy}."
+        f"{subject} binds: halving {cost} would raise the capacity{rise_words}. It takes "
+        f"{_percent(share)} of the engine's busy time{rest_words}.{late_words} What helps: "
+        f"{remedy}."
     )
 
 
 def _rise(binding: BindingLimit) -> str:
-    """` from 23 to about 58 requests a minute`."""
+    """Return ` from 23 to about 58 requests a minute`; "" if the lifted rate is unknown."""
     if binding.lifted_rate is None:
         return ""
     unit = formatting.rate_unit(binding.rate)[1]
-    now = formatting.rate(binding.rate, like=binding.rate).removesuffix(unit)
+    current = formatting.rate(binding.rate, like=binding.rate).removesuffix(unit)
     lifted = formatting.of_requests(formatting.rate(binding.lifted_rate, like=binding.rate))
-    return f" from {now} to about {lifted}"
+    return f" from {current} to about {lifted}"
 
 
 def _percent(share: float | None) -> str:

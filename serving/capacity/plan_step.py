@@ -1,13 +1,14 @@
-"""What the next step holds: one rule for the scheduler and for the simulation. Pure.
+"""How many prompt tokens the next step takes: one rule for scheduler and simulation. Pure.
 
     plan_step(pending=[100, 900], rows=0, settings=settings, costs=clock)
     # [100, 400]: the whole first prompt, and 400 tokens of the second
 
-A step decodes one token of each sequence past its prompt. Prompt tokens join, from the oldest
-prompt on. While nobody decodes, prompts fill the step. Else they get `prefill_tokens` at most, and
-what fits in the target time, with two bounds that keep prompts going. Where decoding takes most of
-the target, prefill still gets PREFILL_SHARE times its time. Where few rows decode, each costs more
-than it would beside more rows: that loss stays small against the time given to prompts.
+A step decodes one token of each sequence whose prompt is computed. Prompt tokens are added, from
+the oldest prompt on. If no sequence decodes, prompts fill the step. Otherwise they get at most
+`prefill_tokens`, and no more than fit in the target time of a step. Two lower bounds keep prompts
+moving. If decoding takes most of the target time, prefill still gets PREFILL_SHARE times the time
+of decoding. If few rows decode, each costs more than it would among many rows, so prefill gets at
+least PREFILL_WORTH times that extra cost: finishing prompts sooner fills the batch.
 """
 
 from __future__ import annotations
@@ -17,56 +18,58 @@ from typing import Protocol
 
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 
-PREFILL_MULTIPLE = 16  # prompts are cut at multiples: matrix kernels take so many tokens at a time
-MIN_PREFILL_TOKENS = PREFILL_MULTIPLE + 1  # of every step: no piece leaves one token of 17
+PREFILL_MULTIPLE = 16  # prompts are cut at multiples of it, the tile size of matrix kernels
+MIN_PREFILL_TOKENS = PREFILL_MULTIPLE + 1  # of a step, so that 17 tokens are not cut into 16 and 1
 PREFILL_SHARE = 3.75  # prefill may always take this many times the decode time of the step
 PREFILL_WORTH = 120.0  # and this many times what a row costs more among few rows than among many
 
 
 class StepCosts(Protocol):
-    """What steps cost: learnt by the scheduler from its steps, known to the simulation."""
+    """The costs of steps: the scheduler learns them from its steps, the simulation knows them."""
 
     def row_costs(self, rows: int) -> tuple[float, float]:
-        """Seconds of a step that decodes so many rows, and of one row among as many as make it
-        cheapest; 0.0: not known."""
+        """Return the seconds of a step that decodes `rows` rows, and the seconds of one row in the
+        batch size with the cheapest rows. 0.0: unknown."""
         ...
 
     def prompt_tokens_in(self, seconds: float) -> int | None:
-        """Prompt tokens that take so long; None: not known, or no number takes so long."""
+        """Return how many prompt tokens take this long; None: unknown, or prompts cost nothing."""
         ...
 
 
 def plan_step(
     pending: Iterable[int], rows: int, settings: SchedulerSettings, costs: StepCosts
 ) -> list[int]:
-    """The prompt tokens that the next step takes of each prompt, in their order, beside `rows`
-    sequences that decode. Prompts at the end of `pending` that get none are left out.
+    """Return how many tokens of each prompt the next step computes, beside `rows` sequences that
+    decode. The result is shorter than `pending` if the last prompts get none.
 
-    `pending`: tokens still to compute of each prompt, oldest first.
+    `pending`: the tokens that each prompt has still to compute, oldest prompt first.
     """
-    left = settings.step_tokens - rows
+    remaining = settings.step_tokens - rows
     if rows:
-        left = min(left, prefill_budget(rows, settings, costs))
+        remaining = min(remaining, prefill_budget(rows, settings, costs))
     pieces: list[int] = []
     for tokens in pending:
         piece = tokens
-        if piece > left:  # no last piece of one token: ONNX's int8 rounds that otherwise
-            piece = min(left, max(1, piece - 2))
+        if (
+            piece > remaining
+        ):  # leave at least two tokens: ONNX's int8 rounds a piece of one differently
+            piece = min(remaining, max(1, piece - 2))
             if pieces and piece < PREFILL_MULTIPLE:
-                break  # too little is left for a piece of another prompt
+                break  # not worth a piece of another prompt
             if piece > PREFILL_MULTIPLE:
                 piece -= piece % PREFILL_MULTIPLE
             if piece <= 0:
                 break
         pieces.append(piece)
-        left -= piece
-        if left <= 0:
+        remaining -= piece
+        if remaining <= 0:
             break
     return pieces
 
 
 def prefill_budget(rows: int, settings: SchedulerSettings, costs: StepCosts) -> int:
-    """Prompt tokens of a step in which so many rows decode."""
+    """Return the maximum prompt tokens of a step that decodes `rows` rows."""
     if settings.step_seconds_target is None:
         return settings.prefill_tokens
     decode_seconds, cheapest_row_seconds = costs.row_costs(rows)

@@ -1,14 +1,14 @@
-"""The capacity of a simulated server: the rate at which the share of good requests is the target.
+"""The capacity of a simulated server: the rate at which SLO attainment equals the target.
 
-    found = capacity(step_times, SchedulerSettings(slots=8), workload, SLO_PRESETS["chat"])
-    found.rate, found.steepness, found.alone_share
+    result = capacity(step_times, SchedulerSettings(slots=8), workload, SLO_PRESETS["chat"])
+    result.rate, result.steepness, result.alone_share
 
-The one function that campaign, sliders, other machines, GPUs and the plan ask. Rates are of
-requests; where these are turns of conversations, conversations begin at that rate over their mean
-turns, and the capacity is also given in concurrent users. All rates are played
-with the same draws of arrivals and lengths (common random numbers), so that the difference in share
-is that of the rates. Arrivals are drawn at the rate that is asked for: an on-period of 10 s lasts
-10 s at every rate.
+Campaigns, sliders, other machines, GPUs and plans all use this one function. Rates count requests.
+If these are turns of conversations, conversations begin at the rate divided by their mean number of
+turns, and the capacity is also given in concurrent users. All rates are simulated with the same
+draws of arrivals and lengths (common random numbers), so that SLO attainment differs only because
+the rates do. Arrivals are drawn anew for each rate rather than scaled in time: an on-period of 10 s
+lasts 10 s at every rate.
 """
 
 from __future__ import annotations
@@ -36,42 +36,45 @@ from crossover.serving.workload.conversations import (
 )
 from crossover.serving.workload.request_lengths import Workload, draw
 
-# By 19 cells of recorded runs, every second one held out (`python -m tests.bench.law_constants`,
-# docs/benchmarks.md): steps under load took 1.05 times the step-time model of a calibration; errors
-# of ln(simulated / true) over the steepness are 0.113 (held out 0.027) before any level. With one
-# at 0.7 to 1.0 of that limit, where a campaign puts it, and the calibration as up to half a level,
-# they are 0.065 (0.047; 0.069 and 0.057 by the level alone), and 1.645 x sd holds 90 % (92 %).
-# Levels at 0.4 to 0.7 of the limit: 0.135 (0.103), no better than none.
+# Fitted to 19 configurations of recorded runs, with every second one held out
+# (`python -m tests.bench.law_constants`, docs/benchmarks.md). Steps under load took LOADED times
+# what the step-time model of a calibration says. The error of a simulated capacity is
+# ln(simulated / true) divided by the steepness; its standard deviation is
+#   0.113 (held out: 0.027) from a calibration alone,
+#   0.065 (0.047) with one load level at 0.7 to 1.0 of the capacity and the calibration, which
+#         counts as up to half a level (the level without the calibration: 0.069 and 0.057),
+#   0.135 (0.103) with a level at 0.4 to 0.7 of the capacity, so that such a level does not help.
+# The interval of 1.645 standard deviations contains 90 % (92 %) of the true capacities.
 LOADED = 1.05
 SD_CALIBRATED = 0.12
 CALIBRATED_AS = 0.5
 SD_LEVEL, SD_CELL = 0.06, 0.026
 Z_90 = 1.645  # standard deviations to either end of a 90 % interval
-MIN_TELLING = 0.7
-MOVED = 0.2  # steps that took longer by more than this: the machine's speed changed
+MIN_TELLING = 0.7  # levels below this share of the capacity are not used
+MOVED = 0.2  # if steps take longer by more than this share, the machine's speed has changed
 
 SEED = 0
-REQUESTS = 8_000  # a rate: the seed then leaves 2 % of the capacity; 2,000 leave 3 to 5 %
+REQUESTS = 8_000  # for each rate: the capacity varies by 2 % with the seed; with 2,000, by 3 to 5 %
 QUICK_REQUESTS = 2_000  # for sliders
-WARM_UP, COOL_DOWN = 0.05, 0.03  # of the duration: its requests do not count
-PRECISION = 0.02  # of ln(rate), between the two rates that the answer lies between
-SLOWER = 1.1  # factor of all step times that the steepness is told from
-OVERLOAD = 1.1  # times the saturated rate: what holds there has no limit
-LOWEST = 1e-3  # of the saturated rate
+WARM_UP, COOL_DOWN = 0.05, 0.03  # shares of the duration whose requests are not counted
+PRECISION = 0.02  # the search stops when the bounds of ln(rate) differ by less
+SLOWER = 1.1  # factor of all step times in the second search, which gives the steepness
+OVERLOAD = 1.1  # a server that meets the SLO at this multiple of its saturated rate always does
+LOWEST = 1e-3  # share of the saturated rate below which the capacity is 0
 
 Whole = npt.NDArray[np.int64]
 
 
 class PrefixReuse(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine saves of the history that each turn of a conversation sends again."""
+    """How much an engine reuses of the history that each turn of a conversation sends again."""
 
     kind: Reuse = "any prefix"
-    # Of an answer's tokens, those with which the next prompt goes on as the engine's KV does. They
-    # are fewer where the answer's text becomes other tokens when it is sent back.
+    # The share of an answer's tokens that the next prompt repeats token for token. It is below 1 if
+    # the answer's text is tokenized differently when it is sent back.
     answer_share: float = 1.0
-    # Tokens that an answer takes in the next prompt, with the marks around it, over its own.
+    # Tokens of an answer in the next prompt, with the marks around it, divided by its own tokens.
     answer_growth: float = 1.0
-    # Tokens that begin the prompts of all conversations; None: those of the system prompt.
+    # Length of the prefix that the prompts of all conversations share; None: the system prompt's.
     shared_tokens: int | None = None
 
 
@@ -79,23 +82,23 @@ NO_REUSE = PrefixReuse(kind="none")
 
 
 class Lengths(msgspec.Struct, frozen=True, eq=False):
-    """Of n requests, in tokens, in the order they are asked: [n] each."""
+    """The lengths of n requests in tokens, in the order in which they arrive; arrays are [n]."""
 
     prompt: Whole
     output: Whole
-    cached: Whole  # of the prompt, found in the server's cache; 0: none
-    turns: Turns | None = None  # None: requests that have nothing to do with each other
-    reasoning_share: float = 0.0  # of an answer's time, until the first token behind all reasoning
+    cached: Whole  # prompt tokens that are found in the server's cache
+    turns: Turns | None = None  # None: independent requests
+    reasoning_share: float = 0.0  # the part of an answer's time before its first answer token
 
     @property
     def mean_turns(self) -> float:
-        """Of a conversation; 1.0 without conversations."""
+        """Return the mean turns of a conversation; 1.0 for independent requests."""
         if self.turns is None:
             return 1.0
         return len(self.prompt) / float((self.turns.number == 0).sum())
 
     def without_reuse(self) -> Lengths:
-        """The same requests of a server that computes each history again."""
+        """Return the same requests for a server that computes each history again."""
         if self.turns is None:
             return self
         turns = msgspec.structs.replace(self.turns, reuse="none")
@@ -103,30 +106,32 @@ class Lengths(msgspec.Struct, frozen=True, eq=False):
 
 
 class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """The highest rate at which the simulated share of good requests reaches the target."""
+    """The highest rate at which the simulated SLO attainment reaches the target."""
 
-    rate: float  # requests/s; 0.0: not even alone, or at no rate
-    steepness: float  # d ln(rate) / d ln(time of a step), at least 1
-    alone_share: float  # of good requests with one at a time
-    # Conversations under way at that rate, their users reading and thinking among them; None: the
-    # requests are no turns of conversations.
+    rate: float  # requests/s; 0.0: the SLO is missed unloaded, or at every rate
+    steepness: float  # -d ln(rate) / d ln(step time), at least 1
+    alone_share: float  # SLO attainment unloaded, with one request at a time
+    # Concurrent users at that rate: conversations in progress, including those whose users read
+    # and think. None: the requests are independent.
     users: float | None = None
 
 
 def common_factor(factors: Sequence[float]) -> tuple[float, float]:
-    """The factor by these of levels and by the calibration, and the levels it counts as.
+    """Return the factor of all step times, and the number of levels that it is worth.
 
-    The calibration counts as half a level where the levels agree with it, less where they do not,
-    and not at all where the machine had another speed then.
+    `factors`: those of load levels. Their geometric mean is taken together with that of the
+    calibration, LOADED, which counts as half a level if the levels agree with it, as less if they
+    do not, and not at all if they differ by MOVED: the machine had another speed then.
     """
-    logs = [math.log(one / LOADED) for one in factors]
-    apart = sum(logs) / len(logs) / math.log(1 + MOVED)
-    counts = len(logs) + CALIBRATED_AS * max(0.0, 1 - apart**2)
-    return LOADED * math.exp(sum(logs) / counts), counts
+    logs = [math.log(factor / LOADED) for factor in factors]
+    disagreement = sum(logs) / len(logs) / math.log(1 + MOVED)
+    weight = len(logs) + CALIBRATED_AS * max(0.0, 1 - disagreement**2)
+    return LOADED * math.exp(sum(logs) / weight), weight
 
 
 def sd_of(levels: float) -> float:
-    """Standard deviation of ln(limit) over the steepness, with the factor of so many levels."""
+    """Return the standard deviation of ln(capacity) divided by the steepness, when step times are
+    scaled by the factor of this many levels."""
     return math.hypot(SD_CELL, SD_LEVEL / math.sqrt(levels)) if levels else SD_CALIBRATED
 
 
@@ -139,20 +144,20 @@ def lengths_of(
     reuse: PrefixReuse | None = None,
     reasoning_share: float = 0.0,
 ) -> Lengths:
-    """Drawn from a workload: about n requests where they are turns of conversations, else n.
+    """Draw n requests of a workload; of conversations, as many as have about n turns.
 
-    `reused_share`: of shared prefixes, how much is found in the cache. `reuse`: what the engine
-    saves of histories; None: all that its slots hold.
+    `reused_share`: how much of a shared prefix is found in the server's cache. `reuse`: how much
+    the engine reuses of histories; None: everything that its slots hold.
     """
     if workload.has_sessions:
         count = max(1, math.ceil(n / mean_turns_of(workload)))
         sessions = draw_sessions(workload, count, seed)
         return lengths_of_sessions(sessions, workload, reuse or PrefixReuse(), reasoning_share)
-    asks = draw(workload, n, seed)
-    prompt = np.array([ask.prompt_tokens for ask in asks], dtype=np.int64)
-    output = np.array([ask.output_tokens for ask in asks], dtype=np.int64)
-    known = np.array([ask.prefix_tokens for ask in asks])
-    cached = np.minimum(prompt - 1, (reused_share * known).astype(np.int64))
+    requests = draw(workload, n, seed)
+    prompt = np.array([ask.prompt_tokens for ask in requests], dtype=np.int64)
+    output = np.array([ask.output_tokens for ask in requests], dtype=np.int64)
+    prefix_tokens = np.array([ask.prefix_tokens for ask in requests])
+    cached = np.minimum(prompt - 1, (reused_share * prefix_tokens).astype(np.int64))
     return Lengths(prompt, output, cached, reasoning_share=reasoning_share)
 
 
@@ -162,24 +167,26 @@ def lengths_of_sessions(
     reuse: PrefixReuse,
     reasoning_share: float = 0.0,
 ) -> Lengths:
-    """The turns of these conversations of a workload, with the histories that they send."""
-    sent = [
+    """Return the turns of these conversations of a workload, with the histories that they send."""
+    all_turns = [
         turn
         for session in sessions
         for turn in sent_turns(session, workload.context_tokens, reuse.answer_growth)
     ]
-    names = ("session", "number", "prompt_tokens", "output_tokens", "kept_tokens")
-    session, number, prompt, output, kept = (
-        np.array([getattr(one, name) for one in sent], dtype=np.int64) for name in names
+    fields = ("session", "number", "prompt_tokens", "output_tokens", "kept_tokens")
+    session, number, prompt, output, kept_tokens = (
+        np.array([getattr(turn, name) for turn in all_turns], dtype=np.int64) for name in fields
     )
-    before = np.concatenate([[0], output[:-1]])
-    lost = np.where(number > 0, ((1.0 - reuse.answer_share) * before), 0.0).astype(np.int64)
+    previous_output = np.concatenate([[0], output[:-1]])
+    lost_tokens = np.where(number > 0, ((1.0 - reuse.answer_share) * previous_output), 0.0).astype(
+        np.int64
+    )
     shared = workload.prefix_tokens if reuse.shared_tokens is None else reuse.shared_tokens
     turns = Turns(
         session=session,
         number=number,
-        think_seconds=np.array([one.think_seconds for one in sent]),
-        history_tokens=np.maximum(np.where(kept > 0, kept - lost, shared), 0),
+        think_seconds=np.array([turn.think_seconds for turn in all_turns]),
+        history_tokens=np.maximum(np.where(kept_tokens > 0, kept_tokens - lost_tokens, shared), 0),
         shared_tokens=shared,
         reuse=reuse.kind,
     )
@@ -199,36 +206,38 @@ def capacity(
     reasoning_share: float = 0.0,
     requests: int = REQUESTS,
 ) -> SimulatedCapacity:
-    """The simulated capacity.
+    """Return the simulated capacity.
 
-    Arrivals None: Poisson. `reused_share`: of the shared prefixes of a Workload, how much the
-    server finds in its cache. `reuse`: what it saves of the histories of conversations; None: all
-    that its slots hold. `reasoning_share`: of an answer's time, until its first token behind all
-    reasoning. Where even what saturates the server meets the SLO, the rate is that
-    of saturation.
+    `arrivals`: None: Poisson. `reused_share`: how much of the shared prefixes of a Workload is
+    found in the server's cache. `reuse`: how much it reuses of the histories of conversations;
+    None: everything that its slots hold. `reasoning_share`: the part of an answer's time before its
+    first answer token. `requests`: simulated at each rate. If the server meets the SLO even when it
+    is saturated, the rate is the saturated rate.
     """
     if isinstance(workload, Workload):
         workload = lengths_of(
             workload, requests, SEED, reused_share, reuse=reuse, reasoning_share=reasoning_share
         )
     server = Server(step_times, settings, workload, arrivals, count=requests)
-    alone = float(server.alone().meets(slo).mean())
-    if alone < slo.target:
-        return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=alone)
+    unloaded_share = float(server.alone().meets(slo).mean())
+    if unloaded_share < slo.target:
+        return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=unloaded_share)
     rate = server.crossing(slo)
     steepness = 1.0
     if rate > 0:
-        # A server slower by a factor, under rates lower by it, is the same server under limits
-        # tighter by it: the capacity of the slower one is told from rates that were played.
-        slower = server.crossing(slo.tighter(SLOWER), below=rate) / SLOWER
-        if slower > 0:
-            steepness = max(1.0, math.log(rate / slower) / math.log(SLOWER))
+        # A server that is slower by a factor, at rates lower by that factor, behaves like this one
+        # with all limits tighter by the factor. So its capacity follows from the same simulations.
+        slower_rate = server.crossing(slo.tighter(SLOWER), below=rate) / SLOWER
+        if slower_rate > 0:
+            steepness = max(1.0, math.log(rate / slower_rate) / math.log(SLOWER))
     users = server.users(rate) if rate > 0 else None
-    return SimulatedCapacity(rate=rate, steepness=steepness, alone_share=alone, users=users)
+    return SimulatedCapacity(
+        rate=rate, steepness=steepness, alone_share=unloaded_share, users=users
+    )
 
 
 class Server:
-    """The simulated server at any rate, with the same draws at each; what was played is kept."""
+    """The simulated server at any rate, with the same draws at each; simulations are cached."""
 
     def __init__(
         self,
@@ -247,9 +256,9 @@ class Server:
         self.played: dict[float, Simulated] = {}
 
     def alone(self) -> Simulated:
-        """Requests one at a time: TTFT and TPOT of each, in closed form.
+        """Return the unloaded server: TTFT and TPOT of one request at a time, in closed form.
 
-        Of conversations: one after the other, so that a slot holds the whole history.
+        Conversations come one after the other, so that a slot holds the whole history.
         """
         step_times, lengths = self.step_times, self.lengths
         cached = np.maximum(self._kept_at_most(), lengths.cached)
@@ -276,58 +285,61 @@ class Server:
         )
 
     def play(self, rate: float) -> Simulated:
-        """About `count` requests at this rate, those of warm-up and cool-down left out."""
+        """Return about `count` requests simulated at this rate, without warm-up and cool-down.
+
+        Raises WorkloadError if no request arrives between them.
+        """
         if rate not in self.played:
             seconds = self.count / rate
             warm_up = WARM_UP * seconds
             sessions = rate / self.lengths.mean_turns
             due = due_times(self.arrivals, sessions, seconds + self._before, SEED) - self._before
-            played = self._simulated(due)
-            counts = (played.due >= warm_up) & (played.due < (1.0 - COOL_DOWN) * seconds)
-            if not counts.any():
+            simulated = self._simulated(due)
+            is_counted = (simulated.due >= warm_up) & (simulated.due < (1.0 - COOL_DOWN) * seconds)
+            if not is_counted.any():
                 raise WorkloadError("The arrivals have gaps that are too long to simulate")
-            self.played[rate] = played.of(counts)
+            self.played[rate] = simulated.of(is_counted)
         return self.played[rate]
 
     def share(self, rate: float, slo: Slo) -> float:
-        """Of good requests at this rate."""
+        """Return the SLO attainment at this rate."""
         return float(self.play(rate).meets(slo).mean())
 
     def users(self, rate: float) -> float | None:
-        """Conversations under way at this rate, by Little's law: those that begin in a second,
-        times the seconds that one lasts with all answers and all reading and thinking. None: the
-        requests are no turns of conversations."""
+        """Return the concurrent users at this rate by Little's law: conversations that begin per
+        second, times the seconds that one lasts with all answers and think times. None: the
+        requests are independent."""
         turns = self.lengths.turns
         if turns is None:
             return None
-        thinking = float(np.where(turns.number > 0, turns.think_seconds, 0.0).mean())
-        return rate * (float(self.play(rate).e2e.mean()) + thinking)
+        think_seconds = float(np.where(turns.number > 0, turns.think_seconds, 0.0).mean())
+        return rate * (float(self.play(rate).e2e.mean()) + think_seconds)
 
     def saturated_rate(self) -> float:
-        """Requests/s that it answers while all requests wait; of conversations, if each turn found
-        its whole history in a slot, which is the most that can be."""
+        """Return the requests/s that it answers with an endless queue. For conversations this is an
+        upper bound: each turn finds its whole history in a slot."""
         count, server = min(QUICK_REQUESTS, self.count), self
         if self.lengths.turns is not None:
             lengths = msgspec.structs.replace(self.lengths, cached=self._kept_at_most(), turns=None)
             server = Server(self.step_times, self.settings, lengths, self.arrivals, count=count)
-        played = server._simulated(np.zeros(count))
-        first, last = np.quantile(played.ttft, (0.25, 0.75))  # they begin as others end
-        return len(played.due) / 2 / max(float(last - first), 1e-9)
+        simulated = server._simulated(np.zeros(count))
+        first, last = np.quantile(simulated.ttft, (0.25, 0.75))  # requests start as others end
+        return len(simulated.due) / 2 / max(float(last - first), 1e-9)
 
     def _kept_at_most(self) -> Whole:
-        """Tokens of each prompt that a server saves which evicts nothing."""
+        """Return the tokens of each prompt that are reused if the server evicts nothing."""
         lengths, turns = self.lengths, self.lengths.turns
         if turns is None or turns.reuse == "none":
             return lengths.cached
-        kept = np.maximum(turns.history_tokens, turns.shared_tokens)
-        if turns.reuse == "checkpoints":  # shortly before the end of the prompt before
-            last = np.concatenate([[0], lengths.prompt[:-1] - PROMPT_TAIL])
-            kept = np.where(turns.number > 0, np.minimum(kept, last), 0)
-        found: Whole = np.clip(kept, 0, np.maximum(lengths.prompt - COMPUTED_TAIL, 0))
-        return found
+        kept_tokens = np.maximum(turns.history_tokens, turns.shared_tokens)
+        if turns.reuse == "checkpoints":  # the last one is near the end of the previous prompt
+            last_checkpoint = np.concatenate([[0], lengths.prompt[:-1] - PROMPT_TAIL])
+            kept_tokens = np.where(turns.number > 0, np.minimum(kept_tokens, last_checkpoint), 0)
+        reusable: Whole = np.clip(kept_tokens, 0, np.maximum(lengths.prompt - COMPUTED_TAIL, 0))
+        return reusable
 
     def crossing(self, slo: Slo, below: float | None = None) -> float:
-        """The rate at which the share of good requests is the target; 0.0: at no rate.
+        """Return the rate at which SLO attainment equals the target; 0.0: it is always lower.
 
         `below`: a rate at which it is known to be lower.
         """
@@ -346,63 +358,73 @@ class Server:
         while math.log(high / low) > PRECISION:
             middle = math.sqrt(low * high)
             low, high = (middle, high) if self.share(middle, slo) >= slo.target else (low, middle)
-        # Straight between the two: the share falls by little.
-        above, beneath = self.share(low, slo), self.share(high, slo)
-        part = (above - slo.target) / max(above - beneath, 1e-9)
-        return float(low * (high / low) ** min(part, 1.0))
+        # Interpolate linearly, since attainment falls little between the two rates.
+        low_share, high_share = self.share(low, slo), self.share(high, slo)
+        fraction = (low_share - slo.target) / max(low_share - high_share, 1e-9)
+        return float(low * (high / low) ** min(fraction, 1.0))
 
     @cached_property
     def _offsets(self) -> Array:
-        """Seconds from a conversation's beginning to each of its turns, on an idle server."""
+        """Return the seconds from a conversation's start to each of its turns on an idle server."""
         turns = self.lengths.turns
         assert turns is not None
         answers = self.alone().e2e
-        before = np.concatenate([[0.0], answers[:-1]])
-        since = np.where(turns.number > 0, turns.think_seconds + before, 0.0)
-        total = np.cumsum(since)
-        return np.asarray(total - total[np.arange(len(total)) - turns.number])
+        previous_answer = np.concatenate([[0.0], answers[:-1]])
+        gaps = np.where(turns.number > 0, turns.think_seconds + previous_answer, 0.0)
+        elapsed = np.cumsum(gaps)
+        return np.asarray(elapsed - elapsed[np.arange(len(elapsed)) - turns.number])
 
     @property
     def _before(self) -> float:
-        """Seconds before the start from which conversations may still be under way at it."""
+        """Return how many seconds before the start a conversation may have begun and still be in
+        progress at the start."""
         return 0.0 if self.lengths.turns is None else float(self._offsets.max())
 
     def _simulated(self, due: Array) -> Simulated:
-        """Requests that are due at these times; conversations that begin at them. Of those that
-        began before 0, as on an idle server, the turns from 0 on are played, and slots hold what
-        the last turns before 0 have left."""
+        """Simulate requests that are due at these times, or conversations that begin at them.
+
+        Conversations that begin before time 0 proceed as on an idle server until then. Their turns
+        from 0 on are simulated, and slots hold what their last turns before 0 have left.
+        """
         lengths, turns = self.lengths, self.lengths.turns
         if turns is None:
-            at = np.arange(len(due)) % len(lengths.prompt)
-            columns = (lengths.prompt[at], lengths.output[at], lengths.cached[at])
-            played = simulate(self.step_times, self.settings, due, *columns)
-            return msgspec.structs.replace(played, reasoning_share=lengths.reasoning_share)
-        begins = np.flatnonzero(turns.number == 0)
-        counts = np.diff([*begins, len(turns.number)])
-        which = np.arange(len(due)) % len(begins)
-        session = np.repeat(np.arange(len(due)), counts[which])
+            turn_index = np.arange(len(due)) % len(lengths.prompt)
+            columns = (
+                lengths.prompt[turn_index],
+                lengths.output[turn_index],
+                lengths.cached[turn_index],
+            )
+            simulated = simulate(self.step_times, self.settings, due, *columns)
+            return msgspec.structs.replace(simulated, reasoning_share=lengths.reasoning_share)
+        first_turns = np.flatnonzero(turns.number == 0)
+        counts = np.diff([*first_turns, len(turns.number)])
+        session_index = np.arange(len(due)) % len(first_turns)
+        session = np.repeat(np.arange(len(due)), counts[session_index])
         number = np.arange(len(session)) - np.repeat(
-            np.cumsum(counts[which]) - counts[which], counts[which]
+            np.cumsum(counts[session_index]) - counts[session_index], counts[session_index]
         )
-        at = begins[which][session] + number
-        times = due[session] + self._offsets[at]
+        turn_index = first_turns[session_index][session] + number
+        times = due[session] + self._offsets[turn_index]
         is_timed = (times >= 0.0) & ((number == 0) | (np.concatenate([[0.0], times[:-1]]) < 0.0))
-        goes_on = np.append((number[1:] > 0) & (times[1:] < 0.0), False)
-        past = np.flatnonzero((times < 0.0) & ~goes_on)  # the last one of each session
-        past = past[np.argsort(times[past])][-self.settings.slots :]
-        # All others before 0 are left out: there may be many more of them than are played.
-        kept = times >= 0.0
-        kept[past] = True
-        place = np.cumsum(kept) - 1
-        again = msgspec.structs.replace(
+        has_next_in_past = np.append((number[1:] > 0) & (times[1:] < 0.0), False)
+        last_past_turns = np.flatnonzero((times < 0.0) & ~has_next_in_past)  # one of each session
+        by_time = np.argsort(times[last_past_turns])
+        last_past_turns = last_past_turns[by_time][-self.settings.slots :]
+        # All other turns before 0 are left out, because there may be very many of them.
+        is_played = times >= 0.0
+        is_played[last_past_turns] = True
+        new_index = np.cumsum(is_played) - 1
+        played_turns = msgspec.structs.replace(
             turns,
-            session=session[kept],
-            number=number[kept],
-            think_seconds=turns.think_seconds[at[kept]],
-            history_tokens=turns.history_tokens[at[kept]],
-            is_timed=is_timed[kept],
-            ended=tuple(place[past].tolist()),
+            session=session[is_played],
+            number=number[is_played],
+            think_seconds=turns.think_seconds[turn_index[is_played]],
+            history_tokens=turns.history_tokens[turn_index[is_played]],
+            is_timed=is_timed[is_played],
+            ended=tuple(new_index[last_past_turns].tolist()),
         )
-        tokens = (lengths.prompt[at[kept]], lengths.output[at[kept]])
-        played = simulate(self.step_times, self.settings, times[kept], *tokens, turns=again)
-        return msgspec.structs.replace(played, reasoning_share=lengths.reasoning_share)
+        tokens = (lengths.prompt[turn_index[is_played]], lengths.output[turn_index[is_played]])
+        simulated = simulate(
+            self.step_times, self.settings, times[is_played], *tokens, turns=played_turns
+        )
+        return msgspec.structs.replace(simulated, reasoning_share=lengths.reasoning_share)

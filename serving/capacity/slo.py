@@ -109,7 +109,7 @@ DEFAULT_SLO = SLO_PRESETS["chat"]
 
 
 def requests_to_hold(slo: Slo) -> int:
-    """Return the fewest requests, all good, with which a level can hold.
+    """Return the smallest number of requests, all of which meet the SLO, that confirm a rate.
 
     52 for a target of 95 %, 268 for 99 %, both at a confidence of 95 %.
     """

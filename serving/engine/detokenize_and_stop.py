@@ -31,27 +31,27 @@ class StreamText:
 
     def push(self, token: int, check_stops: bool = True) -> tuple[str, bool]:
         """Return the text that can be sent after this token, and whether a stop string ended it."""
-        fresh = self._decoder.decode(self._table[token])
+        new_text = self._decoder.decode(self._table[token])
         if not self._stops:
-            return fresh, False
-        text = self._held + fresh
+            return new_text, False
+        text = self._held + new_text
         self._held = ""
         if not check_stops:
             return text, False
         # The earliest stop string; of several that start there, the longest.
-        found = [(at, -len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            first, length = min(found)
+        matches = [(at, -len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            first, length = min(matches)
             return text[: first - length] if self._include_stop else text[:first], True
-        keep = max(_beginning(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        held_characters = max(_beginning(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held_characters :]
+        return text[: len(text) - held_characters], False
 
     def finish(self) -> str:
         """Return the text held back; an incomplete character becomes U+FFFD."""
-        rest = self._held + self._decoder.decode(b"", True)
+        held_text = self._held + self._decoder.decode(b"", True)
         self._held = ""
-        return rest
+        return held_text
 
 
 def _beginning(text: str, stop: str) -> int:

@@ -1,10 +1,10 @@
 """The engine process: one backend, one scheduler, one socket to the parent.
 
 Started as `python -m crossover.serving.engine.engine_loop` with an EngineConfig as JSON in
-CROSSOVER_ENGINE and the number of an inherited socket in CROSSOVER_ENGINE_FD. A process of its own,
-because a CUDA error or the kernel's OOM killer takes a whole process, and HTTP must not share a GIL
-with the step loop. Sends Loading while it loads, Ready, then one Step a scheduler step. Ends with
-its parent.
+CROSSOVER_ENGINE and the number of an inherited socket in CROSSOVER_ENGINE_FD. The engine is a
+process of its own, because a CUDA error or the kernel's OOM killer ends a whole process, and
+because HTTP must not share a GIL with the step loop. It sends Loading while it loads, then Ready,
+then one Step for each scheduler step. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from crossover.serving.hardware.machine_facts import (
 )
 from crossover.serving.sampling.grammar import Grammars, Matcher
 
-# Switch interval of threads: at the default of 5 ms, a step waited up to 50 ms for the compiler of
-# a grammar.
+# Python's switch interval between threads. With the default of 5 ms, a step waited up to 50 ms for
+# the grammar compiler.
 SWITCH_SECONDS = 0.0002
-# Below the step loop: beside a compiler of the same priority, on two cores that are both the
-# engine's, the p99 of a decode step was 74 to 99 ms; with it 27 to 31, without a compiler 25 to 28.
+# The compiler's niceness. On two cores, both the engine's, the p99 of a decode step was 74 to 99 ms
+# beside a compiler of the same priority, 27 to 31 ms with this niceness, and 25 to 28 ms without a
+# compiler.
 COMPILER_NICE = 10
 COMPILER_LOOK_MS = 2  # between two checks of the compiler while the engine is idle
 _PR_SET_PDEATHSIG = 1
@@ -126,12 +127,14 @@ class Worker:
         # The engine keeps only the bytes of each token and the end tokens of a tokenizer.
         tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
         table, ends = tokenizer.token_bytes(), tokenizer.eos_ids
-        # Models pad their vocabulary; some tokenizers have tokens beyond it, which are never drawn.
+        # Models pad their vocabulary. Tokens of a tokenizer beyond it are never sampled.
         table = [*table, *[b""] * (info.vocabulary - len(table))][: info.vocabulary]
         ends = frozenset(token for token in ends if 0 <= token < info.vocabulary)
         self._grammars = Grammars(table, ends)
-        shown = with_marks(table, tokenizer)  # grammars work on text and must not draw marks
-        self.scheduler = Scheduler(self.backend, shown, ends, self.config)
+        text_table = with_marks(
+            table, tokenizer
+        )  # not for grammars, which must never sample a mark
+        self.scheduler = Scheduler(self.backend, text_table, ends, self.config)
         seconds = time.perf_counter() - started
         self.send(ipc.Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes() or 0))
         self.ready = True
@@ -149,10 +152,10 @@ class Worker:
                 while self._poll.poll(0 if scheduler.busy else wait_ms):
                     self._receive()
                     wait_ms = 0
-                for number, (submit, found) in [*self._compiling.items()]:
-                    if found.done():
+                for number, (submit, compilation) in [*self._compiling.items()]:
+                    if compilation.done():
                         del self._compiling[number]
-                        self._take_compiled(submit, found)
+                        self._take_compiled(submit, compilation)
                 if scheduler.busy and (self._drains or not self._stopping):
                     self.step()
         finally:
@@ -174,8 +177,8 @@ class Worker:
         """Carry out one message of the parent."""
         match message:
             case ipc.Submit() if message.request.sampling.is_constrained:
-                found = self._compiler.submit(self._grammars.open, message.request.sampling)
-                self._compiling[message.id] = message, found
+                compilation = self._compiler.submit(self._grammars.open, message.request.sampling)
+                self._compiling[message.id] = message, compilation
             case ipc.Submit():
                 self._add(message)
             case ipc.Cancel(id=number) if number in self._compiling:
@@ -187,7 +190,7 @@ class Worker:
                 self._stopping, self._drains = True, drain
 
     def step(self) -> None:
-        """Run one scheduler step and send what it made."""
+        """Run one scheduler step and send its Deltas."""
         began = time.perf_counter()
         deltas = self.scheduler.step()
         stats = self.scheduler.stats()
@@ -196,14 +199,14 @@ class Worker:
         self._stepped_at = time.perf_counter() if self.scheduler.busy else None
         self.send(ipc.Step(deltas, stats))
 
-    def _take_compiled(self, submit: ipc.Submit, found: Future[Matcher]) -> None:
-        problem = found.exception()
+    def _take_compiled(self, submit: ipc.Submit, compilation: Future[Matcher]) -> None:
+        problem = compilation.exception()
         if problem is None:
-            self._add(submit, found.result())
+            self._add(submit, compilation.result())
             return
         if not isinstance(problem, Unsupported):
-            what = f"{type(problem).__name__}: {problem}"
-            problem = Unsupported(f"The grammar cannot be used: {what}")
+            description = f"{type(problem).__name__}: {problem}"
+            problem = Unsupported(f"The grammar cannot be used: {description}")
         self._tell(failed_delta(submit.id, problem))
 
     def _add(self, submit: ipc.Submit, matcher: Matcher | None = None) -> None:

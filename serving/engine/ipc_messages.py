@@ -64,24 +64,24 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
-    REFUSED = "refused"  # it asks for what this engine cannot do, or its grammar needs too much
+    REFUSED = "refused"  # the engine does not support it, or its grammar is too large
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """What one step added to one sequence: drawn tokens, and text that may lag behind them. Without
-    tokens only where it is the last."""
+    """What one step added to one sequence: the number of sampled tokens, and text, which may lag
+    behind them. Only the last Delta of a sequence may have no tokens."""
 
     id: int
     tokens: int
     text: str
     finish: FinishReason | None = None
     details: list[TokenDetail] = []
-    # Of the first token, with the two times below: prompt tokens whose KV was reused.
+    # Prompt tokens whose KV was reused. This and the two times below come with the first token.
     cached_tokens: int | None = None
     error: str | None = None
     queue_seconds: float | None = None  # arrival to first scheduled
     prefill_seconds: float | None = None  # first scheduled to first token
-    parameter: str | None = None  # of the request, that `error` is about
+    parameter: str | None = None  # the key of the request that `error` is about
 
 
 class StepStats(msgspec.Struct, array_like=True):
@@ -94,8 +94,8 @@ class StepStats(msgspec.Struct, array_like=True):
     backend_seconds: float
     decode_rows: int
     prefill_tokens: int
-    preemptions: int  # since start
-    between_seconds: float = 0.0  # from the end of the step before to this one's start
+    preemptions: int  # since the start
+    between_seconds: float = 0.0  # from the end of the previous step to the start of this one
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True):
@@ -116,7 +116,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
 
 
 class Died(msgspec.Struct, tag="died", array_like=True):
-    """The engine's last word, where it could still speak."""
+    """Why the engine ends, if it can still say so."""
 
     cause: Cause
     message: str
@@ -130,7 +130,7 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
-    """The message as bytes for the wire."""
+    """Return the message as a frame of bytes."""
     body = _encoder.encode(message)
     return FRAME.pack(len(body)) + body
 
@@ -142,7 +142,7 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The bodies that are complete now."""
+        """Return the bodies that are complete with this data."""
         self._buffer += data
         bodies = []
         position = 0

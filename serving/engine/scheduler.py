@@ -1,20 +1,22 @@
-"""Continuous batching over any backend: who gets a slot, what is in the next step, who ends.
+"""Continuous batching over any backend: admits sequences, plans steps, and ends sequences.
 
     scheduler = Scheduler(backend, token_bytes, eos_ids, config)
     scheduler.add(submit)
     while scheduler.busy:
         deltas = scheduler.step()
 
-A free slot goes to the oldest sequence that waits. A step holds decode rows first, one token each,
-then prompt tokens, oldest first, as many as `crossover.serving.capacity.plan_step` says. When the
-KV pool is full, idle prefixes go first, then the youngest sequence returns to the queue with what
-it has generated.
+A free slot goes to the oldest waiting sequence. A step contains one token of each decoding
+sequence, and then prompt tokens, oldest prompt first, as many as
+`crossover.serving.capacity.plan_step` allows. When the KV pool is full, the KV of idle slots is
+freed first; then the youngest sequence returns to the queue with what it has generated.
 
-Where the backend can launch a step (crossover.serving.backends.backend_interface), the next one is
-launched before the tokens of the one under way are read: the device has work while the host makes
-text. Its rows stand for tokens that are still being drawn; where one ends its sequence, what the
-next step draws for it is dropped. Where a row's token must be drawn on the host (grammars,
-log-probabilities, min_tokens) or the pool is full, each step is read before the next.
+If the backend can launch a step without waiting for it
+(crossover.serving.backends.backend_interface), the next step is launched before the tokens of the
+in-flight step are read, so that the device has work while the host makes text. The rows of the next
+step then stand for tokens that are still being sampled; if one of these ends its sequence, what the
+next step samples for that sequence is dropped. If a row's token must be sampled on the host
+(grammars, log-probabilities, min_tokens), or if the pool is full, each step is read before the next
+one starts.
 """
 
 from __future__ import annotations
@@ -34,19 +36,21 @@ from crossover.serving.engine.step_clock import StepClock
 from crossover.serving.errors import EngineFailed, KvFull, ServingError, Unsupported
 from crossover.serving.sampling.step_inputs import NO_TOKEN, Row, Sampled
 
-PATIENCE = 16  # tokens until a sequence's steps are launched again, where one was no good
-MAX_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
+# After a launched step could not sample a sequence's token, its next tokens are sampled by steps
+# that are waited for; this is their number.
+PATIENCE = 16
+MAX_BROKEN = 8  # after more sequences in a row with NaN logits, the engine is broken
 
 
 class InFlightStep(NamedTuple):
-    """A step that the backend was given. `launched`: it may still be under way, else `sampled` is
-    what it drew."""
+    """A step that the backend has begun. If it was launched, it may still be running; otherwise it
+    is complete and `sampled` has its tokens."""
 
     rows: list[Row]
     sequences: list[Sequence]  # of the rows
     prompt_tokens: int
-    began: float  # by the scheduler's clock
-    seconds: float  # so far, in the backend
+    started: float  # by the scheduler's clock
+    seconds: float  # spent in the backend so far
     launched: Launched | None
     sampled: list[Sampled]
 
@@ -77,10 +81,10 @@ class Scheduler:
         self._by_id: dict[int, Sequence] = {}
         self._cancelled: set[int] = set()
         self._has_deadlines = False
-        self._broken = 0  # sequences ended by NaN since a token was drawn
-        self._flight: InFlightStep | None = None  # the step under way
-        self._landed = 0.0  # when the last step's tokens were there
-        self._must_wait = False  # a token has to be drawn by `step`
+        self._broken = 0  # sequences that ended with NaN since a token was last sampled
+        self._flight: InFlightStep | None = None  # the step that was launched and not read yet
+        self._read_at = 0.0  # when the last launched step was read
+        self._must_wait = False  # a token has to be sampled by `step`, not by a launched step
         self._last_step = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
 
     @property
@@ -88,9 +92,10 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, submit: Submit, state: object = None) -> Delta | None:
-        """Queue a sequence; a Delta with finish "refused" comes back where it can never run.
+        """Queue a sequence. Return a Delta with finish "refused" if it can never run, else None.
 
-        `state`: what its rows carry for its grammar (crossover.serving.sampling.grammar.Matcher).
+        `state`: the state of its grammar, which its rows carry
+        (crossover.serving.sampling.grammar.Matcher).
         """
         request, context = submit.request, self.settings.context_tokens
         if not 1 <= len(request.prompt) < context:
@@ -116,12 +121,12 @@ class Scheduler:
         return None
 
     def cancel(self, sequence_id: int) -> None:
-        """End a sequence before the next step. Unknown ids (already ended) are fine."""
+        """End a sequence before the next step. Ids of sequences that have ended are ignored."""
         if sequence_id in self._by_id:
             self._cancelled.add(sequence_id)
 
     def stats(self) -> StepStats:
-        """The state now, and what the last step cost."""
+        """Return the current state, and what the last step cost."""
         self._last_step.running = len(self.running)
         self._last_step.waiting = len(self.waiting)
         self._last_step.kv_used_tokens = self._used()
@@ -129,7 +134,10 @@ class Scheduler:
         return self._last_step
 
     def step(self) -> list[Delta]:
-        """Run one step; says what it added to whom. Raises what the backend raises but KvFull."""
+        """Run one step; return what it added to each sequence.
+
+        Raises what the backend raises, except KvFull, which is handled by freeing KV.
+        """
         started = self.clock()
         deltas = self._end_cancelled_and_late(started)
         self._admit(started)
@@ -139,30 +147,32 @@ class Scheduler:
         if self.running and (flight := flight or self._next(None)) is not None:
             if flight.launched is not None and not self._must_wait:
                 self._flight = self._next(flight.launched)
-            self._land(flight, deltas)
+            self._read(flight, deltas)
             if not self.running:
-                self._flight = None  # of sequences that have ended
+                self._flight = None  # all of its sequences have ended
             self._last_step.decode_rows = sum(len(row.tokens) == 1 for row in flight.rows)
             self._last_step.prefill_tokens = flight.prompt_tokens
             self._last_step.step_seconds = self.clock() - started
         return deltas
 
     def _schedule(self) -> tuple[list[Row], set[int]]:
-        """The rows of the next step in slot order, and the slots of those that are prefill."""
-        going_on = [s for s in self.running.values() if not s.draws_last]
-        filling = [s for s in going_on if s.pending > 1]
-        rows = [s.row(1) for s in going_on if s.pending <= 1]
-        filling.sort(key=lambda s: s.id)
-        pending = [s.until_checkpoint for s in filling]
+        """Return the rows of the next step in slot order, and the slots of prefilling sequences."""
+        continuing = [s for s in self.running.values() if not s.draws_last]
+        prefilling = [s for s in continuing if s.pending > 1]
+        rows = [s.row(1) for s in continuing if s.pending <= 1]
+        prefilling.sort(key=lambda s: s.id)
+        pending = [s.until_checkpoint for s in prefilling]
         pieces = plan_step(pending, len(rows), self.settings, self._step_clock) if pending else []
-        rows += [s.row(count) for s, count in zip(filling, pieces, strict=False)]
+        rows += [s.row(count) for s, count in zip(prefilling, pieces, strict=False)]
         rows.sort(key=lambda row: row.slot)
-        return rows, {sequence.slot for sequence in filling}
+        return rows, {sequence.slot for sequence in prefilling}
 
     def _next(self, after: Launched | None) -> InFlightStep | None:
-        """The next step: launched where the backend can, else done. `after`: the one under way;
-        None comes back where that has to be read first."""
-        rows, filling = self._schedule()
+        """Start the next step: launch it if possible, otherwise run it to its end.
+
+        `after`: the step in flight. Return None if that has to be read first.
+        """
+        rows, prefill_slots = self._schedule()
         if after is not None and not (rows and self._has_room(rows)):
             return None
         while True:
@@ -171,8 +181,10 @@ class Scheduler:
                     pass
                 rows = [row for row in rows if row.slot in self.running]  # some were preempted
             drawing = (self.running[row.slot] for row in rows if row.wants_token)
-            waits = self._must_wait or any(one.length < one.waited_until for one in drawing)
-            launched, sampled, began = None, list[Sampled](), self.clock()
+            waits = self._must_wait or any(
+                sequence.length < sequence.waited_until for sequence in drawing
+            )
+            launched, sampled, started = None, list[Sampled](), self.clock()
             try:
                 if self._launch is not None and not waits:
                     launched = self._launch(rows, after)
@@ -186,58 +198,60 @@ class Scheduler:
                     continue
             if launched is None and after is not None:
                 return None
-            seconds = self.clock() - began
+            seconds = self.clock() - started
             self._last_step.backend_seconds += seconds
             sequences = [self.running[row.slot] for row in rows]
             for row, sequence in zip(rows, sequences, strict=True):
-                sequence.computed += len(row.tokens)  # from now on
+                sequence.computed += len(row.tokens)
                 if sequence.is_at_checkpoint:
                     self._slots.save(row.slot, sequence.held)
-            prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in filling)
-            return InFlightStep(rows, sequences, prompt_tokens, began, seconds, launched, sampled)
+            prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in prefill_slots)
+            return InFlightStep(rows, sequences, prompt_tokens, started, seconds, launched, sampled)
 
-    def _land(self, flight: InFlightStep, deltas: list[Delta]) -> None:
-        """Read what a step drew, and give it to the sequences that still run."""
-        found: list[Sampled | None] = [*flight.sampled]
+    def _read(self, flight: InFlightStep, deltas: list[Delta]) -> None:
+        """Read the tokens of a step, and give them to the sequences that still run."""
+        results: list[Sampled | None] = [*flight.sampled]
         seconds = flight.seconds
         if flight.launched is not None:
-            before = self.clock()
-            found = flight.launched.tokens()
+            read_started = self.clock()
+            results = flight.launched.tokens()
             now = self.clock()
-            self._last_step.backend_seconds += now - before
-            seconds = now - max(flight.began, self._landed)  # the device is done with one at a time
-            self._landed = now
-        told = getattr(self.backend, "last_decode_seconds", None)
-        decoding = sum(len(row.tokens) for row in flight.rows) - flight.prompt_tokens
-        self._step_clock.learn(decoding, flight.prompt_tokens, seconds, told)
-        drawn = iter(found)
+            self._last_step.backend_seconds += now - read_started
+            seconds = now - max(flight.started, self._read_at)  # the device runs one step at a time
+            self._read_at = now
+        decode_seconds = getattr(self.backend, "last_decode_seconds", None)
+        decode_tokens = sum(len(row.tokens) for row in flight.rows) - flight.prompt_tokens
+        self._step_clock.learn(decode_tokens, flight.prompt_tokens, seconds, decode_seconds)
+        samples = iter(results)
         for row, sequence in zip(flight.rows, flight.sequences, strict=True):
             if not row.wants_token:
                 continue
-            one = next(drawn)
+            sample = next(samples)
             if self.running.get(row.slot) is not sequence or sequence.computed < row.position:
-                continue  # stale
-            if one is None:  # nor could the next one what follows: three steps for one token
+                continue  # the sequence has ended, or was preempted
+            if sample is None:  # the step in flight depends on this token, so it is useless, too
                 sequence.waited_until = sequence.length + PATIENCE
                 sequence.computed = row.position - 1
                 self._must_wait = True
                 continue
-            if one.token == NO_TOKEN:
-                delta = self._no_numbers(sequence)
+            if sample.token == NO_TOKEN:
+                delta = self._end_broken(sequence)
             else:
                 self._broken = 0
                 problem: ServingError | None = getattr(row.state, "error", None)  # of its grammar
                 if problem is None:
-                    delta = sequence.take(one, self.clock())
+                    delta = sequence.take(sample, self.clock())
                 else:
                     delta = failed_delta(sequence.id, problem, sequence.text.finish())
             deltas.append(delta)
             if delta.finish is not None:
                 self._release(sequence)
 
-    def _no_numbers(self, sequence: Sequence) -> Delta:
-        """The end of a sequence whose logits are NaN; its KV is worth nothing. Raises EngineFailed
-        where that is so of one after another."""
+    def _end_broken(self, sequence: Sequence) -> Delta:
+        """Return the last Delta of a sequence whose logits are NaN. None of its KV is reused.
+
+        Raises EngineFailed after MAX_BROKEN such sequences in a row.
+        """
         self._broken += 1
         if self._broken > MAX_BROKEN:
             raise EngineFailed("The model's logits are not numbers (NaN) for any request")
@@ -250,11 +264,11 @@ class Scheduler:
             sequence = self.waiting[0]
             promised = sum(s.length for s in self.running.values()) + len(self.running)
             if self.running and promised + sequence.length > self.settings.pool_tokens:
-                return  # it would only be preempted again
+                return  # it would soon be preempted again
             self.waiting.popleft()
             computed = {slot: s.held for slot, s in self.running.items()}
-            taken = self._slots.take(sequence.tokens[: sequence.length], computed)
-            sequence.slot, sequence.computed, sequence.checkpoints = taken
+            allocation = self._slots.take(sequence.tokens[: sequence.length], computed)
+            sequence.slot, sequence.computed, sequence.checkpoints = allocation
             if sequence.scheduled is None:
                 sequence.scheduled = now
                 sequence.cached = sequence.computed
@@ -268,7 +282,10 @@ class Scheduler:
         return self._used() + new + self._slots.idle_tokens <= self.settings.pool_tokens
 
     def _drop_or_preempt(self) -> bool:
-        """Make room: the oldest idle prefix goes, else the youngest sequence."""
+        """Free the KV of the longest idle slot, else preempt the youngest sequence.
+
+        Return False if neither is possible.
+        """
         if self._slots.drop_oldest():
             return True
         if len(self.running) < 2:
@@ -308,7 +325,8 @@ class Scheduler:
 
 
 def failed_delta(number: int, problem: ServingError, text: str = "") -> Delta:
-    """The last Delta of a sequence that its own request or an error of ours ends."""
+    """Return the last Delta of a sequence that ends with an error: of its request (Unsupported), or
+    of the server."""
     if isinstance(problem, Unsupported):
         refused, parameter = FinishReason.REFUSED, problem.parameter
         return Delta(number, 0, text, refused, error=str(problem), parameter=parameter)

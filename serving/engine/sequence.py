@@ -1,4 +1,4 @@
-"""One sequence on its way: its tokens so far, which rows it needs next, what a drawn token adds."""
+"""One sequence: its tokens so far, the rows that it needs next, and what a sampled token adds."""
 
 from __future__ import annotations
 
@@ -40,22 +40,25 @@ class Sequence:
         self.deadline = None if seconds is None else now + seconds
         self.scheduled: float | None = None
         self.slot = -1
-        self.computed = 0  # tokens in the KV, or to be there after the steps that were launched
-        self.cached = 0  # of these, from another sequence
-        self.checkpoints: tuple[int, ...] = ()  # lengths at which its slot is to be saved
-        self.waited_until = 0  # the length up to which its tokens are drawn by steps waited for
-        self.state = state  # of its grammar
+        self.computed = 0  # tokens in the KV once all launched steps have ended
+        self.cached = 0  # prompt tokens that were reused from another sequence's KV
+        self.checkpoints: tuple[int, ...] = ()  # lengths at which checkpoints are made
+        self.waited_until = 0  # up to this length, its tokens are sampled by steps waited for
+        self.state = state  # the state of its grammar
 
     @property
     def pending(self) -> int:
-        """Known tokens to compute, the last of which draws; more than one: prefill."""
+        """Return how many known tokens are not computed yet. With more than one it prefills; the
+        row with the last one samples the next token."""
         return self.length - self.computed
 
     @property
     def until_checkpoint(self) -> int:
-        """Of the pending tokens, those up to the next checkpoint, or all."""
-        ahead = (one - self.computed for one in self.checkpoints if one > self.computed)
-        return min(next(ahead, self.pending), self.pending)
+        """Return the pending tokens up to the next checkpoint, or all of them."""
+        distances = (
+            length - self.computed for length in self.checkpoints if length > self.computed
+        )
+        return min(next(distances, self.pending), self.pending)
 
     @property
     def is_at_checkpoint(self) -> bool:
@@ -63,16 +66,17 @@ class Sequence:
 
     @property
     def draws_last(self) -> bool:
-        """Whether the token that is being drawn is the last one, whatever it is."""
+        """Return whether the token that is being sampled is the last one, whatever it is."""
         return self.computed == self.length == self.limit - 1
 
     @property
     def held(self) -> Tokens:
-        """The known tokens in the KV."""
+        """Return the known tokens that are in the KV."""
         return self.tokens[: min(self.computed, self.length)]
 
     def row(self, count: int) -> Row:
-        """The row that computes the next `count` tokens, or the one that is being drawn."""
+        """Return the row that computes the next `count` tokens. The last of these may be one that
+        the step in flight is still sampling."""
         end = self.computed + count
         length = max(self.length, end)
         return Row(
@@ -87,23 +91,23 @@ class Sequence:
             state=self.state,
         )
 
-    def take(self, drawn: Sampled, now: float) -> Delta:
-        """Append a drawn token; says what that adds to the answer."""
-        token = drawn.token
+    def take(self, sample: Sampled, now: float) -> Delta:
+        """Append a sampled token; return what that adds to the answer."""
+        token = sample.token
         self.tokens[self.length] = token
         self.length += 1
         finish: FinishReason | None = None
         if token in self.stop_ids and self.length > self.min_length:
             text, finish = self.text.finish(), FinishReason.STOP
         else:
-            text, stopped = self.text.push(token, self.length >= self.min_length)
-            if stopped:
+            text, is_stopped = self.text.push(token, self.length >= self.min_length)
+            if is_stopped:
                 finish = FinishReason.STOP
             elif self.length >= self.limit:
                 text, finish = text + self.text.finish(), FinishReason.LENGTH
         delta = Delta(self.id, 1, text, finish)
-        if drawn.logprobs is not None:
-            delta.details = [drawn.logprobs]
+        if sample.logprobs is not None:
+            delta.details = [sample.logprobs]
         if self.length == self.prompt_length + 1:
             assert self.scheduled is not None
             delta.cached_tokens = self.cached

@@ -1,10 +1,11 @@
-"""KV slots: which are free, which prefix each idle one still holds, which one a sequence gets.
+"""KV slots: which are free, which prefix each idle slot still holds, which one a sequence gets.
 
-Where a backend can cut a slot back, a sequence may reuse any common prefix. Where it cannot (a
-recurrent state, a window), it may go on where a free slot stands, or from a checkpoint: a copy of
-that state, made at two points of a prompt: shortly before its end, where the next turn of a chat
-begins, and where a beginning that it shares with another sequence ends, which is where the next of
-them will go on. Which slot that is, `crossover.serving.capacity.choose_slot` decides.
+If a backend can truncate a slot, a sequence may reuse any common prefix. If it cannot (a recurrent
+state, sliding-window attention), a sequence may continue exactly what a free slot holds, or start
+from a checkpoint, which is a copy of that state. Checkpoints are made at two points of a prompt:
+shortly before its end, where the next turn of the conversation continues, and at the end of a
+prefix that it shares with another sequence, where the next such sequence continues.
+`crossover.serving.capacity.choose_slot` decides which slot a sequence gets.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _NOTHING: Tokens = np.empty(0, np.int32)
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What a backend saved of a slot when it held these tokens."""
+    """A backend's copy of the state of a slot that held these tokens."""
 
     tokens: Tokens
-    saved: Any
+    saved: Any  # crossover.serving.backends.backend_interface.Saved
 
 
-class Taken(NamedTuple):
+class SlotAllocation(NamedTuple):
     """A slot for a sequence."""
 
     slot: int
-    reused: int  # tokens that its KV holds
-    checkpoints: tuple[int, ...] = ()  # lengths at which it is to be saved, ascending
+    reused: int  # tokens of the prompt that its KV holds already
+    checkpoints: tuple[int, ...] = ()  # prompt lengths at which to make checkpoints, ascending
 
 
 class SlotAllocator:
@@ -51,29 +52,35 @@ class SlotAllocator:
         self._backend: Any = backend
         self._reuses = reuses and (info.rewinds or info.saves)
         self._saves = self._reuses and not info.rewinds
-        self._held: list[Tokens] = [_NOTHING] * slots  # of idle slots
+        self._held: list[Tokens] = [_NOTHING] * slots  # the tokens in the KV of idle slots
         self._idle_since = [0.0] * slots
-        self._checkpoints: list[Checkpoint] = []  # the last used one last
+        self._checkpoints: list[Checkpoint] = []  # the most recently used last
         self._max_checkpoints = max_checkpoints(slots)
 
     @property
     def idle_tokens(self) -> int:
-        """Tokens in the KV of idle slots."""
+        """Return the tokens in the KV of all idle slots together."""
         return sum(len(held) for held in self._held)
 
-    def take(self, prompt: Tokens, running: Mapping[int, Tokens]) -> Taken:
-        """A free slot for this prompt. All but its last two tokens may be reused, so that no piece
-        of one token is left. `running`: the tokens computed in the slots in use, whose prefixes may
-        be copied."""
-        choose = self._choose_saved if self._saves else self._choose
-        taken = choose(prompt, running)
-        self._held[taken.slot] = _NOTHING
-        self._backend.truncate(taken.slot, taken.reused)
-        return taken
+    def take(self, prompt: Tokens, running: Mapping[int, Tokens]) -> SlotAllocation:
+        """Return a free slot for this prompt, with as much of it reused as possible.
+
+        The last COMPUTED_TAIL tokens are never reused, so that no piece of one token remains.
+        `running`: the computed tokens of each slot in use, whose prefixes may be copied.
+        """
+        choose = self._choose_with_checkpoints if self._saves else self._choose
+        allocation = choose(prompt, running)
+        self._held[allocation.slot] = _NOTHING
+        self._backend.truncate(allocation.slot, allocation.reused)
+        return allocation
 
     def save(self, slot: int, tokens: Tokens) -> None:
-        """Make a checkpoint of a slot that holds these tokens."""
-        same = (one for one in self._checkpoints if np.array_equal(one.tokens, tokens))
+        """Make a checkpoint of a slot that holds these tokens, unless there is one."""
+        same = (
+            checkpoint
+            for checkpoint in self._checkpoints
+            if np.array_equal(checkpoint.tokens, tokens)
+        )
         if next(same, None) is None:
             self._checkpoints.append(Checkpoint(tokens.copy(), self._backend.save(slot)))
             del self._checkpoints[: -self._max_checkpoints]
@@ -87,33 +94,35 @@ class SlotAllocator:
             self._backend.truncate(slot, 0)
 
     def drop_oldest(self) -> bool:
-        """Free the KV of the slot idle for longest; False where no idle slot holds any."""
-        held = [slot for slot, tokens in enumerate(self._held) if len(tokens)]
-        if not held:
+        """Free the KV of the longest idle slot; return False if all idle slots are empty."""
+        non_empty = [slot for slot, tokens in enumerate(self._held) if len(tokens)]
+        if not non_empty:
             return False
-        oldest = min(held, key=lambda slot: self._idle_since[slot])
+        oldest = min(non_empty, key=lambda slot: self._idle_since[slot])
         self._backend.truncate(oldest, 0)
         self._held[oldest] = _NOTHING
         return True
 
-    def _choose(self, prompt: Tokens, running: Mapping[int, Tokens]) -> Taken:
-        """Where a slot can be cut back, or nothing is reused."""
+    def _choose(self, prompt: Tokens, running: Mapping[int, Tokens]) -> SlotAllocation:
+        """Return a slot if slots can be truncated, or if nothing is reused."""
         free = self._free(running)
         if not self._reuses:
-            return Taken(free[0], 0)
-        common = self._common(prompt[: max(0, len(prompt) - COMPUTED_TAIL)], running)
-        slot, reused, source = choose_slot(common, self._held_tokens, free, self._idle_since)
+            return SlotAllocation(free[0], 0)
+        common_tokens = self._common(prompt[: max(0, len(prompt) - COMPUTED_TAIL)], running)
+        slot, reused, source = choose_slot(common_tokens, self._held_tokens, free, self._idle_since)
         if source != slot:
             self._backend.copy(source, slot, reused)
-        return Taken(slot, reused)
+        return SlotAllocation(slot, reused)
 
-    def _choose_saved(self, prompt: Tokens, running: Mapping[int, Tokens]) -> Taken:
-        """Where a slot cannot be cut back."""
-        wanted = prompt[: max(0, len(prompt) - COMPUTED_TAIL)]
-        common = self._common(wanted, running)
-        checkpoint = self._longest_checkpoint(wanted, max(common))
+    def _choose_with_checkpoints(
+        self, prompt: Tokens, running: Mapping[int, Tokens]
+    ) -> SlotAllocation:
+        """Return a slot if slots cannot be truncated."""
+        reusable = prompt[: max(0, len(prompt) - COMPUTED_TAIL)]
+        common_tokens = self._common(reusable, running)
+        checkpoint = self._longest_checkpoint(reusable, max(common_tokens))
         (slot, reused, source), is_restored, marks = choose_checkpointed_slot(
-            common,
+            common_tokens,
             self._held_tokens,
             self._free(running),
             self._idle_since,
@@ -123,37 +132,41 @@ class SlotAllocator:
         if is_restored and checkpoint is not None:
             self._backend.restore(slot, checkpoint.saved, source)
             self._checkpoints.remove(checkpoint)
-            self._checkpoints.append(checkpoint)  # the last used one
+            self._checkpoints.append(checkpoint)  # now the most recently used
         elif not reused:
             self._backend.truncate(slot, 0)
-        return Taken(slot, reused, marks)
+        return SlotAllocation(slot, reused, marks)
 
     def _free(self, running: Mapping[int, Tokens]) -> list[int]:
         return [slot for slot in range(len(self._held)) if slot not in running]
 
     @property
     def _held_tokens(self) -> list[int]:
-        """Tokens in the KV of each idle slot."""
+        """Return the number of tokens in the KV of each slot; 0 for slots in use."""
         return [len(held) for held in self._held]
 
-    def _longest_checkpoint(self, wanted: Tokens, most: int) -> Checkpoint | None:
-        """The longest one that `wanted` begins with; of `most` tokens, which some slot holds."""
-        fitting = [
-            one
-            for one in self._checkpoints
-            if len(one.tokens) <= most and common_prefix(one.tokens, wanted) == len(one.tokens)
-        ]
-        return max(fitting, key=lambda one: len(one.tokens), default=None)
+    def _longest_checkpoint(self, reusable: Tokens, max_tokens: int) -> Checkpoint | None:
+        """Return the longest checkpoint that `reusable` begins with.
 
-    def _common(self, wanted: Tokens, running: Mapping[int, Tokens]) -> list[int]:
-        """By slot, how many of the wanted tokens its KV begins with."""
+        `max_tokens`: how many of these tokens some slot holds; a longer checkpoint is useless.
+        """
+        fitting = [
+            checkpoint
+            for checkpoint in self._checkpoints
+            if len(checkpoint.tokens) <= max_tokens
+            and common_prefix(checkpoint.tokens, reusable) == len(checkpoint.tokens)
+        ]
+        return max(fitting, key=lambda checkpoint: len(checkpoint.tokens), default=None)
+
+    def _common(self, reusable: Tokens, running: Mapping[int, Tokens]) -> list[int]:
+        """Return, by slot, how many of the reusable tokens its KV begins with."""
         return [
-            common_prefix(running.get(slot, held), wanted) for slot, held in enumerate(self._held)
+            common_prefix(running.get(slot, held), reusable) for slot, held in enumerate(self._held)
         ]
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens the two have in common."""
+    """Return how many leading tokens the two have in common."""
     shortest = min(len(a), len(b))
     if not shortest or a[0] != b[0]:
         return 0
