@@ -103,7 +103,7 @@ class Experts(Routing, frozen=True):
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The published shape of a decoder-only model.
 
-    `family`: transformers' `model_type` (llama, qwen2, qwen3, mistral), or the architecture that a
+    `family`: transformers' `model_type` (a key of FAMILIES), or the architecture that a
     GGUF file names. `heads * head_dim` may differ from `hidden` (Llama-3.2-3B, Qwen3).
     """
 

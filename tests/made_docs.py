@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from crossover.models.model_families import FAMILIES
 from crossover.reports.check_conditions import QUANTITIES
 from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan
@@ -76,11 +77,21 @@ def in_a_block(name: str) -> list[str]:
     return ["```", *plan_output(name).splitlines(), "```"]
 
 
+def families() -> list[str]:
+    """The families of dense models that onnx and torch compute."""
+    *names, last = sorted(f"`{name}`" for name in FAMILIES)
+    return [
+        f"`onnx` and `torch` compute {', '.join(names)} and {last}",
+        "(`model_type` of config.json).",
+    ]
+
+
 # file -> (name of the marks, what stands between them), ...
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/map.md": {"map": tree},
     "docs/campaign.md": {"keys": campaign_keys},
     "docs/plan.md": {"mlperf": partial(in_a_block, "mlperf-8b"), "keys": plan_keys},
+    "docs/models.md": {"families": families},
     "docs/report.md": {"quantities": quantities},
 }
 # Files that are made as a whole.

@@ -81,4 +81,4 @@ TINY_MISTRAL = ModelSpec(
     tied=False,
     rope_theta=1_000_000.0,
 )
-TINY = {spec.name: spec for spec in (TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2, TINY_QWEN3, TINY_MISTRAL)}
+TINY = {spec.name: spec for spec in [*globals().values()] if isinstance(spec, ModelSpec)}

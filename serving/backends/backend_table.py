@@ -94,6 +94,9 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     distribution: str | None = None  # that has the package; its version stands in every record
     # Timed where the CPU's best engine is chosen and nobody names a format, in its default format.
     is_cpu_candidate: bool = False
+    # Device -> its place among the backends that are tried when the user names none, lowest first.
+    # A device that is left out is served by this backend only if the user names it.
+    default_rank: Mapping[str, int] = {}
     extra: str = ""  # pip extra that installs it
     probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
     huge_pages: bool = False  # large allocations are quicker on huge pages
@@ -180,6 +183,7 @@ BACKENDS: dict[str, BackendSpec] = {
         package="llama_cpp",
         distribution="llama-cpp-python",
         is_cpu_candidate=True,
+        default_rank={"cpu": 1, "gpu": 2},
         extra="llama-cpp",
         probe="crossover.serving.backends.llama_cpp.library:probe",
         huge_pages=True,
@@ -197,6 +201,7 @@ BACKENDS: dict[str, BackendSpec] = {
         package="onnxruntime",
         distribution="onnxruntime",
         is_cpu_candidate=True,
+        default_rank={"cpu": 2},
         extra="onnx",
         probe="crossover.serving.backends.onnx.onnx_folder:probe",
         huge_pages=True,
@@ -214,15 +219,26 @@ BACKENDS: dict[str, BackendSpec] = {
         options=(),
         package="torch",
         distribution="torch",
+        default_rank={"cpu": 3, "gpu": 1},
         extra="torch",
         probe="crossover.serving.backends.torch.torch_capabilities:probe",
         gpu_build="install torch built for CUDA or ROCm, see pytorch.org",
     ),
 }
-# Tried in this order where the user names no backend.
+
+
+def _by_default_rank(device: str) -> tuple[str, ...]:
+    ranks = {
+        name: spec.default_rank[device]
+        for name, spec in BACKENDS.items()
+        if device in spec.default_rank
+    }
+    return tuple(sorted(ranks, key=ranks.__getitem__))
+
+
+# The backends that are tried, in this order, when the user names none.
 DEFAULTS: dict[str, tuple[str, ...]] = {
-    "cpu": ("llama_cpp", "onnx", "torch"),
-    "gpu": ("torch", "llama_cpp"),
+    device: _by_default_rank(device) for device in ("cpu", "gpu")
 }
 
 

@@ -23,8 +23,8 @@ class StepClock:
     def learn(
         self, rows: int, prompt_tokens: int, seconds: float, decode_seconds: float | None = None
     ) -> None:
-        """Learn from a step. `decode_seconds`: the part of it that its decoding rows took; None:
-        the backend does not report it."""
+        """Learn from a step. `decode_seconds`: the part of `seconds` that its decoding rows took;
+        None: the backend does not report it."""
         if seconds <= 0:
             return
         if rows and prompt_tokens and decode_seconds is None:
@@ -34,19 +34,13 @@ class StepClock:
         rows_seconds = (decode_seconds or 0.0) if prompt_tokens else seconds
         if rows:
             previous = self.rows_seconds(rows)
-            updated = (
-                rows_seconds
-                if previous is None
-                else previous + LEARNING_RATE * (rows_seconds - previous)
-            )
+            updated = rows_seconds
+            if previous is not None:
+                updated = previous + LEARNING_RATE * (rows_seconds - previous)
             self._rows_seconds[rows] = updated
-        if (
-            prompt_tokens >= PREFILL_MULTIPLE
-        ):  # the time of fewer is mostly the fixed cost of a step
-            prompt_token_seconds, previous_prompt_seconds = (
-                (seconds - rows_seconds * bool(rows)) / prompt_tokens,
-                self.prompt_seconds,
-            )
+        if prompt_tokens >= PREFILL_MULTIPLE:  # the time of fewer is mostly the step's fixed cost
+            prompt_token_seconds = (seconds - rows_seconds * bool(rows)) / prompt_tokens
+            previous_prompt_seconds = self.prompt_seconds
             if previous_prompt_seconds is not None:
                 prompt_token_seconds = max(
                     previous_prompt_seconds

@@ -1,4 +1,5 @@
-"""The forward pass of Llama, Qwen2, Qwen3 and Mistral models over a KV cache of fixed rows.
+"""The forward pass of the families of crossover.models.model_families over a KV cache of fixed
+rows.
 
 A step is one pass over the weights: the tokens of all decode rows and prompt pieces are laid end
 to end, and only attention (varlen_attention.py) looks at them apart. The pass makes no decision on

@@ -33,9 +33,11 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest, gguf_file: Callable[..., Path]) -> Iterator[Make]:
-    """Makes engines of the backend that the test's folder is called after, of a path or, for
-    llama_cpp, of a shape and a format."""
-    name, opened, threads = request.path.parent.name, [], torch.get_num_threads()
+    """Makes engines of the backend that the test's parameter `backend_name` names, else its folder,
+    of a path or, for llama_cpp, of a shape and a format."""
+    parameters = getattr(request.node, "callspec", None)
+    name = parameters.params.get("backend_name") if parameters is not None else None
+    name, opened, threads = name or request.path.parent.name, [], torch.get_num_threads()
 
     def build(source: Path | str | ModelSpec = TINY_LLAMA, **settings: Any) -> Any:
         kind = settings.pop("kind", None) or backend_class(name)

@@ -27,11 +27,7 @@ from tests.shapes import TINY
 
 # name -> (shape, format). optimum exports those called growing.
 ONNX = {
-    "llama-fp32": ("tiny-llama", "fp32"),
-    "llama3-fp32": ("tiny-llama3", "fp32"),
-    "qwen2-fp32": ("tiny-qwen2", "fp32"),
-    "qwen3-fp32": ("tiny-qwen3", "fp32"),
-    "mistral-fp32": ("tiny-mistral", "fp32"),
+    **{f"{name.removeprefix('tiny-')}-fp32": (name, "fp32") for name in TINY},
     "llama-int8": ("tiny-llama", "int8"),
     "llama3-int8": ("tiny-llama3", "int8"),
     "qwen2-int8": ("tiny-qwen2", "int8"),

@@ -17,12 +17,16 @@ from tests.serving.backends.backend_contract import (
     check_seeded,
 )
 from tests.serving.backends.backend_steps import Make, generate, greedy_alone, prompt_of, row
-from tests.serving.backends.hf_folders import generated, logprobs_of, onnx_folder, onnx_source
-
-
-@pytest.mark.parametrize(
-    "name", ["llama-fp32", "llama3-fp32", "qwen2-fp32", "qwen3-fp32", "mistral-fp32"]
+from tests.serving.backends.hf_folders import (
+    ONNX,
+    generated,
+    logprobs_of,
+    onnx_folder,
+    onnx_source,
 )
+
+
+@pytest.mark.parametrize("name", [name for name in ONNX if name.endswith("-fp32")])
 def test_float_graphs_give_the_tokens_of_transformers(make: Make, name: str) -> None:
     backend = make(onnx_folder(name))
     assert "GroupQueryAttention" in backend.info.details["graph"]
@@ -77,8 +81,7 @@ def test_a_seeded_request_does_not_depend_on_its_batch_mates(make: Make, name: s
 
 
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
-    for name in ("llama-fp32", "qwen3-growing"):
-        check_contradictions(make(onnx_folder(name)))
+    check_contradictions(make(onnx_folder("qwen3-growing")))
 
 
 def test_short_prompts_of_unlike_lengths_in_one_pass_are_as_each_alone(make: Make) -> None:

@@ -10,7 +10,6 @@ import torch
 from crossover.serving.errors import BackendUnavailable
 from tests.serving.backends.backend_contract import (
     check_contract,
-    check_contradictions,
     check_logprobs,
     check_scheduled,
     check_seeded,
@@ -81,7 +80,3 @@ def test_a_gpu_is_asked_for_where_there_is_none(make: Make) -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(BackendUnavailable, match="finds no GPU"):
         make(hf_folder("tiny-llama"), device="gpu")
-
-
-def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
-    check_contradictions(make(hf_folder("tiny-llama")))
