@@ -3,10 +3,9 @@
     make_onnx(Path("SmolLM2-135M"), Path("smollm2-135m-int8"), "int8")
     make_random_onnx(ladder_model("8b").spec, Path("llama-3.1-8b-int8"), "int8")
 
-Of the families in crossover.models.model_families the graph is written here: attention by
-GroupQueryAttention, with a KV cache updated in place and logits of each row's last token. No more
-of the weights is in memory than one matrix. Other architectures:
-crossover.models.export_with_optimum.
+The graph of the families in crossover.models.model_families is written here: attention by
+GroupQueryAttention, with a KV cache updated in place and logits of each row's last token. At most
+one matrix is in memory at a time. Other architectures: crossover.models.export_with_optimum.
 
     int8  a scale for each weight row; activations in 8 bits, products of whole numbers. One fixed
           scale serves all tokens before gate and up, elsewhere each token has its own
