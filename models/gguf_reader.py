@@ -96,12 +96,8 @@ class GgufHeader(NamedTuple):
 
         Raises UnsupportedModel (no text comes out of it), BrokenWeights.
         """
+        self.check_generates_text(name)
         family, own = self.family, self.own_metadata
-        is_text = self.metadata.get("general.type", "model") == "model"
-        if not is_text or not own.get("attention.causal", True):
-            raise UnsupportedModel(
-                f"{name} is a GGUF file of the architecture {family!r}, which generates no text"
-            )
 
         def count(key: str, default: int | None = None, least: int = 1) -> int:
             value = own.get(key, default)
@@ -143,6 +139,35 @@ class GgufHeader(NamedTuple):
             cached_layers=cached_layers(family, own, shapes, layers),
             state_bytes_per_slot=state_bytes(own, shapes, layers),
         )
+
+    def check_generates_text(self, name: str) -> None:
+        """Raise UnsupportedModel for a file that is not a model which generates text.
+
+        Converters write `general.type` "mmproj" and "adapter"; files from before 2025 lack it, and
+        are known by the architecture "clip" and by the key "adapter.type".
+        """
+        metadata, family = self.metadata, self.family
+        kind = metadata.get("general.type", "model")
+        if kind == "mmproj" or family == "clip":
+            raise UnsupportedModel(
+                f"{name} is a multimodal projector (mmproj), which is only one part of a model. "
+                "Give the GGUF file of the language model that it belongs to, which is then served "
+                "without images and audio."
+            )
+        if kind == "adapter" or "adapter.type" in metadata:
+            adapter = "LoRA" if metadata.get("adapter.type", "lora") == "lora" else "control"
+            base = metadata.get("general.base_model.0.name")
+            raise UnsupportedModel(
+                f"{name} is a {adapter} adapter of the architecture {family!r}, not a model. Merge "
+                f"it into its base model{f' {base}' if base else ''} with llama.cpp's "
+                "llama-export-lora, and give the merged GGUF file."
+            )
+        if kind != "model":
+            raise UnsupportedModel(f"{name} is a GGUF file of the type {kind!r}, not a model")
+        if not self.own_metadata.get("attention.causal", True):
+            raise UnsupportedModel(
+                f"{name} is a GGUF file of the architecture {family!r}, which generates no text"
+            )
 
     def _experts(self, count: Any) -> Experts | None:
         """None: a dense model."""

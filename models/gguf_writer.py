@@ -6,13 +6,14 @@ write_file(spec, "Q4_0", path, data=lambda tensor: [bytes(tensor.bytes)])
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import gguf
 import numpy as np
 
 from crossover.models.chat_template import CHATML
+from crossover.models.gguf_shapes import GgufShape
 from crossover.models.model_families import FAMILIES
 from crossover.models.model_spec import ModelSpec
 from crossover.models.tokenizer import SPECIAL_TOKENS, shipped
@@ -28,13 +29,65 @@ def write_file(
     progress: Progress | None = None,
 ) -> None:
     """Write a GGUF file with the shipped tokenizer. `data` gives a tensor's bytes in chunks."""
-    logging.getLogger("gguf").setLevel(logging.WARNING)
-    tensors = gguf_tensors(spec, weight_format)
-    writer = gguf.GGUFWriter(path, FAMILIES[spec.family].gguf)
-    file_type = "ALL_F32" if weight_format == "F32" else f"MOSTLY_{weight_format}"
-    writer.add_file_type(gguf.LlamaFileType[file_type])
+    writer = _writer(path, FAMILIES[spec.family].gguf, weight_format)
     _add_shape(writer, spec)
     _add_vocabulary(writer, spec.vocabulary)
+    tensors = gguf_tensors(spec, weight_format)
+    _write(writer, path, tensors, data, spec.name, weight_format, progress)
+
+
+def write_shape_file(
+    name: str,
+    shape: GgufShape,
+    weight_format: str,
+    path: Path,
+    stream: Callable[[str, str], Iterable[bytes | memoryview]],
+    progress: Progress | None = None,
+) -> None:
+    """Write a GGUF file of a shape of crossover.models.gguf_shapes with the shipped tokenizer.
+
+    `stream` gives a tensor's bytes in chunks, by its name and type.
+    """
+    writer = _writer(path, shape.family.architecture, weight_format)
+    writer.add_name(name)
+    for key, value in shape.metadata().items():
+        kinds = {bool: "bool", int: "uint32", float: "float32", list: "array"}
+        getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+    writer.add_quantization_version(2)
+    _add_vocabulary(writer, shape.sizes.vocabulary)
+    tensors = [
+        GgufTensor(tensor, None, sizes, shape.tensor_type(tensor, sizes))
+        for tensor, sizes in shape.tensors().items()
+    ]
+    _write(
+        writer,
+        path,
+        tensors,
+        lambda tensor: stream(tensor.name, tensor.type),
+        name,
+        weight_format,
+        progress,
+    )
+
+
+def _writer(path: Path, architecture: str, weight_format: str) -> gguf.GGUFWriter:
+    logging.getLogger("gguf").setLevel(logging.WARNING)
+    writer = gguf.GGUFWriter(path, architecture)
+    file_type = "ALL_F32" if weight_format == "F32" else f"MOSTLY_{weight_format}"
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    return writer
+
+
+def _write(
+    writer: gguf.GGUFWriter,
+    path: Path,
+    tensors: Sequence[GgufTensor],
+    data: Callable[[GgufTensor], Iterable[bytes | memoryview]],
+    name: str,
+    weight_format: str,
+    progress: Progress | None,
+) -> None:
+    """Write the header, then one tensor after the other."""
     for tensor in tensors:
         kind, floats = gguf.GGMLQuantizationType[tensor.type], np.dtype(np.float32)
         writer.add_tensor_info(tensor.name, tensor.shape, floats, tensor.bytes, raw_dtype=kind)
@@ -42,7 +95,8 @@ def write_file(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    done, total = 0, sum(tensor.bytes for tensor in tensors)
+    total_bytes = sum(tensor.bytes for tensor in tensors)
+    done_bytes = 0
     with path.open("ab") as out:
         for tensor in tensors:
             out.write(bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
@@ -51,9 +105,9 @@ def write_file(
                 raise ValueError(
                     f"The tensor {tensor.name} has {written} bytes instead of {tensor.bytes}"
                 )
-            done += written
+            done_bytes += written
             if progress:
-                progress(f"writing {spec.name}-{weight_format}.gguf", done / total)
+                progress(f"writing {name}-{weight_format}.gguf", done_bytes / total_bytes)
         out.write(bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 

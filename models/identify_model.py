@@ -25,6 +25,7 @@ import msgspec
 from crossover.models.errors import ModelError, UnknownModel, UnsupportedModel, files_in_words
 from crossover.models.export_with_optimum import foreign_spec
 from crossover.models.gguf_reader import is_gguf_file, model_name, read_header
+from crossover.models.gguf_shapes import SHAPES
 from crossover.models.hf_config import TEXTS, read_config, spec_of
 from crossover.models.model_families import FAMILIES
 from crossover.models.model_ladder import (
@@ -71,7 +72,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             case "ladder":
                 return {kind: formats for kind, formats in FORMATS.items() if formats}
             case "gguf" if self.spec is not None and not own:  # a shape without a file
-                return {"gguf": tuple(reversed(FORMATS["gguf"]))}
+                made = SHAPES[self.spec.name].formats
+                return {"gguf": tuple(dict.fromkeys((*made, *reversed(FORMATS["gguf"]))))}
             case "gguf":
                 return {"gguf": own}
             case "onnx":
@@ -116,7 +118,9 @@ def _identity(name: str, fetch: bool) -> ModelIdentity:
     found = find_local(name)
     if found is None and (shape := sized(name)) is not None:
         spec = shape.spec
-        return ModelIdentity(name=spec.name, kind="gguf", source=spec.name, spec=spec)
+        return ModelIdentity(
+            name=spec.name, kind="gguf", source=spec.name, spec=spec, is_random=True
+        )
     if found is None:
         return _of_hub(name, fetch)
     path, called = found

@@ -50,9 +50,9 @@ PACKAGED = "smollm2-135m-instruct"
 _BY_NAME = {name: one for one in LADDER for name in (one.spec.name, *one.aliases)}
 
 
-# Shapes that people run and that no weights are made of here: mixtures of experts, hybrids, sliding
-# windows. They are sized (`crossover models plan`), and served from a GGUF file. The numbers are
-# those that a header of this shape gives (tests/gguf_shapes.py).
+# Mixtures of experts, hybrids and models with sliding windows, which only llama.cpp serves. Random
+# GGUF files are made of them (crossover.models.gguf_shapes). The numbers are those of such a file's
+# header.
 SIZED: tuple[LadderModel, ...] = (
     LadderModel(
         ModelSpec(
@@ -173,7 +173,7 @@ SIZED: tuple[LadderModel, ...] = (
 
 
 def sized(name: str) -> LadderModel | None:
-    """The model of a name that is only sized."""
+    """Return the model of SIZED with this name or alias; None: there is none."""
     return next((one for one in SIZED if name.lower() in (one.spec.name, *one.aliases)), None)
 
 

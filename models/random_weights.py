@@ -2,15 +2,17 @@
 
     write_gguf(ladder_model("3b").spec, Path("3b.gguf"), "Q4_0")  # streamed, 1.9 GB
     write_hf_folder(ladder_model("135m").spec, Path("135m"), "bf16")  # for transformers 4 and 5
+    write_gguf_shape(sized("qwen3.5-4b").spec, Path("qwen3.5.gguf"), "Q4_0")
 
-Tensors, types and bytes a token are a real file's (`crossover.models.weight_formats`): so are time
-and memory; text is noise. Spreads keep the size of activations through any number of layers, with
-logits of standard deviation LOGIT_SPREAD.
+Tensors, their types and the bytes read per token are those of a real file
+(crossover.models.weight_formats), and so are time and memory; the text is noise. Standard
+deviations keep the size of activations through any number of layers, with logits of standard
+deviation LOGIT_SPREAD.
 
-One pool of normal floats, and one of blocks for each type and spread, quantised by ggml, is drawn
-once; a tensor reads the pool round and round from its own offset. The pools' lengths are primes
-above any number of rows: no two rows of a matrix are alike (twins in an embedding tie at every
-argmax).
+One pool of normal floats is drawn, and one of blocks for each type and standard deviation, which
+ggml quantizes. Each tensor repeats a pool from its own offset, so that memory stays small. The
+lengths of the pools are primes above any number of rows, so that no two rows of a matrix are alike
+(equal rows of an embedding would tie at every argmax).
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
+from crossover.models.gguf_shapes import SHAPES, GgufShape
 from crossover.models.gguf_vocabulary import llama_library
-from crossover.models.gguf_writer import write_file
+from crossover.models.gguf_writer import write_file, write_shape_file
 from crossover.models.model_families import FAMILIES
 from crossover.models.model_spec import ModelSpec, RopeScaling
 from crossover.models.safetensors_reader import EMBEDDING, HEAD, Floats
@@ -79,6 +83,28 @@ def write_gguf(
     manifest_path(path).unlink(missing_ok=True)
     with atomic_file(path) as temporary:
         write_file(spec, weight_format, temporary, data, progress)
+    write_manifest(path, Manifest("gguf", spec, weight_format, "synthetic", GENERATOR, seed))
+
+
+def write_gguf_shape(
+    spec: ModelSpec,
+    path: Path,
+    weight_format: str,
+    seed: int = 0,
+    progress: Progress | None = None,
+    *,
+    shape: GgufShape | None = None,
+) -> None:
+    """Write a GGUF file of a shape of crossover.models.gguf_shapes and its manifest, as
+    `write_gguf` does.
+
+    `spec`: its sizes, for the manifest. `shape`: None: the one with the name of `spec`.
+    """
+    shape = (SHAPES[spec.name] if shape is None else shape).in_format(weight_format)
+    weights = ShapeWeights(shape.tensors(), seed)
+    manifest_path(path).unlink(missing_ok=True)
+    with atomic_file(path) as temporary:
+        write_shape_file(spec.name, shape, weight_format, temporary, weights.stream, progress)
     write_manifest(path, Manifest("gguf", spec, weight_format, "synthetic", GENERATOR, seed))
 
 
@@ -162,47 +188,97 @@ def rope_factors(spec: ModelSpec, scaling: RopeScaling) -> npt.NDArray[np.float3
     return factors
 
 
-class Weights:
-    """A seeded source of a model's tensors, by their Hugging Face names: same seed, same bytes."""
+class RandomTensors(ABC):
+    """A seeded source of tensors by their names: same seed, same bytes."""
 
-    def __init__(self, spec: ModelSpec, seed: int) -> None:
-        self._spec, self._seed = spec, seed
-        self._shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
+    pool_blocks: ClassVar[tuple[int, ...]] = _POOL_BLOCKS
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        """`shapes`: of each tensor, the length of a row last."""
+        self._seed = seed
+        self._shapes = shapes
         self._starts = {name: 7919 * number for number, name in enumerate(self._shapes)}
         self._pools: dict[tuple[str, float], Bytes] = {}
         pool = np.random.default_rng(seed).standard_normal(_FLOATS, dtype=np.float32)
         self._floats = np.resize(pool, _FLOATS + _LONGEST_SLICE)
 
     def rows(self, name: str, first: int, last: int) -> Floats:
-        """Rows of a matrix, elements of a vector: crossover.models.safetensors_reader.Rows."""
-        name = EMBEDDING if self._spec.tied and name == HEAD else name
+        """Return rows of a matrix, or elements of a vector:
+        crossover.models.safetensors_reader.Rows."""
         shape = self._shapes[name]
-        each = math.prod(shape[1:])
-        at = (self._starts[name] + first * each) % _FLOATS
-        values = self._floats[at : at + (last - first) * each].reshape(-1, *shape[1:])
+        row_elements = math.prod(shape[1:])
+        start = (self._starts[name] + first * row_elements) % _FLOATS
+        end = start + (last - first) * row_elements
+        values = self._floats[start:end].reshape(-1, *shape[1:])
         if len(shape) == 1:
-            return values / np.float32(20) + np.float32("norm" in name)
-        return values * np.float32(self._std(name))
+            return self.vector(name, values)
+        return values * np.float32(self.std(name))
 
     def stream(self, name: str, kind: str) -> Iterator[memoryview]:
-        """The tensor's bytes in chunks. `kind`: a key of BLOCKS."""
-        shape, unit = self._shapes[name], BLOCKS[kind]
+        """Yield the tensor's bytes in chunks. `kind`: a key of BLOCKS."""
+        shape, block = self._shapes[name], BLOCKS[kind]
         if len(shape) == 1:
             yield as_bytes(stored_as(kind, self.rows(name, 0, shape[0])))
             return
-        pool = self._pool(kind, self._std(name))
-        left = math.prod(shape) // unit.weights * unit.bytes
-        position = self._starts[name] * unit.bytes % len(pool)
-        while left:
-            chunk = pool[position : position + left]
+        pool = self._pool(kind, self.std(name))
+        remaining_bytes = math.prod(shape) // block.weights * block.bytes
+        position = self._starts[name] * block.bytes % len(pool)
+        while remaining_bytes:
+            chunk = pool[position : position + remaining_bytes]
             yield as_bytes(chunk)
-            left -= len(chunk)
+            remaining_bytes -= len(chunk)
             position = 0
 
-    def _std(self, name: str) -> float:
-        """Standard deviation of a matrix: gain / sqrt(inputs), which keeps the size of activations.
+    def vector(self, name: str, values: Floats) -> Floats:
+        """Return a vector made of standard normal values: near 1 for norms and scales, near 0 for
+        biases."""
+        return values / np.float32(20) + np.float32("norm" in name or "scale" in name)
 
-        The MLP adds twice as much as it reads: else a tied model repeats its last token for ever.
+    @abstractmethod
+    def std(self, name: str) -> float:
+        """Return the standard deviation of a matrix."""
+
+    def _pool(self, kind: str, std: float) -> Bytes:
+        """Return the bytes of a type and spread that tensors repeat; they are drawn once."""
+        if (kind, std) not in self._pools:
+            if BLOCKS[kind].weights == 1:
+                stored = stored_as(kind, self._floats[:_FLOATS] * np.float32(std))
+            else:
+                stored = self._blocks(kind, std)
+            self._pools[kind, std] = stored.reshape(-1).view(np.uint8)
+        return self._pools[kind, std]
+
+    def _blocks(self, kind: str, std: float) -> Bytes:
+        """Return random blocks of a quantized type, uint8 [blocks, bytes of a block]."""
+        block = BLOCKS[kind]
+        max_blocks = max(map(math.prod, self._shapes.values())) // block.weights
+        lengths = self.pool_blocks
+        length = next((length for length in lengths if length >= max_blocks), lengths[-1])
+        values = self._floats[: _QUANTISED * block.weights] * np.float32(std)
+        blocks = np.empty((_QUANTISED, block.bytes), np.uint8)
+        quantise = llama_library().llama_cpp._lib.ggml_quantize_chunk
+        quantise.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3]
+        quantise.argtypes += [ctypes.c_void_p]
+        addresses = (values.ctypes.data, blocks.ctypes.data)
+        quantise(GGMLQuantizationType[kind], *addresses, 0, _QUANTISED, block.weights, None)
+        return blocks[np.random.default_rng(self._seed).integers(0, _QUANTISED, length)]
+
+
+class Weights(RandomTensors):
+    """The tensors of a ladder model, by their Hugging Face names."""
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        super().__init__({tensor.name: tensor.shape for tensor in spec.tensors()}, seed)
+        self._spec = spec
+
+    def rows(self, name: str, first: int, last: int) -> Floats:
+        return super().rows(EMBEDDING if self._spec.tied and name == HEAD else name, first, last)
+
+    def std(self, name: str) -> float:
+        """Return gain / sqrt(inputs), which keeps the size of activations.
+
+        The MLP adds twice as much as it reads, because otherwise a tied model repeats its last
+        token forever.
         """
         is_head = name == HEAD or (self._spec.tied and name == EMBEDDING)
         if name == EMBEDDING and not is_head:
@@ -210,28 +286,28 @@ class Weights:
         gain = LOGIT_SPREAD if is_head else 2.0 if name.endswith("down_proj.weight") else 1.0
         return gain / math.sqrt(self._shapes[name][1])
 
-    def _pool(self, kind: str, std: float) -> Bytes:
-        """Bytes of a type and spread, read round and round; drawn once."""
-        if (kind, std) not in self._pools:
-            if BLOCKS[kind].weights == 1:
-                made = stored_as(kind, self._floats[:_FLOATS] * np.float32(std))
-            else:
-                made = self._blocks(kind, std)
-            self._pools[kind, std] = made.reshape(-1).view(np.uint8)
-        return self._pools[kind, std]
 
-    def _blocks(self, kind: str, std: float) -> Bytes:
-        unit = BLOCKS[kind]
-        largest = max(map(math.prod, self._shapes.values())) // unit.weights
-        length = next((one for one in _POOL_BLOCKS if one >= largest), _POOL_BLOCKS[-1])
-        values = self._floats[: _QUANTISED * unit.weights] * np.float32(std)
-        made = np.empty((_QUANTISED, unit.bytes), np.uint8)
-        quantise = llama_library().llama_cpp._lib.ggml_quantize_chunk
-        quantise.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3]
-        quantise.argtypes += [ctypes.c_void_p]
-        places = (values.ctypes.data, made.ctypes.data)
-        quantise(GGMLQuantizationType[kind], *places, 0, _QUANTISED, unit.weights, None)
-        return made[np.random.default_rng(self._seed).integers(0, _QUANTISED, length)]
+class ShapeWeights(RandomTensors):
+    """The tensors of a shape of crossover.models.gguf_shapes, by their GGUF names."""
+
+    # One more prime than above: an embedding of 262,144 rows must have no two that are alike.
+    pool_blocks = (*_POOL_BLOCKS, 524287)
+
+    def vector(self, name: str, values: Floats) -> Floats:
+        if name.endswith("ssm_a"):  # negative, so that a recurrent state decays
+            return -np.abs(values) - np.float32(0.1)
+        if name == "rope_freqs.weight":
+            return np.ones_like(values)
+        return super().vector(name, values)
+
+    def std(self, name: str) -> float:
+        is_head = name == "output.weight" or (
+            name == "token_embd.weight" and "output.weight" not in self._shapes
+        )
+        if name == "token_embd.weight" and not is_head:
+            return 1.0
+        gain = LOGIT_SPREAD if is_head else 2.0 if "ffn_down" in name else 1.0
+        return gain / math.sqrt(self._shapes[name][-1])
 
 
 def stored_as(kind: str, values: Floats) -> npt.NDArray[Any]:

@@ -28,6 +28,7 @@ import msgspec
 from crossover.models.child_process import run_aside
 from crossover.models.errors import BrokenWeights, UnknownModel, UnsupportedModel, files_in_words
 from crossover.models.gguf_reader import part_names, read_header
+from crossover.models.gguf_shapes import SHAPES
 from crossover.models.hf_config import TEXTS, read_config, spec_of
 from crossover.models.identify_model import (
     HUB_ID,
@@ -61,6 +62,7 @@ from crossover.models.weights_manifest import (
 )
 
 CONVERT = "crossover.models.convert_to_onnx:make_onnx"
+RANDOM_SHAPE = "crossover.models.random_weights:write_gguf_shape"
 RANDOM = {
     "gguf": "crossover.models.random_weights:write_gguf",
     "hf": "crossover.models.random_weights:write_hf_folder",
@@ -109,11 +111,8 @@ def _resolved(
     if kind == "none":
         return _without_weights(name, cache_dir(cache))
     asked = spelt(kind, weight_format) if weight_format else None
-    if sized(name) is not None:
-        raise UnsupportedModel(
-            f"{name} is listed only for planning memory (crossover models plan). To serve it, give "
-            "its GGUF file, or a file of the hub as org/name:file.gguf."
-        )
+    if (shape := sized(name)) is not None and find_local(name) is None:
+        return _random_shape(shape.spec, kind, asked, cache_dir(cache), progress)
     if is_ladder_model(name):
         return _random(
             ladder_model(name).spec,
@@ -143,6 +142,37 @@ def _random(
     _make(path, (spec, made_by), RANDOM[kind], progress, spec, path, weight_format)
     tokenizer = _tokenizer(spec, cache) if kind == "gguf" else path
     return ResolvedModel(spec.name, spec, str(path), weight_format, str(tokenizer), True)
+
+
+def _random_shape(
+    spec: ModelSpec, kind: str, weight_format: str | None, cache: Path, progress: Progress | None
+) -> ResolvedModel:
+    """A GGUF file of a shape of crossover.models.gguf_shapes, made on demand."""
+    if kind != "gguf":
+        raise UnsupportedModel(
+            f"{spec.name} is a shape that only llama_cpp serves, as a GGUF file of random weights. "
+            "Use --backend llama_cpp."
+        )
+    formats = SHAPES[spec.name].formats
+    if weight_format not in (None, *formats):
+        raise UnsupportedModel(
+            f"Random weights of {spec.name} cannot be made in {weight_format}. Available formats: "
+            f"{', '.join(formats)}"
+        )
+    weight_format = weight_format or formats[0]
+    path = cache / "synthetic" / spec.name / f"{spec.name}-{weight_format}.gguf"
+    made_by = (spec, GENERATOR)
+    _make(path, made_by, RANDOM_SHAPE, progress, spec, path, weight_format)
+    header = read_header(path)
+    return ResolvedModel(
+        spec.name,
+        header.spec(spec.name),
+        str(path),
+        weight_format,
+        str(_tokenizer(spec, cache)),
+        True,
+        header.file_bytes,
+    )
 
 
 def _without_weights(name: str, cache: Path) -> ResolvedModel:

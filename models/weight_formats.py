@@ -44,6 +44,7 @@ BLOCKS: dict[str, Block] = {
     "Q4_K": Block(256, 144),
     "Q5_K": Block(256, 176),
     "Q6_K": Block(256, 210),
+    "MXFP4": Block(32, 17),
 }
 GGUF_FORMATS: tuple[str, ...] = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M")
 HF_FORMATS: tuple[str, ...] = ("bf16", "fp16", "fp32")

@@ -11,89 +11,22 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from crossover.models.model_spec import ModelSpec
-from tests.gguf_families import (
-    FAMILIES,
+from crossover.models.gguf_shapes import (
+    SHAPES as MADE_SHAPES,
+)
+from crossover.models.gguf_shapes import (
     Family,
     Metadata,
     Shapes,
     Sizes,
-    attends,
     attention,
     experts,
-    mamba2,
-    mixes,
-    mlp,
-    nemotron_metadata,
-    without_norm,
-    write_file,
 )
+from crossover.models.model_spec import ModelSpec
+from tests.gguf_families import FAMILIES, mamba2, nemotron_metadata, without_norm, write_file
 
 NEMOTRON_LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 GRANITE_ATTENTION = (5, 15, 25, 35)
-PER_LAYER = 256  # elements of Gemma 4's embedding of each layer
-
-
-def _is_global(layer: int) -> bool:
-    """Gemma 4: every sixth layer attends to the whole context."""
-    return layer % 6 == 5
-
-
-def _gemma4(s: Sizes, layer: int) -> Shapes:
-    """A layer of 26B-A4B (whose global layers use keys as values) or of E4B."""
-    is_mixture = s.experts > 0
-    sizes = s
-    if _is_global(layer):
-        sizes = replace(s, head=2 * s.head, kv_heads=2)
-    shapes = attention(sizes, norms=True) | mlp(s)
-    if _is_global(layer) and is_mixture:
-        del shapes["attn_v"]
-    shapes |= {"post_attention_norm": (s.hidden,), "post_ffw_norm": (s.hidden,)}
-    shapes["layer_output_scale"] = (1,)
-    if is_mixture:
-        for norm in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
-            shapes[norm] = (s.hidden,)
-        shapes |= {
-            "ffn_gate_inp": (s.experts, s.hidden),
-            "ffn_gate_inp.scale": (s.hidden,),
-            "ffn_gate_up_exps": (s.experts, 2 * s.expert_inner, s.hidden),
-            "ffn_down_exps": (s.experts, s.hidden, s.expert_inner),
-            "ffn_down_exps.scale": (s.experts,),
-        }
-    else:
-        shapes |= {"inp_gate": (PER_LAYER, s.hidden), "proj": (s.hidden, PER_LAYER)}
-        shapes["post_norm"] = (s.hidden,)
-    return shapes
-
-
-def _gemma4_metadata(s: Sizes) -> Metadata:
-    kv_heads: Metadata = {}
-    if s.experts:
-        counts = [2 if _is_global(layer) else s.kv_heads for layer in range(s.layers)]
-        kv_heads = {"attention.head_count_kv": counts} | mixes(s)
-    return {
-        **attends(s),
-        **kv_heads,
-        **dict.fromkeys(("attention.key_length", "attention.value_length"), 2 * s.head),
-        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), s.head),
-        "rope.dimension_count": 2 * s.head,
-        "rope.dimension_count_swa": s.head,
-        "attention.shared_kv_layers": 0 if s.experts else 18,
-        "embedding_length_per_layer_input": 0 if s.experts else PER_LAYER,
-        "attention.sliding_window": s.window,
-        "attention.sliding_window_pattern": [not _is_global(layer) for layer in range(s.layers)],
-    }
-
-
-def _gemma4_outside(s: Sizes) -> Shapes:
-    shapes: Shapes = {"rope_freqs": (s.head,)}
-    if not s.experts:
-        shapes |= {
-            "per_layer_token_embd": (s.vocabulary, PER_LAYER * s.layers),
-            "per_layer_model_proj": (PER_LAYER * s.layers, s.hidden),
-            "per_layer_proj_norm": (PER_LAYER,),
-        }
-    return shapes
 
 
 def _granite(s: Sizes, layer: int) -> Shapes:
@@ -124,11 +57,8 @@ def _nemotron_metadata(s: Sizes) -> Metadata:
     }
 
 
-GEMMA4 = Family(
-    _gemma4, _gemma4_metadata, architecture="gemma4", is_tied=True, more=_gemma4_outside
-)
-
 SHAPES: dict[str, tuple[Family, Sizes]] = {
+    **{name: (shape.family, shape.sizes) for name, shape in MADE_SHAPES.items()},
     "llama-3.1-8b": (
         replace(FAMILIES["llama"], architecture="llama"),
         Sizes(
@@ -140,88 +70,6 @@ SHAPES: dict[str, tuple[Family, Sizes]] = {
             inner=14336,
             context=131072,
             vocabulary=128256,
-        ),
-    ),
-    "qwen3-30b-a3b": (
-        replace(FAMILIES["qwen3moe"], architecture="qwen3moe"),
-        Sizes(
-            layers=48,
-            hidden=2048,
-            heads=32,
-            kv_heads=4,
-            head=128,
-            inner=6144,
-            experts=128,
-            used=8,
-            expert_inner=768,
-            context=40960,
-            vocabulary=151936,
-        ),
-    ),
-    "gpt-oss-20b": (
-        replace(FAMILIES["gpt-oss"], architecture="gpt-oss"),
-        Sizes(
-            layers=24,
-            hidden=2880,
-            heads=64,
-            kv_heads=8,
-            head=64,
-            inner=2880,
-            experts=32,
-            used=4,
-            expert_inner=2880,
-            window=128,
-            context=131072,
-            vocabulary=201088,
-            expert_type="MXFP4",
-        ),
-    ),
-    "gemma-4-26b-a4b": (
-        GEMMA4,
-        Sizes(
-            layers=30,
-            hidden=2816,
-            heads=16,
-            kv_heads=8,
-            head=256,
-            inner=2112,
-            experts=128,
-            used=8,
-            expert_inner=704,
-            window=1024,
-            context=262144,
-            vocabulary=262144,
-        ),
-    ),
-    "gemma-4-e4b": (
-        GEMMA4,
-        Sizes(
-            layers=42,
-            hidden=2560,
-            heads=8,
-            kv_heads=2,
-            head=256,
-            inner=10240,
-            experts=0,
-            window=512,
-            context=131072,
-            vocabulary=262144,
-        ),
-    ),
-    "qwen3.5-4b": (
-        replace(FAMILIES["qwen35"], architecture="qwen35", is_tied=True),
-        Sizes(
-            layers=32,
-            hidden=2560,
-            heads=16,
-            kv_heads=4,
-            head=256,
-            inner=9216,
-            state=128,
-            groups=16,
-            value_heads=32,
-            context=262144,
-            vocabulary=248320,
         ),
     ),
     "granite-4.0-h-tiny": (

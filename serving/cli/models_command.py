@@ -69,8 +69,7 @@ def list_models(cache: Cache = None) -> None:
     tokens, the hub id of the published weights, and what is cached.
 
     Total parameters decide the memory. Active parameters, which one token multiplies with, decide
-    the speed. No random weights are made of a shape "for sizing": `plan` sizes it, and it is served
-    from its GGUF file.
+    the speed.
     """
     root, size = cache_dir(cache), formatting.size
     typer.echo(f"Published shapes, by total parameters (cache: {root})")
@@ -83,7 +82,6 @@ def list_models(cache: Cache = None) -> None:
         weights = [size(weight_bytes(spec, each)) for each in LISTED_FORMATS]
         tokens = (size(1000 * spec.kv_bytes_per_token()), f"{spec.context:,}")
         cached = ",".join(sorted(one.name for one in made if one.suffix != ".json"))
-        cached = "for sizing" if one in SIZED else cached
         typer.echo(layout.format(spec.name, *counts, *weights, *tokens, one.repository, cached))
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from crossover.models.errors import ModelError
-from crossover.models.identify_model import ModelIdentity, identify
+from crossover.models.gguf_shapes import SHAPES
+from crossover.models.identify_model import ModelIdentity, find_local, identify
 from crossover.models.machine_limits import cgroup_cores
-from crossover.models.model_ladder import is_ladder_model, ladder_model
+from crossover.models.model_ladder import is_ladder_model, ladder_model, sized
 from crossover.models.resolve_model import ResolvedModel, resolve
 from crossover.models.tokenizer import try_tokenizer
 from crossover.models.weights_manifest import Progress, read_manifest
@@ -283,8 +284,14 @@ def find_model(model: ModelOptions, machine: Machine) -> PlacementRequest:
     what it is. A ladder model's are decided when it is placed."""
     backend, weight_format, size_bytes = model.backend, model.weight_format, None
     held: tuple[HeldMemory, ...] = ()
+    shape = sized(model.source)
     if is_ladder_model(model.source):
         spec = ladder_model(model.source).spec
+    elif shape is not None and find_local(model.source) is None:
+        # Its file is made once its memory is known to suffice.
+        spec = shape.spec
+        backend = backend or backend_for("gguf")
+        weight_format = weight_format or SHAPES[spec.name].formats[0]
     else:
         if backend is None and model.source in BACKENDS and not spec_of(model.source).has_weights:
             backend = model.source

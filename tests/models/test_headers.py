@@ -8,6 +8,8 @@ import shutil
 import struct
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from crossover.models.errors import BrokenWeights, ModelError, UnsupportedModel
@@ -167,3 +169,28 @@ def test_safetensors_that_are_not_what_they_should_be_are_refused(tmp_path: Path
     file.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UnsupportedModel, match="can contain code"):
         read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("has_type", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "architecture", "key", "words"),
+    [
+        ("mmproj", "clip", "clip.projector_type", "is a multimodal projector .* language model"),
+        ("adapter", "llama", "adapter.type", "is a LoRA adapter .* llama-export-lora"),
+    ],
+)
+def test_a_file_that_is_only_a_part_of_a_model_is_refused_by_what_it_is(
+    tmp_path: Path, has_type: bool, kind: str, architecture: str, key: str, words: str
+) -> None:
+    file = tmp_path / "part.gguf"
+    writer = gguf.GGUFWriter(file, architecture)
+    if has_type:
+        writer.add_type(kind)
+    writer.add_string(key, "lora" if kind == "adapter" else "gemma3")
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((8, 64), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match=f"^part {words}"):
+        identify(str(file))

@@ -1,3 +1,5 @@
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -5,9 +7,10 @@ import numpy as np
 import pytest
 
 from crossover.models.gguf_reader import read_header
-from crossover.models.model_ladder import ladder_model
+from crossover.models.gguf_shapes import SHAPES, Sizes
+from crossover.models.model_ladder import ladder_model, sized
 from crossover.models.model_spec import ModelSpec
-from crossover.models.random_weights import write_gguf, write_hf_folder
+from crossover.models.random_weights import write_gguf, write_gguf_shape, write_hf_folder
 from crossover.models.safetensors_reader import check_tensors
 from crossover.models.weight_formats import GGUF_FORMATS
 from tests.gguf_files import gguf_logits
@@ -29,6 +32,47 @@ def test_llama_cpp_runs_every_format_with_useful_logits(spec: ModelSpec, tmp_pat
         # for ever.
         assert 2.0 < logits.std() < 4.5
         assert len(set(logits.argmax(-1).ravel().tolist())) > 12
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_llama_cpp_runs_each_shape_of_mixtures_hybrids_and_windows(
+    name: str, tmp_path: Path
+) -> None:
+    """The published shape with tiny sizes: the same tensors, types and metadata for each layer."""
+    shape = SHAPES[name]
+    sizes = shape.sizes
+    period = sizes.global_period
+    tiny = Sizes(
+        layers=2 * period,
+        experts=min(sizes.experts, 8),
+        expert_type=sizes.expert_type,
+        global_period=period,
+        global_kv_heads=min(sizes.global_kv_heads, 1),
+        shared_kv_layers=period if sizes.shared_kv_layers else 0,
+    )
+    files = []
+    for number in range(2):
+        file = tmp_path / f"{number}.gguf"
+        spec = ladder_shape(name)
+        write_gguf_shape(spec, file, shape.formats[0], shape=replace(shape, sizes=tiny))
+        files.append(file.read_bytes())
+    assert files[0] == files[1]
+    assert read_header(file).spec(name).family == spec.family
+    logits = gguf_logits(file, np.random.default_rng(1).integers(3, 600, (1, 24)))
+    assert np.isfinite(logits).all() and 2.0 < logits.std() < 4.5
+    assert len(set(logits.argmax(-1).ravel().tolist())) > 12
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_tensors_of_a_shape_are_the_parameters_that_the_ladder_lists(name: str) -> None:
+    tensors = SHAPES[name].tensors()
+    assert sum(map(math.prod, tensors.values())) == ladder_shape(name).parameters
+
+
+def ladder_shape(name: str) -> ModelSpec:
+    shape = sized(name)
+    assert shape is not None
+    return shape.spec
 
 
 def test_header_says_what_was_asked_for(tmp_path: Path) -> None:

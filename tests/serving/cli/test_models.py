@@ -38,9 +38,8 @@ def test_make_then_list(models: Ask) -> None:
     listed = sorted((*LADDER, *SIZED), key=lambda one: one.spec.parameters)
     assert list(rows) == [one.spec.name for one in listed]
     assert all(f"{one.spec.parameters:,}" in rows[one.spec.name] for one in listed)
-    sized = [name for name, row in rows.items() if row.endswith("for sizing")]
-    assert sized == "qwen3.5-4b gemma-4-e4b gpt-oss-20b gemma-4-26b-a4b qwen3-30b-a3b".split()
-    active = [rows[name].split()[2] for name in sized]
+    by_llama_cpp = ("qwen3.5-4b", "gemma-4-e4b", "gpt-oss-20b", "gemma-4-26b-a4b", "qwen3-30b-a3b")
+    active = [rows[name].split()[2] for name in by_llama_cpp]
     assert active == ["4.2B", "4.7B", "3.6B", "3.8B", "3.0B"]
     cached = [name for name, row in rows.items() if row.endswith(" smollm2-135m-Q4_0.gguf")]
     assert cached == ["smollm2-135m"]
@@ -71,10 +70,10 @@ def test_a_plan_of_a_file_is_of_its_own_format_and_says_what_experts_mean(
     assert "16 requests together use 99% of the experts in each step" in shown
     sized = models("plan", "gpt-oss-20b", "--memory", "64GiB", "--context", "32768", "--slots", "4")
     # llama.cpp says 4,202 MiB of buffers for the real shape, and half of the KV with windows only.
-    assert re.search(r"Q4_K_M .*KV 3.0\d GiB .*buffers 4.1\d? GiB .*: fits", sized.stdout)
+    assert re.search(r"MXFP4_MOE .*KV 3.0\d GiB .*buffers 4.1\d? GiB .*: fits", sized.stdout)
     assert "torch" not in sized.stdout
-    refused = models("make", "qwen3-30b-a3b")
-    assert refused.returncode == 2 and "is listed only for planning memory" in refused.stderr
+    refused = models("make", "qwen3-30b-a3b", "--format", "Q5_K_M")
+    assert refused.returncode == 2 and "Available formats: Q4_0, Q8_0" in refused.stderr
     file.write_bytes(file.read_bytes().replace(b"ssm_out", b"ssm_oud"))
     broken = models("plan", str(file))
     assert broken.returncode == 2 and "'blk.0.ssm_out.weight' not found" in broken.stderr
