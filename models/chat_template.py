@@ -327,16 +327,16 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _with_empty_parts(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """The turns with an empty part where they have no parts, for templates that look at the first
-    one; None where all have some."""
+    """Return the turns with an empty part where they have no parts, for templates that look at the
+    first one; None where all have some."""
     if all(turn.get("content") != [] for turn in turns):
         return None
     return [{**turn, "content": turn.get("content") or [_part("")]} for turn in turns]
 
 
 def _with_single_calls(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """The turns with each call and its results by themselves, for templates (Llama 3.1's) that take
-    no calls beside each other; None where there are none."""
+    """Return the turns with each call and its results by themselves, for templates (Llama 3.1's)
+    that take no calls beside each other; None where there are none."""
     if all(len(turn.get("tool_calls") or ()) < 2 for turn in turns):
         return None
     made: list[dict[str, Any]] = []
@@ -369,9 +369,9 @@ def _emptied(content: Any) -> Any:
 
 
 def _with_short_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """The turns with ids of nine letters and digits for their calls, as some templates want them;
-    None where they have such ids already, or no calls. A result without an id is that of the oldest
-    call without one."""
+    """Return the turns with ids of nine letters and digits for their calls, as some templates want
+    them; None where they have such ids already, or no calls. A result without an id is that of the
+    oldest call without one."""
     ids = [call.get("id") for turn in turns for call in turn.get("tool_calls") or ()]
     ids += [turn.get("tool_call_id") for turn in turns if turn.get("role") == "tool"]
     if all(isinstance(one, str) and _SHORT_ID.fullmatch(one) for one in ids):
@@ -451,7 +451,7 @@ def _tojson(
 
 
 def _marked(value: Any, written: dict[str, str]) -> Any:
-    """The value with a mark in the place of each AsWritten in it, which `written` gets."""
+    """Return the value with a mark in the place of each AsWritten in it, which `written` gets."""
     if isinstance(value, AsWritten):
         mark = f"as-written-{secrets.token_hex(8)}"
         written[mark] = str(value)

@@ -110,7 +110,7 @@ def make_onnx(
 def make_random_onnx(
     spec: ModelSpec, target: Path, weight_format: str, *, progress: Progress | None = None
 ) -> Path:
-    """A folder with the graph of trained weights, of seeded random ones; replaced whole."""
+    """Return a folder with the graph of trained weights, of seeded random ones; replaced whole."""
     say = progress or (lambda what, fraction: None)
     with atomic_folder(target) as folder:
         write_texts(spec, folder, "fp32")
@@ -158,7 +158,7 @@ class GraphWriter:
     def streamed(
         self, name: str, dtype: str, dims: Sequence[int], parts: Iterable[npt.NDArray[Any]]
     ) -> str:
-        """A constant whose parts are written to the file as they come."""
+        """Return a constant whose parts are written to the file as they come."""
         self.file.write(b"\0" * (-self.file.tell() % 4096))
         offset = self.file.tell()
         for part in parts:
@@ -201,7 +201,7 @@ class GraphWriter:
         dims: list[int],
         work: Callable[[Floats], Rounded],
     ) -> tuple[str, Floats]:
-        """A constant of the matrices' rows one below the other, and their scales."""
+        """Return a constant of the matrices' rows one below the other, and their scales."""
         scales = []
 
         def parts() -> Iterator[npt.NDArray[Any]]:
@@ -256,7 +256,7 @@ class GraphWriter:
         return self.node("Mul", [z, largest], y) if largest else y
 
     def rounded_normed(self, x: str) -> str:
-        """The output of a norm in 8 bits, by the scale that serves all tokens."""
+        """Return the output of a norm in 8 bits, by the scale that serves all tokens."""
         rounded = f"{x}/quantized"
         if not self.is_made(rounded):
             self.node("QuantizeLinear", [x, "normed_step", "token_zero"], rounded)
@@ -274,7 +274,7 @@ class GraphWriter:
         return rounded, largest
 
     def is_made(self, output: str) -> bool:
-        """Whether one of the last nodes gives it: several products share an input."""
+        """Return whether one of the last nodes gives it: several products share an input."""
         return any(output in node.output for node in self.nodes[-16:])
 
     def whole_rows(self, values: Floats) -> Rounded:
@@ -304,7 +304,7 @@ class GraphWriter:
         return self.node("Mul", [z, scale], "embedding")
 
     def norm(self, x: str, y: str, source: str, added: str = "") -> tuple[str, str]:
-        """The norm y of x + added, and that sum."""
+        """Return the norm y of x + added, and that sum."""
         settings = {"epsilon": self.spec.norm_epsilon}
         weight = self.vector(source)
         if not added:
@@ -353,7 +353,7 @@ class GraphWriter:
         return self.product(z, f"{path}.out", f"{path}.down_proj.weight")
 
     def graph(self) -> ModelProto:
-        """The whole model; all weights are in the file when it returns."""
+        """Return the whole model; all weights are in the file when it returns."""
         self._settings()
         x, added = self.embed(), ""
         for layer in range(self.spec.layers):

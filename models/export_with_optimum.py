@@ -28,7 +28,8 @@ MODEL = "model.onnx"
 
 
 def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
-    """The sizes of an architecture that is exported by optimum; its other parts stay unknown.
+    """Return the sizes of an architecture that is exported by optimum; its other parts stay
+    unknown.
 
     Raises UnsupportedModel naming what config.json lacks.
     """

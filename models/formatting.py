@@ -43,7 +43,7 @@ def significant(
 
 
 def seconds(value: float | None, digits: int = 2, missing: str = NOT_MEASURED) -> str:
-    """A time in µs, ms, s (up to two minutes), min or h; infinite: never."""
+    """Return a time in µs, ms, s (up to two minutes), min or h; infinite: never."""
     if value is None:
         return missing
     if math.isinf(value):
@@ -58,12 +58,13 @@ def seconds(value: float | None, digits: int = 2, missing: str = NOT_MEASURED) -
 
 
 def limit(value: float) -> str:
-    """A limit in seconds as it was set: 2 s, 100 ms."""
+    """Return a limit in seconds as it was set: 2 s, 100 ms."""
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.4g} s"
 
 
 def duration(value: float) -> str:
-    """Seconds a person waits, in whole seconds: 90 -> "1 min 30 s"; 0.5 -> "1 s"."""
+    """Return the seconds that a person waits, as whole seconds: 90 -> "1 min 30 s"; 0.5 -> "1
+    s"."""
     whole = max(1, round(value)) if value > 0 else 0
     if whole < 60:
         return f"{whole} s"
@@ -73,7 +74,8 @@ def duration(value: float) -> str:
 
 
 def rate_unit(value: float | None) -> tuple[float, str]:
-    """Seconds of the unit in which people read a rate, and its name: below 1/s a whole number."""
+    """Return the unit in which people read a rate, as seconds and as a name. Rates below 1/s get a
+    unit in which they are 10 or more, if there is one."""
     if not value or value >= 0.9995:
         return 1.0, "/s"
     return (60.0, " a minute") if value * 60 >= 9.995 else (3600.0, " an hour")
@@ -142,7 +144,7 @@ def rate_with_interval(
 
 
 def size(size_bytes: float | None, digits: int = 3) -> str:
-    """Bytes with three digits: 73.4 MiB, 1.21 GiB, 24 GiB; or with more."""
+    """Return a number of bytes with three digits: 73.4 MiB, 1.21 GiB, 24 GiB; or with more."""
     if size_bytes is None:
         return NOT_MEASURED
     value = float(size_bytes)
@@ -155,7 +157,7 @@ def size(size_bytes: float | None, digits: int = 3) -> str:
 
 
 def share(value: float | None, digits: int = 3) -> str:
-    """A proportion in per cent; 100 % only of all, 0 % only of none."""
+    """Return a share in percent. Only a share of exactly 1 is shown as 100 %, and only 0 as 0 %."""
     if value is None:
         return NOT_MEASURED
     percent = value * 100
@@ -170,7 +172,7 @@ def count(value: int | None) -> str:
 
 
 def parameters(value: int | None) -> str:
-    """Parameters of a model: 135M, 1.2B, 70B."""
+    """Return the number of a model's parameters: 135M, 1.2B, 70B."""
     if value is None:
         return NOT_MEASURED
     is_small = value < 999_500_000

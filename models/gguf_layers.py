@@ -44,7 +44,7 @@ Shapes = Mapping[str, Sequence[int]]  # of tensors by name, as GGUF has them: co
 def cached_layers(
     family: str, own: Mapping[str, Any], shapes: Shapes, layers: int
 ) -> tuple[CachedLayers, ...]:
-    """The layers that have a KV cache, those that are alike together.
+    """Return the layers that have a KV cache, those that are alike together.
 
     `own`: the architecture's metadata, without its name. `layers`: without those that only draft.
     """
@@ -57,12 +57,12 @@ def cached_layers(
 
 
 def state_bytes(own: Mapping[str, Any], shapes: Shapes, layers: int) -> int:
-    """Bytes of the recurrent state of one slot, in all layers."""
+    """Return bytes of the recurrent state of one slot, in all layers."""
     return STATE_ELEMENT_BYTES * sum(_state_elements(own, shapes, one) for one in range(layers))
 
 
 def _cached_elements(own: Mapping[str, Any], shapes: Shapes, layer: int) -> tuple[int, int]:
-    """Elements of a token's keys and of its values."""
+    """Return elements of a token's keys and of its values."""
     latent = _rows(shapes, layer, "attn_kv_a_mqa")
     if latent:  # one vector, of which the values are a part, and the keys of an indexer
         return latent + _rows(shapes, layer, "indexer.attn_k"), 0
@@ -100,7 +100,7 @@ def _state_elements(own: Mapping[str, Any], shapes: Shapes, layer: int) -> int:
 
 
 def _window(family: str, own: Mapping[str, Any], layer: int) -> int | None:
-    """The tokens that a layer attends to; None: the whole context."""
+    """Return the tokens that a layer attends to; None: the whole context."""
     said = own.get("attention.sliding_window", _OWN_WINDOWS["llama4"] if family == "llama4" else 0)
     pattern = own.get("attention.sliding_window_pattern", _WINDOW_PERIODS.get(family))
     if not isinstance(said, int) or said <= 0 or pattern is None:
@@ -115,7 +115,7 @@ def _window(family: str, own: Mapping[str, Any], layer: int) -> int | None:
 
 
 def _rows(shapes: Shapes, layer: int, name: str) -> int:
-    """The rows of a layer's matrix; 0: it has none of this name."""
+    """Return the rows of a layer's matrix; 0: it has none of this name."""
     shape = shapes.get(f"blk.{layer}.{name}.weight")
     return int(shape[1]) if shape is not None and len(shape) > 1 else 0
 
@@ -125,7 +125,7 @@ def _has(shapes: Shapes, layer: int, name: str) -> bool:
 
 
 def _of_layer(value: Any, layer: int) -> int:
-    """A number of the metadata, which may be a list with one for each layer."""
+    """Return a number of the metadata, which may be a list with one for each layer."""
     if isinstance(value, list):
         return int(value[layer]) if layer < len(value) else 0
     return int(value)

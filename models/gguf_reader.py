@@ -29,7 +29,7 @@ _MAGIC = b"GGUF"
 
 
 def is_gguf_file(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does, whatever its name."""
+    """Return whether a file begins as a GGUF file does, whatever its name."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -38,8 +38,8 @@ def is_gguf_file(path: Path) -> bool:
 
 
 def part_names(name: str) -> list[str]:
-    """The file names of all parts of a split model, the first one first; of any other file, its
-    own name. A path or a name on the hub keeps its folders."""
+    """Return the file names of all parts of a split model, the first one first; of any other file,
+    its own name. A path or a name on the hub keeps its folders."""
     folder, slash, file = name.rpartition("/")
     match = _PART.fullmatch(file)
     if match is None or not 1 <= int(match["count"]) <= MAX_PARTS:
@@ -50,7 +50,8 @@ def part_names(name: str) -> list[str]:
 
 
 def model_name(path: Path) -> str:
-    """What a file's model is called: the file's name without suffix and number of its part."""
+    """Return what a file's model is called: the file's name without suffix and number of its
+    part."""
     match = _PART.fullmatch(path.name)
     return match["stem"] if match is not None else path.stem
 
@@ -82,7 +83,7 @@ class GgufHeader(NamedTuple):
 
     @property
     def own_metadata(self) -> dict[str, Any]:
-        """The keys of the architecture, without its name."""
+        """Return the keys of the architecture, without its name."""
         start = f"{self.family}."
         return {
             key.removeprefix(start): value
@@ -91,8 +92,8 @@ class GgufHeader(NamedTuple):
         }
 
     def spec(self, name: str) -> ModelSpec:
-        """The model's sizes, as far as serving it with llama.cpp needs them. Whether llama.cpp can
-        load the file, only llama.cpp knows (models.gguf_trial).
+        """Return the model's sizes, as far as serving it with llama.cpp needs them. Whether
+        llama.cpp can load the file, only llama.cpp knows (models.gguf_trial).
 
         Raises UnsupportedModel (no text comes out of it), BrokenWeights.
         """
@@ -184,7 +185,7 @@ class GgufHeader(NamedTuple):
 
 
 def _is_idle(tensor: str, layers: int, is_tied: bool) -> bool:
-    """Whether a pass multiplies with nothing of a tensor but single rows."""
+    """Return whether a pass multiplies with nothing of a tensor but single rows."""
     if tensor == "token_embd.weight":
         return not is_tied
     if tensor.startswith("blk."):

@@ -153,7 +153,8 @@ def _full_name(name: str) -> str:
 def attention(
     s: Sizes, head: int | None = None, gated: bool = False, norms: bool = False
 ) -> Shapes:
-    """Grouped-query attention. `head`: the length of a head, if it is not the usual one."""
+    """Return the tensors of grouped-query attention. `head`: the length of a head, if it is not the
+    usual one."""
     queries, keys = s.heads * (head or s.head), s.kv_heads * (head or s.head)
     shapes: Shapes = {
         "attn_norm": (s.hidden,),
@@ -173,7 +174,8 @@ def mlp(s: Sizes, norm: str = "ffn_norm") -> Shapes:
 
 
 def experts(s: Sizes, norm: str = "ffn_norm", shared: bool = False, gate: bool = True) -> Shapes:
-    """A mixture of experts. `shared`: with an expert that every token uses."""
+    """Return the tensors of a mixture of experts. `shared`: with an expert that every token
+    uses."""
     inner, hidden, count = s.expert_inner, s.hidden, s.experts
     shapes: Shapes = {
         norm: (hidden,),
@@ -190,7 +192,8 @@ def experts(s: Sizes, norm: str = "ffn_norm", shared: bool = False, gate: bool =
 
 
 def delta_net(s: Sizes, joined: bool = False) -> Shapes:
-    """Qwen's gated delta net. `joined`: alpha and beta are one matrix, as in Qwen3-Next."""
+    """Return the tensors of Qwen's gated delta net. `joined`: alpha and beta are one matrix, as in
+    Qwen3-Next."""
     both = 2 * s.groups * s.state + s.delta_values
     heads = s.value_heads
     gates: Shapes = {"ssm_ba": (2 * heads, s.hidden)}
@@ -245,7 +248,7 @@ def has_delta_nets(s: Sizes) -> Metadata:
 
 
 def qwen_layer(s: Sizes, layer: int, block: Shapes, joined: bool = False) -> Shapes:
-    """Every fourth layer attends, the others are delta nets."""
+    """Return the tensors of a layer: every fourth attends, the others are delta nets."""
     if layer % 4 == 3:
         return attention(s, gated=True, norms=True) | block
     return delta_net(s, joined) | block
@@ -272,8 +275,8 @@ def _is_global(s: Sizes, layer: int) -> bool:
 
 
 def gemma4_layer(s: Sizes, layer: int) -> Shapes:
-    """A layer of Gemma 4: dense with an embedding of each layer (E2B, E4B), or with experts beside
-    the MLP, whose global layers use their keys as values (26B-A4B)."""
+    """Return the tensors of a layer of Gemma 4: dense with an embedding of each layer (E2B, E4B),
+    or with experts beside the MLP, whose global layers use their keys as values (26B-A4B)."""
     sizes = s
     if _is_global(s, layer):
         sizes = replace(s, head=2 * s.head, kv_heads=s.global_kv_heads or s.kv_heads)

@@ -51,7 +51,7 @@ class GgufTokenizer(RendersChat):
         self.other_templates = self._named_templates(model)
 
     def _named_templates(self, model: Any) -> dict[str, str]:
-        """Name -> chat template, of the keys tokenizer.chat_template.NAME."""
+        """Return name -> chat template, of the keys tokenizer.chat_template.NAME."""
         llama, room = self._llama, ctypes.create_string_buffer(256)
         found = {}
         for index in range(llama.llama_model_meta_count(model)):
@@ -109,7 +109,7 @@ _quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
 
 
 def llama_library() -> Any:
-    """The llama_cpp module. Raises UnsupportedModel where it is missing.
+    """Return the llama_cpp module. Raises UnsupportedModel where it is missing.
 
     Silenced where nobody has loaded it: an engine that has keeps its log, which explains failures.
     """

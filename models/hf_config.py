@@ -45,14 +45,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_spec(folder: str | Path, name: str | None = None) -> ModelSpec:
-    """The folder's shape. Raises UnsupportedModel with key and value."""
+    """Return the folder's shape. Raises UnsupportedModel with key and value."""
     return spec_of(read_config(folder), name or Path(folder).name)
 
 
 def v4_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config in the words of transformers 4.x, which takes one of 5.x for a model with other
-    rotations; without keys that name code of the hub, which it would fetch and run (CVE-2026-4372).
-    """
+    """Return the config in the words of transformers 4.x, which takes one of 5.x for a model with
+    other rotations; without keys that name code of the hub, which it would fetch and run
+    (CVE-2026-4372)."""
     out = {key: value for key, value in config.items() if key[:1] != "_"}
     out.pop("attn_implementation", None)
     rope = out.pop("rope_parameters", None)
@@ -89,13 +89,13 @@ def check_dense(config: dict[str, Any], name: str) -> None:
 
 
 def _is_encoder(architectures: Any) -> bool:
-    """Whether classes of transformers are named and none of them generates text."""
+    """Return whether classes of transformers are named and none of them generates text."""
     named = [str(one) for one in architectures or ()]
     return bool(named) and not any("CausalLM" in one or "LMHeadModel" in one for one in named)
 
 
 def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
-    """A ModelSpec of a config.json of either major version. Raises UnsupportedModel."""
+    """Return a ModelSpec of a config.json of either major version. Raises UnsupportedModel."""
     family = config.get("model_type")
     check_dense(config, name)
     if family not in FAMILIES:
@@ -149,7 +149,7 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
 
 
 def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
-    """The base, and Llama 3's scaling. Raises UnsupportedModel."""
+    """Return the base, and Llama 3's scaling. Raises UnsupportedModel."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta, kind = rope.get("rope_theta", config.get("rope_theta")), rope.get("rope_type")
     kind = kind or rope.get("type") or "default"

@@ -87,8 +87,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def identify(name: str, *, fetch: bool = False) -> ModelIdentity:
-    """What the name stands for. `fetch`: asks the hub for the texts (config.json, tokenizer) of a
-    model that is not here.
+    """Return what the name stands for. `fetch`: asks the hub for the texts (config.json, tokenizer)
+    of a model that is not here.
 
     Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where a file cannot be read.
     """
@@ -133,8 +133,8 @@ def _identity(name: str, fetch: bool) -> ModelIdentity:
 
 
 def find_local(name: str) -> tuple[Path, str] | None:
-    """A file or folder of this machine, or of the package, and what the model is called; None: the
-    name is neither."""
+    """Return a file or folder of this machine, or of the package, and what the model is called;
+    None: the name is neither."""
     local = with_home(name).absolute()
     if name and local.exists():
         return local, _short_name(local)
@@ -143,12 +143,12 @@ def find_local(name: str) -> tuple[Path, str] | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file's: by its first bytes, else by its name."""
+    """Return whether a path is a GGUF file's: by its first bytes, else by its name."""
     return is_gguf_file(path) or (path.suffix == ".gguf" and not os.path.isdir(path))
 
 
 def name_of(name: str) -> str:
-    """What the model is called, where it may be on another machine: nothing is looked up."""
+    """Return what the model is called, where it may be on another machine: nothing is looked up."""
     match = HUB_ID.fullmatch(name)
     if is_ladder_model(name):
         return ladder_model(name).spec.name
@@ -159,7 +159,7 @@ def name_of(name: str) -> str:
 
 
 def unique_names(identities: Iterable[ModelIdentity]) -> list[ModelIdentity]:
-    """The models, each once; different ones that are called the same are numbered."""
+    """Return the models, each once; different ones that are called the same are numbered."""
     taken: dict[str, str] = {}  # name -> source
     out: dict[str, ModelIdentity] = {}  # by source
     for one in identities:
@@ -173,7 +173,7 @@ def unique_names(identities: Iterable[ModelIdentity]) -> list[ModelIdentity]:
 
 
 def unknown_model(name: str, why: str = "") -> UnknownModel:
-    """The error for a name that stands for nothing: near names, and what is taken."""
+    """Return the error for a name that stands for nothing: near names, and what is taken."""
     path = with_home(name)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
         known = _models_beside(path)
@@ -189,14 +189,14 @@ def unknown_model(name: str, why: str = "") -> UnknownModel:
 
 
 def not_fetched(name: str, problem: Exception) -> UnknownModel:
-    """The error for a hub id that cannot be fetched."""
+    """Return the error for a hub id that cannot be fetched."""
     reason = str(problem).split("\n")[0].rstrip(".")
     why = f"{name!r} is not a local file or folder, and cannot be fetched from the hub: {reason}"
     return unknown_model(name, why)
 
 
 def _models_beside(path: Path) -> list[str]:
-    """The GGUF files and model folders of the folder in which a path would be."""
+    """Return the GGUF files and model folders of the folder in which a path would be."""
     with suppress(OSError):
         return [
             str(path.parent / one.name)
@@ -207,7 +207,8 @@ def _models_beside(path: Path) -> list[str]:
 
 
 def _short_name(path: Path) -> str:
-    """The file's stem or the folder's name; said to be one where the ladder has that name."""
+    """Return the file's stem or the folder's name; said to be one where the ladder has that
+    name."""
     is_file = is_gguf(path)
     name = model_name(path) if is_file else path.name or str(path)
     if not is_ladder_model(name):
@@ -253,7 +254,8 @@ def _of_folder(path: Path, name: str, source: str) -> ModelIdentity:
 
 
 def shape_of(config: dict[str, Any], name: str) -> ModelSpec:
-    """The shape that a config.json says, of the families computed here or exported by optimum.
+    """Return the shape that a config.json says, of the families computed here or exported by
+    optimum.
 
     Raises UnsupportedModel.
     """
@@ -271,7 +273,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _of_hub(name: str, fetch: bool) -> ModelIdentity:
-    """A model of the hub, as far as the hub library's cache knows it, or the hub says."""
+    """Return a model of the hub, as far as the hub library's cache knows it, or the hub says."""
     if name.lower() == PACKAGED:  # where the package is not installed
         repository, file, called = ladder_model("135m").repository, None, PACKAGED
     else:
@@ -316,7 +318,7 @@ def _of_hub(name: str, fetch: bool) -> ModelIdentity:
 
 
 def _stored(folder: Path, name: str) -> str:
-    """The format of a snapshot's safetensors; "" while they are not all here."""
+    """Return the format of a snapshot's safetensors; "" while they are not all here."""
     with suppress(ModelError):
         return check_tensors(folder, spec_of(read_config(folder), name))
     return ""

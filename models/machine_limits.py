@@ -17,7 +17,7 @@ UNLIMITED_BYTES = 1 << 60  # version 1 writes "no limit" as the largest multiple
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """Instruction sets as /proc/cpuinfo names them (`flags`; on ARM `Features`)."""
+    """Return the instruction sets as /proc/cpuinfo names them (`flags`; on ARM `Features`)."""
     return frozenset((_cpuinfo(root, "flags|Features") or "").split())
 
 
@@ -32,7 +32,7 @@ def int8_bits() -> int:
 
 
 def cpu_name(root: Path = ROOT) -> str | None:
-    """The CPU's model name; None where the kernel does not say."""
+    """Return the CPU's model name; None where the kernel does not say."""
     return _cpuinfo(root, "model name|Model")
 
 
@@ -65,20 +65,22 @@ def whole_cores(cores: int, quota: float | None) -> int:
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """RAM that can be taken without swapping or being killed: the machine's, the container's."""
+    """Return the bytes of RAM that can be taken without swapping or being killed, by the machine's
+    memory and the container's limit."""
     available = sizes(read_text(root / "proc/meminfo")).get("MemAvailable", 0)
     left = cgroup_memory_left(root)
     return available if left is None else min(available, left)
 
 
 def total_bytes(root: Path = ROOT) -> int:
-    """RAM of the machine, or the tightest limit on it."""
+    """Return the RAM of the machine, or the tightest limit on it."""
     total = sizes(read_text(root / "proc/meminfo")).get("MemTotal", 0)
     return min([total, *(limit for limit, _ in _memory_limits(root))])
 
 
 def cgroup_memory_left(root: Path = ROOT) -> int | None:
-    """Bytes until the memory limit is reached, page cache counted as free; None: no limit."""
+    """Return the bytes until the memory limit is reached, page cache counted as free; None: no
+    limit."""
     return min((left for _, left in _memory_limits(root)), default=None)
 
 
@@ -129,13 +131,13 @@ def cgroup_folders(
 
 
 def sizes(text: str, unit: int = 1024) -> dict[str, int]:
-    """Lines such as `MemTotal:  16 kB` or `inactive_file 4096` -> bytes."""
+    """Return the bytes by name of lines such as `MemTotal:  16 kB` or `inactive_file 4096`."""
     found = re.findall(r"^(\S+?):?[ \t]+(\d+)", text, re.MULTILINE)
     return {name: int(size) * unit for name, size in found}
 
 
 def read_text(path: Path) -> str:
-    """The file's text; "" where it cannot be read."""
+    """Return the file's text; "" where it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

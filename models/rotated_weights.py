@@ -58,8 +58,8 @@ def calibration_ids(source: Path, spec: ModelSpec) -> list[int]:
 
 
 def mlp_inputs(spec: ModelSpec, rows: Rows, ids: list[int]) -> Iterator[Floats]:
-    """What down_proj reads in each layer, [tokens, intermediate]; of the weights no more than a
-    block is in memory."""
+    """Yield what down_proj reads in each layer, [tokens, intermediate]; of the weights no more than
+    a block is in memory."""
     length, half = len(ids), spec.head_dim // 2
     cos, sin = (one[:, None] for one in rotations(spec, length))
     mask = np.triu(np.full((length, length), -np.inf, np.float32), 1)
@@ -152,7 +152,7 @@ class Turned:
         return turned(values)
 
     def _turned_outputs(self, name: str) -> Floats:
-        """A matrix that writes the hidden state, [hidden, inputs]."""
+        """Return a matrix that writes the hidden state, [hidden, inputs]."""
         whole = self._rows(name, 0, self._spec.hidden)
         if name.endswith("down_proj.weight"):
             whole *= self._even[int(name.split(".")[2])]

@@ -41,7 +41,7 @@ class Stored(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the files with the folder's weights: those that the index names, else
+    """Return the names of the files with the folder's weights: those that the index names, else
     model.safetensors, else what lies there but adapters and second copies of the same weights.
     Raises BrokenWeights."""
     index = folder / INDEX
@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the folder's weights. Raises UnsupportedModel, BrokenWeights."""
+    """Return every tensor of the folder's weights. Raises UnsupportedModel, BrokenWeights."""
     files = [folder / name for name in weight_files(folder)]
     if not files:
         raise UnsupportedModel(

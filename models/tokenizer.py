@@ -48,7 +48,7 @@ _EVERY_BYTE = "".join(
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, a folder or a GGUF file. Thread-safe.
+    """Return the tokenizer of a tokenizer.json, a folder or a GGUF file. Thread-safe.
 
     Raises UnknownModel where there is none, BrokenWeights where it cannot be read.
     """
@@ -118,7 +118,8 @@ class HfTokenizer(RendersChat):
         self.other_templates = templates
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Ids without BOS; a control token's text is plain unless `parse_special`."""
+        """Return the token ids without BOS; a control token's text is plain unless
+        `parse_special`."""
         chosen = self._special_parsing if parse_special else self._plain
         # JSON can carry half a surrogate pair, which is no text.
         whole = text.encode(errors="replace").decode()
@@ -127,7 +128,7 @@ class HfTokenizer(RendersChat):
         return ids
 
     def token_bytes(self) -> list[bytes]:
-        """Bytes of each id; b"" for control tokens and unused ids."""
+        """Return the bytes of each id; b"" for control tokens and unused ids."""
         table = [b""] * self.vocabulary
         to_bytes = _byte_level if self._is_byte_level else _sentencepiece
         for token, index in self._special_parsing.get_vocab(with_added_tokens=False).items():
@@ -137,7 +138,7 @@ class HfTokenizer(RendersChat):
         return table
 
     def token_text(self, token: int) -> str:
-        """The token as the vocabulary writes it ("Ġthe", "<s>"); "" for unused ids."""
+        """Return the token as the vocabulary writes it ("Ġthe", "<s>"); "" for unused ids."""
         return self._special_parsing.id_to_token(token) or ""
 
     def _eos_ids(self, folder: Path) -> frozenset[int]:
@@ -155,7 +156,7 @@ Tokenizer = HfTokenizer | GgufTokenizer
 
 @cache
 def shipped(vocabulary: int) -> dict[str, Any]:
-    """The shipped tokenizer.json cut or padded to `vocabulary` entries. Read-only: cached.
+    """Return the shipped tokenizer.json cut or padded to `vocabulary` entries. Read-only: cached.
 
     Padding tokens (" w0123") decode to plain text, and no text encodes to them. At least 259.
     """
@@ -211,7 +212,7 @@ def _sentencepiece(token: str) -> bytes:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> chat template, the usual one as "default": of chat_template.jinja and
+    """Return name -> chat template, the usual one as "default": of chat_template.jinja and
     additional_chat_templates/NAME.jinja, else of chat_template.json or tokenizer_config.json (a
     text, a list with names, or an object)."""
     files = {one.stem: one for one in sorted(folder.glob("additional_chat_templates/*.jinja"))}

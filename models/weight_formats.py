@@ -66,8 +66,8 @@ _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 @cache
 def gguf_names() -> dict[str, float]:
-    """What a GGUF file may be called, by llama.cpp's file types and tensor types -> bits of a
-    weight, about: quantised ones have half a bit of scales beside those that the name says."""
+    """Return what a GGUF file may be called, by llama.cpp's file types and tensor types -> bits of
+    a weight, about: quantised ones have half a bit of scales beside those that the name says."""
     from gguf import GGMLQuantizationType, LlamaFileType
 
     names = [one.name for one in (*GGMLQuantizationType, *LlamaFileType) if one.name != "GUESSED"]
@@ -77,7 +77,7 @@ def gguf_names() -> dict[str, float]:
 
 
 def spelt(kind: str, weight_format: str) -> str:
-    """The format as files of this kind spell it. Raises UnsupportedModel."""
+    """Return the format as files of this kind spell it. Raises UnsupportedModel."""
     for known in (FORMATS[kind], gguf_names() if kind == "gguf" else ()):
         for one in known:
             if one.lower() == weight_format.lower():
@@ -103,7 +103,7 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
 
 def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
-    """Every tensor of the GGUF file of `spec`, in file order. Raises UnsupportedModel."""
+    """Return every tensor of the GGUF file of `spec`, in file order. Raises UnsupportedModel."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     if weight_format not in GGUF_FORMATS:
@@ -147,8 +147,8 @@ def tensor_type(spec: ModelSpec, weight_format: str, tensor: TensorShape) -> str
 
 
 def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
-    """Bytes of all weights: exact for the tensors of a GGUF file that is made here, else by the
-    bits of most. Raises KeyError."""
+    """Return bytes of all weights: exact for the tensors of a GGUF file that is made here, else by
+    the bits of most. Raises KeyError."""
     if weight_format in GGUF_FORMATS and spec.counted_parameters is None:
         blocks = ((one, BLOCKS[tensor_type(spec, weight_format, one)]) for one in spec.tensors())
         return sum(one.elements // block.weights * block.bytes for one, block in blocks)
@@ -159,7 +159,8 @@ def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
 
 
 def known_format(text: str) -> str:
-    """The weight format as it is spelled, of those made here and all that a GGUF file may have.
+    """Return the weight format as it is spelled, of those made here and all that a GGUF file may
+    have.
 
     Raises UnsupportedModel, naming near ones.
     """

@@ -43,19 +43,19 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def converter(weight_format: str) -> str:
-    """The name of the converter to ONNX in a manifest; weights of int8 depend on the CPU."""
+    """Return the name of the converter to ONNX in a manifest; weights of int8 depend on the CPU."""
     return _CONVERTER + (f", {int8_bits()} bits" if weight_format == "int8" else "")
 
 
 def manifest_path(weights: Path) -> Path:
-    """Where the manifest of a weights file or folder lies."""
+    """Return where the manifest of a weights file or folder lies."""
     if weights.is_dir():
         return weights / "crossover.json"
     return weights.with_name(weights.name + ".crossover.json")
 
 
 def read_manifest(weights: Path) -> Manifest | None:
-    """The manifest of a file or folder; None without one. Raises BrokenWeights."""
+    """Return the manifest of a file or folder; None without one. Raises BrokenWeights."""
     path = manifest_path(weights)
     if not path.is_file():
         return None
@@ -127,7 +127,8 @@ def cache_dir(override: str | Path | None = None) -> Path:
 
 
 def with_home(path: str | Path) -> Path:
-    """The path with the home directory in the place of ~; as it is where the user has none."""
+    """Return the path with the home directory in the place of ~; as it is where the user has
+    none."""
     return Path(os.path.expanduser(path))
 
 

@@ -160,7 +160,7 @@ class ServerMetrics(Collector):
         ProcessCollector(registry=self.registry)  # CPU, memory and file descriptors of this process
 
     def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Return the text that Prometheus scrapes."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
@@ -186,7 +186,8 @@ class ServerMetrics(Collector):
 def _family(
     name: str, text: str, label: str, values: Mapping[Any, float | None], is_count: bool = False
 ) -> Metric:
-    """A family with a value for each model, and for each value of `label` where there is one."""
+    """Return a family with a value for each model, and for each value of `label` where there is
+    one."""
     kind = CounterMetricFamily if is_count else GaugeMetricFamily
     family = kind(f"{PREFIX}_{name}", text, labels=["model_name", *filter(None, [label])])
     for labels, value in values.items():

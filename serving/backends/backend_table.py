@@ -57,7 +57,7 @@ class Overhead(msgspec.Struct, frozen=True):
     def total_bytes(
         self, model: ModelSpec, weight_format: str, weight_bytes: int, settings: SchedulerSettings
     ) -> int:
-        """Bytes for this model; each slot has a row of float32 logits."""
+        """Return bytes for this model; each slot has a row of float32 logits."""
         copied = int(self.format_shares.get(weight_format, self.weight_share) * weight_bytes)
         if self.step_bytes is not None:
             return self.fixed_bytes + copied + self.step_bytes(model, weight_format, settings)
@@ -122,19 +122,20 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def install(self) -> str:
-        """The command that adds its package: pip takes the llm-crossover that is installed."""
+        """Return the command that adds its package: pip takes the llm-crossover that is
+        installed."""
         return f"pip install 'llm-crossover[{self.extra}]'"
 
     @property
     def reinstall(self) -> str:
-        """The command that compiles the same version anew, for this CPU or a GPU."""
+        """Return the command that compiles the same version anew, for this CPU or a GPU."""
         name = self.distribution or "?"
         wanted = f"{name}=={importlib.metadata.version(name)}"
         return f"pip install --force-reinstall --no-cache-dir --no-deps {wanted}"
 
 
 def _torch_kv(asked: str, weight_format: str, device: str, isa: Collection[str]) -> str:
-    """The type of torch's activations
+    """Return the type of torch's activations
     (crossover.serving.backends.torch.torch_weights.compute_dtype)."""
     if weight_format in ("fp32", "fp16"):
         return weight_format
@@ -143,14 +144,14 @@ def _torch_kv(asked: str, weight_format: str, device: str, isa: Collection[str])
 
 
 def _torch_extra(model: ModelSpec, weight_format: str, isa: Collection[str]) -> int:
-    """A CPU that is slow with bf16 computes with float32 weights."""
+    """Return a CPU that is slow with bf16 computes with float32 weights."""
     is_wide = weight_format == "bf16" and _torch_kv(AUTO, weight_format, "cpu", isa) == "fp32"
     return 2 * model.parameters if is_wide else 0
 
 
 def _llama_extra(model: ModelSpec, weight_format: str, isa: Collection[str]) -> int:
-    """Where llama.cpp arranges the output matrix for the CPU (AMX, Arm's dot products) and that is
-    the embedding too, it is held twice."""
+    """Return where llama.cpp arranges the output matrix for the CPU (AMX, Arm's dot products) and
+    that is the embedding too, it is held twice."""
     is_arranged = not {"amx_int8", "asimddp"}.isdisjoint(isa)
     is_ours = weight_format in GGUF_FORMATS and weight_format not in ("F32", "BF16")
     if not (is_arranged and is_ours and model.tied):
@@ -243,7 +244,7 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
 
 
 def spec_of(name: str) -> BackendSpec:
-    """The row of a backend; its class's own, or one made up, for "package.module:Class".
+    """Return the row of a backend; its class's own, or one made up, for "package.module:Class".
 
     Raises BackendUnavailable.
     """
@@ -267,7 +268,7 @@ def _foreign_row(path: str) -> BackendSpec:
 
 
 def backend_class(name: str) -> Any:
-    """The class of a backend. Raises BackendUnavailable with the package to install."""
+    """Return the class of a backend. Raises BackendUnavailable with the package to install."""
     spec = spec_of(name)
     return _imported(spec.cls, name, f"; {spec.install}" if spec.extra else "")
 
@@ -283,7 +284,7 @@ def _imported(path: str, name: str, advice: str = "") -> Any:
 
 
 def format_of(name: str, weight_format: str | None) -> str:
-    """The weight format as the backend spells it; None: its default. Raises Unsupported."""
+    """Return the weight format as the backend spells it; None: its default. Raises Unsupported."""
     spec = spec_of(name)
     if not weight_format:
         return DEFAULT_FORMATS[spec.weights or "hf"] or "none"
@@ -298,7 +299,7 @@ def format_of(name: str, weight_format: str | None) -> str:
 
 
 def weights_of(name: str, weight_format: str | None = None) -> tuple[str, str]:
-    """Kind of files (gguf, hf, onnx, none) and their format; "" without weights."""
+    """Return kind of files (gguf, hf, onnx, none) and their format; "" without weights."""
     spec = spec_of(name)
     if spec.weights is not None:
         return spec.weights, format_of(name, weight_format) if spec.has_weights else ""
@@ -309,12 +310,12 @@ def weights_of(name: str, weight_format: str | None = None) -> tuple[str, str]:
 
 
 def backend_for(kind: str) -> str:
-    """The first backend that reads this kind of files."""
+    """Return the first backend that reads this kind of files."""
     return next(name for name, spec in BACKENDS.items() if spec.weights == kind)
 
 
 def missing_backends() -> dict[str, str]:
-    """Backends whose package is not installed -> what to do; nothing is imported."""
+    """Return backends whose package is not installed -> what to do; nothing is imported."""
     return {
         name: f"its package {spec.package} is not installed ({spec.install})"
         for name, spec in BACKENDS.items()
@@ -323,7 +324,7 @@ def missing_backends() -> dict[str, str]:
 
 
 def library_versions() -> dict[str, str]:
-    """The version of each installed distribution that a backend computes with."""
+    """Return the version of each installed distribution that a backend computes with."""
     versions = {}
     for spec in BACKENDS.values():
         if spec.distribution is not None:

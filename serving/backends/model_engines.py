@@ -28,8 +28,8 @@ class Engine(NamedTuple):
 
 
 def usual_engines(model: ModelIdentity) -> tuple[Engine, ...]:
-    """Every engine of this project that can run the model, each in the format that it is usually
-    given, the one for a CPU first. Engines whose package is missing come last."""
+    """Return every engine of this project that can run the model, each in the format that it is
+    usually given, the one for a CPU first. Engines whose package is missing come last."""
     missing = missing_backends()
     engines = [
         Engine(name, found[0])
@@ -40,8 +40,8 @@ def usual_engines(model: ModelIdentity) -> tuple[Engine, ...]:
 
 
 def engines_on(model: ModelIdentity, backend: str, formats: Sequence[str] = ()) -> list[Engine]:
-    """The model on one backend, in each of `formats` that both have (none: in the usual one); []
-    where the backend cannot run it. Raises BackendUnavailable."""
+    """Return the model on one backend, in each of `formats` that both have (none: in the usual
+    one); [] where the backend cannot run it. Raises BackendUnavailable."""
     has = _formats(model, backend)
     if has is None:
         return []
@@ -51,7 +51,7 @@ def engines_on(model: ModelIdentity, backend: str, formats: Sequence[str] = ()) 
 
 
 def _chosen(has: Sequence[str], formats: Sequence[str]) -> list[str]:
-    """The formats that are asked for; Q4_K takes Q4_K_M and Q4_K_S."""
+    """Return the formats that are asked for; Q4_K takes Q4_K_M and Q4_K_S."""
     if tuple(has) == ("",):  # not known before the model is fetched: it is checked then
         return list(formats)
     chosen = []
@@ -64,7 +64,8 @@ def _chosen(has: Sequence[str], formats: Sequence[str]) -> list[str]:
 
 
 def _formats(model: ModelIdentity, backend: str) -> tuple[str, ...] | None:
-    """The formats in which a backend can run the model, the usual one first; None: it cannot."""
+    """Return the formats in which a backend can run the model, the usual one first; None: it
+    cannot."""
     row = spec_of(backend)
     if not row.has_weights:
         return ("",)

@@ -36,7 +36,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens in the KV cache of all slots together."""
+        """Return tokens in the KV cache of all slots together."""
         return self.kv_tokens or self.slots * self.context_tokens
 
     @property

@@ -119,12 +119,12 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return found
 
     def of(self, seen: StepObservation) -> float:
-        """What it says of steps that were seen."""
+        """Return what it says of steps that were seen."""
         counts = (seen.prompt_tokens, seen.context_tokens, seen.passes, seen.steps)
         return self.seconds(seen.rows, *counts, expert_passes=seen.expert_passes)
 
     def slower(self, factor: float) -> StepTimeModel:
-        """The step-time model of a machine whose steps all take `factor` times as long."""
+        """Return the step-time model of a machine whose steps all take `factor` times as long."""
         return msgspec.structs.replace(self, **{n: getattr(self, n) * factor for n in NUMBERS})
 
     @property
@@ -149,8 +149,8 @@ def fit_step_times(
     knows_context: bool = True,
     experts: Routing | None = None,
 ) -> StepTimeModel:
-    """The step-time model with the least sum of squared errors over seconds, no number of it below
-    0.
+    """Return the step-time model with the least sum of squared errors over seconds, no number of it
+    below 0.
 
     A cost that the observations never vary is 0; so is a context token's where `knows_context` says
     that contexts were too short to tell it. `experts`: of a mixture, by which the observations'
@@ -202,7 +202,8 @@ def _error_left_out(relative: Array, weights: Array) -> float | None:
 
 
 def least_squares(relative: Array, weights: Array) -> Array:
-    """The numbers, from features over seconds [n, numbers] and weights of relative errors [n]."""
+    """Return the numbers, from features over seconds [n, numbers] and weights of relative errors
+    [n]."""
     from scipy.optimize import nnls
 
     scale = np.maximum(relative.max(axis=0), 1e-300)

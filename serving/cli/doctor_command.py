@@ -141,7 +141,8 @@ def warnings_of(
 
 
 def warnings_of_cores(physical_cores: int, speeds: CoreSpeeds | None) -> Iterator[tuple[str, str]]:
-    """The warning that CPUs are hyperthreads which the kernel shows as cores; a pure function.
+    """Yield the warning that CPUs are hyperthreads which the kernel shows as cores; a pure
+    function.
 
     `physical_cores`: those that the kernel shows of the CPUs that this process may use.
     """
@@ -170,14 +171,14 @@ LLAMA_CPP_INSTRUCTIONS = {
 
 
 def unused_instructions(isa: Iterable[str], system_info: str) -> list[str]:
-    """The instructions of the CPU, as llama.cpp calls them, that its build does not use."""
+    """Return the instructions of the CPU, as llama.cpp calls them, that its build does not use."""
     used = set(re.findall(r"(\w+) = 1", system_info))
     wanted = [LLAMA_CPP_INSTRUCTIONS[flag] for flag in isa if flag in LLAMA_CPP_INSTRUCTIONS]
     return [name for name in wanted if name not in used]
 
 
 def amx_in_words(isa: Iterable[str], system_info: str) -> str:
-    """Whether llama.cpp multiplies with AMX here, and why not."""
+    """Return whether llama.cpp multiplies with AMX here, and why not."""
     if "AMX_INT8 = 1" in system_info:
         return "active"
     return "not in this build" if "amx_int8" in isa else "not on this CPU"
@@ -186,7 +187,7 @@ def amx_in_words(isa: Iterable[str], system_info: str) -> str:
 def warnings_of_builds(
     facts: HardwareFacts, backends: Iterable[BackendProbe]
 ) -> Iterator[tuple[str, str]]:
-    """The warning that a build leaves instructions of this CPU unused; a pure function."""
+    """Yield the warning that a build leaves instructions of this CPU unused; a pure function."""
     for probe in backends:
         info = probe.details.get("system_info")
         if info and (unused := unused_instructions(facts.isa, info)):

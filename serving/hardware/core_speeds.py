@@ -65,7 +65,7 @@ def thread_counts(cpus: int) -> list[int]:
 def measure_core_speeds(
     cpus: Sequence[int], memory_bytes: int = MAX_BUFFER_BYTES, root: Path = ROOT
 ) -> CoreSpeeds:
-    """The speeds of these CPUs, which this process must be allowed to run on.
+    """Return the speeds of these CPUs, which this process must be allowed to run on.
 
     `memory_bytes`: at most so much is taken; twice the last cache is read, in turns by all threads.
     """
@@ -96,7 +96,7 @@ def measure_core_speeds(
 
 
 def last_cache_bytes(root: Path = ROOT) -> int:
-    """The size of the first CPU's largest cache, as the kernel says it; 0: it does not."""
+    """Return the size of the first CPU's largest cache, as the kernel says it; 0: it does not."""
     found = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [read_text(file).strip() for file in found]
     units = {"K": 1 << 10, "M": 1 << 20}
@@ -106,7 +106,7 @@ def last_cache_bytes(root: Path = ROOT) -> int:
 
 
 def _spread(cpus: Sequence[int], count: int) -> Sequence[int]:
-    """So many of the CPUs, far from each other: neighbors may be threads of one core."""
+    """Return so many of the CPUs, far from each other: neighbors may be threads of one core."""
     return cpus[:: len(cpus) // count][:count]
 
 

@@ -58,7 +58,7 @@ def format_of_output(
     parameters: Mapping[str, Mapping[str, Any]],
     is_free: bool,
 ) -> OutputFormat | None:
-    """What there may be in an answer to a prompt; None: content alone. `parameters`: of the
+    """Return what there may be in an answer to a prompt; None: content alone. `parameters`: of the
     functions that the model was told of. `is_free`: the answer is held to no grammar."""
     dialect, end = dialect_of(template), prompt.rstrip()
     names = frozenset(parameters)
@@ -123,7 +123,7 @@ class OutputParser:
             self._marks["header"] = {_MESSAGE: "content"}  # or what the header says
 
     def push(self, text: str, last: bool) -> list[Part]:
-        """The parts that this text adds; with the last one, what was held back."""
+        """Return the parts that this text adds; with the last one, what was held back."""
         self._held += text
         parts: list[Part] = []
         while True:
@@ -199,7 +199,8 @@ class OutputParser:
             self._kind = "reasoning"
 
     def _calls(self, text: str, shown: str) -> list[Part]:
-        """The calls that a text consists of; content where it is anything else, or cut off."""
+        """Return the calls that a text consists of; content where it is anything else, or cut
+        off."""
         try:
             calls = [self._call(one) for one in self._said_calls(text)]
         except (ValueError, TypeError, LookupError, RecursionError):
@@ -233,7 +234,7 @@ class OutputParser:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
+    """Return how many characters at the end of a text may be the beginning of a mark."""
     sizes = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)
 
@@ -277,7 +278,8 @@ def _gemma_call(text: str) -> dict[str, Any]:
 
 
 def _gemma_value(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins at a place, and where it ends. Raises ValueError, LookupError."""
+    """Return the value that begins at a place, and where it ends. Raises ValueError,
+    LookupError."""
     at = _past_spaces(text, at)
     if text.startswith(_GEMMA_QUOTE, at):
         end = text.index(_GEMMA_QUOTE, at + len(_GEMMA_QUOTE))
@@ -303,7 +305,7 @@ def _gemma_value(text: str, at: int) -> tuple[Any, int]:
 
 
 def _gemma_key(text: str, at: int) -> tuple[str, int]:
-    """A key and where its value begins. Raises ValueError, LookupError."""
+    """Return a key and where its value begins. Raises ValueError, LookupError."""
     if text.startswith(_GEMMA_QUOTE, at) or text[at] == '"':
         key, at = _gemma_value(text, at)
     else:
@@ -316,7 +318,7 @@ def _gemma_key(text: str, at: int) -> tuple[str, int]:
 
 
 def _past_comma(text: str, at: int, end: str) -> int:
-    """The next entry of a list, or its end. Raises ValueError, LookupError."""
+    """Return the next entry of a list, or its end. Raises ValueError, LookupError."""
     at = _past_spaces(text, at)
     if text[at] == ",":
         return _past_spaces(text, at + 1)

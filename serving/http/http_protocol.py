@@ -53,7 +53,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._is_framing = False
 
     def _framing(self) -> list[tuple[bytes, bytes]]:
-        """The headers that say how long the current request's body is; empty without a body."""
+        """Return the headers that say how long the current request's body is; empty without a
+        body."""
         framing = [header for header in self.headers if header[0] in _FRAMING]
         return [] if framing in ([], [(b"content-length", b"0")]) else framing
 

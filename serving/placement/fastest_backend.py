@@ -120,7 +120,7 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The engine and its format, and the threads where several numbers are tried."""
+        """Return the engine and its format, and the threads where several numbers are tried."""
         threads = "" if self.threads is None else f" with {self.threads} threads"
         return f"{self.backend} {self.weight_format}".strip() + threads
 
@@ -182,7 +182,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
-        """The numbers of threads that each engine is measured with; None: `threads` alone."""
+        """Return the numbers of threads that each engine is measured with; None: `threads`
+        alone."""
         if not self.are_threads_open or self.threads < MIN_HALVED_THREADS:
             return (None,)
         return (self.threads, self.threads // 2)
@@ -402,7 +403,8 @@ def _with_capacities(
 
 
 def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
-    """The step-time model of an engine whose steps of one row and of all slots were timed."""
+    """Return the step-time model of an engine whose steps of one row and of all slots were
+    timed."""
     row = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
     row = min(max(row, 0.0), times.decode_seconds)
     return StepTimeModel(

@@ -24,11 +24,11 @@ class Resident(Protocol):
 
     @property
     def predicted_bytes(self) -> BytesByPlace:
-        """The bytes that unloading it frees."""
+        """Return the bytes that unloading it frees."""
 
     @property
     def measured_bytes(self) -> int:
-        """The current RSS of its engine processes."""
+        """Return the current RSS of its engine processes."""
 
     @property
     def last_used_at(self) -> float: ...

@@ -336,8 +336,8 @@ def best_for(
     machine: Machine,
     facts: HardwareFacts,
 ) -> EngineChoice | None:
-    """The CPU's best engine for a ladder model whose backend is not named; None: it is not asked
-    for."""
+    """Return the CPU's best engine for a ladder model whose backend is not named; None: it is not
+    asked for."""
     question = question_of(model, request, split, machine)
     if question is None:
         return None

@@ -80,7 +80,7 @@ def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: in
 
 
 def process_of(detail: Mapping[str, Any]) -> Arrivals:
-    """The process of a journal's entry. WorkloadError: not a process."""
+    """Return the process of a journal's entry. WorkloadError: not a process."""
     try:
         found: Arrivals = msgspec.convert(detail, Arrivals)
         return found
@@ -89,7 +89,7 @@ def process_of(detail: Mapping[str, Any]) -> Arrivals:
 
 
 def generator(seed: int, *stream: int) -> np.random.Generator:
-    """A random generator (Philox) of its own for (seed, stream)."""
+    """Yield a random generator (Philox) of its own for (seed, stream)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed % 2**64, *stream])))
 
 

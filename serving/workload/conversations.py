@@ -48,7 +48,8 @@ class Session(msgspec.Struct, frozen=True):
 
 
 def draw_sessions(workload: Workload, n: int, seed: int) -> list[Session]:
-    """The n sessions of a level. A longer level starts like a shorter one. Raises WorkloadError."""
+    """Return the n sessions of a level. A longer level starts like a shorter one. Raises
+    WorkloadError."""
     if workload.file is not None and workload.turns is None:
         return _sessions_of_file(workload, workload.file, n, seed)
     count, thinking, added = workload.session_spreads
@@ -139,8 +140,8 @@ def mean_turns_of(workload: Workload) -> float:
 
 
 def session_seconds(workload: Workload, answer_seconds: float) -> float:
-    """Seconds from a conversation's beginning within which nearly all turns come, where an answer
-    takes so long; 0.0 without conversations."""
+    """Return seconds from a conversation's beginning within which nearly all turns come, where an
+    answer takes so long; 0.0 without conversations."""
     if not workload.has_sessions:
         return 0.0
     sessions = draw_sessions(workload, MEAN_SESSIONS, MEAN_SEED)

@@ -32,7 +32,7 @@ class PromptMaker:
         self.fixed_tokens, self._word = fixed_tokens, word_tokens
 
     def make(self, ask: RequestSpec) -> tuple[str, int]:
-        """The prompt of an ask, the same for the same settings, and how many tokens it has.
+        """Return the prompt of an ask, the same for the same settings, and how many tokens it has.
 
         It has more than asked only where that is shorter than a prompt can be.
         """
@@ -51,7 +51,7 @@ class PromptMaker:
 
 
 def _drawn(name: str, words: int) -> list[str]:
-    """The first `words` words of a stream: SHAKE-128 of its name, 2 bytes a word.
+    """Return the first `words` words of a stream: SHAKE-128 of its name, 2 bytes a word.
 
     Ten times cheaper than a random generator for each prompt.
     """

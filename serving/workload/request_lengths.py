@@ -175,7 +175,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def has_sessions(self) -> bool:
-        """Whether its requests are turns of conversations. Raises WorkloadError: no file."""
+        """Return whether its requests are turns of conversations. Raises WorkloadError: no file."""
         preset = self.session_preset
         if self.turns is not None or (preset is not None and preset.turns.mean > 1):
             return True
@@ -205,7 +205,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The caps of prompt and output tokens; infinite where there is none."""
+        """Return the caps of prompt and output tokens; infinite where there is none."""
         return self.max_prompt_tokens or math.inf, self.max_output_tokens or math.inf
 
     @property
@@ -228,12 +228,12 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def as_spread(value: Spread | float) -> Spread:
-    """A number is a distribution of one value. 0 seconds are as good as none."""
+    """Return a number is a distribution of one value. 0 seconds are as good as none."""
     return value if isinstance(value, Spread) else Spread(mean=max(value, 1e-9))
 
 
 def draw(workload: Workload, n: int, seed: int) -> list[RequestSpec]:
-    """The n asks of a level. A longer level starts like a shorter one.
+    """Return the n asks of a level. A longer level starts like a shorter one.
 
     Raises WorkloadError where lengths cannot be had.
     """
@@ -245,7 +245,8 @@ def draw(workload: Workload, n: int, seed: int) -> list[RequestSpec]:
 
 
 def notes_of(workload: Workload, arrivals: Arrivals | None = None) -> list[str]:
-    """What a person should know of the files of lengths and arrivals. Raises WorkloadError."""
+    """Return what a person should know of the files of lengths and arrivals. Raises
+    WorkloadError."""
     paths = [workload.file, workload.replay]
     paths += [arrivals.path] if isinstance(arrivals, Trace) else []
     notes = [load_trace(path).note(path) for path in dict.fromkeys(paths) if path is not None]
@@ -253,7 +254,7 @@ def notes_of(workload: Workload, arrivals: Arrivals | None = None) -> list[str]:
 
 
 def in_words(workload: Workload) -> str:
-    """The lengths for people: "chat lengths x 0.1, answers of at most 64 tokens"."""
+    """Return the lengths for people: "chat lengths x 0.1, answers of at most 64 tokens"."""
     source = workload.file or workload.replay
     first = f"lengths of {source}" if source else f"{workload.preset} lengths"
     if workload.prompt_tokens is not None:

@@ -53,7 +53,7 @@ class TraceRows(NamedTuple):
     left_out: int = 0  # rows with no prompt or no answer
 
     def note(self, path: str) -> str | None:
-        """What a person should know of the file."""
+        """Return what a person should know of the file."""
         if not self.left_out:
             return None
         rows = "1 row" if self.left_out == 1 else f"{self.left_out} rows"
@@ -83,7 +83,8 @@ def load_trace(path: str) -> TraceRows:
 
 @functools.lru_cache(maxsize=8)
 def load_sessions(path: str) -> list[list[Row]]:
-    """The turns of each session, in the order in which they begin; none: the file has no sessions.
+    """Return the turns of each session, in the order in which they begin; none: the file has no
+    sessions.
 
     Raises WorkloadError, also where only some lines have a session.
     """
@@ -100,7 +101,7 @@ def load_sessions(path: str) -> list[list[Row]]:
 
 
 def _rows_of(path: str) -> list[Row]:
-    """All rows of a file. Raises WorkloadError."""
+    """Return all rows of a file. Raises WorkloadError."""
     name = shown_path(path)
     try:
         if not Path(path).is_file():
@@ -121,7 +122,7 @@ def _rows_of(path: str) -> list[Row]:
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path for people and JSON, whatever bytes it has."""
+    """Return a path for people and JSON, whatever bytes it has."""
     return printable(os.fsdecode(path))
 
 

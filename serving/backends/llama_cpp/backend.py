@@ -139,8 +139,8 @@ class LlamaCppBackend:
         return np.ctypeslib.as_array(pointer, (rows, self.info.vocabulary))
 
     def _filled_up(self, call: list[Row]) -> list[Row]:
-        """A call of single tokens with dummy rows, whose KV entries are dropped again: each gap
-        between rows with parts of their own is another pass over the weights, on a GPU too."""
+        """Return a call of single tokens with dummy rows, whose KV entries are dropped again: each
+        gap between rows with parts of their own is another pass over the weights, on a GPU too."""
         is_decode = all(len(row.tokens) == 1 for row in call)
         if self._unified or not self._takes_dummies or not is_decode:
             return call
@@ -177,7 +177,7 @@ class LlamaCppBackend:
             self._lengths[slot] = tokens
 
     def save(self, slot: int) -> SavedState:
-        """The slot's recurrent state, or its windows, as they are now."""
+        """Return the slot's recurrent state, or its windows, as they are now."""
         flags = self._llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         return SavedState(self._lengths[slot], self._state(slot, flags))
 

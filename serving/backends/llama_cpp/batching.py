@@ -32,7 +32,7 @@ NO_TOKEN: Tokens = np.zeros(1, np.int32)  # of a dummy row
 
 
 def calls_of(rows: list[Row], least: int, alone: int) -> list[list[Row]]:
-    """The calls, in order.
+    """Return the calls, in order.
 
     1. No run of `least` tokens or more is computed with a later KV block: llama.cpp attends with
        every token of a pass to as many blocks as the longest sequence has. 262 tokens in one pass

@@ -12,25 +12,26 @@ WINDOW_GAIN = 4
 
 
 def keeps_windows_only(window: int, context_tokens: int) -> bool:
-    """Whether layers with this window keep no more of a slot's context than it."""
+    """Return whether layers with this window keep no more of a slot's context than it."""
     return window > 0 and context_tokens > longest_whole_context(window)
 
 
 def longest_whole_context(window: int | None) -> int:
-    """The longest context of which layers with this window keep all; 0: they have none."""
+    """Return the longest context of which layers with this window keep all; 0: they have none."""
     return WINDOW_GAIN * (window + PASS_TOKENS) if window else 0
 
 
 def kept_window_tokens(window: int, context_tokens: int) -> int:
-    """Tokens that such a layer keeps of a slot: window and a pass's tokens, in blocks of 256."""
+    """Return tokens that such a layer keeps of a slot: window and a pass's tokens, in blocks of
+    256."""
     if not keeps_windows_only(window, context_tokens):
         return context_tokens
     return min(context_tokens, -(-(window + PASS_TOKENS) // 256) * 256)
 
 
 def kv_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:
-    """Bytes of the KV cache of `tokens` tokens in all slots, without flash attention: all layers'
-    values are then as long as the longest."""
+    """Return bytes of the KV cache of `tokens` tokens in all slots, without flash attention: all
+    layers' values are then as long as the longest."""
     elements = sum(
         layer_elements * (tokens if window is None else slots * _kept(window, tokens, slots))
         for layer_elements, window in _layers(spec)
@@ -39,15 +40,15 @@ def kv_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:
 
 
 def state_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str, saves: bool) -> int:
-    """Bytes of the recurrent states of all slots and, where it `saves`, of the checkpoints that
-    take a slot back to a prefix that another prompt shares."""
+    """Return bytes of the recurrent states of all slots and, where it `saves`, of the checkpoints
+    that take a slot back to a prefix that another prompt shares."""
     states = slots * spec.state_bytes_per_slot
     return states + saves * max_checkpoints(slots) * checkpoint_bytes(spec, tokens, slots, kv_dtype)
 
 
 def checkpoint_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) -> int:
-    """Bytes of a checkpoint: a slot's recurrent state, and its windows where no more is kept. 0
-    where a slot can be cut back, so that none is made."""
+    """Return bytes of a checkpoint: a slot's recurrent state, and its windows where no more is
+    kept. 0 where a slot can be cut back, so that none is made."""
     windows = sum(
         layer_elements * kept_window_tokens(window, tokens // slots)
         for layer_elements, window in _layers(spec)
@@ -57,8 +58,8 @@ def checkpoint_bytes(spec: ModelSpec, tokens: int, slots: int, kv_dtype: str) ->
 
 
 def buffer_bytes(spec: ModelSpec, attended: int, slots: int) -> int:
-    """Bytes of llama.cpp's compute and output buffers without flash attention, for a model of which
-    there is no file. A file is asked (dry_load).
+    """Return bytes of llama.cpp's compute and output buffers without flash attention, for a model
+    of which there is no file. A file is asked (dry_load).
 
     `attended`: the tokens that a row attends to. In float32, with R rows a step, n tokens attended
     to, h the hidden size, q and v the width of queries and values, f that of the MLP, k of E
@@ -87,7 +88,7 @@ def buffer_bytes(spec: ModelSpec, attended: int, slots: int) -> int:
 
 
 def _layers(spec: ModelSpec) -> list[tuple[int, int | None]]:
-    """Elements that layers which are alike cache of a token, and their window."""
+    """Return elements that layers which are alike cache of a token, and their window."""
     longest = max((one.values for one in spec.cache_groups), default=0)
     return [
         (one.layers * (one.keys + (longest if one.values else 0)), one.window)

@@ -51,7 +51,7 @@ class _Failure(msgspec.Struct):
 
 
 def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[HeldMemory, ...]:
-    """What llama.cpp will hold beside the weights, for each number of context tokens.
+    """Return what llama.cpp will hold beside the weights, for each number of context tokens.
 
     Raises BrokenWeights, UnsupportedModel, BackendUnavailable, OutOfMemory, Unsupported.
     """

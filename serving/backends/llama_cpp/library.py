@@ -51,7 +51,7 @@ class LogTail:
         llama.llama_cpp._lib.ggml_set_abort_callback(self._last_word)
 
     def reason(self) -> str:
-        """The last errors in llama.cpp's words, without paths and names of its functions."""
+        """Return the last errors in llama.cpp's words, without paths and names of its functions."""
         words = [_FUNCTION.sub("", line) for line in self.errors]
         # The last lines of a load only say that it failed.
         told = [line for line in words if line != "failed to load model"] or words
@@ -84,7 +84,7 @@ LOG = LogTail()
 
 
 def library() -> Any:
-    """The llama_cpp module with its log in LOG. Raises BackendUnavailable."""
+    """Return the llama_cpp module with its log in LOG. Raises BackendUnavailable."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as problem:  # RuntimeError: of its shared library
@@ -113,7 +113,7 @@ def _load_devices(llama: Any) -> None:
 
 
 def probe() -> BackendProbe:
-    """What this build can do. Runs in a process of its own."""
+    """Return what this build can do. Runs in a process of its own."""
     llama = library()
     find = llama.llama_cpp._lib.ggml_backend_reg_by_name
     find.argtypes, find.restype = [ctypes.c_char_p], ctypes.c_void_p
@@ -135,7 +135,7 @@ def probe() -> BackendProbe:
 
 
 def build_details(llama: Any) -> dict[str, str]:
-    """Which build this is, and which instructions of the CPU it uses."""
+    """Return which build this is, and which instructions of the CPU it uses."""
     return {
         "llama_cpp": llama.llama_version().decode(),
         "package": f"{PACKAGE} {importlib.metadata.version(PACKAGE)}",
@@ -144,6 +144,6 @@ def build_details(llama: Any) -> dict[str, str]:
 
 
 def is_memory(reason: str) -> bool:
-    """Whether llama.cpp's words say that memory ran out."""
+    """Return whether llama.cpp's words say that memory ran out."""
     told = r"out of memory|bad_alloc|(failed to|unable to|cannot) allocate"
     return re.search(told, reason, re.IGNORECASE) is not None

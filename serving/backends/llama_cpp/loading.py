@@ -81,7 +81,7 @@ class Loader:
             raise BrokenWeights(f"The GGUF file {self._file.name} does not exist")
 
     def load(self, progress: Progress) -> tuple[Any, Any]:
-        """The model and its context. Raises OutOfMemory, UnsupportedModel too."""
+        """Return the model and its context. Raises OutOfMemory, UnsupportedModel too."""
         problems: list[BaseException] = []
         told = -1.0
 
@@ -116,7 +116,7 @@ class Loader:
         return model, context
 
     def load_without_memory(self) -> Any:
-        """The model with sizes and no data, for contexts that allocate nothing either."""
+        """Return the model with sizes and no data, for contexts that allocate nothing either."""
         settings = self._model_settings()
         settings.no_alloc = True
         settings.load_mode = self.llama.llama_load_mode_from_str(b"none")
@@ -154,22 +154,23 @@ class Loader:
         return model
 
     def keeps_windows_only(self, model: Any, context_tokens: int) -> bool:
-        """Whether layers with a sliding window keep no more than it, not the whole context."""
+        """Return whether layers with a sliding window keep no more than it, not the whole
+        context."""
         return keeps_windows_only(int(self.llama.llama_model_n_swa(model)), context_tokens)
 
     def has_experts(self, model: Any) -> bool:
-        """Whether the model is a mixture of experts."""
+        """Return whether the model is a mixture of experts."""
         architecture = self._metadata(model, "general.architecture")
         return self._metadata(model, f"{architecture}.expert_count") not in ("", "0")
 
     def _metadata(self, model: Any, key: str) -> str:
-        """A key of the file as text; "": it has none."""
+        """Return a key of the file as text; "": it has none."""
         room = ctypes.create_string_buffer(256)
         size = self.llama.llama_model_meta_val_str(model, key.encode(), room, len(room))
         return room.value.decode(errors="replace") if size >= 0 else ""
 
     def context(self, model: Any, context_tokens: int | None = None) -> Any:
-        """A context of `context_tokens` a slot; None: as the configuration says."""
+        """Return a context of `context_tokens` a slot; None: as the configuration says."""
         llama, config, asked = self.llama, self.config, self.config.settings
         if context_tokens is not None:
             asked = msgspec.structs.replace(asked, context_tokens=context_tokens)

@@ -65,8 +65,8 @@ class SlotGraph:
         self._length[row] = min(tokens, self._length[row])
 
     def sharing(self, prompts: list[Row]) -> list[list[Row]]:
-        """The prompts in groups that share a call: short ones from their first token, of about the
-        same length, in rows side by side."""
+        """Return the prompts in groups that share a call: short ones from their first token, of
+        about the same length, in rows side by side."""
         groups: list[list[Row]] = []
         for row in sorted(prompts, key=lambda row: self._row_of[row.slot]):
             joined = [*groups[-1], row] if groups else [row]
@@ -81,8 +81,8 @@ class SlotGraph:
         return groups
 
     def run(self, rows: list[Row]) -> Part:
-        """Rows of one token each, one longer row, or a group of `sharing`, in one call; the logits
-        stay until their slots' next."""
+        """Return rows of one token each, one longer row, or a group of `sharing`, in one call; the
+        logits stay until their slots' next."""
         for row in rows:
             check_row(row, self._length[self._row_of[row.slot]], self._context)
         lo = self._side_by_side([row.slot for row in rows])

@@ -46,7 +46,8 @@ class GrowingGraph:
         return [[row] for row in prompts]
 
     def run(self, rows: list[Row]) -> Part:
-        """Rows of equally many tokens; in one call where the graph is told their positions."""
+        """Return rows of equally many tokens; in one call where the graph is told their
+        positions."""
         for row in rows:
             check_row(row, self._caches[row.slot][0].shape[1], self._context)
         together = [rows] if self._facts.position_ids else [[row] for row in rows]

@@ -53,7 +53,7 @@ class GraphFacts(msgspec.Struct, frozen=True):
 
 
 def probe() -> BackendProbe:
-    """What the installed onnxruntime can do. Runs in a process of its own."""
+    """Return what the installed onnxruntime can do. Runs in a process of its own."""
     import onnxruntime
 
     return BackendProbe(
@@ -67,7 +67,7 @@ def probe() -> BackendProbe:
 
 
 def graph_file(path: str | Path) -> Path:
-    """The .onnx file: `path` itself, or model.onnx of the folder."""
+    """Return the .onnx file: `path` itself, or model.onnx of the folder."""
     path = Path(path)
     file = path / "model.onnx" if path.is_dir() else path
     if not file.is_file():
@@ -76,13 +76,13 @@ def graph_file(path: str | Path) -> Path:
 
 
 def weight_bytes(file: Path) -> int:
-    """Bytes of the graph with its external data."""
+    """Return bytes of the graph with its external data."""
     data = [other for other in file.parent.glob(file.name + "?data*") if other.is_file()]
     return sum(part.stat().st_size for part in (file, *data))
 
 
 def read_facts(session: Any, file: Path) -> GraphFacts:
-    """The facts of a loaded onnxruntime.InferenceSession. Raises UnsupportedModel."""
+    """Return the facts of a loaded onnxruntime.InferenceSession. Raises UnsupportedModel."""
     inputs = {item.name: item for item in session.get_inputs()}
     outputs = {item.name: item for item in session.get_outputs()}
     layers = len({match[1] for match in map(_PAST.match, inputs) if match})
