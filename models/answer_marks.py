@@ -53,8 +53,8 @@ def with_marks(table: list[bytes], tokenizer: Tokenizer) -> list[bytes]:
     """Return the bytes of each token, with the text of control tokens that mark answers."""
     template = tokenizer.chat_template or ""
     marks = {mark for mark in _MARKS[dialect_of(template)] if mark in template}
-    shown = [*table]
+    table_with_marks = [*table]
     for token in tokenizer.special_ids if marks else ():
-        if token < len(shown) and (text := tokenizer.token_text(token)) in marks:
-            shown[token] = text.encode()
-    return shown
+        if token < len(table_with_marks) and (text := tokenizer.token_text(token)) in marks:
+            table_with_marks[token] = text.encode()
+    return table_with_marks

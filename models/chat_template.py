@@ -153,27 +153,30 @@ class RendersChat:
     def _tried_form(self, role: str, source: str) -> ContentForm:
         form: ContentForm = "refused"
         for before, after in _CONTEXTS.get(role, [([], [])]):
-            for tried in ("text", "parts"):
-                wants_parts = tried == "parts"
+            for tried_form in ("text", "parts"):
+                wants_parts = tried_form == "parts"
                 turn: dict[str, Any] = {"role": role, "content": _MARKER}
                 if wants_parts:
                     turn["content"] = [_part(_MARKER), _part(_SECOND_MARKER)]
                 if role == "tool":
                     turn |= {"name": "f", "tool_call_id": _CALL["id"]}
-                others = [
-                    [{**one, "content": _in_form(one["content"], tried)} for one in turns]
+                context_turns = [
+                    [
+                        {**message, "content": _in_form(message["content"], tried_form)}
+                        for message in turns
+                    ]
                     for turns in (before, after)
                 ]
-                shown = self._tried([*others[0], turn, *others[1]], source)
-                if shown is None:
+                rendered = self._tried([*context_turns[0], turn, *context_turns[1]], source)
+                if rendered is None:
                     if time.thread_time() > _until.seconds:
                         return form  # another form would take as long
-                elif _MARKER not in shown:
+                elif _MARKER not in rendered:
                     form = "dropped"
                 elif not wants_parts:
                     return "text"
                 else:
-                    return "parts" if _SECOND_MARKER in shown else "part"
+                    return "parts" if _SECOND_MARKER in rendered else "part"
         return form
 
     def _tried(
@@ -197,10 +200,10 @@ class RendersChat:
             arguments: Any = {"a": _MARKER}
             function = {"name": "f", "arguments": json.dumps(arguments) if is_text else arguments}
             for content in ("", None):
-                made = [{**_CALL, "function": function}]
-                turn = {"role": "assistant", "content": content, "tool_calls": made}
-                for after in ([], [_RESULT]):
-                    if _MARKER in (self._tried([user, turn, *after], source) or ""):
+                calls = [{**_CALL, "function": function}]
+                turn = {"role": "assistant", "content": content, "tool_calls": calls}
+                for later_turns in ([], [_RESULT]):
+                    if _MARKER in (self._tried([user, turn, *later_turns], source) or ""):
                         return CallsForm(is_text, content is None)
                     if time.thread_time() > _until.seconds:
                         return None
@@ -211,8 +214,8 @@ class RendersChat:
         if source not in self._tools_shown:
             user = {**_USER, "content": _in_form("x", self.content_form("user", source))}
             tools = [{"type": "function", "function": _TOOL}]
-            shown = self._tried([user], source, tools)
-            self._tools_shown[source] = _MARKER in (shown or "")
+            rendered = self._tried([user], source, tools)
+            self._tools_shown[source] = _MARKER in (rendered or "")
         return self._tools_shown[source]
 
     def render_chat(
@@ -288,7 +291,7 @@ class RendersChat:
         variables: Mapping[str, Any],
     ) -> str:
         _until.seconds = time.thread_time() + CPU_SECONDS
-        given: dict[str, Any] = {
+        all_variables: dict[str, Any] = {
             "tools": None,
             "documents": None,
             "date_string": time.strftime("%d %b %Y"),  # Llama 3 would say July 2024
@@ -299,7 +302,7 @@ class RendersChat:
         }
         template = self._program(source)
         try:
-            return template.render(given)
+            return template.render(all_variables)
         # The template is untrusted code: any error in it is an error response, not a crash.
         except Exception as problem:
             is_its_own = isinstance(problem, jinja2.TemplateError | BadChat)
@@ -339,28 +342,34 @@ def _with_single_calls(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     that take no calls beside each other; None where there are none."""
     if all(len(turn.get("tool_calls") or ()) < 2 for turn in turns):
         return None
-    made: list[dict[str, Any]] = []
-    rest = [dict(turn) for turn in turns]
-    while rest:
-        turn = rest.pop(0)
+    new_turns: list[dict[str, Any]] = []
+    remaining = [dict(turn) for turn in turns]
+    while remaining:
+        turn = remaining.pop(0)
         calls = turn.get("tool_calls") or ()
         if len(calls) < 2:
-            made.append(turn)
+            new_turns.append(turn)
             continue
         results: list[dict[str, Any]] = []
-        while rest and rest[0].get("role") == "tool":
-            results.append(rest.pop(0))
+        while remaining and remaining[0].get("role") == "tool":
+            results.append(remaining.pop(0))
         for place, call in enumerate(calls):
             content = turn.get("content") if place == 0 else _emptied(turn.get("content"))
-            made.append({**turn, "content": content, "tool_calls": [call]})
+            new_turns.append({**turn, "content": content, "tool_calls": [call]})
             is_last = place == len(calls) - 1
-            own = [one for one in results if one.get("tool_call_id") == call.get("id")]
+            call_results = [
+                result for result in results if result.get("tool_call_id") == call.get("id")
+            ]
             if call.get("id") is None:  # in their order
-                own = results[:1]
-            own = results if is_last else own
-            made += own
-            results = [one for one in results if not any(one is other for other in own)]
-    return made
+                call_results = results[:1]
+            call_results = results if is_last else call_results
+            new_turns += call_results
+            results = [
+                result
+                for result in results
+                if not any(result is call_result for call_result in call_results)
+            ]
+    return new_turns
 
 
 def _emptied(content: Any) -> Any:
@@ -374,33 +383,33 @@ def _with_short_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] 
     oldest call without one."""
     ids = [call.get("id") for turn in turns for call in turn.get("tool_calls") or ()]
     ids += [turn.get("tool_call_id") for turn in turns if turn.get("role") == "tool"]
-    if all(isinstance(one, str) and _SHORT_ID.fullmatch(one) for one in ids):
+    if all(isinstance(id_, str) and _SHORT_ID.fullmatch(id_) for id_ in ids):
         return None
-    short: dict[str, str] = {}
-    waiting: list[str] = []  # of calls without an id
-    made: list[dict[str, Any]] = []
+    short_ids: dict[str, str] = {}
+    unanswered: list[str] = []  # of calls without an id
+    new_turns: list[dict[str, Any]] = []
     count = 0
     for turn in turns:
-        changed = dict(turn)
+        new_turn = dict(turn)
         if calls := turn.get("tool_calls"):
-            changed["tool_calls"] = renamed = []
+            new_turn["tool_calls"] = renamed = []
             for call in calls:
                 count += 1
                 number = f"{count:09d}"
                 if call.get("id"):
-                    number = short.setdefault(call["id"], number)
+                    number = short_ids.setdefault(call["id"], number)
                 else:
-                    waiting.append(number)
+                    unanswered.append(number)
                 renamed.append({**call, "id": number})
         if turn.get("role") == "tool":
-            given = turn.get("tool_call_id")
-            if given:
+            call_id = turn.get("tool_call_id")
+            if call_id:
                 count += 1
-                changed["tool_call_id"] = short.setdefault(given, f"{count:09d}")
-            elif waiting:
-                changed["tool_call_id"] = waiting.pop(0)
-        made.append(changed)
-    return made
+                new_turn["tool_call_id"] = short_ids.setdefault(call_id, f"{count:09d}")
+            elif unanswered:
+                new_turn["tool_call_id"] = unanswered.pop(0)
+        new_turns.append(new_turn)
+    return new_turns
 
 
 class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -110,10 +110,10 @@ def run_aside(
     Raises errors of crossover.models.errors unchanged, and ModelError with its last output for a
     dead child.
     """
-    with tempfile.TemporaryFile() as words:
+    with tempfile.TemporaryFile() as error_output:
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         child = start_python(
-            "-m", "crossover.models.child_process", function, stderr=words, **pipes
+            "-m", "crossover.models.child_process", function, stderr=error_output, **pipes
         )
         assert child.stdin is not None and child.stdout is not None
         try:
@@ -124,8 +124,11 @@ def run_aside(
                 if kind == "done":
                     return
                 if kind != "progress":
-                    known = {one.__name__: one for one in ModelError.__subclasses__()}
-                    raise known.get(kind, ModelError)(text)
+                    error_types = {
+                        error_type.__name__: error_type
+                        for error_type in ModelError.__subclasses__()
+                    }
+                    raise error_types.get(kind, ModelError)(text)
                 if progress:
                     progress(text, fraction)
         except BaseException:
@@ -135,8 +138,8 @@ def run_aside(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(STOP_SECONDS)
             _kill(child)
-        words.seek(0)
-        ran = Ran(child.returncode, b"", words.read()[-4096:].decode(errors="replace"))
+        error_output.seek(0)
+        ran = Ran(child.returncode, b"", error_output.read()[-4096:].decode(errors="replace"))
     why = "most likely out of memory" if ran.status == -signal.SIGKILL else ran.reason
     raise ModelError(f"{function.replace(':', '.')} died with status {ran.status}: {why}")
 

@@ -37,9 +37,10 @@ def significant(
     if not math.isfinite(value):
         raise ValueError(f"{value} is no measured number")
     exact = Decimal(f"{value:.10g}")  # 0.07 x 60 is 4.2
-    kept = max(digits, exact.adjusted() + 1) if whole else digits
-    shown = Context(kept, _ROUNDING[rounded]).plus(exact)
-    return f"{shown:,.{max(0, digits - 1 - shown.adjusted())}f}"  # 0.0999 becomes 0.10, not 0.100
+    digits_kept = max(digits, exact.adjusted() + 1) if whole else digits
+    rounded_value = Context(digits_kept, _ROUNDING[rounded]).plus(exact)
+    decimals = max(0, digits - 1 - rounded_value.adjusted())  # 0.0999 becomes 0.10, not 0.100
+    return f"{rounded_value:,.{decimals}f}"
 
 
 def seconds(value: float | None, digits: int = 2, missing: str = NOT_MEASURED) -> str:
@@ -50,11 +51,11 @@ def seconds(value: float | None, digits: int = 2, missing: str = NOT_MEASURED) -
         return "never"
     if value == 0:
         return "0 ms"
-    for most, times, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (120, 1, "s")):
-        if abs(value) < most:
-            return f"{significant(value * times, digits)} {unit}"
-    each, unit = (60, "min") if abs(value) < 7200 else (3600, "h")
-    return f"{significant(value / each, digits)} {unit}"
+    for upper_bound, factor, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (120, 1, "s")):
+        if abs(value) < upper_bound:
+            return f"{significant(value * factor, digits)} {unit}"
+    unit_seconds, unit = (60, "min") if abs(value) < 7200 else (3600, "h")
+    return f"{significant(value / unit_seconds, digits)} {unit}"
 
 
 def limit(value: float) -> str:
@@ -63,8 +64,7 @@ def limit(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """Return the seconds that a person waits, as whole seconds: 90 -> "1 min 30 s"; 0.5 -> "1
-    s"."""
+    """Return a waiting time in whole seconds: 90 -> "1 min 30 s"; 0.5 -> "1 s"."""
     whole = max(1, round(value)) if value > 0 else 0
     if whole < 60:
         return f"{whole} s"
@@ -98,9 +98,9 @@ def rate(
     return f"{significant(value * times, digits, rounded, unit == '/s')}{unit}"
 
 
-def of_requests(said: str) -> str:
+def of_requests(rate_text: str) -> str:
     """`1.8/s` -> `1.8 requests/s`, `34 a minute` -> `34 requests a minute`."""
-    return re.sub("(/s| a minute| an hour)", r" requests\1", said, count=1)
+    return re.sub("(/s| a minute| an hour)", r" requests\1", rate_text, count=1)
 
 
 def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest") -> str:

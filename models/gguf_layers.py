@@ -42,26 +42,28 @@ Shapes = Mapping[str, Sequence[int]]  # of tensors by name, as GGUF has them: co
 
 
 def cached_layers(
-    family: str, own: Mapping[str, Any], shapes: Shapes, layers: int
+    family: str, metadata: Mapping[str, Any], shapes: Shapes, layers: int
 ) -> tuple[CachedLayers, ...]:
     """Return the layers that have a KV cache, those that are alike together.
 
     `own`: the architecture's metadata, without its name. `layers`: without those that only draft.
     """
     groups: Counter[tuple[int, int, int | None]] = Counter()
-    for layer in range(layers - _of_layer(own.get("attention.shared_kv_layers", 0), 0)):
-        keys, values = _cached_elements(own, shapes, layer)
+    for layer in range(layers - _of_layer(metadata.get("attention.shared_kv_layers", 0), 0)):
+        keys, values = _cached_elements(metadata, shapes, layer)
         if keys:
-            groups[keys, values, _window(family, own, layer)] += 1
+            groups[keys, values, _window(family, metadata, layer)] += 1
     return tuple(CachedLayers(count, *kind) for kind, count in groups.items())
 
 
-def state_bytes(own: Mapping[str, Any], shapes: Shapes, layers: int) -> int:
+def state_bytes(metadata: Mapping[str, Any], shapes: Shapes, layers: int) -> int:
     """Return bytes of the recurrent state of one slot, in all layers."""
-    return STATE_ELEMENT_BYTES * sum(_state_elements(own, shapes, one) for one in range(layers))
+    return STATE_ELEMENT_BYTES * sum(
+        _state_elements(metadata, shapes, one) for one in range(layers)
+    )
 
 
-def _cached_elements(own: Mapping[str, Any], shapes: Shapes, layer: int) -> tuple[int, int]:
+def _cached_elements(metadata: Mapping[str, Any], shapes: Shapes, layer: int) -> tuple[int, int]:
     """Return elements of a token's keys and of its values."""
     latent = _rows(shapes, layer, "attn_kv_a_mqa")
     if latent:  # one vector, of which the values are a part, and the keys of an indexer
@@ -74,36 +76,42 @@ def _cached_elements(own: Mapping[str, Any], shapes: Shapes, layer: int) -> tupl
     is_recurrent = f"blk.{layer}.ssm_conv1d.weight" in shapes  # attn_qkv has another meaning there
     if not _rows(shapes, layer, "attn_qkv") or is_recurrent:
         return 0, 0
-    heads = _of_layer(own.get("attention.head_count", 0), layer)
-    kv_heads = _of_layer(own.get("attention.head_count_kv", heads), layer)
-    head = _of_layer(own.get("embedding_length", 0), layer) // max(1, heads)
-    key_length = _of_layer(own.get("attention.key_length", head), layer)
-    value_length = _of_layer(own.get("attention.value_length", key_length), layer)
+    heads = _of_layer(metadata.get("attention.head_count", 0), layer)
+    kv_heads = _of_layer(metadata.get("attention.head_count_kv", heads), layer)
+    head = _of_layer(metadata.get("embedding_length", 0), layer) // max(1, heads)
+    key_length = _of_layer(metadata.get("attention.key_length", head), layer)
+    value_length = _of_layer(metadata.get("attention.value_length", key_length), layer)
     return kv_heads * key_length, kv_heads * value_length
 
 
-def _state_elements(own: Mapping[str, Any], shapes: Shapes, layer: int) -> int:
+def _state_elements(metadata: Mapping[str, Any], shapes: Shapes, layer: int) -> int:
     convolution = shapes.get(f"blk.{layer}.ssm_conv1d.weight")
     if convolution is not None:  # Mamba, gated delta nets
         inputs = (int(convolution[0]) - 1) * int(convolution[1])
-        return inputs + int(own.get("ssm.state_size", 0)) * int(own.get("ssm.inner_size", 0))
+        return inputs + int(metadata.get("ssm.state_size", 0)) * int(
+            metadata.get("ssm.inner_size", 0)
+        )
     if _has(shapes, layer, "ssm_conv1d_q"):  # Kimi: convolved queries, keys and values, a matrix
-        width, head = _rows(shapes, layer, "attn_q"), int(own.get("kda.head_dim", 0))
-        return width * (3 * (int(own.get("ssm.conv_kernel", 4)) - 1) + head)
+        width, head = _rows(shapes, layer, "attn_q"), int(metadata.get("kda.head_dim", 0))
+        return width * (3 * (int(metadata.get("ssm.conv_kernel", 4)) - 1) + head)
     short = shapes.get(f"blk.{layer}.shortconv.conv.weight")
     if short is not None:  # LFM2
         return (int(short[0]) - 1) * int(short[1])
     if _rows(shapes, layer, "time_mix_key"):  # RWKV: the last token's input, and the state
-        shifted = int(own.get("token_shift_count", 2))
-        return int(own.get("embedding_length", 0)) * (shifted + int(own.get("wkv.head_size", 0)))
+        shifted = int(metadata.get("token_shift_count", 2))
+        return int(metadata.get("embedding_length", 0)) * (
+            shifted + int(metadata.get("wkv.head_size", 0))
+        )
     return 0
 
 
-def _window(family: str, own: Mapping[str, Any], layer: int) -> int | None:
+def _window(family: str, metadata: Mapping[str, Any], layer: int) -> int | None:
     """Return the tokens that a layer attends to; None: the whole context."""
-    said = own.get("attention.sliding_window", _OWN_WINDOWS["llama4"] if family == "llama4" else 0)
-    pattern = own.get("attention.sliding_window_pattern", _WINDOW_PERIODS.get(family))
-    if not isinstance(said, int) or said <= 0 or pattern is None:
+    window = metadata.get(
+        "attention.sliding_window", _OWN_WINDOWS["llama4"] if family == "llama4" else 0
+    )
+    pattern = metadata.get("attention.sliding_window_pattern", _WINDOW_PERIODS.get(family))
+    if not isinstance(window, int) or window <= 0 or pattern is None:
         return None
     if isinstance(pattern, list):
         has_window = bool(pattern[layer]) if layer < len(pattern) else False
@@ -111,7 +119,7 @@ def _window(family: str, own: Mapping[str, Any], layer: int) -> int | None:
         has_window = int(pattern) > 0 and layer % int(pattern) > 0
     else:
         has_window = int(pattern) > 0 and layer % int(pattern) < int(pattern) - 1
-    return _OWN_WINDOWS.get(family, said) if has_window else None
+    return _OWN_WINDOWS.get(family, window) if has_window else None
 
 
 def _rows(shapes: Shapes, layer: int, name: str) -> int:

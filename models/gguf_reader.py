@@ -98,14 +98,14 @@ class GgufHeader(NamedTuple):
         Raises UnsupportedModel (no text comes out of it), BrokenWeights.
         """
         self.check_generates_text(name)
-        family, own = self.family, self.own_metadata
+        family, keys = self.family, self.own_metadata
 
         def count(key: str, default: int | None = None, least: int = 1) -> int:
-            value = own.get(key, default)
+            value = keys.get(key, default)
             if isinstance(value, list):
                 value = max(value, default=0)  # one for each layer
-            most = 10_000 if key == "block_count" else 1 << 31
-            return whole_number(value, f"{name} has {family}.{key} =", most, least)
+            max_value = 10_000 if key == "block_count" else 1 << 31
+            return whole_number(value, f"{name} has {family}.{key} =", max_value, least)
 
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
@@ -129,16 +129,16 @@ class GgufHeader(NamedTuple):
             vocabulary=int(embedding.shape[1]),
             context=count("context_length"),
             tied=is_tied,
-            rope_theta=float(own.get("rope.freq_base", 10_000.0)),
-            counted_parameters=sum(int(one.n_elements) for one in self.tensors.values()),
+            rope_theta=float(keys.get("rope.freq_base", 10_000.0)),
+            counted_parameters=sum(int(tensor.n_elements) for tensor in self.tensors.values()),
             idle_parameters=sum(
-                int(one.n_elements)
-                for one in self.tensors.values()
-                if _is_idle(one.name, layers, is_tied)
+                int(tensor.n_elements)
+                for tensor in self.tensors.values()
+                if _is_idle(tensor.name, layers, is_tied)
             ),
             experts=self._experts(count),
-            cached_layers=cached_layers(family, own, shapes, layers),
-            state_bytes_per_slot=state_bytes(own, shapes, layers),
+            cached_layers=cached_layers(family, keys, shapes, layers),
+            state_bytes_per_slot=state_bytes(keys, shapes, layers),
         )
 
     def check_generates_text(self, name: str) -> None:
@@ -172,15 +172,17 @@ class GgufHeader(NamedTuple):
 
     def _experts(self, count: Any) -> Experts | None:
         """None: a dense model."""
-        tensors = [one for one in self.tensors.values() if re.search(r"_(ch)?exps\.", one.name)]
+        tensors = [
+            tensor for tensor in self.tensors.values() if re.search(r"_(ch)?exps\.", tensor.name)
+        ]
         experts, used = count("expert_count", 0, least=0), count("expert_used_count", 0, least=0)
         if not (tensors and experts and used):
             return None
         return Experts(
             count=experts,
             used=min(used, experts),
-            parameters=sum(int(one.n_elements) for one in tensors),
-            weight_bytes=sum(int(one.n_bytes) for one in tensors),
+            parameters=sum(int(tensor.n_elements) for tensor in tensors),
+            weight_bytes=sum(int(tensor.n_bytes) for tensor in tensors),
         )
 
 
@@ -213,13 +215,16 @@ def read_header(path: Path) -> GgufHeader:
             f"{path.name} is one of {parts} files of a model by its header, but not by its name. "
             f"llama.cpp finds the other parts only by names such as x-00001-of-{parts:05}.gguf."
         )
-    for number, (one, _) in enumerate(contents):
-        if len(files) > 1 and (one.get("split.count"), one.get("split.no")) != (parts, number):
+    for number, (part_metadata, _) in enumerate(contents):
+        if len(files) > 1 and (part_metadata.get("split.count"), part_metadata.get("split.no")) != (
+            parts,
+            number,
+        ):
             raise BrokenWeights(
                 f"The name of {files[number].name} is wrong: its header says that it is part "
-                f"{one.get('split.no', 0) + 1} of {one.get('split.count', 1)}"
+                f"{part_metadata.get('split.no', 0) + 1} of {part_metadata.get('split.count', 1)}"
             )
-    tensors = {tensor.name: tensor for _, found in contents for tensor in found}
+    tensors = {tensor.name: tensor for _, part_tensors in contents for tensor in part_tensors}
     total = metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
         raise BrokenWeights(f"{path.name} has {len(tensors)} tensors in all its parts, not {total}")
@@ -229,8 +234,8 @@ def read_header(path: Path) -> GgufHeader:
 def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
     broken = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, struct.error)
     try:
-        found = _Reader(path)
-        return {name: field.contents() for name, field in found.fields.items()}, found.tensors
+        reader = _Reader(path)
+        return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
     except broken as problem:
         raise BrokenWeights(
             f"{str(path)!r} is not a GGUF file, or is damaged or truncated: {problem}"

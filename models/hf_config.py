@@ -68,30 +68,32 @@ def check_dense(config: dict[str, Any], name: str) -> None:
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else config
     kinds = inner.get("layer_types") or ()
-    what = ""
+    kind = ""
     if any(isinstance(inner.get(key), int) and inner[key] > 1 for key in _EXPERT_COUNTS):
-        what = "a mixture of experts"
+        kind = "a mixture of experts"
     elif "linear_attention" in kinds or any(key.startswith(_RECURRENT) for key in inner):
-        what = "a model with recurrent layers"
+        kind = "a model with recurrent layers"
     elif inner is not config:
-        what = "a multimodal model"
+        kind = "a multimodal model"
     elif inner.get("is_encoder_decoder"):
-        what = "an encoder-decoder model"
+        kind = "an encoder-decoder model"
     elif _is_encoder(inner.get("architectures")):
-        what = "an encoder, which generates no text"
-    if what:
+        kind = "an encoder, which generates no text"
+    if kind:
         family = config.get("model_type")
-        instead = "" if "encoder" in what else f" Use {_GGUF}."
+        instead = "" if "encoder" in kind else f" Use {_GGUF}."
         raise UnsupportedModel(
-            f"{name} is {what} (model_type {family!r}), but onnx and torch serve only dense models "
+            f"{name} is {kind} (model_type {family!r}), but onnx and torch serve only dense models "
             f"that generate text.{instead}"
         )
 
 
 def _is_encoder(architectures: Any) -> bool:
     """Return whether classes of transformers are named and none of them generates text."""
-    named = [str(one) for one in architectures or ()]
-    return bool(named) and not any("CausalLM" in one or "LMHeadModel" in one for one in named)
+    class_names = [str(class_name) for class_name in architectures or ()]
+    return bool(class_names) and not any(
+        "CausalLM" in class_name or "LMHeadModel" in class_name for class_name in class_names
+    )
 
 
 def spec_of(config: dict[str, Any], name: str) -> ModelSpec:

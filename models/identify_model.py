@@ -67,22 +67,25 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def formats(self) -> dict[str, tuple[str, ...]]:
         """Formats in which it can be had, by kind of weights (gguf, hf, onnx), the usual one first;
         (): not known before it is fetched."""
-        own = (self.weight_format,) if self.weight_format else ()
+        own_formats = (self.weight_format,) if self.weight_format else ()
         match self.kind:
             case "ladder":
                 return {kind: formats for kind, formats in FORMATS.items() if formats}
-            case "gguf" if self.spec is not None and not own:  # a shape without a file
+            case "gguf" if self.spec is not None and not own_formats:  # a shape without a file
                 made = SHAPES[self.spec.name].formats
                 return {"gguf": tuple(dict.fromkeys((*made, *reversed(FORMATS["gguf"]))))}
             case "gguf":
-                return {"gguf": own}
+                return {"gguf": own_formats}
             case "onnx":
-                return {"onnx": own}
+                return {"onnx": own_formats}
         if self.spec is not None and self.spec.family not in FAMILIES:
             return {"onnx": ("int8", "fp32")}  # what optimum exports
         return {
-            "onnx": ("int8", *(one for one in FORMATS["onnx"] if one != "int8")),
-            "hf": tuple(dict.fromkeys((*own, *FORMATS["hf"]))),
+            "onnx": (
+                "int8",
+                *(weight_format for weight_format in FORMATS["onnx"] if weight_format != "int8"),
+            ),
+            "hf": tuple(dict.fromkeys((*own_formats, *FORMATS["hf"]))),
         }
 
 
@@ -115,15 +118,15 @@ def _identity(name: str, fetch: bool) -> ModelIdentity:
         return ModelIdentity(
             name=spec.name, kind="ladder", source=spec.name, spec=spec, is_random=True
         )
-    found = find_local(name)
-    if found is None and (shape := sized(name)) is not None:
+    local = find_local(name)
+    if local is None and (shape := sized(name)) is not None:
         spec = shape.spec
         return ModelIdentity(
             name=spec.name, kind="gguf", source=spec.name, spec=spec, is_random=True
         )
-    if found is None:
+    if local is None:
         return _of_hub(name, fetch)
-    path, called = found
+    path, called = local
     source = name if path == packaged_file(name) else str(path)
     if is_gguf(path):
         return _of_gguf(path, called, source)
@@ -160,15 +163,15 @@ def name_of(name: str) -> str:
 
 def unique_names(identities: Iterable[ModelIdentity]) -> list[ModelIdentity]:
     """Return the models, each once; different ones that are called the same are numbered."""
-    taken: dict[str, str] = {}  # name -> source
+    source_of_name: dict[str, str] = {}  # name -> source
     out: dict[str, ModelIdentity] = {}  # by source
-    for one in identities:
-        name, number = one.name, 1
-        while taken.get(name.lower(), one.source) != one.source:
+    for identity in identities:
+        name, number = identity.name, 1
+        while source_of_name.get(name.lower(), identity.source) != identity.source:
             number += 1
-            name = f"{one.name}-{number}"
-        taken[name.lower()] = one.source
-        out.setdefault(one.source, _renamed(one, name))
+            name = f"{identity.name}-{number}"
+        source_of_name[name.lower()] = identity.source
+        out.setdefault(identity.source, _renamed(identity, name))
     return list(out.values())
 
 
@@ -176,14 +179,16 @@ def unknown_model(name: str, why: str = "") -> UnknownModel:
     """Return the error for a name that stands for nothing: near names, and what is taken."""
     path = with_home(name)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
-        known = _models_beside(path)
-        asked, why = str(path), why or f"There is no file or folder {name!r}"
+        candidates = _models_beside(path)
+        wanted_name, why = str(path), why or f"There is no file or folder {name!r}"
     else:
-        known = [each for one in (*LADDER, *SIZED) for each in (one.spec.name, *one.aliases)] + [
-            PACKAGED
-        ]
-        asked, why = name.lower(), why or f"{name!r} is not a known model"
-    near = difflib.get_close_matches(asked, known, 3, 0.5)
+        candidates = [
+            name_or_alias
+            for shape in (*LADDER, *SIZED)
+            for name_or_alias in (shape.spec.name, *shape.aliases)
+        ] + [PACKAGED]
+        wanted_name, why = name.lower(), why or f"{name!r} is not a known model"
+    near = difflib.get_close_matches(wanted_name, candidates, 3, 0.5)
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return UnknownModel(f"{why}.{meant} Give {TAKEN}, or a name of `crossover models list`.")
 
@@ -199,9 +204,9 @@ def _models_beside(path: Path) -> list[str]:
     """Return the GGUF files and model folders of the folder in which a path would be."""
     with suppress(OSError):
         return [
-            str(path.parent / one.name)
-            for one in path.parent.iterdir()
-            if one.suffix == ".gguf" or (one / "config.json").is_file()
+            str(path.parent / entry.name)
+            for entry in path.parent.iterdir()
+            if entry.suffix == ".gguf" or (entry / "config.json").is_file()
         ]
     return []
 
@@ -216,9 +221,9 @@ def _short_name(path: Path) -> str:
     return f"{name}-file" if is_file else f"{name}-folder"
 
 
-def _renamed(one: ModelIdentity, name: str) -> ModelIdentity:
-    spec = None if one.spec is None else msgspec.structs.replace(one.spec, name=name)
-    return msgspec.structs.replace(one, name=name, spec=spec)
+def _renamed(identity: ModelIdentity, name: str) -> ModelIdentity:
+    spec = None if identity.spec is None else msgspec.structs.replace(identity.spec, name=name)
+    return msgspec.structs.replace(identity, name=name, spec=spec)
 
 
 def _of_gguf(path: Path, name: str, source: str) -> ModelIdentity:
@@ -284,14 +289,14 @@ def _of_hub(name: str, fetch: bool) -> ModelIdentity:
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    def cached(wanted: str) -> Path | None:
-        found = try_to_load_from_cache(repository, wanted)
-        return Path(found) if isinstance(found, str) else None
+    def cached(file_name: str) -> Path | None:
+        cached_path = try_to_load_from_cache(repository, file_name)
+        return Path(cached_path) if isinstance(cached_path, str) else None
 
     if file is not None:
-        here = cached(file)
-        if here is not None:
-            return _of_gguf(here, called, name)
+        local_file = cached(file)
+        if local_file is not None:
+            return _of_gguf(local_file, called, name)
         missing = (
             f"the file {name} has not been downloaded; `crossover models make {name}` fetches it"
         )

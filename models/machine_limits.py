@@ -38,8 +38,8 @@ def cpu_name(root: Path = ROOT) -> str | None:
 
 def _cpuinfo(root: Path, keys: str) -> str | None:
     text = read_text(root / "proc/cpuinfo")
-    found = re.search(rf"^(?:{keys})\s*:\s*(.*\S)", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(rf"^(?:{keys})\s*:\s*(.*\S)", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def cgroup_cores(root: Path = ROOT) -> float | None:
@@ -68,8 +68,8 @@ def available_bytes(root: Path = ROOT) -> int:
     """Return the bytes of RAM that can be taken without swapping or being killed, by the machine's
     memory and the container's limit."""
     available = sizes(read_text(root / "proc/meminfo")).get("MemAvailable", 0)
-    left = cgroup_memory_left(root)
-    return available if left is None else min(available, left)
+    cgroup_bytes = cgroup_memory_left(root)
+    return available if cgroup_bytes is None else min(available, cgroup_bytes)
 
 
 def total_bytes(root: Path = ROOT) -> int:
@@ -132,8 +132,8 @@ def cgroup_folders(
 
 def sizes(text: str, unit: int = 1024) -> dict[str, int]:
     """Return the bytes by name of lines such as `MemTotal:  16 kB` or `inactive_file 4096`."""
-    found = re.findall(r"^(\S+?):?[ \t]+(\d+)", text, re.MULTILINE)
-    return {name: int(size) * unit for name, size in found}
+    lines = re.findall(r"^(\S+?):?[ \t]+(\d+)", text, re.MULTILINE)
+    return {name: int(size) * unit for name, size in lines}
 
 
 def read_text(path: Path) -> str:

@@ -185,8 +185,8 @@ def is_ladder_model(name: str) -> bool:
 def ladder_model(name: str) -> LadderModel:
     """Return the ladder model of a name ("smollm2-135m") or alias ("135m"). Raises UnknownModel."""
     if not is_ladder_model(name):
-        known = ", ".join(" or ".join((one.spec.name, *one.aliases)) for one in LADDER)
-        raise UnknownModel(f"{name!r} is not a ladder model. Ladder models: {known}")
+        known_names = ", ".join(" or ".join((model.spec.name, *model.aliases)) for model in LADDER)
+        raise UnknownModel(f"{name!r} is not a ladder model. Ladder models: {known_names}")
     return _BY_NAME[name.lower()]
 
 

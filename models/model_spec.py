@@ -18,11 +18,11 @@ from crossover.models.errors import UnsupportedModel
 KV_ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "q8_0": 1.0625, "q4_0": 0.5625}
 
 
-def whole_number(value: Any, said: str, most: int = 1 << 31, least: int = 1) -> int:
+def whole_number(value: Any, subject: str, maximum: int = 1 << 31, minimum: int = 1) -> int:
     """Return a size that a file names. Raises UnsupportedModel: a file from anywhere must not make
     a reader count to a billion."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        text = f"{said} {value!r}, but it must be an integer from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        text = f"{subject} {value!r}, but it must be an integer from {minimum} to {maximum}"
         raise UnsupportedModel(text)
     return value
 
@@ -210,12 +210,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return what experts mean for whoever serves the model; "": it is dense."""
         if self.experts is None:
             return ""
-        one = self.experts
+        experts = self.experts
         return (
-            f"each token goes through {one.used} of {one.count} experts and "
+            f"each token goes through {experts.used} of {experts.count} experts and "
             f"{self.active_parameters:,} parameters, which is fast for one request; 16 requests "
-            f"together use {one.expected_share(16):.0%} of the experts in each step, so that they "
-            "share little of it"
+            f"together use {experts.expected_share(16):.0%} of the experts in each step, so that "
+            "they share little of it"
         )
 
     @property

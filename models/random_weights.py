@@ -183,8 +183,10 @@ def rope_factors(spec: ModelSpec, scaling: RopeScaling) -> npt.NDArray[np.float3
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # Full turns within the original context: few are slowed down, many stay.
     turns = scaling.original_context * frequencies / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    factors: Floats = (1 / ((1 - kept) / scaling.factor + kept)).astype(np.float32)
+    unscaled_share = np.clip((turns - low) / (high - low), 0, 1)
+    factors: Floats = (1 / ((1 - unscaled_share) / scaling.factor + unscaled_share)).astype(
+        np.float32
+    )
     return factors
 
 

@@ -110,26 +110,26 @@ def _resolved(
 ) -> ResolvedModel:
     if kind == "none":
         return _without_weights(name, cache_dir(cache))
-    asked = spelt(kind, weight_format) if weight_format else None
+    requested_format = spelt(kind, weight_format) if weight_format else None
     if (shape := sized(name)) is not None and find_local(name) is None:
-        return _random_shape(shape.spec, kind, asked, cache_dir(cache), progress)
+        return _random_shape(shape.spec, kind, requested_format, cache_dir(cache), progress)
     if is_ladder_model(name):
         return _random(
             ladder_model(name).spec,
             kind,
-            asked or DEFAULT_FORMATS[kind],
+            requested_format or DEFAULT_FORMATS[kind],
             cache_dir(cache),
             progress,
         )
-    found = find_local(name)
-    if found is None or (kind != "gguf" and found[0] == packaged_file(name)):  # no safetensors
-        found = _downloaded(name, progress)
-    local, called = found
+    local = find_local(name)
+    if local is None or (kind != "gguf" and local[0] == packaged_file(name)):  # no safetensors
+        local = _downloaded(name, progress)
+    local, called = local
     if is_gguf(local):
-        return _gguf(local, called, kind, asked)
+        return _gguf(local, called, kind, requested_format)
     if not local.is_dir():
         raise UnsupportedModel(f"{str(local)!r} is neither a GGUF file nor a folder")
-    return _folder(local, called, kind, asked, cache_dir(cache), progress)
+    return _folder(local, called, kind, requested_format, cache_dir(cache), progress)
 
 
 def _random(
@@ -209,10 +209,10 @@ def _make(
     """Make what is not at `path` as it should be, by `run_aside`. `made_by`: shape, generator."""
 
     def is_made() -> bool:
-        found = None
+        manifest = None
         with suppress(BrokenWeights, OSError):
-            found = read_manifest(path) if path.exists() else None
-        return found is not None and (found.spec, found.generator) == made_by
+            manifest = read_manifest(path) if path.exists() else None
+        return manifest is not None and (manifest.spec, manifest.generator) == made_by
 
     if not is_made():
         with making(path):
@@ -220,21 +220,28 @@ def _make(
                 run_aside(function, *args, **named)
 
 
-def _gguf(path: Path, name: str, kind: str, asked: str | None) -> ResolvedModel:
+def _gguf(path: Path, name: str, kind: str, requested_format: str | None) -> ResolvedModel:
     if kind != "gguf":
         raise UnsupportedModel(
             f"{path.name} is a GGUF file, which only llama_cpp serves. For onnx and torch, give "
             "the model's folder of safetensors or its hub id."
         )
     header = read_header(path)
-    if asked not in (None, header.weight_format):
-        raise UnsupportedModel(f"{path.name} is of format {header.weight_format}, not {asked}")
-    found = _found(header.files[0], header.spec(name), header.weight_format)
-    return msgspec.structs.replace(found, file_bytes=header.file_bytes)
+    if requested_format not in (None, header.weight_format):
+        raise UnsupportedModel(
+            f"{path.name} is of format {header.weight_format}, not {requested_format}"
+        )
+    resolved = _found(header.files[0], header.spec(name), header.weight_format)
+    return msgspec.structs.replace(resolved, file_bytes=header.file_bytes)
 
 
 def _folder(
-    path: Path, name: str, kind: str, asked: str | None, cache: Path, progress: Progress | None
+    path: Path,
+    name: str,
+    kind: str,
+    requested_format: str | None,
+    cache: Path,
+    progress: Progress | None,
 ) -> ResolvedModel:
     """`asked`: the format that it must have, or be made of."""
     if kind == "gguf":
@@ -249,21 +256,21 @@ def _folder(
     if kind == "onnx" and (path / "model.onnx").is_file():
         manifest = read_manifest(path)
         # A foreign graph does not say what its format is.
-        stored = manifest.weight_format if manifest is not None else asked or ""
-        if asked not in (None, stored):
-            raise UnsupportedModel(f"{path.name} is of format {stored}, not {asked}")
+        stored = manifest.weight_format if manifest is not None else requested_format or ""
+        if requested_format not in (None, stored):
+            raise UnsupportedModel(f"{path.name} is of format {stored}, not {requested_format}")
         return _found(path, spec, stored)
     stored = "" if is_foreign else check_tensors(path, spec)
     if kind == "hf":
-        return _found(path, spec, asked or stored)
-    made = asked or "int8"  # int4 costs trained weights much of what they know
+        return _found(path, spec, requested_format or stored)
+    made_format = requested_format or "int8"  # int4 costs trained weights much of what they know
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=8)
     for file in sorted(filter(Path.is_file, path.iterdir())):
-        told = file.stat()
-        digest.update(f"{file.name} {told.st_size} {told.st_mtime_ns}\n".encode())
-    out = cache / "converted" / digest.hexdigest() / f"{Path(name).name}-onnx-{made}"
-    _make(out, (spec, converter(made)), CONVERT, progress, path, out, made, spec=spec)
-    return _found(out, spec, made)
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    out = cache / "converted" / digest.hexdigest() / f"{Path(name).name}-onnx-{made_format}"
+    _make(out, (spec, converter(made_format)), CONVERT, progress, path, out, made_format, spec=spec)
+    return _found(out, spec, made_format)
 
 
 def _found(path: Path, spec: ModelSpec, weight_format: str) -> ResolvedModel:
@@ -287,22 +294,22 @@ def _downloaded(name: str, progress: Progress | None) -> tuple[Path, str]:
         progress(f"fetching {hub_id}", None)
     repository, file = match.groups()
     extra = ["additional_chat_templates/*.jinja", INDEX]
-    wanted = part_names(file) if file else [*TEXTS, *extra]
+    file_names = part_names(file) if file else [*TEXTS, *extra]
 
     def fetched(names: list[str]) -> Path:
         return Path(snapshot_download(repository, allow_patterns=names, etag_timeout=20))
 
     try:  # hf_hub_download, for one file, retries for half a minute where there is no network
-        folder = fetched(wanted)
+        folder = fetched(file_names)
         if not file:  # other safetensors of a repository are adapters, or copies of the weights
             has_index = (folder / INDEX).is_file()
-            folder = fetched([*wanted, *(weight_files(folder) if has_index else [WEIGHTS])])
+            folder = fetched([*file_names, *(weight_files(folder) if has_index else [WEIGHTS])])
     except (HfHubHTTPError, HFValidationError, OSError) as problem:
         raise not_fetched(hub_id, problem) from problem
     called = PACKAGED if is_packaged else name_of(name)
     if not file:
         return folder, called
-    for one in wanted:
-        if not (folder / one).is_file():
-            raise UnknownModel(f"The hub repository {repository} has no file {one}")
-    return folder / wanted[0], called
+    for part in file_names:
+        if not (folder / part).is_file():
+            raise UnknownModel(f"The hub repository {repository} has no file {part}")
+    return folder / file_names[0], called

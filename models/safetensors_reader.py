@@ -48,16 +48,16 @@ def weight_files(folder: Path) -> list[str]:
     if index.is_file():
         try:
             text = index.read_bytes().removeprefix(codecs.BOM_UTF8)
-            named = set(msgspec.json.decode(text, type=_Index).weight_map.values())
+            file_names = set(msgspec.json.decode(text, type=_Index).weight_map.values())
         except (ValueError, OSError) as problem:
             raise BrokenWeights(f"{str(index)!r} cannot be read: {problem}") from problem
-        for name in named:
+        for name in file_names:
             if Path(name).name != name:
                 raise BrokenWeights(
                     f"{str(index)!r} names {name[:200]!r}, which is not a file name"
                 )
-        if named:
-            return sorted(named)
+        if file_names:
+            return sorted(file_names)
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     names = sorted(file.name for file in folder.glob("*.safetensors"))
@@ -80,8 +80,8 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
         try:
             with safe_open(file, "np") as opened:  # compares the header with itself and the size
                 for name in opened.keys():
-                    found = opened.get_slice(name)
-                    out[name] = Stored(file, found.get_dtype(), tuple(found.get_shape()))
+                    tensor = opened.get_slice(name)
+                    out[name] = Stored(file, tensor.get_dtype(), tuple(tensor.get_shape()))
         except SafetensorError as problem:
             raise BrokenWeights(
                 f"{str(file)!r} is not a complete safetensors file: {problem}"
@@ -94,9 +94,9 @@ def check_tensors(folder: Path, spec: ModelSpec) -> str:
 
     Raises BrokenWeights naming the missing or different tensor, UnsupportedModel.
     """
-    found = read_tensors(folder)
+    tensors = read_tensors(folder)
     for tensor in spec.tensors():
-        stored = found.get(tensor.name)
+        stored = tensors.get(tensor.name)
         if stored is None or stored.shape != tensor.shape:
             has = "missing" if stored is None else f"of shape {stored.shape}"
             raise BrokenWeights(
@@ -108,7 +108,7 @@ def check_tensors(folder: Path, spec: ModelSpec) -> str:
                 f"The tensor {tensor.name} of {folder.name} is of type {stored.dtype}; supported: "
                 f"{', '.join(FORMATS)}"
             )
-    return FORMATS[found[EMBEDDING].dtype]
+    return FORMATS[tensors[EMBEDDING].dtype]
 
 
 def stored_rows(folder: Path, spec: ModelSpec) -> Rows:

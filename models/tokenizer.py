@@ -95,20 +95,20 @@ class HfTokenizer(RendersChat):
             raise BrokenWeights(f"{str(file)!r} is not a valid tokenizer: {problem}") from problem
         # A setting of the object, not of the call, so there are two objects.
         self._plain.encode_special_tokens = True
-        for one in (self._plain, self._special_parsing):
-            one.no_truncation()
-            one.no_padding()
+        for item in (self._plain, self._special_parsing):
+            item.no_truncation()
+            item.no_padding()
         self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(raw).get("decoder"))
         self._added = self._special_parsing.get_added_tokens_decoder()
-        self.special_ids = frozenset(index for index, one in self._added.items() if one.special)
+        self.special_ids = frozenset(index for index, item in self._added.items() if item.special)
         ids = self._special_parsing.get_vocab(with_added_tokens=True).values()
         self.vocabulary = 1 + max(ids, default=-1)
         config = _read_json(file.parent / "tokenizer_config.json")
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         self.chat_tokens = {  # strings, or objects with `content`
-            name: one["content"] if isinstance(one, dict) else one
+            name: item["content"] if isinstance(item, dict) else item
             for name in names
-            if (one := config.get(name))
+            if (item := config.get(name))
         }
         self.eos_ids = self._eos_ids(file.parent)
         with_bos = self._special_parsing.encode("a", add_special_tokens=True).ids
@@ -144,11 +144,13 @@ class HfTokenizer(RendersChat):
     def _eos_ids(self, folder: Path) -> frozenset[int]:
         """Of generation_config.json, else of config.json; and the token named eos_token."""
         files = [_read_json(folder / f"{name}.json") for name in ("generation_config", "config")]
-        named = [one["eos_token_id"] for one in files if one.get("eos_token_id") is not None]
-        ids = named[0] if named and isinstance(named[0], list) else named[:1]
+        eos_values = [
+            value["eos_token_id"] for value in files if value.get("eos_token_id") is not None
+        ]
+        ids = eos_values[0] if eos_values and isinstance(eos_values[0], list) else eos_values[:1]
         ids = [*ids, self._special_parsing.token_to_id(self.chat_tokens.get("eos_token", ""))]
         # Some files say -1, or null in a list, for "none".
-        return frozenset(one for one in ids if type(one) is int and one >= 0)
+        return frozenset(value for value in ids if type(value) is int and value >= 0)
 
 
 Tokenizer = HfTokenizer | GgufTokenizer
@@ -193,9 +195,9 @@ def write_shipped(folder: Path, vocabulary: int, context: int) -> None:
 def _byte_characters() -> dict[str, int]:
     """GPT-2's printable stand-ins: character of a byte-level vocabulary -> byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    shown = [*printable, *range(256, 256 + len(rest))]
-    return dict(zip(map(chr, shown), [*printable, *rest], strict=True))
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    characters = [*printable, *range(256, 256 + len(unprintable))]
+    return dict(zip(map(chr, characters), [*printable, *unprintable], strict=True))
 
 
 def _byte_level(token: str) -> bytes:
@@ -215,7 +217,9 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return name -> chat template, the usual one as "default": of chat_template.jinja and
     additional_chat_templates/NAME.jinja, else of chat_template.json or tokenizer_config.json (a
     text, a list with names, or an object)."""
-    files = {one.stem: one for one in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    files = {
+        entry.stem: entry for entry in sorted(folder.glob("additional_chat_templates/*.jinja"))
+    }
     if (file := folder / "chat_template.jinja").is_file():
         files["default"] = file
     try:
@@ -224,15 +228,19 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as problem:
         text = f"A chat template in {str(folder)!r} cannot be read: {problem}"
         raise BrokenWeights(text) from problem
-    found = _read_json(folder / "chat_template.json").get("chat_template")
-    found = config.get("chat_template") if found is None else found
-    if isinstance(found, str):
-        return {"default": found}
-    if isinstance(found, list):
-        pairs = [one for one in found if isinstance(one, dict)]
-        found = {one.get("name"): one.get("template") for one in pairs}
-    named = found.items() if isinstance(found, dict) else ()
-    return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
+    templates = _read_json(folder / "chat_template.json").get("chat_template")
+    templates = config.get("chat_template") if templates is None else templates
+    if isinstance(templates, str):
+        return {"default": templates}
+    if isinstance(templates, list):
+        pairs = [entry for entry in templates if isinstance(entry, dict)]
+        templates = {entry.get("name"): entry.get("template") for entry in pairs}
+    named_templates = templates.items() if isinstance(templates, dict) else ()
+    return {
+        name: text
+        for name, text in named_templates
+        if isinstance(name, str) and isinstance(text, str)
+    }
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -78,10 +78,10 @@ def gguf_names() -> dict[str, float]:
 
 def spelt(kind: str, weight_format: str) -> str:
     """Return the format as files of this kind spell it. Raises UnsupportedModel."""
-    for known in (FORMATS[kind], gguf_names() if kind == "gguf" else ()):
-        for one in known:
-            if one.lower() == weight_format.lower():
-                return one
+    for names in (FORMATS[kind], gguf_names() if kind == "gguf" else ()):
+        for name in names:
+            if name.lower() == weight_format.lower():
+                return name
     raise UnsupportedModel(
         f"{weight_format!r} cannot be made for files of kind {kind!r}. Available formats: "
         f"{', '.join(FORMATS[kind])}"
@@ -116,9 +116,12 @@ def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
     architecture = architectures[FAMILIES[spec.family].gguf]
     name_of = get_tensor_name_map(architecture, spec.layers).get_name
     out = []
-    for one in spec.tensors():
-        name, kind = name_of(one.name, (".weight", ".bias")), tensor_type(spec, weight_format, one)
-        out.append(GgufTensor(name, one.name, one.shape, kind))
+    for tensor in spec.tensors():
+        name, kind = (
+            name_of(tensor.name, (".weight", ".bias")),
+            tensor_type(spec, weight_format, tensor),
+        )
+        out.append(GgufTensor(name, tensor.name, tensor.shape, kind))
     if spec.rope_scaling is not None:
         out.append(GgufTensor("rope_freqs.weight", None, (spec.head_dim // 2,), "F32"))
     return out
@@ -150,8 +153,10 @@ def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
     """Return bytes of all weights: exact for the tensors of a GGUF file that is made here, else by
     the bits of most. Raises KeyError."""
     if weight_format in GGUF_FORMATS and spec.counted_parameters is None:
-        blocks = ((one, BLOCKS[tensor_type(spec, weight_format, one)]) for one in spec.tensors())
-        return sum(one.elements // block.weights * block.bytes for one, block in blocks)
+        blocks = (
+            (tensor, BLOCKS[tensor_type(spec, weight_format, tensor)]) for tensor in spec.tensors()
+        )
+        return sum(tensor.elements // block.weights * block.bytes for tensor, block in blocks)
     bits = _BITS.get(weight_format) or gguf_names().get(weight_format)
     if bits is None:
         raise KeyError(f"unknown weight format {weight_format!r}")

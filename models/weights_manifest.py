@@ -116,12 +116,12 @@ def _remove(path: Path) -> None:
 def cache_dir(override: str | Path | None = None) -> Path:
     """`override`, else $CROSSOVER_CACHE, else ~/.cache/crossover. Raises ModelError for a user
     without a home."""
-    own = override or os.environ.get("CROSSOVER_CACHE") or "~/.cache/crossover"
-    path = with_home(own)
+    folder = override or os.environ.get("CROSSOVER_CACHE") or "~/.cache/crossover"
+    path = with_home(folder)
     if str(path).startswith("~"):
         raise ModelError(
-            f"The cache folder {str(own)!r} is in the home directory, and this user has none. Name "
-            "another folder with --cache, or in the variable CROSSOVER_CACHE."
+            f"The cache folder {str(folder)!r} is in the home directory, and this user has none. "
+            "Name another folder with --cache, or in the variable CROSSOVER_CACHE."
         )
     return path.absolute()
 
@@ -155,6 +155,6 @@ def making(path: Path) -> Iterator[None]:
             if problem.errno not in _NO_LOCKS:
                 raise ModelError(f"{stream.name!r} cannot be locked: {problem.strerror}") from None
             is_locked = False
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.part") if is_locked else ():
-            _remove(left)
+        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.part") if is_locked else ():
+            _remove(leftover)
         yield

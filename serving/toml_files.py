@@ -67,23 +67,27 @@ def converted(given: Any, kind: type[T], error: type[CrossoverError]) -> T:
 
 def _faults(value: Any, kind: Any, name: str) -> Iterator[str]:
     """Yield the faults inside a value of this type, or else those of the value itself."""
-    found: list[str] = []
-    for one in _options(kind):
-        args = get_args(one)
-        if isinstance(value, dict) and isinstance(one, type) and issubclass(one, msgspec.Struct):
-            found += _faults_of_table(value, one, f"{name}." if name else "")
-        elif isinstance(value, dict) and get_origin(one) is dict:
-            for item, inside in value.items():
-                found += _faults(inside, args[1], f"{name}.{item}")
-        elif isinstance(value, list) and get_origin(one) in (list, tuple):
-            for position, inside in enumerate(value):
-                found += _faults(inside, args[0], f"{name}[{position}]")
-    if not found:
+    faults: list[str] = []
+    for option_type in _options(kind):
+        args = get_args(option_type)
+        if (
+            isinstance(value, dict)
+            and isinstance(option_type, type)
+            and issubclass(option_type, msgspec.Struct)
+        ):
+            faults += _faults_of_table(value, option_type, f"{name}." if name else "")
+        elif isinstance(value, dict) and get_origin(option_type) is dict:
+            for item, item_value in value.items():
+                faults += _faults(item_value, args[1], f"{name}.{item}")
+        elif isinstance(value, list) and get_origin(option_type) in (list, tuple):
+            for position, item_value in enumerate(value):
+                faults += _faults(item_value, args[0], f"{name}[{position}]")
+    if not faults:
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as problem:
-            found.append(_sentence(name, str(problem), _options(kind), value))
-    yield from found
+            faults.append(_sentence(name, str(problem), _options(kind), value))
+    yield from faults
 
 
 def _faults_of_table(value: dict[str, Any], kind: type[msgspec.Struct], at: str) -> Iterator[str]:
@@ -107,7 +111,7 @@ def _options(kind: Any) -> list[Any]:
     if get_origin(kind) is Annotated:
         return _options(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
-        return [one for part in get_args(kind) for one in _options(part)]
+        return [option_type for part in get_args(kind) for option_type in _options(part)]
     return [] if kind is NoneType else [kind]
 
 
@@ -119,13 +123,26 @@ def _sentence(name: str, problem: str, kinds: list[Any], value: Any) -> str:
         value = value.get(place[1:-1])
     if limit := bound(message):
         return f"{name} must be {limit}, got {value!r}"
-    if wrong := re.fullmatch(r"Expected (`.*`), got `.*`", message):
-        types = [TYPES.get(one, one) for one in re.findall(r"\w+", wrong[1]) if one != "null"]
+    if type_match := re.fullmatch(r"Expected (`.*`), got `.*`", message):
+        types = [
+            TYPES.get(option_type, option_type)
+            for option_type in re.findall(r"\w+", type_match[1])
+            if option_type != "null"
+        ]
         return f"{name} must be {' or '.join(types)}, got {value!r}"
     if message.startswith("Invalid enum value"):
-        known = [v for one in kinds if get_origin(one) is Literal for v in get_args(one)]
-        for one in kinds:
-            known += [each.value for each in one] if hasattr(one, "__members__") else []
-        return f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}"
+        allowed = [
+            v
+            for option_type in kinds
+            if get_origin(option_type) is Literal
+            for v in get_args(option_type)
+        ]
+        for option_type in kinds:
+            allowed += (
+                [member.value for member in option_type]
+                if hasattr(option_type, "__members__")
+                else []
+            )
+        return f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}"
     got = "" if isinstance(value, dict) else f", got {value!r}"
     return f"{name}: {message}{got}" if name else message

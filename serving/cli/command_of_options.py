@@ -24,11 +24,11 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
     pairs = [field.name for field in fields if get_origin(unbounded(field.type)) is dict]
     flags = flags_of(kind)
 
-    def command(**given: Any) -> None:
+    def command(**values: Any) -> None:
         for name in pairs:
-            given[name] = parse_options(given[name] or (), flags[name])
-        known = {name: value for name, value in given.items() if value is not None}
-        raise typer.Exit(run(converted(known, kind, "", flags.__getitem__)) or 0)
+            values[name] = parse_options(values[name] or (), flags[name])
+        set_values = {name: value for name, value in values.items() if value is not None}
+        raise typer.Exit(run(converted(set_values, kind, "", flags.__getitem__)) or 0)
 
     parameters = [_parameter_of(field, flags[field.name]) for field in fields]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -43,15 +43,15 @@ def _parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parame
     default: Any = inspect.Parameter.empty if is_required else field.default
     if get_origin(kind) in (dict, tuple):
         kind, default = list[str] | None, None
-    shown: dict[str, Any] = {
+    help_arguments: dict[str, Any] = {
         "help": _literal(option_help.text),
         "metavar": option_help.metavar or None,
     }
     if option_help.is_argument:
-        info: Any = typer.Argument(**shown)
+        info: Any = typer.Argument(**help_arguments)
     else:
         flags = f"{flag}/--no-{flag[2:]}" if default is True else flag
-        info = typer.Option(flags, rich_help_panel=option_help.panel or None, **shown)
+        info = typer.Option(flags, rich_help_panel=option_help.panel or None, **help_arguments)
     annotation = Annotated[kind, info]  # type: ignore[valid-type]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation

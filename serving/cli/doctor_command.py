@@ -64,16 +64,16 @@ def examine() -> Diagnosis:
         backends = tuple(pool.map(ask, names))
     has_gpu = bool(facts.gpus or render_nodes())
     has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
-    said = {one.backend: advice(one, has_compiler, has_gpu) for one in backends}
+    advice_texts = {probe.backend: advice(probe, has_compiler, has_gpu) for probe in backends}
     cache, free_bytes = _cache()
-    works = any(one.works for one in backends)
+    has_working_backend = any(probe.works for probe in backends)
     speeds = _core_speeds(facts)
-    warnings = dict(warnings_of(facts, works, free_bytes))
+    warnings = dict(warnings_of(facts, has_working_backend, free_bytes))
     physical_cores = len(set(physical_of(facts.allowed_cores).values()))
     warnings |= dict(warnings_of_cores(physical_cores, speeds)) | dict(
         warnings_of_builds(facts, backends)
     )
-    texts = {name: text for name, text in said.items() if text}
+    texts = {name: text for name, text in advice_texts.items() if text}
     return Diagnosis(facts, backends, texts, cache, free_bytes, warnings, speeds)
 
 
@@ -94,8 +94,8 @@ def _cache() -> tuple[str, int | None]:
     except ModelError as problem:
         return f"none: {problem}", None
     # Not Path.exists: it raises where a folder above is closed to this user.
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    return str(folder), shutil.disk_usage(there).free
+    existing_path = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    return str(folder), shutil.disk_usage(existing_path).free
 
 
 def advice(probe: BackendProbe, has_compiler: bool, has_gpu: bool) -> str | None:
@@ -173,8 +173,8 @@ LLAMA_CPP_INSTRUCTIONS = {
 def unused_instructions(isa: Iterable[str], system_info: str) -> list[str]:
     """Return the instructions of the CPU, as llama.cpp calls them, that its build does not use."""
     used = set(re.findall(r"(\w+) = 1", system_info))
-    wanted = [LLAMA_CPP_INSTRUCTIONS[flag] for flag in isa if flag in LLAMA_CPP_INSTRUCTIONS]
-    return [name for name in wanted if name not in used]
+    supported = [LLAMA_CPP_INSTRUCTIONS[flag] for flag in isa if flag in LLAMA_CPP_INSTRUCTIONS]
+    return [name for name in supported if name not in used]
 
 
 def amx_in_words(isa: Iterable[str], system_info: str) -> str:

@@ -110,12 +110,12 @@ async def _run(
     narrator: ConsoleLog,
 ) -> int:
     """Serve until a signal arrives or no model can ever be served. Return the exit status."""
-    asked = asyncio.Event()
+    stop_requested = asyncio.Event()
     aborting: list[asyncio.Future[int]] = []  # references, or they would be garbage-collected
 
     def signalled() -> None:
-        if not asked.is_set():
-            asked.set()
+        if not stop_requested.is_set():
+            stop_requested.set()
             running = _requests(registry.in_flight)
             narrator.say(f"draining {running}; a second signal aborts")
         else:
@@ -125,16 +125,20 @@ async def _run(
     url, count = url_of(listener), len(registry.models)
     await registry.start()
     narrator.say(f"listening on {url}, loading {'the model' if count == 1 else f'{count} models'}")
-    announcing = asyncio.create_task(_announce(registry, url, options.ready_file, narrator))
-    asking = asyncio.create_task(asked.wait())
+    announce_task = asyncio.create_task(_announce(registry, url, options.ready_file, narrator))
+    stop_task = asyncio.create_task(stop_requested.wait())
     async with serving(app, listener, signalled) as ended:
-        await asyncio.wait((announcing, asking, ended), return_when=asyncio.FIRST_COMPLETED)
-        failed = not asked.is_set()
+        await asyncio.wait((announce_task, stop_task, ended), return_when=asyncio.FIRST_COMPLETED)
+        failed = not stop_requested.is_set()
         if failed:
-            why = announcing.result() if announcing.done() else "the HTTP server ended by itself"
+            why = (
+                announce_task.result()
+                if announce_task.done()
+                else "the HTTP server ended by itself"
+            )
             narrator.say(f"giving up: {why}")
         cut_off = await registry.stop(not failed, options.drain_seconds)
-        for task in (announcing, asking):
+        for task in (announce_task, stop_task):
             task.cancel()
     if options.ready_file:
         with contextlib.suppress(OSError):
@@ -150,7 +154,7 @@ async def _announce(
 
     Returns the reason if no model can ever be served.
     """
-    told: dict[str, int] = {}  # model -> pid of the engine that was announced
+    announced_pids: dict[str, int] = {}  # model -> pid of the engine that was announced
     while True:
         models = list(registry.models.values())
         for model in models:
@@ -159,33 +163,37 @@ async def _announce(
             if is_loading and supervisor.loading is not None:
                 narrator.progress(name + supervisor.loading.what, supervisor.loading.fraction)
             pid = supervisor.engine_pid
-            if supervisor.ready is None or pid is None or pid == told.get(model.served_name):
+            if (
+                supervisor.ready is None
+                or pid is None
+                or pid == announced_pids.get(model.served_name)
+            ):
                 continue
-            told[model.served_name] = pid
+            announced_pids[model.served_name] = pid
             label, seconds = supervisor.label, supervisor.ready.load_seconds
             with contextlib.suppress(OSError):  # standard output may be closed
                 print(f"ready: {url} ({name}{label}, loaded in {seconds:.1f} s)", flush=True)
-            if beyond := model.tokens_out_of_range():
-                narrator.say(name + words_of_tokens_out_of_range(beyond))
-            about = {"url": url, "pid": os.getpid(), "model": model.served_name}
-            about |= {"engine_pid": pid, "backend": label}
+            if out_of_range := model.tokens_out_of_range():
+                narrator.say(name + words_of_tokens_out_of_range(out_of_range))
+            ready_record = {"url": url, "pid": os.getpid(), "model": model.served_name}
+            ready_record |= {"engine_pid": pid, "backend": label}
             try:
                 if ready_file:
-                    write_atomically(Path(ready_file), json.dumps(about).encode())
+                    write_atomically(Path(ready_file), json.dumps(ready_record).encode())
             except OSError as problem:  # a full disk must not stop the server
                 narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
-        if not told and all(model.has_given_up for model in models):
-            return "; ".join(f"{one.served_name}: {one.supervisor.reason}" for one in models)
+        if not announced_pids and all(model.has_given_up for model in models):
+            return "; ".join(f"{model.served_name}: {model.supervisor.reason}" for model in models)
         await asyncio.sleep(LOOK_SECONDS)
 
 
 def words_of_tokens_out_of_range(tokens: Mapping[int, str]) -> str:
     """Return the log line about tokens that the model has no rows for."""
-    shown = [f"{text or 'a token'} ({number})" for number, text in tokens.items()]
-    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    texts = [f"{text or 'a token'} ({number})" for number, text in tokens.items()]
+    rest_text = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
     return (
-        f"The model's files name tokens beyond the rows of its weights: {', '.join(shown[:8])}"
-        f"{more}. Requests whose text contains one of them are refused."
+        f"The model's files name tokens beyond the rows of its weights: {', '.join(texts[:8])}"
+        f"{rest_text}. Requests whose text contains one of them are refused."
     )
 
 

@@ -74,15 +74,15 @@ def list_models(cache: Cache = None) -> None:
     root, size = cache_dir(cache), formatting.size
     typer.echo(f"Published shapes, by total parameters (cache: {root})")
     layout = "{:16}{:>16}{:>8}" + "{:>10}" * len(LISTED_FORMATS) + "{:>10}{:>9}  {:38}{}"
-    heads = ("model", "parameters", "active", *LISTED_FORMATS)
-    typer.echo(layout.format(*heads, "KV / 1k", "context", "real weights", "cached"))
-    for one in sorted((*LADDER, *SIZED), key=lambda one: one.spec.parameters):
-        spec, made = one.spec, root.glob(f"synthetic/{one.spec.name}/[!.]*")
+    headings = ("model", "parameters", "active", *LISTED_FORMATS)
+    typer.echo(layout.format(*headings, "KV / 1k", "context", "real weights", "cached"))
+    for shape in sorted((*LADDER, *SIZED), key=lambda shape: shape.spec.parameters):
+        spec, cached_files = shape.spec, root.glob(f"synthetic/{shape.spec.name}/[!.]*")
         counts = (f"{spec.parameters:,}", formatting.parameters(spec.active_parameters))
-        weights = [size(weight_bytes(spec, each)) for each in LISTED_FORMATS]
+        weights = [size(weight_bytes(spec, weight_format)) for weight_format in LISTED_FORMATS]
         tokens = (size(1000 * spec.kv_bytes_per_token()), f"{spec.context:,}")
-        cached = ",".join(sorted(one.name for one in made if one.suffix != ".json"))
-        typer.echo(layout.format(spec.name, *counts, *weights, *tokens, one.repository, cached))
+        cached = ",".join(sorted(shape.name for shape in cached_files if shape.suffix != ".json"))
+        typer.echo(layout.format(spec.name, *counts, *weights, *tokens, shape.repository, cached))
 
 
 @app.command("make")
@@ -107,11 +107,11 @@ def make(
         kind, weight_format = weight_format, None
     progress = ConsoleLog(sys.stderr).progress
     for name in names:
-        found = resolve(
+        resolved = resolve(
             name, kind=kind, weight_format=weight_format, cache=cache, progress=progress
         )
-        parts = (f"{found.spec.parameters:,} parameters", found.weight_format or "no weights")
-        typer.echo(f"{found.name}: {', '.join((*parts, found.path or '-'))}")
+        parts = (f"{resolved.spec.parameters:,} parameters", resolved.weight_format or "no weights")
+        typer.echo(f"{resolved.name}: {', '.join((*parts, resolved.path or '-'))}")
 
 
 @app.command("plan")
@@ -137,7 +137,7 @@ def plan_models(
     ] = None,
 ) -> None:
     """Show the memory of a model per format and device, and what `crossover serve` would do."""
-    wanted = [known_format(one) for one in formats or ()]
+    requested_formats = [known_format(engine_) for engine_ in formats or ()]
     facts = machine_of(
         parse_bytes(memory, "--memory") if memory else None,
         parse_bytes(vram, "--vram") if vram else None,
@@ -159,33 +159,36 @@ def plan_models(
         )
         if model.weight_bytes is not None and "llama_cpp" not in missing_backends():
             file = resolve(name, kind="gguf").path
-            held = held_memory(file, model.spec, request.settings)
-            request = msgspec.structs.replace(request, held=held)
-        engines = _engines(model, wanted)
-        if len(wanted) == 1:
+            memory_by_context = held_memory(file, model.spec, request.settings)
+            request = msgspec.structs.replace(request, held=memory_by_context)
+        engines = _engines(model, requested_formats)
+        if len(requested_formats) == 1:
             request = msgspec.structs.replace(request, weight_format=engines[0].weight_format)
         if model.kind != "ladder":
             backend = usual_backend(model, bool(facts.gpus))
-            usual = next((one for one in engines if one.backend == backend), engines[0])
-            named = {"backend": usual.backend, "weight_format": usual.weight_format or None}
-            request = msgspec.structs.replace(request, **named)
+            usual = next((engine_ for engine_ in engines if engine_.backend == backend), engines[0])
+            usual_engine = {"backend": usual.backend, "weight_format": usual.weight_format or None}
+            request = msgspec.structs.replace(request, **usual_engine)
         for engine in engines:
-            each = {"backend": engine.backend or None, "weight_format": engine.weight_format}
-            tried = msgspec.structs.replace(request, check_memory=False, **each)
+            engine_format = {
+                "backend": engine.backend or None,
+                "weight_format": engine.weight_format,
+            }
+            unchecked = msgspec.structs.replace(request, check_memory=False, **engine_format)
             with contextlib.suppress(NoPlacement):  # the decision says why
-                for attempt in plan(tried, facts, obstacles).attempts:
+                for attempt in plan(unchecked, facts, obstacles).attempts:
                     typer.echo(f"  {_told(attempt)}")
         try:
             decision = plan(request, facts, obstacles)
         except NoPlacement as problem:
             typer.echo(f"  crossover serve would refuse: {problem}")
             continue
-        first, *rest = explain(decision)
+        first, *reason_lines = explain(decision)
         # Without --context, as many tokens as memory allows.
         typer.echo(
             f"  crossover serve --context {decision.settings.context_tokens} would run {first}"
         )
-        for line in rest:
+        for line in reason_lines:
             if " + KV " not in line:
                 typer.echo(f"  {line}")
 
@@ -194,22 +197,22 @@ def _engines(model: ModelIdentity, formats: Sequence[str]) -> list[Engine]:
     """Return the engines to plan: for a ladder model the usual formats on any backend, for another
     model every engine that can run it."""
     if model.kind == "ladder":
-        return [Engine("", each) for each in formats or PLANNED_FORMATS]
+        return [Engine("", weight_format) for weight_format in formats or PLANNED_FORMATS]
     names = [engine.backend for engine in usual_engines(model)]
-    found = [one for name in names for one in engines_on(model, name, formats)]
-    if not found:
+    engines = [engine for name in names for engine in engines_on(model, name, formats)]
+    if not engines:
         raise ModelError(refusal(model, None, formats))
-    return found
+    return engines
 
 
-def _told(one: Attempt) -> str:
+def _told(attempt: Attempt) -> str:
     """Return a line about the memory of a model in a format on a device."""
-    size, verdict = formatting.size, "fits" if one.fits else "does not fit"
-    free = one.free_bytes
+    size, verdict = formatting.size, "fits" if attempt.fits else "does not fit"
+    free = attempt.free_bytes
     room = "the free memory is unknown" if free is None else f"{size(free)} may be used"
     return (
-        f"{one.device.upper()} {one.backend:9} {one.weight_format:7} {one.memory_text} = "
-        f"{size(one.need_bytes)}: {verdict}, {room}"
+        f"{attempt.device.upper()} {attempt.backend:9} {attempt.weight_format:7} "
+        f"{attempt.memory_text} = {size(attempt.need_bytes)}: {verdict}, {room}"
     )
 
 

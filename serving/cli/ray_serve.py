@@ -78,8 +78,8 @@ def launch_on_ray(options: ServeOptions) -> int:
             raise ServingError(f"No replica could be started: {why}") from None
         print(f"ready: {url} ({options.replicas} replicas, {cpus} cores each)", flush=True)
         if options.ready_file:
-            about = json.dumps({"url": url, "pid": os.getpid()})
-            write_atomically(Path(options.ready_file), about.encode())
+            ready_record = json.dumps({"url": url, "pid": os.getpid()})
+            write_atomically(Path(options.ready_file), ready_record.encode())
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
@@ -135,11 +135,11 @@ def share_of(nodes: list[dict[str, Any]], options: ServeOptions) -> tuple[int, i
     """(cores, GPUs) of each replica; without --threads the cores are divided evenly."""
     cores = [int(node["Resources"].get("CPU", 0)) for node in nodes]
     gpus = sum(int(node["Resources"].get("GPU", 0)) for node in nodes)
-    each = options.threads or max(1, sum(cores) // options.replicas)
-    if sum(have // each for have in cores) < options.replicas:
-        asked = f"--replicas {options.replicas}, --threads {each} each"
-        raise ServingError(f"{asked}, do not fit: the nodes have {cores} cores")
-    return each, int(options.policy is not Policy.cpu_only and gpus >= options.replicas)
+    cores_each = options.threads or max(1, sum(cores) // options.replicas)
+    if sum(node_cores // cores_each for node_cores in cores) < options.replicas:
+        request_text = f"--replicas {options.replicas}, --threads {cores_each} each"
+        raise ServingError(f"{request_text}, do not fit: the nodes have {cores} cores")
+    return cores_each, int(options.policy is not Policy.cpu_only and gpus >= options.replicas)
 
 
 _registry: Any = None  # of this process: one replica

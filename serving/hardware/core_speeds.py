@@ -73,8 +73,10 @@ def measure_core_speeds(
     counts = thread_counts(len(cpus))
     halves = [cpus[::2], cpus[: len(cpus) // 2]] if len(cpus) > 1 else []
     seconds = MEASURING_SECONDS / (2 * len(counts) + len(halves))
-    wanted = max(MIN_BUFFER_BYTES, min(MAX_BUFFER_BYTES, 2 * last_cache_bytes(root)))
-    memory = np.empty(max(len(cpus) * BLOCK_BYTES, min(wanted, memory_bytes)) // 4, np.float32)
+    buffer_bytes = max(MIN_BUFFER_BYTES, min(MAX_BUFFER_BYTES, 2 * last_cache_bytes(root)))
+    memory = np.empty(
+        max(len(cpus) * BLOCK_BYTES, min(buffer_bytes, memory_bytes)) // 4, np.float32
+    )
     # Memory that was never written is all one page, which a cache holds.
     _rate_of(cpus, [_filling(part) for part in np.array_split(memory, len(cpus))], 0.0)
     reads = {}
@@ -83,8 +85,8 @@ def measure_core_speeds(
         reads[count] = _rate_of(_spread(cpus, count), works, seconds) / 1e9
     del memory, works
 
-    def compute(some: Sequence[int]) -> float:
-        return _rate_of(some, [_computing() for _ in some], seconds)
+    def compute(cpu_group: Sequence[int]) -> float:
+        return _rate_of(cpu_group, [_computing() for _ in cpu_group], seconds)
 
     rates = {count: compute(_spread(cpus, count)) for count in counts}
     return CoreSpeeds(
@@ -97,8 +99,8 @@ def measure_core_speeds(
 
 def last_cache_bytes(root: Path = ROOT) -> int:
     """Return the size of the first CPU's largest cache, as the kernel says it; 0: it does not."""
-    found = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    sizes = [read_text(file).strip() for file in found]
+    size_files = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = [read_text(file).strip() for file in size_files]
     units = {"K": 1 << 10, "M": 1 << 20}
     return max(
         (int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0
@@ -151,11 +153,11 @@ def _rate_of(cpus: Sequence[int], works: Sequence[Work], seconds: float) -> floa
         os.sched_setaffinity(0, {cpu})  # of this thread
         pieces: list[float] = []
         start.wait()
-        until = time.perf_counter() + seconds
-        while not pieces or time.perf_counter() < until:
-            began = time.perf_counter()
-            done = work()
-            pieces.append(done / max(time.perf_counter() - began, 1e-9))
+        deadline = time.perf_counter() + seconds
+        while not pieces or time.perf_counter() < deadline:
+            started = time.perf_counter()
+            work_done = work()
+            pieces.append(work_done / max(time.perf_counter() - started, 1e-9))
         rates.append(statistics.median(pieces))
 
     threads = [threading.Thread(target=run, args=pair) for pair in zip(cpus, works, strict=True)]

@@ -44,17 +44,17 @@ def split_cores(
     """Divide the allowed cores. `engine`, `api`: the user's choice; (): decide. `threads` None: one
     per physical core, at most the whole cores of the CPU `quota`. Raises ServingError for a core
     that is not allowed."""
-    for name, wanted in (("--cores", engine), ("--api-cores", api)):
-        outside = [core for core in wanted if core not in allowed]
+    for name, requested in (("--cores", engine), ("--api-cores", api)):
+        outside = [core for core in requested if core not in allowed]
         if outside:
             raise ServingError(
                 f"{name} names core {outside[0]}, which this process may not use. "
                 f"Allowed cores: {cores_text(allowed)}."
             )
-    rest = tuple(core for core in allowed if core not in (engine or api)) or allowed
+    remaining = tuple(core for core in allowed if core not in (engine or api)) or allowed
     change = "--cores and --api-cores change this"
     if engine or api:
-        engine, api, why = engine or rest, api or rest, "as set by options"
+        engine, api, why = engine or remaining, api or remaining, "as set by options"
     elif len(allowed) > SHARED_CORES:
         engine, api, why = allowed[:-1], allowed[-1:], f"one core is kept for HTTP; {change}"
     else:
@@ -62,13 +62,14 @@ def split_cores(
         why = f"shared, HTTP has priority; {change}"
     physical = len(set(physical_of(engine, root).values()))
     count = threads or whole_cores(physical, quota)
-    named = "1 thread" if count == 1 else f"{count} threads"
+    threads_text = "1 thread" if count == 1 else f"{count} threads"
     if threads is None and count < physical:
-        named += f" (the CPU quota is {quota:g} {'core' if quota == 1 else 'cores'})"
+        threads_text += f" (the CPU quota is {quota:g} {'core' if quota == 1 else 'cores'})"
     nice = SHARED_NICE if set(engine) & set(api) else 0
-    at = f" at nice {nice}" if nice else ""
+    nice_text = f" at nice {nice}" if nice else ""
     note = (
-        f"engine on cores {cores_text(engine)} with {named}{at}, HTTP on {cores_text(api)} ({why})"
+        f"engine on cores {cores_text(engine)} with {threads_text}{nice_text}, "
+        f"HTTP on {cores_text(api)} ({why})"
     )
     return CoreSplit(engine, api, count, nice, note)
 

@@ -94,23 +94,23 @@ class OutputParser:
         self._fresh = True  # nothing of this part has come yet
         self._opened = ""  # the mark that began this call
         self._recipient = ""  # of a Harmony message: the function that it calls
-        said: Kind = "list" if form.calls == "list" else "content"
-        self._said = said
-        self._kind: Kind = {"maybe": "start", "open": "reasoning", None: said}[form.reasoning]
+        plain_kind: Kind = "list" if form.calls == "list" else "content"
+        self._said = plain_kind
+        self._kind: Kind = {"maybe": "start", "open": "reasoning", None: plain_kind}[form.reasoning]
         # Marks that a text may begin with, and of each kind those that end it; -> what follows.
         self._openers: dict[str, Kind] = {THINK: "reasoning"}
-        self._marks: dict[Kind, dict[str, Kind]] = {"reasoning": {THOUGHT: said}}
-        opened = {"hermes": CALL, "trailing": TRAILING_CALL}.get(form.calls or "")
+        self._marks: dict[Kind, dict[str, Kind]] = {"reasoning": {THOUGHT: plain_kind}}
+        opening_mark = {"hermes": CALL, "trailing": TRAILING_CALL}.get(form.calls or "")
         self._marks["content"] = dict.fromkeys(form.dropped, "content")
-        if opened is not None:
-            self._marks["content"][opened] = "call"
-            self._marks["call"] = {CALLED: "content"} if opened == CALL else {}
+        if opening_mark is not None:
+            self._marks["content"][opening_mark] = "call"
+            self._marks["call"] = {CALLED: "content"} if opening_mark == CALL else {}
         if form.is_tagged:  # of these functions only: a text may have such a tag
             self._marks["content"] |= {f"{FUNCTION}{name}>": "call" for name in form.names}
         if form.dialect == "gemma":
             self._openers = {GEMMA_THINK: "reasoning"}
             self._marks = {
-                "reasoning": {GEMMA_THOUGHT: said},
+                "reasoning": {GEMMA_THOUGHT: plain_kind},
                 "content": {GEMMA_THINK: "reasoning", _GEMMA_CALL: "call"},
                 "call": {_GEMMA_CALLED: "content"},
             }
@@ -141,25 +141,28 @@ class OutputParser:
             marks = self._marks.get(self._kind, {})
             places = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
             at, mark = min(places, default=(len(self._held), ""))
-            before, rest = self._held[:at], self._held[at + len(mark) :]
+            content, remainder = self._held[:at], self._held[at + len(mark) :]
             if not mark and not last:
                 if self._kind in ("call", "list", "header"):
                     return parts
-                keep = max((_overlap(before, one) for one in marks), default=0)
-                before, rest = before[: len(before) - keep], before[len(before) - keep :]
-            self._held = rest
-            self._take(before, mark, parts)
+                held_characters = max((_overlap(content, mark_) for mark_ in marks), default=0)
+                content, remainder = (
+                    content[: len(content) - held_characters],
+                    content[len(content) - held_characters :],
+                )
+            self._held = remainder
+            self._take(content, mark, parts)
             if not mark:
                 return parts
             self._kind, self._fresh = marks[mark], True
-            self._follow(before, mark)
+            self._follow(content, mark)
 
     def _begin(self, last: bool) -> bool:
         """Decide what a text begins with; False: it cannot be told yet."""
         self._held = self._held.lstrip() if self._form.dialect != "harmony" else self._held
-        if not last and any(one.startswith(self._held) for one in self._openers):
+        if not last and any(opener.startswith(self._held) for opener in self._openers):
             return False
-        mark = next((one for one in self._openers if self._held.startswith(one)), "")
+        mark = next((opener for opener in self._openers if self._held.startswith(opener)), "")
         self._kind, self._fresh = self._openers.get(mark, self._said), True
         if self._kind != "header":  # which is read with its marks
             self._held = self._held.removeprefix(mark)
@@ -172,13 +175,13 @@ class OutputParser:
         elif self._kind == "call":
             is_whole = bool(mark) or self._form.dialect == "harmony"
             is_whole = is_whole or self._opened == TRAILING_CALL
-            shown = text
+            raw_text = text
             if self._opened == CALL:
-                shown = f"{CALL}{text}{mark}"
+                raw_text = f"{CALL}{text}{mark}"
             elif self._opened.startswith(FUNCTION):
                 text = f"{self._opened}{text}"
-                is_whole, shown = True, f"{text}{mark}"
-            parts += self._calls(text if is_whole else "", shown)
+                is_whole, raw_text = True, f"{text}{mark}"
+            parts += self._calls(text if is_whole else "", raw_text)
         elif text and self._kind in ("reasoning", "content"):
             parts.append(Part("reasoning" if self._kind == "reasoning" else "content", text))
 
@@ -198,14 +201,14 @@ class OutputParser:
         elif channel and channel[1] == "analysis":
             self._kind = "reasoning"
 
-    def _calls(self, text: str, shown: str) -> list[Part]:
+    def _calls(self, text: str, raw_text: str) -> list[Part]:
         """Return the calls that a text consists of; content where it is anything else, or cut
         off."""
         try:
-            calls = [self._call(one) for one in self._said_calls(text)]
+            calls = [self._call(call) for call in self._said_calls(text)]
         except (ValueError, TypeError, LookupError, RecursionError):
             calls = []
-        return calls or ([Part("content", shown)] if shown else [])
+        return calls or ([Part("content", raw_text)] if raw_text else [])
 
     def _said_calls(self, text: str) -> list[Any]:
         """Raises ValueError and the like for what is none."""
@@ -215,21 +218,23 @@ class OutputParser:
             return [_gemma_call(text)]
         if text.lstrip().startswith("<function="):
             return [_tagged_call(text, self._form.parameters)]
-        said = json.loads(text)
-        return said if isinstance(said, list) else [said]
+        decoded = json.loads(text)
+        return decoded if isinstance(decoded, list) else [decoded]
 
-    def _call(self, said: Any) -> Part:
+    def _call(self, decoded: Any) -> Part:
         """Raises ValueError for what is no call of one of these functions."""
-        if not isinstance(said, dict) or said.get("name") not in self._form.names:
+        if not isinstance(decoded, dict) or decoded.get("name") not in self._form.names:
             raise ValueError("no call")
-        arguments = said.get("arguments", said.get("parameters"))
-        shown = arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
+        arguments = decoded.get("arguments", decoded.get("parameters"))
+        arguments_text = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
+        )
         if arguments is None:
-            shown = "{}"
-        elif not isinstance(json.loads(shown), dict):
+            arguments_text = "{}"
+        elif not isinstance(json.loads(arguments_text), dict):
             raise ValueError("no object")
-        text = shown.encode(errors="replace").decode()  # half a surrogate pair is no text
-        function = CalledFunction(name=said["name"], arguments=text)
+        text = arguments_text.encode(errors="replace").decode()  # half a surrogate pair is no text
+        function = CalledFunction(name=decoded["name"], arguments=text)
         return Part("call", "", ToolCall(id=f"call_{secrets.token_hex(12)}", function=function))
 
 
@@ -249,18 +254,18 @@ def _tagged_call(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[st
     if match is None:
         raise ValueError("no call")
     name, body = match[1].strip(), match[2]
-    found = r"<parameter=([^>\n]+)>(.*?)</parameter>"
-    if re.sub(found, "", body, flags=re.DOTALL).strip():
+    pattern = r"<parameter=([^>\n]+)>(.*?)</parameter>"
+    if re.sub(pattern, "", body, flags=re.DOTALL).strip():
         raise ValueError("no parameters")
     properties = schemas.get(name, {}).get("properties", {})
     arguments: dict[str, Any] = {}
-    for key, value in re.findall(found, body, re.DOTALL):
+    for key, value in re.findall(pattern, body, re.DOTALL):
         schema = properties.get(key.strip(), {})
-        plain = value.removeprefix("\n").removesuffix("\n")
-        arguments[key.strip()] = plain
+        raw_value = value.removeprefix("\n").removesuffix("\n")
+        arguments[key.strip()] = raw_value
         if schema.get("type") != "string":
             try:
-                arguments[key.strip()] = json.loads(plain)
+                arguments[key.strip()] = json.loads(raw_value)
             except ValueError:
                 pass
     return {"name": name, "arguments": arguments}

@@ -96,9 +96,9 @@ def render_prompt(model: ServedModel, body: ChatRequest, is_free: bool) -> str:
     called_functions: dict[str | None, str] = {}  # by the id of the call
     for index, message in enumerate(body.messages):
         turn = _turn_of(message, index)
-        name = message.name or called_functions.get(message.tool_call_id)
-        if name is not None:
-            turn["name"] = name
+        speaker = message.name or called_functions.get(message.tool_call_id)
+        if speaker is not None:
+            turn["name"] = speaker
         for call in turn.get("tool_calls", ()):
             called_functions[call["id"]] = call["function"]["name"]
         turns.append(turn)

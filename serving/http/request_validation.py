@@ -94,14 +94,14 @@ def prompts_of(body: CompletionRequest, limits: EngineLimits) -> list[str | list
     if {type(item) for item in prompt} not in ({str}, {list}):
         why = "Send a text, texts, token ids or lists of token ids, all of one kind."
         raise refused("prompt", why)
-    found, choices = cast("list[str | list[int]]", prompt), body.n or 1
-    if len(found) * choices > MAX_SEQUENCES:
-        why = f"{len(found)} prompts times {choices} answers exceed the maximum {MAX_SEQUENCES}."
+    prompts, choices = cast("list[str | list[int]]", prompt), body.n or 1
+    if len(prompts) * choices > MAX_SEQUENCES:
+        why = f"{len(prompts)} prompts times {choices} answers exceed the maximum {MAX_SEQUENCES}."
         raise refused("n" if choices > 1 else "prompt", why)
-    for ids in found:
+    for ids in prompts:
         if isinstance(ids, list):
             check_ids(ids, limits, "prompt")
-    return found
+    return prompts
 
 
 def check_ids(ids: Collection[int], limits: EngineLimits, param: str) -> None:

@@ -58,34 +58,34 @@ def explain(complaint: str, request: type) -> tuple[str, str]:
     if len(complaint) > MAX_CHARACTERS:  # its end, which says where, is kept
         half = MAX_CHARACTERS // 2
         complaint = f"{complaint[:half]}...{complaint[-half:]}"
-    found = _COMPLAINT.match(complaint)
-    assert found is not None, "it matches any text"
-    what, path = found["what"], (found["path"] or "").removesuffix("[...]")
-    if field := _FIELD.search(what):
+    match = _COMPLAINT.match(complaint)
+    assert match is not None, "it matches any text"
+    message, path = match["what"], (match["path"] or "").removesuffix("[...]")
+    if field := _FIELD.search(message):
         path = f"{path}.{field[2]}" if path else field[2]
         if field[1] != "unknown":
             return path, "This key is missing."
         return path, "This key is unknown. GET /openapi.json lists all keys of a request."
     if path in NOT_OFFERED:
         return path, f"This server does not support this key. {NOT_OFFERED[path]}"
-    if wrong := _WRONG_TYPE.fullmatch(what):
+    if wrong := _WRONG_TYPE.fullmatch(message):
         kinds = [_NOUNS.get(kind, kind) for kind in wrong[1].split(" | ") if kind != "null"]
         got = "a number with a fraction" if wrong[2] == "float" else _NOUNS.get(wrong[2], wrong[2])
         if not kinds:
             return path, f"Only null is supported here, but this is {got}."
         return path, f"This must be {' or '.join(kinds)}, but it is {got}."
-    if bound := _BOUND.fullmatch(what):
+    if bound := _BOUND.fullmatch(message):
         kind, sign, limit = bound.groups()
         if kind in _UNITS:
             unit = _UNITS[kind][limit != "1"]
             return path, f"This must have {_BOUNDS[sign]} {limit} {unit}."
         return path, f"This must be {_BOUNDS[sign]} {float(limit):g}."
-    if value := _VALUE.fullmatch(what):
+    if value := _VALUE.fullmatch(message):
         choices = ", ".join(dict.fromkeys(map(repr, _choices(request, path))))
         choices = choices.replace("True", "true").replace("False", "false")
-        said = value[1].replace("True", "true").replace("False", "false")
-        return path, f"{said} is not supported here.{f' Use {choices}.' if choices else ''}"
-    return path, f"{what[:1].upper()}{what[1:]}."
+        value_text = value[1].replace("True", "true").replace("False", "false")
+        return path, f"{value_text} is not supported here.{f' Use {choices}.' if choices else ''}"
+    return path, f"{message[:1].upper()}{message[1:]}."
 
 
 @functools.cache
@@ -95,10 +95,10 @@ def _type_of(request: type) -> inspect.Type:
 
 def _choices(request: type, path: str) -> Iterator[Any]:
     """Yield the values that a Literal or a tag at this path may have."""
-    here = [_type_of(request)]
+    kinds = [_type_of(request)]
     for step in _STEP.finditer(path):
-        here = [inner for kind in _plain(here) for inner in _inside(kind, step[1])]
-    for kind in _plain(here):
+        kinds = [inner for kind in _plain(kinds) for inner in _inside(kind, step[1])]
+    for kind in _plain(kinds):
         if isinstance(kind, inspect.LiteralType):
             yield from kind.values
 

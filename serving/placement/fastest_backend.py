@@ -172,12 +172,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     def key(self, engine: EngineCandidate) -> str:
         """Return the key of the times in the table: all they depend on except the machine."""
-        model, asked = self.request.model, self.settings
-        named = f"{engine.backend} {engine.weight_format}".strip()
+        model, settings = self.request.model, self.settings
+        engine_name = f"{engine.backend} {engine.weight_format}".strip()
         threads = engine.threads or self.threads
         return (
-            f"{model.name} ({model.parameters}), {named}, {threads} threads, "
-            f"{asked.slots} slots, KV {asked.kv_dtype}"
+            f"{model.name} ({model.parameters}), {engine_name}, {threads} threads, "
+            f"{settings.slots} slots, KV {settings.kv_dtype}"
         )
 
     @property
@@ -196,33 +196,39 @@ def fastest_backend(
 
     Raises NoPlacement if no engine can run the model here.
     """
-    pairs = [pair for one in question.formats for pair in backends_with("cpu", one)]
-    looked = question.engines or (pairs if question.formats else usual_candidates(facts))
-    found = [_looked_at(question, facts, *pair) for pair in looked]
-    found = [
-        msgspec.structs.replace(one, threads=threads)
-        for one in found
-        for threads in question.thread_counts[: 1 if one.why_not else None]
+    format_engines = [
+        pair for candidate in question.formats for pair in backends_with("cpu", candidate)
     ]
-    if sum(not one.why_not for one in found) > 1:
-        measured = [_measured(question, one, facts, say, progress) for one in found]
+    engines = question.engines or (format_engines if question.formats else usual_candidates(facts))
+    candidates = [_looked_at(question, facts, *pair) for pair in engines]
+    candidates = [
+        msgspec.structs.replace(candidate, threads=threads)
+        for candidate in candidates
+        for threads in question.thread_counts[: 1 if candidate.why_not else None]
+    ]
+    if sum(not candidate.why_not for candidate in candidates) > 1:
+        measured = [
+            _measured(question, candidate, facts, say, progress) for candidate in candidates
+        ]
         is_reference = not (question.engines or question.formats)
-        found = _with_capacities(
+        candidates = _with_capacities(
             question,
             [
-                one
-                for one in measured
-                if not is_reference or one.times or (one.backend, one.weight_format) != REFERENCE
+                candidate
+                for candidate in measured
+                if not is_reference
+                or candidate.times
+                or (candidate.backend, candidate.weight_format) != REFERENCE
             ],
         )
-    possible = ranked(found, question.request.model)
+    possible = ranked(candidates, question.request.model)
     if not possible:
-        told = "; ".join(f"{one.name}: {one.why_not}" for one in found)
-        told = told or f"no CPU engine has the format {', '.join(question.formats)}"
-        raise NoPlacement(f"No engine here can run {question.request.model.name}: {told}")
+        reasons = "; ".join(f"{candidate.name}: {candidate.why_not}" for candidate in candidates)
+        reasons = reasons or f"no CPU engine has the format {', '.join(question.formats)}"
+        raise NoPlacement(f"No engine here can run {question.request.model.name}: {reasons}")
     best = possible[0]
-    reason = _reason(question, best, found)
-    return EngineChoice(best.backend, best.weight_format, reason, tuple(found), best.threads)
+    reason = _reason(question, best, candidates)
+    return EngineChoice(best.backend, best.weight_format, reason, tuple(candidates), best.threads)
 
 
 def usual_candidates(facts: HardwareFacts) -> tuple[tuple[str, str], ...]:
@@ -236,13 +242,15 @@ def ranked(candidates: Sequence[EngineCandidate], model: ModelSpec) -> list[Engi
     """Return the candidates that can be chosen, best first: by capacity, but the first is the one
     with the most bits among those that the interval of the largest capacity does not tell apart.
     Those that were not measured come last, in the order that they were given."""
-    possible = [one for one in candidates if not one.why_not]
-    order = sorted(possible, key=lambda one: one.rate, reverse=True)
+    possible = [candidate for candidate in candidates if not candidate.why_not]
+    order = sorted(possible, key=lambda candidate: candidate.rate, reverse=True)
     if not order or not order[0].rate:
         return order
-    near = [one for one in order if one.rate >= order[0].low_rate]
-    best = max(near, key=lambda one: weight_bytes(model, one.weight_format))
-    return [best, *(one for one in order if one is not best)]
+    indistinguishable = [candidate for candidate in order if candidate.rate >= order[0].low_rate]
+    best = max(
+        indistinguishable, key=lambda candidate: weight_bytes(model, candidate.weight_format)
+    )
+    return [best, *(candidate for candidate in order if candidate is not best)]
 
 
 def _reason(
@@ -251,10 +259,11 @@ def _reason(
     """Return a sentence: why this engine, under which workload and SLO, and what others carry."""
     if len(candidates) == 1:
         return f"{best.name} is the only engine of the CPU that runs it"
-    rates = [one.rate for one in candidates if one.rate]
-    like = min(rates, default=0.0)
-    told = "; ".join(
-        f"{one.name}: {one.why_not or _carried(one.capacity, like)}" for one in candidates
+    rates = [candidate.rate for candidate in candidates if candidate.rate]
+    unit_rate = min(rates, default=0.0)
+    capacities = "; ".join(
+        f"{candidate.name}: {candidate.why_not or _carried(candidate.capacity, unit_rate)}"
+        for candidate in candidates
     )
     slots, slo = count(question.settings.slots), question.slo.name
     lengths = lengths_of(question.workload, CHOICE_REQUESTS, SEED)
@@ -263,23 +272,25 @@ def _reason(
         f"{significant(float(lengths.prompt.mean()))} and answers of "
         f"{significant(float(lengths.output.mean()))} tokens on average, {slots} slots)"
     )
-    if any(one.is_without_slo for one in candidates):
+    if any(candidate.is_without_slo for candidate in candidates):
         return (
             f"{best.name} is the best engine by its step times {work}; no engine meets the SLO "
-            f"{slo} unloaded, and without it they carry: {told}"
+            f"{slo} unloaded, and without it they carry: {capacities}"
         )
-    text = f"{best.name} is the best engine by its step times under the SLO {slo} {work}: {told}"
+    text = (
+        f"{best.name} is the best engine by its step times under the SLO {slo} {work}: {capacities}"
+    )
     if rates and best.rate < max(rates):
         text += "; where the capacities cannot be told apart, more bits are preferred"
     return text
 
 
-def _carried(found: SimulatedCapacity | None, like: float) -> str:
-    if found is None:
+def _carried(capacity_: SimulatedCapacity | None, unit_rate: float) -> str:
+    if capacity_ is None:
         return "not measured"
-    if not found.rate:
+    if not capacity_.rate:
         return "misses the SLO unloaded"
-    return of_requests(rate(found.rate, like=like))
+    return of_requests(rate(capacity_.rate, like=unit_rate))
 
 
 def known_times(
@@ -291,14 +302,14 @@ def known_times(
     None: not in the table, and measuring is not allowed. Raises CrossoverError if measuring fails.
     """
     cache, began = question.cache, time.monotonic()
-    kept = read_table(cache, facts).get(question.key(engine))
+    saved = read_table(cache, facts).get(question.key(engine))
     may_measure = question.may_measure and (
         question.may_measure_reference
         or bool(question.engines or question.formats)
         or (engine.backend, engine.weight_format) != REFERENCE
     )
-    if not may_measure or (kept is not None and kept.taken_share <= MAX_TAKEN):
-        return kept
+    if not may_measure or (saved is not None and saved.taken_share <= MAX_TAKEN):
+        return saved
     kind, spelt = weights_of(engine.backend, engine.weight_format)
     files = resolve(question.source, kind=kind, weight_format=spelt, cache=cache, progress=progress)
     config = EngineConfig(
@@ -320,8 +331,8 @@ def known_times(
     except OSError as problem:  # such as a cache on a read-only disk
         where = f"not saved: {table_path(cache)} cannot be written to ({problem.strerror})"
     if times.taken_share > MAX_TAKEN:
-        taken = share(times.taken_share, 2)
-        where = f"other processes took {taken} of its CPU time: it is measured again next time"
+        taken_text = share(times.taken_share, 2)
+        where = f"other processes took {taken_text} of its CPU time: it is measured again next time"
     say(f"measured {engine.name} on {files.name} in {spent}, {where}")
     return times
 
@@ -339,37 +350,43 @@ def _looked_at(
 
 
 def _measured(
-    question: Question, one: EngineCandidate, facts: HardwareFacts, say: Say, progress: Progress
+    question: Question,
+    candidate: EngineCandidate,
+    facts: HardwareFacts,
+    say: Say,
+    progress: Progress,
 ) -> EngineCandidate:
     """Return the candidate with its times; one that cannot be measured cannot be chosen."""
-    if one.why_not:
-        return one
-    spec, asked = question.request.model, question
+    if candidate.why_not:
+        return candidate
+    spec, measured_question = question.request.model, question
     if spec.parameters > MAX_MEASURED_PARAMETERS:
-        request = msgspec.structs.replace(asked.request, model=ladder_model(PROXY).spec)
-        asked = msgspec.structs.replace(asked, source=PROXY, request=request)
+        request = msgspec.structs.replace(measured_question.request, model=ladder_model(PROXY).spec)
+        measured_question = msgspec.structs.replace(
+            measured_question, source=PROXY, request=request
+        )
     try:
-        times = known_times(asked, one, facts, say, progress)
+        times = known_times(measured_question, candidate, facts, say, progress)
     except CrossoverError as problem:
-        return msgspec.structs.replace(one, why_not=f"cannot be measured: {problem}")
+        return msgspec.structs.replace(candidate, why_not=f"cannot be measured: {problem}")
     if times is None:
-        return one
-    measured = asked.request.model
+        return candidate
+    measured_model = measured_question.request.model
 
-    def read(rows: int) -> float:
+    def weight_ratio(rows: int) -> float:
         """Return the weight bytes that a step reads, relative to those of the measured model."""
-        own = spec.step_weight_bytes(rows, spec.parameters)
-        return own / measured.step_weight_bytes(rows, measured.parameters)
+        model_bytes = spec.step_weight_bytes(rows, spec.parameters)
+        return model_bytes / measured_model.step_weight_bytes(rows, measured_model.parameters)
 
     # Prompts are compute-bound; decode steps are bound by reading weights (only experts in use).
-    factor = spec.active_parameters / measured.active_parameters
+    factor = spec.active_parameters / measured_model.active_parameters
     times = EngineTimes(
         slots=times.slots,
         prompt_tokens_per_second=times.prompt_tokens_per_second / factor,
-        decode_seconds=times.decode_seconds * read(1),
-        decode_slots_seconds=times.decode_slots_seconds * read(times.slots),
+        decode_seconds=times.decode_seconds * weight_ratio(1),
+        decode_slots_seconds=times.decode_slots_seconds * weight_ratio(times.slots),
     )
-    return msgspec.structs.replace(one, times=times)
+    return msgspec.structs.replace(candidate, times=times)
 
 
 def _with_capacities(
@@ -378,14 +395,14 @@ def _with_capacities(
     """Return the candidates with the capacities of those that were measured: under the SLO, or
     without limits where none of them meets it unloaded."""
 
-    def under(slo: Slo, is_without_slo: bool) -> list[EngineCandidate]:
+    def capacities_under(slo: Slo, is_without_slo: bool) -> list[EngineCandidate]:
         return [
-            one
-            if one.times is None or one.why_not
+            candidate
+            if candidate.times is None or candidate.why_not
             else msgspec.structs.replace(
-                one,
+                candidate,
                 capacity=capacity(
-                    step_times_of_timings(one.times),
+                    step_times_of_timings(candidate.times),
                     question.settings,
                     question.workload,
                     slo,
@@ -393,13 +410,15 @@ def _with_capacities(
                 ),
                 is_without_slo=is_without_slo,
             )
-            for one in candidates
+            for candidate in candidates
         ]
 
-    found = under(question.slo, False)
-    if any(one.capacity for one in found) and not any(one.rate for one in found):
-        return under(SLO_PRESETS["batch"], True)
-    return found
+    with_slo = capacities_under(question.slo, False)
+    if any(candidate.capacity for candidate in with_slo) and not any(
+        candidate.rate for candidate in with_slo
+    ):
+        return capacities_under(SLO_PRESETS["batch"], True)
+    return with_slo
 
 
 def step_times_of_timings(times: EngineTimes) -> StepTimeModel:
@@ -471,52 +490,54 @@ def measured_times(config: EngineConfig, spec: ModelSpec) -> EngineTimes:
 def measure(backend: Backend, clock: Callable[[], float] = time.perf_counter) -> EngineTimes:
     """Return the times of a loaded backend, measured with steps of random tokens."""
     info, settings = backend.info, backend.info.settings
-    random, held = np.random.default_rng(1), [0] * settings.slots
+    generator, slot_tokens = np.random.default_rng(1), [0] * settings.slots
 
     def seconds_of(slots: Iterable[int], tokens: int) -> float:
         """Return the seconds of a step that appends this many tokens to each of these slots."""
         step = []
         for slot in slots:
-            drawn = random.integers(3, info.vocabulary, tokens, np.int32)  # below: special ones
-            step.append(Row(slot, drawn, held[slot], True))
-            held[slot] += tokens
-        began = clock()
+            token_ids = generator.integers(
+                3, info.vocabulary, tokens, np.int32
+            )  # below: special ones
+            step.append(Row(slot, token_ids, slot_tokens[slot], True))
+            slot_tokens[slot] += tokens
+        started = clock()
         backend.step(step)
-        return max(clock() - began, 1e-9)
+        return max(clock() - started, 1e-9)
 
     def prompt(slot: int, tokens: int) -> float:
-        held[slot] = 0
+        slot_tokens[slot] = 0
         return seconds_of([slot], tokens)
 
-    def usual(step: Callable[[], float], least: int) -> float:
+    def lower_quartile(step: Callable[[], float], min_steps: int) -> float:
         """Return the lower quartile, since other work on the machine only makes steps longer."""
-        until, found = clock() + PART_SECONDS, list[float]()
-        while len(found) < least or (clock() < until and len(found) < MAX_STEPS):
-            found.append(step())
-        return sorted(found)[len(found) // 4]
+        deadline, timings = clock() + PART_SECONDS, list[float]()
+        while len(timings) < min_steps or (clock() < deadline and len(timings) < MAX_STEPS):
+            timings.append(step())
+        return sorted(timings)[len(timings) // 4]
 
-    most = min(LONG_PROMPT, settings.step_tokens, settings.context_tokens - 2)
-    guess = SHORT_PROMPT / min(prompt(0, SHORT_PROMPT) for _ in range(2))
-    length = int(min(most, max(SHORT_PROMPT, guess * PART_SECONDS)))
-    prompt_seconds = usual(lambda: prompt(0, length), 1)
+    max_prompt = min(LONG_PROMPT, settings.step_tokens, settings.context_tokens - 2)
+    rate_guess = SHORT_PROMPT / min(prompt(0, SHORT_PROMPT) for _ in range(2))
+    length = int(min(max_prompt, max(SHORT_PROMPT, rate_guess * PART_SECONDS)))
+    prompt_seconds = lower_quartile(lambda: prompt(0, length), 1)
     for slot in range(1, settings.slots):  # all together in the time of one long prompt
         prompt(slot, max(4, length // settings.slots))
     return EngineTimes(
         slots=settings.slots,
         prompt_tokens_per_second=length / prompt_seconds,
-        decode_seconds=usual(lambda: seconds_of([0], 1), 4),
-        decode_slots_seconds=usual(lambda: seconds_of(range(settings.slots), 1), 4),
+        decode_seconds=lower_quartile(lambda: seconds_of([0], 1), 4),
+        decode_slots_seconds=lower_quartile(lambda: seconds_of(range(settings.slots), 1), 4),
     )
 
 
 def _cpu_seconds() -> tuple[float, float]:
     """Return the seconds that threads of this process ran, and those that they were ready but had
     no core, or that the hypervisor took."""
-    told = [read_text(one).split() for one in Path("/proc/self/task").glob("*/schedstat")]
-    ran, waited = (1e-9 * sum(int(each[at]) for each in told if each) for at in (0, 1))
+    schedstats = [read_text(one).split() for one in Path("/proc/self/task").glob("*/schedstat")]
+    ran, waited = (1e-9 * sum(int(fields[at]) for fields in schedstats if fields) for at in (0, 1))
     names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     cores = (line.split() for line in read_text(Path("/proc/stat")).splitlines())
-    stolen = sum(int(each[8]) for each in cores if each[0] in names)
+    stolen = sum(int(fields[8]) for fields in cores if fields[0] in names)
     return ran, waited + stolen / os.sysconf("SC_CLK_TCK")
 
 
@@ -526,9 +547,9 @@ def main() -> None:
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     backend = backend_class(config.backend)(config, lambda what, fraction: None)
-    before = _cpu_seconds()
+    cpu_before = _cpu_seconds()
     times = measure(backend)
-    ran, lost = (now - was for now, was in zip(_cpu_seconds(), before, strict=True))
+    ran, lost = (now - was for now, was in zip(_cpu_seconds(), cpu_before, strict=True))
     times = msgspec.structs.replace(times, taken_share=round(lost / max(ran + lost, 1e-9), 4))
     backend.close()
     print(f"\n{msgspec.json.encode(times).decode()}", flush=True)

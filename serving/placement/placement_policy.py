@@ -115,9 +115,11 @@ class Attempt(msgspec.Struct, frozen=True):
         """Return the parts of its memory as text."""
         parts = [("weights", self.weight_bytes), ("KV", self.kv_bytes)]
         parts += [("state", self.state_bytes), ("buffers", self.buffer_bytes)]
-        shown = [(name, count) for name, count in parts if count or name in ("weights", "KV")]
-        shown.append(("overhead", self.overhead_bytes))
-        return " + ".join(f"{name} {size(count)}" for name, count in shown)
+        nonzero_parts = [
+            (name, count) for name, count in parts if count or name in ("weights", "KV")
+        ]
+        nonzero_parts.append(("overhead", self.overhead_bytes))
+        return " + ".join(f"{name} {size(count)}" for name, count in nonzero_parts)
 
     @property
     def fits(self) -> bool:
@@ -148,24 +150,27 @@ def plan(
     check(request)
     model, settings = request.model, request.settings
     if settings.kv_dtype not in (None, AUTO, *KV_ELEMENT_BYTES):
-        known = ", ".join((AUTO, *KV_ELEMENT_BYTES))
-        raise NoPlacement(f"Unknown KV dtype {settings.kv_dtype!r}. Available: {known}")
-    asked, context = settings.context_tokens, _context(request, facts, obstacles)
+        known_types = ", ".join((AUTO, *KV_ELEMENT_BYTES))
+        raise NoPlacement(f"Unknown KV dtype {settings.kv_dtype!r}. Available: {known_types}")
+    requested_context, context = settings.context_tokens, _context(request, facts, obstacles)
     if settings.kv_tokens is not None and settings.kv_tokens < context:
         raise NoPlacement(
             f"kv_tokens = {settings.kv_tokens} is too small for one sequence of context_tokens = "
             f"{context}. Raise kv_tokens or lower context_tokens."
         )
     request = in_context(request, context)
-    found = list(_everywhere(request, facts, obstacles))
-    attempts = tuple(attempt for attempt, _ in found if attempt is not None)
-    reasons = [reason for _, reason in found if reason is not None]
-    if asked is not None and context < asked:
-        cut = f"context reduced from {asked} to {context} tokens, the maximum of {model.name}"
-        reasons.insert(0, Reason(None, cut))
+    considered = list(_everywhere(request, facts, obstacles))
+    attempts = tuple(attempt for attempt, _ in considered if attempt is not None)
+    reasons = [reason for _, reason in considered if reason is not None]
+    if requested_context is not None and context < requested_context:
+        text = (
+            f"context reduced from {requested_context} to {context} tokens, the maximum of "
+            f"{model.name}"
+        )
+        reasons.insert(0, Reason(None, text))
     if not attempts:
-        told = "; ".join(reason.text for reason in reasons)
-        raise NoPlacement(f"{model.name} cannot run on this machine: {told}")
+        reasons_text = "; ".join(reason.text for reason in reasons)
+        raise NoPlacement(f"{model.name} cannot run on this machine: {reasons_text}")
     return Placement(
         model=model.name,
         policy=request.policy,
@@ -178,37 +183,39 @@ def plan(
 def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
     """Return the maximum tokens of one sequence: as requested, else the model's own limit, reduced
     until KV cache and attention buffer take at most KV_SHARE of each engine's free memory."""
-    most, asked = request.model.context, request.settings
-    if asked.context_tokens is not None:
-        return min(asked.context_tokens, most)
-    if asked.kv_tokens is not None:
-        return min(MIN_CONTEXT, most, asked.kv_tokens)
+    model_context, requested = request.model.context, request.settings
+    if requested.context_tokens is not None:
+        return min(requested.context_tokens, model_context)
+    if requested.kv_tokens is not None:
+        return min(MIN_CONTEXT, model_context, requested.kv_tokens)
 
-    shortest = min(most, MIN_CONTEXT)
+    shortest = min(model_context, MIN_CONTEXT)
     # A GPU's slots follow from what a context leaves: here it has a CPU's, where nobody says.
-    slots = asked.slots or DEFAULT_SETTINGS["cpu"].slots
-    sized = in_context(request, shortest, slots=slots)
+    slots = requested.slots or DEFAULT_SETTINGS["cpu"].slots
+    sized_request = in_context(request, shortest, slots=slots)
     gpus = {gpu.uuid or "": gpu for gpu in facts.gpus}
-    looked = _everywhere(sized, facts, obstacles, has_last_resort=False)
-    able = [one for one, _ in looked if one is not None]
+    considered = _everywhere(sized_request, facts, obstacles, has_last_resort=False)
+    engines = [attempt for attempt, _ in considered if attempt is not None]
 
     def fits(context: int) -> bool:
-        sized = in_context(request, context, slots=slots)
-        for engine in able:
-            sized = msgspec.structs.replace(sized, weight_format=engine.weight_format)
+        sized_request = in_context(request, context, slots=slots)
+        for engine in engines:
+            sized_request = msgspec.structs.replace(
+                sized_request, weight_format=engine.weight_format
+            )
             gpu = gpus.get(engine.device_id) if engine.device == "gpu" else None
-            one = predicted(sized, facts, engine.backend, gpu)
-            if one.free_bytes is not None:
-                grown = one.kv_bytes + one.buffer_bytes
-                left = one.free_bytes - one.need_bytes + grown
-                if grown > min(KV_SHARE * one.free_bytes, left):
+            attempt = predicted(sized_request, facts, engine.backend, gpu)
+            if attempt.free_bytes is not None:
+                growing_bytes = attempt.kv_bytes + attempt.buffer_bytes
+                room_bytes = attempt.free_bytes - attempt.need_bytes + growing_bytes
+                if growing_bytes > min(KV_SHARE * attempt.free_bytes, room_bytes):
                     return False
         return True
 
-    if fits(most):
-        return most
+    if fits(model_context):
+        return model_context
     # The longest multiple of 1,024 tokens that fits, by halving.
-    low, high = shortest // 1024, -(-most // 1024)
+    low, high = shortest // 1024, -(-model_context // 1024)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * 1024) else (low, middle)
@@ -261,15 +268,17 @@ def _on_gpu(
     if request.backend or request.weight_format:
         names = (request.backend or default_backend("gpu", request.weight_format),)
     for name in names:
-        cause, there = Cause.backend_missing, f"{facts.gpus[0].name} was found, but"
+        cause, prefix = Cause.backend_missing, f"{facts.gpus[0].name} was found, but"
         if "gpu" not in spec_of(name).devices:
-            able = ", ".join(sorted(one for one, row in BACKENDS.items() if "gpu" in row.devices))
-            text = f"backend {name!r} does not run on GPUs; backends that do: {able}"
+            gpu_backends = ", ".join(
+                sorted(name_ for name_, row in BACKENDS.items() if "gpu" in row.devices)
+            )
+            text = f"backend {name!r} does not run on GPUs; backends that do: {gpu_backends}"
         elif name in obstacles.missing:
-            text = f"{there} backend {name!r} cannot run: {obstacles.missing[name]}"
+            text = f"{prefix} backend {name!r} cannot run: {obstacles.missing[name]}"
         elif name in obstacles.gpu:
             cause, why = obstacles.gpu[name]
-            text = f"{there} {name} cannot use it: {why}"
+            text = f"{prefix} {name} cannot use it: {why}"
         else:
             gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
             looked = fitted(request, facts, name, gpu)
@@ -296,8 +305,8 @@ def _on_cpu(
             continue
         if is_found and on_gpu is not None:
             weight_format = on_gpu.weight_format
-        asked = msgspec.structs.replace(request, weight_format=weight_format)
-        attempt, reason = fitted(asked, facts, name, None)
+        format_request = msgspec.structs.replace(request, weight_format=weight_format)
+        attempt, reason = fitted(format_request, facts, name, None)
         if is_found:  # whether the last resort fits is nobody's question
             if attempt is not None and reason is None:
                 yield attempt, None
@@ -316,8 +325,8 @@ def _cpu_backends(request: PlacementRequest) -> Sequence[tuple[str, str | None]]
     if request.cpu_backends:
         return request.cpu_backends
     if request.weight_format:
-        known = backends_with("cpu", request.weight_format)
-        return known or [(default_backend("cpu"), request.weight_format)]
+        backends = backends_with("cpu", request.weight_format)
+        return backends or [(default_backend("cpu"), request.weight_format)]
     return [(name, None) for name in DEFAULTS["cpu"]]
 
 
@@ -325,29 +334,29 @@ def fitted(
     request: PlacementRequest, facts: HardwareFacts, backend: str, gpu: GpuFacts | None
 ) -> Looked:
     """Return the attempt if it fits, else the shortage (both if check_memory is off)."""
-    found = predicted(request, facts, backend, gpu)
-    where = f"on the {found.device.upper()}"
-    asked, settings = request.settings, found.settings
-    if asked.kv_dtype not in (None, AUTO, settings.kv_dtype):
+    attempt = predicted(request, facts, backend, gpu)
+    where = f"on the {attempt.device.upper()}"
+    requested, settings = request.settings, attempt.settings
+    if requested.kv_dtype not in (None, AUTO, settings.kv_dtype):
         text = f"{backend} {where} stores its KV cache in {settings.kv_dtype}"
-        return None, Reason(Cause.forced, f"{text}, not in {asked.kv_dtype} as requested")
+        return None, Reason(Cause.forced, f"{text}, not in {requested.kv_dtype} as requested")
     if settings.step_tokens < settings.slots:
         text = f"step_tokens = {settings.step_tokens} is too small for one token from each of"
         return None, Reason(Cause.forced, f"{text} {settings.slots} slots")
-    if found.fits:
-        return found, None
+    if attempt.fits:
+        return attempt, None
     text = (
-        f"{request.model.name} in {found.weight_format} needs {size(found.need_bytes)} "
-        f"{where} ({found.memory_text.replace(' + ', ', ')}), "
-        f"{size(found.free_bytes or 0)} may be used"
+        f"{request.model.name} in {attempt.weight_format} needs {size(attempt.need_bytes)} "
+        f"{where} ({attempt.memory_text.replace(' + ', ', ')}), "
+        f"{size(attempt.free_bytes or 0)} may be used"
     )
-    of_slots = found.kv_bytes + found.state_bytes
-    room = (found.free_bytes or 0) - found.need_bytes + of_slots
-    fitting = room // max(1, of_slots // settings.slots)
+    of_slots = attempt.kv_bytes + attempt.state_bytes
+    room_bytes = (attempt.free_bytes or 0) - attempt.need_bytes + of_slots
+    fitting = room_bytes // max(1, of_slots // settings.slots)
     advice = f"{fitting} slots instead of {settings.slots} would fit"
     text += f"; {advice if fitting > 0 else 'use a smaller model or format'}"
     cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
-    return None if request.check_memory else found, Reason(cause, text)
+    return None if request.check_memory else attempt, Reason(cause, text)
 
 
 def predicted(
@@ -359,13 +368,13 @@ def predicted(
     If slots are not set, a GPU gets as many as fit beside weights and workspaces, at most
     MAX_GPU_SLOTS, or a CPU's default if the driver does not report its free memory.
     """
-    spec, model, asked = spec_of(backend), request.model, request.settings
+    spec, model, requested = spec_of(backend), request.model, request.settings
     device = "cpu" if gpu is None else "gpu"
     try:
         weight_format = format_of(backend, request.weight_format)
     except Unsupported as problem:
         raise NoPlacement(str(problem)) from problem
-    kv_dtype = spec.kv_dtype(asked.kv_dtype or AUTO, weight_format, device, facts.isa)
+    kv_dtype = spec.kv_dtype(requested.kv_dtype or AUTO, weight_format, device, facts.isa)
     weights = request.weight_bytes
     if weights is None and spec.has_weights:
         weights = format_bytes(model, weight_format)
@@ -374,7 +383,7 @@ def predicted(
     usable_bytes = None if free_bytes is None else int(free_bytes * HEADROOM)
 
     def with_slots(slots: int) -> Attempt:
-        of_slots = msgspec.structs.replace(asked, slots=slots)
+        of_slots = msgspec.structs.replace(requested, slots=slots)
         settings = of_slots.filled(DEFAULT_SETTINGS[device])
         context, tokens = settings.context_tokens, settings.pool_tokens
         if tokens == slots * context or not spec.shares_kv:
@@ -383,10 +392,10 @@ def predicted(
         if gpu is None and spec.extra_bytes is not None:  # matrices that it holds twice
             overhead += spec.extra_bytes(model, weight_format, facts.isa)
         if gpu is None and request.held and spec.weights == "gguf":
-            held = held_at(request.held, context)
+            held_memory = held_at(request.held, context)
         else:
             attended = tokens if tokens < slots * context else spec.kv_row_tokens(context)
-            held = HeldMemory(
+            held_memory = HeldMemory(
                 context_tokens=context,
                 kv_bytes=spec.kv_bytes(model, tokens, slots, kv_dtype) if spec.has_weights else 0,
                 state_bytes=spec.state_bytes(model, tokens, slots, kv_dtype, request.prefix_reuse),
@@ -400,9 +409,9 @@ def predicted(
                 settings, kv_tokens=settings.pool_tokens, kv_dtype=kv_dtype
             ),
             weight_bytes=weights,
-            kv_bytes=held.kv_bytes,
-            state_bytes=held.state_bytes,
-            buffer_bytes=held.buffer_bytes,
+            kv_bytes=held_memory.kv_bytes,
+            state_bytes=held_memory.state_bytes,
+            buffer_bytes=held_memory.buffer_bytes,
             overhead_bytes=overhead,
             free_bytes=usable_bytes,
             device_name=facts.cpu_model if gpu is None else gpu.name,
@@ -410,27 +419,34 @@ def predicted(
             vendor="" if gpu is None else gpu.vendor,
         )
 
-    slots = asked.slots or DEFAULT_SETTINGS["cpu"].slots
-    if asked.slots is None and gpu is not None and usable_bytes is not None:
+    slots = requested.slots or DEFAULT_SETTINGS["cpu"].slots
+    if requested.slots is None and gpu is not None and usable_bytes is not None:
         counts = range(1, MAX_GPU_SLOTS + 1)
         fitting = bisect_right(counts, usable_bytes, key=lambda n: with_slots(n).need_bytes)
         slots = max(1, fitting)
     return with_slots(slots)
 
 
-def held_at(held: Sequence[HeldMemory], context: int) -> HeldMemory:
+def held_at(known_lengths: Sequence[HeldMemory], context: int) -> HeldMemory:
     """Return the memory of an engine at this context length, interpolated or extrapolated from
     known lengths. Caches grow linearly, and the buffer is the maximum of constant and linear parts,
     so a line between two lengths is never too low."""
-    above = next((at for at, one in enumerate(held) if one.context_tokens >= context), len(held))
-    if above < len(held) and held[above].context_tokens == context:
-        return held[above]
-    if len(held) == 1:
-        (one,) = held
-        scale = -(-context // 256) / -(-one.context_tokens // 256)
-        grown = {name: round(getattr(one, name) * scale) for name in ("kv_bytes", "buffer_bytes")}
-        return msgspec.structs.replace(one, context_tokens=context, **grown)
-    first, second = held[max(0, min(above, len(held) - 1) - 1) :][:2]
+    index = next(
+        (
+            position
+            for position, known in enumerate(known_lengths)
+            if known.context_tokens >= context
+        ),
+        len(known_lengths),
+    )
+    if index < len(known_lengths) and known_lengths[index].context_tokens == context:
+        return known_lengths[index]
+    if len(known_lengths) == 1:
+        (known,) = known_lengths
+        scale = -(-context // 256) / -(-known.context_tokens // 256)
+        grown = {name: round(getattr(known, name) * scale) for name in ("kv_bytes", "buffer_bytes")}
+        return msgspec.structs.replace(known, context_tokens=context, **grown)
+    first, second = known_lengths[max(0, min(index, len(known_lengths) - 1) - 1) :][:2]
     padded = -(-context // 256) * 256
     share = (padded - first.context_tokens) / (second.context_tokens - first.context_tokens)
     names = ("kv_bytes", "buffer_bytes")
@@ -441,21 +457,21 @@ def held_at(held: Sequence[HeldMemory], context: int) -> HeldMemory:
 
 def default_backend(device: str, weight_format: str | None = None) -> str:
     """Return the backend if the user names none: the first with the format, else the default."""
-    able = backends_with(device, weight_format) if weight_format else []
-    return able[0][0] if able else DEFAULTS[device][0]
+    backends = backends_with(device, weight_format) if weight_format else []
+    return backends[0][0] if backends else DEFAULTS[device][0]
 
 
 def backends_with(device: str, weight_format: str) -> list[tuple[str, str]]:
     """Return the backends of a device with a format and how each spells it, the default first."""
     names = [*DEFAULTS[device], *BACKENDS]
-    found = [
-        (name, one)
+    matches = [
+        (name, own_format)
         for name in dict.fromkeys(names)
-        for one in BACKENDS[name].formats
-        if device in BACKENDS[name].devices and one.lower() == weight_format.lower()
+        for own_format in BACKENDS[name].formats
+        if device in BACKENDS[name].devices and own_format.lower() == weight_format.lower()
     ]
     # BF16 is a GGUF format, bf16 one of torch.
-    return [pair for pair in found if pair[1] == weight_format] or found
+    return [pair for pair in matches if pair[1] == weight_format] or matches
 
 
 def narrowed(

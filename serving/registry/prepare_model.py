@@ -89,23 +89,23 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         kv_dtype = self.model.kv_dtype or AUTO  # what a backend holds is predicted, not asked for
         return tuple(
             EngineConfig(
-                backend=one.backend,
+                backend=attempt.backend,
                 model_path=files.path,
                 model_name=self.name,
                 weight_format=files.weight_format,
                 tokenizer_path=files.tokenizer_path,
-                device=one.device,
-                device_id=one.device_id,
-                device_vendor=one.vendor,
-                settings=msgspec.structs.replace(one.settings, kv_dtype=kv_dtype),
+                device=attempt.device,
+                device_id=attempt.device_id,
+                device_vendor=attempt.vendor,
+                settings=msgspec.structs.replace(attempt.settings, kv_dtype=kv_dtype),
                 prefix_reuse=self.model.prefix_reuse,
                 threads=self.split.threads,
                 cores=self.split.engine,
-                nice=self.split.nice if one.device == "cpu" else 0,  # a GPU waits for its host
-                options=self.options[one.backend],
+                nice=self.split.nice if attempt.device == "cpu" else 0,  # a GPU waits for its host
+                options=self.options[attempt.backend],
             )
-            for one in placement.attempts
-            for files in (self.files[one.backend],)
+            for attempt in placement.attempts
+            for files in (self.files[attempt.backend],)
         )
 
 
@@ -133,18 +133,18 @@ class Machine:
         if facts.gpus or facts.gpu_cause != Cause.no_device or not render_nodes():
             return facts
         # A torch without ROCm cannot use it, and takes seconds to report that.
-        names = [n for n in DEFAULTS["gpu"] if n != "torch" or "rocm" in version("torch")]
+        names = [name for name in DEFAULTS["gpu"] if name != "torch" or "rocm" in version("torch")]
         gpus = tuple(
-            GpuFacts(one.gpu_note or "a GPU", one.gpu_vendor)
-            for one in map(self._probed, names)
-            if one.gpu and one.gpu_vendor is not None
+            GpuFacts(answer.gpu_note or "a GPU", answer.gpu_vendor)
+            for answer in map(self._probed, names)
+            if answer.gpu and answer.gpu_vendor is not None
         )
         return msgspec.structs.replace(facts, gpus=gpus)
 
     def split(self, cores: str, threads: int | None) -> CoreSplit:
         """Return the cores of an engine with these options and of the HTTP process."""
-        asked = parse_cores(cores, "--cores"), parse_cores(self._api_cores, "--api-cores")
-        return split_cores(self._allowed, *asked, threads, quota=cgroup_cores())
+        requested_cores = parse_cores(cores, "--cores"), parse_cores(self._api_cores, "--api-cores")
+        return split_cores(self._allowed, *requested_cores, threads, quota=cgroup_cores())
 
     def obstacles(self, request: PlacementRequest, facts: HardwareFacts) -> Obstacles:
         """Return the backends that cannot run or cannot use the GPU, by probes in subprocesses."""
@@ -173,10 +173,14 @@ class Machine:
 
     def files_of(self, source: str, backend: str, weight_format: str | None) -> ResolvedModel:
         """Return a model's files for a backend, after making or fetching them if needed."""
-        kind, spelt = weights_of(backend, weight_format)
-        wanted = (spelt or None) if weight_format else None
+        kind, format_name = weights_of(backend, weight_format)
+        requested_format = (format_name or None) if weight_format else None
         return resolve(
-            source, kind=kind, weight_format=wanted, cache=self.cache, progress=self.progress
+            source,
+            kind=kind,
+            weight_format=requested_format,
+            cache=self.cache,
+            progress=self.progress,
         )
 
 
@@ -203,7 +207,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         placement = narrowed(placement, placement.attempts, Reason(None, choice.reason))
         if choice.threads is not None:
             split = machine.split(model.cores, choice.threads)
-    options = options_by_backend(model.options, [one.backend for one in placement.attempts])
+    options = options_by_backend(model.options, [attempt.backend for attempt in placement.attempts])
     files, placement = files_of_engines(model, placement, machine)
     prepared = Prepared(
         name=model.name or request.model.name,
@@ -214,15 +218,15 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         options=options,  # checked before weights are made
         files=files,
     )
-    for backend, one in prepared.files.items():
-        if not one.path:
+    for backend, attempt in prepared.files.items():
+        if not attempt.path:
             options[backend].setdefault("vocabulary", request.model.vocabulary)
     path = Path(prepared.tokenizer_path)
     is_ours = any(read_manifest(place) is not None for place in (path, path.parent))
     if not is_ours and request.model.name != "fake":
         # An untrusted tokenizer is tried in another process before it is loaded in this one.
         try_tokenizer(path)
-    if any(one.synthetic and one.path for one in prepared.files.values()):
+    if any(attempt.synthetic and attempt.path for attempt in prepared.files.values()):
         machine.say(
             f"{request.model.name} has random weights: speed and memory are those of the real "
             "model, but its text is noise"
@@ -241,17 +245,21 @@ def files_of_engines(
     files: dict[str, ResolvedModel] = {}
     attempts: list[Attempt] = []
     reason = None
-    for one in placement.attempts:
-        if one.backend not in files:
+    for attempt in placement.attempts:
+        if attempt.backend not in files:
             try:
-                files[one.backend] = machine.files_of(model.source, one.backend, one.weight_format)
+                files[attempt.backend] = machine.files_of(
+                    model.source, attempt.backend, attempt.weight_format
+                )
             except ModelError as problem:
                 if not attempts:
                     raise
-                text = f"no fallback to {one.backend} on the CPU: its weights are not available: "
+                text = (
+                    f"no fallback to {attempt.backend} on the CPU: its weights are not available: "
+                )
                 reason = Reason(Cause.load_failed, f"{text}{problem}")
                 continue
-        attempts.append(one)
+        attempts.append(attempt)
     return files, narrowed(placement, tuple(attempts), reason)
 
 
@@ -264,18 +272,20 @@ def with_known_fallback(
 ) -> PlacementRequest:
     """Return the request with the CPU's backends ordered by their saved step times; nothing is
     measured for a fallback."""
-    asked = question_of(model, request, split, machine)
-    if asked is None or model.weight_format:
+    question = question_of(model, request, split, machine)
+    if question is None or model.weight_format:
         return request
-    quiet = msgspec.structs.replace(asked, may_measure=False, are_threads_open=False)
+    saved_only = msgspec.structs.replace(question, may_measure=False, are_threads_open=False)
     try:
-        found = fastest_backend(quiet, facts, machine.say, machine.progress)
+        choice = fastest_backend(saved_only, facts, machine.say, machine.progress)
     except NoPlacement:  # keep the default order; placement gives the reasons
         return request
-    timed = [one for one in ranked(found.candidates, request.model) if one.rate]
-    order: list[tuple[str, str | None]] = [(one.backend, one.weight_format) for one in timed]
-    named = {one.backend for one in timed}
-    order += [(name, None) for name in DEFAULTS["cpu"] if name not in named]
+    timed = [candidate for candidate in ranked(choice.candidates, request.model) if candidate.rate]
+    order: list[tuple[str, str | None]] = [
+        (candidate.backend, candidate.weight_format) for candidate in timed
+    ]
+    timed_backends = {candidate.backend for candidate in timed}
+    order += [(name, None) for name in DEFAULTS["cpu"] if name not in timed_backends]
     return msgspec.structs.replace(request, cpu_backends=tuple(order))
 
 
@@ -367,29 +377,31 @@ def question_of(
 def default_workload(settings: SchedulerSettings) -> Workload:
     """Return the workload that a server's engine is chosen for, since nobody says what it will be
     asked: the default of load tests, with lengths cut to what the server takes."""
-    most = min(settings.context_tokens, settings.kv_tokens or settings.context_tokens)
+    max_tokens = min(settings.context_tokens, settings.kv_tokens or settings.context_tokens)
     prompt, output = DEFAULT_WORKLOAD.limits
-    if prompt + output <= most:
+    if prompt + output <= max_tokens:
         return DEFAULT_WORKLOAD
-    prompt_tokens = max(1, most * 4 // 5)
+    prompt_tokens = max(1, max_tokens * 4 // 5)
     return msgspec.structs.replace(
         DEFAULT_WORKLOAD,
         max_prompt_tokens=prompt_tokens,
-        max_output_tokens=max(1, most - prompt_tokens),
+        max_output_tokens=max(1, max_tokens - prompt_tokens),
     )
 
 
 def options_by_backend(
-    given: Mapping[str, Any], backends: Collection[str]
+    values: Mapping[str, Any], backends: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """Return the options of each engine: those that it has. Raises Unsupported for an option that
     no engine has, so that a fallback does not fail later."""
-    known = {name: spec_of(name).options for name in backends}  # None: any
-    for key in given:
-        if not any(names is None or key in names for names in known.values()):
-            told = "; ".join(f"{one} has {', '.join(names or ())}" for one, names in known.items())
-            raise Unsupported(f"No engine here has the option {key!r}: {told}", key)
+    options_of = {name: spec_of(name).options for name in backends}  # None: any
+    for key in values:
+        if not any(names is None or key in names for names in options_of.values()):
+            listing = "; ".join(
+                f"{name} has {', '.join(names or ())}" for name, names in options_of.items()
+            )
+            raise Unsupported(f"No engine here has the option {key!r}: {listing}", key)
     return {
-        backend: {key: value for key, value in given.items() if names is None or key in names}
-        for backend, names in known.items()
+        backend: {key: value for key, value in values.items() if names is None or key in names}
+        for backend, names in options_of.items()
     }

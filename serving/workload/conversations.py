@@ -121,11 +121,13 @@ def sent_turns(
     past: list[int] = []  # of each exchange: prompt and answer
     kept = 0
     for number, turn in enumerate(session.turns):
-        own = session.prefix_tokens + turn.prompt_tokens
-        while past and context_tokens and own + sum(past) + turn.output_tokens > context_tokens:
+        new_tokens = session.prefix_tokens + turn.prompt_tokens
+        while (
+            past and context_tokens and new_tokens + sum(past) + turn.output_tokens > context_tokens
+        ):
             del past[0]
             kept = 0
-        prompt = own + sum(past)
+        prompt = new_tokens + sum(past)
         yield SentTurn(session.index, number, prompt, turn.output_tokens, turn.think_seconds, kept)
         kept = prompt + turn.output_tokens - 1  # the last token is drawn, and never computed
         past.append(turn.prompt_tokens + round(answer_growth * turn.output_tokens))
@@ -145,18 +147,18 @@ def session_seconds(workload: Workload, answer_seconds: float) -> float:
     if not workload.has_sessions:
         return 0.0
     sessions = draw_sessions(workload, MEAN_SESSIONS, MEAN_SEED)
-    number = [place for one in sessions for place in range(len(one.turns))]
-    thinking = [turn.think_seconds for one in sessions for turn in one.turns]
+    number = [place for session in sessions for place in range(len(session.turns))]
+    thinking = [turn.think_seconds for session in sessions for turn in session.turns]
     return offsets_quantile(np.array(number), np.array(thinking) + answer_seconds)
 
 
 def offsets_quantile(number: Whole, seconds: Seconds) -> float:
     """Within how long of a conversation's beginning NEARLY_ALL turns come: `seconds` from the turn
     before to each one, `number` its place, session by session."""
-    since = np.where(number > 0, seconds, 0.0)
-    total = np.cumsum(since)
+    gaps = np.where(number > 0, seconds, 0.0)
+    elapsed = np.cumsum(gaps)
     begins = np.maximum.accumulate(np.where(number == 0, np.arange(len(number)), 0))
-    return float(np.quantile(total - total[begins], NEARLY_ALL)) if len(number) else 0.0
+    return float(np.quantile(elapsed - elapsed[begins], NEARLY_ALL)) if len(number) else 0.0
 
 
 def _capped(tokens: float, cap: float) -> int:
@@ -165,4 +167,4 @@ def _capped(tokens: float, cap: float) -> int:
 
 def mean_turns(sessions: list[Session]) -> float:
     """Turns of a session; nan: there is none."""
-    return float(np.mean([len(one.turns) for one in sessions])) if sessions else math.nan
+    return float(np.mean([len(session.turns) for session in sessions])) if sessions else math.nan

@@ -37,4 +37,4 @@ def test_a_backend_of_the_table_keeps_the_contract(make: Make, backend_name: str
     backend = make(source)
     check_contract(backend, greedy_alone(make(source, slots=1)))
     check_seeded(backend)
-    check_contradictions(backend)
+    check_contradictions(make(source))
