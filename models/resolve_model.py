@@ -121,15 +121,15 @@ def _resolved(
             cache_dir(cache),
             progress,
         )
-    local = find_local(name)
-    if local is None or (kind != "gguf" and local[0] == packaged_file(name)):  # no safetensors
-        local = _downloaded(name, progress)
-    local, called = local
-    if is_gguf(local):
-        return _gguf(local, called, kind, requested_format)
-    if not local.is_dir():
-        raise UnsupportedModel(f"{str(local)!r} is neither a GGUF file nor a folder")
-    return _folder(local, called, kind, requested_format, cache_dir(cache), progress)
+    named_path = find_local(name)
+    if named_path is None or (kind != "gguf" and named_path[0] == packaged_file(name)):  # no safetensors
+        named_path = _downloaded(name, progress)
+    path, called = named_path
+    if is_gguf(path):
+        return _gguf(path, called, kind, requested_format)
+    if not path.is_dir():
+        raise UnsupportedModel(f"{str(path)!r} is neither a GGUF file nor a folder")
+    return _folder(path, called, kind, requested_format, cache_dir(cache), progress)
 
 
 def _random(
