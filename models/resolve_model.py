@@ -122,7 +122,9 @@ def _resolved(
             progress,
         )
     named_path = find_local(name)
-    if named_path is None or (kind != "gguf" and named_path[0] == packaged_file(name)):  # no safetensors
+    if named_path is None or (
+        kind != "gguf" and named_path[0] == packaged_file(name)
+    ):  # no safetensors
         named_path = _downloaded(name, progress)
     path, called = named_path
     if is_gguf(path):
