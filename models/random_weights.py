@@ -300,7 +300,10 @@ class ShapeWeights(RandomTensors):
             return -np.abs(values) - np.float32(0.1)
         if name == "rope_freqs.weight":
             return np.ones_like(values)
-        return super().vector(name, values)
+        ones = super().vector(name, values)
+        # Gemma multiplies embeddings by sqrt(hidden). Layers must add more than that, because
+        # otherwise a tied model repeats its last token forever.
+        return ones * np.float32(16) if name.endswith("post_ffw_norm.weight") else ones
 
     def std(self, name: str) -> float:
         is_head = name == "output.weight" or (

@@ -58,9 +58,11 @@ def test_llama_cpp_runs_each_shape_of_mixtures_hybrids_and_windows(
         files.append(file.read_bytes())
     assert files[0] == files[1]
     assert read_header(file).spec(name).family == spec.family
-    logits = gguf_logits(file, np.random.default_rng(1).integers(3, 600, (1, 24)))
+    ids = np.random.default_rng(1).integers(3, 600, (1, 24))
+    logits = gguf_logits(file, ids)
     assert np.isfinite(logits).all() and 2.0 < logits.std() < 4.5
     assert len(set(logits.argmax(-1).ravel().tolist())) > 12
+    assert (logits.argmax(-1) == ids).mean() < 0.5, "it repeats its last token"
 
 
 @pytest.mark.parametrize("name", SHAPES)
