@@ -25,6 +25,7 @@ from crossover.loadtests.capacity.step_observation import level_factor, two_spee
 from crossover.loadtests.levels.level_columns import Judged, Level
 from crossover.loadtests.levels.slo_attainment import MIN_AS_ONE, wilson
 from crossover.loadtests.records.journal_events import Capacity
+from crossover.models import formatting
 from crossover.models.formatting import share
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import (
@@ -117,7 +118,7 @@ def estimate(
             )
 
         found = _by_step_times(simulate, told, speeds, min(short, default=math.inf))
-    return _confirmed(_below(found, failed), seen, slo, least_seconds)
+    return _with_lower_bound(_confirmed(_below(found, failed), seen, slo, least_seconds), loaded)
 
 
 def confirmed_rate(
@@ -314,6 +315,27 @@ def _confirmed(
         starts=len({one.level.started.start for one in seen}),
         confirm_seconds=needed,
         reason=found.reason or why,
+    )
+
+
+def _with_lower_bound(found: Capacity, loaded: Sequence[Counted]) -> Capacity:
+    """With the highest rate of a level that met the SLO as the lower bound, where there is no
+    step-time model and the levels were too short to confirm a rate."""
+    if found.is_confirmed or found.method != "levels":
+        return found
+    met = [
+        min(each.rate, each.judged.due / each.level.window_seconds)
+        for each in loaded
+        if each.judged.verdict == "meets" and each.rate < (found.high or math.inf)
+    ]
+    if not met:
+        return found
+    low, unit_rate = max(met), found.high or max(met)
+    words = f"levels met the SLO at {formatting.rate(low, rounded='down', like=unit_rate)}"
+    if found.high is not None:
+        words += f" and missed it at {formatting.rate(found.high, rounded='up', like=unit_rate)}"
+    return msgspec.structs.replace(
+        found, low=low, reason=f"{words}, but were too short to confirm a rate"
     )
 
 

@@ -7,10 +7,20 @@ from pathlib import Path
 import pytest
 
 from crossover.loadtests.campaign.campaign_file import parse_campaign
+from crossover.loadtests.campaign.cell_runner import cell_progress
+from crossover.loadtests.campaign.next_measurement import (
+    RunLevel,
+    SingleStream,
+    Stop,
+    next_measurement,
+)
+from crossover.loadtests.campaign.resume_state import CellRecord, campaign_of
+from crossover.loadtests.levels.level_columns import levels_of
 from crossover.loadtests.records.journal_events import (
     Calibrated,
     Capacity,
     CellFinished,
+    LevelFinished,
     LevelStarted,
     NeverQuiet,
     Waited,
@@ -104,8 +114,50 @@ def test_where_steps_cannot_be_told_levels_alone_say_between(tmp_path: Path) -> 
     text = campaign(1200).text.replace("ttft_seconds = 1.0", "").replace("tpot_seconds = 0.2", "")
     unlimited = Simulated().run(parse_campaign(text), tmp_path)
     assert found_in(unlimited).method == "levels", "without limits step times tell nothing"
-    short = world.run(campaign(budget=60, search="level_seconds = 30"), tmp_path)
-    assert rates(short) == [], "too short to prove its rate"
+
+
+def test_minutes_too_few_to_confirm_a_rate_are_spent_on_bounds(tmp_path: Path) -> None:
+    world = Simulated(chunk=4)
+    folder = world.run(campaign(100), tmp_path)
+    check_folder(folder)
+    found, tried = found_in(folder), rates(folder)
+    assert (found.state, found.method) == ("not_confirmed", "levels")
+    assert found.low is not None and found.low <= tried[0] and 1 < len(tried)
+    assert "too short to confirm a rate" in found.reason and world.now > 80
+    assert "no rate confirmed, capacity " in world.said.getvalue()
+
+    # A model that does not fit: the bursts say where to begin.
+    folder = Simulated(noise=0.6).run(campaign(120, more="seed = 4"), tmp_path)
+    check_folder(folder)
+    (made,) = of_kind(read_records(folder).events, Calibrated)
+    assert made.step_times is None and "error on steps left out of the fit" in made.reason
+    found, tried = found_in(folder), rates(folder)
+    assert len(tried) > 1 and found.low and found.high, "levels bound what no model estimates"
+
+
+def test_the_journal_alone_decides_each_measurement(tmp_path: Path) -> None:
+    """Each level of a run is what the events before it lead to, whoever reads them."""
+    folder = Simulated().run(campaign(), tmp_path)
+    run = read_records(folder)
+    plan, (cell,) = campaign_of(run.manifest)
+    levels = {level.name: level for level in levels_of(run)}
+    decided = []
+    for count, event in enumerate(run.events):
+        if not isinstance(event, LevelStarted) or event.is_burst:
+            continue
+        before = run.events[:count]
+        ended = [levels[one.level] for one in of_kind(before, LevelFinished)]
+        record = CellRecord(before, plan, cell, ended)
+        decision = next_measurement(cell_progress(record, record.blocks[1], confirms=True))
+        if isinstance(decision, RunLevel):
+            assert (event.rate_per_second, event.window_seconds) == decision[:2]
+        else:
+            assert isinstance(decision, SingleStream) and event.concurrency == 1
+        decided.append(decision)
+    assert len(decided) == 2
+    whole = CellRecord(run.events, plan, cell, list(levels.values()))
+    last = next_measurement(cell_progress(whole, whole.blocks[1], confirms=True))
+    assert isinstance(last, Stop) and "near the estimated capacity" in last.reason
 
 
 def test_a_second_start_confirms_again_at_the_rate_that_held(tmp_path: Path) -> None:
