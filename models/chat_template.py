@@ -383,7 +383,7 @@ def _with_short_ids(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] 
     oldest call without one."""
     ids = [call.get("id") for turn in turns for call in turn.get("tool_calls") or ()]
     ids += [turn.get("tool_call_id") for turn in turns if turn.get("role") == "tool"]
-    if all(isinstance(id_, str) and _SHORT_ID.fullmatch(id_) for id_ in ids):
+    if all(isinstance(call_id, str) and _SHORT_ID.fullmatch(call_id) for call_id in ids):
         return None
     short_ids: dict[str, str] = {}
     unanswered: list[str] = []  # of calls without an id

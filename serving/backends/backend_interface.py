@@ -40,10 +40,10 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -> Options:
     """Return the options as a `kind`. Values may be text. Raises Unsupported with key and value."""
-    known = kind.__struct_fields__
+    option_names = kind.__struct_fields__
     for key in given:
-        if key not in known:
-            options = ", ".join(known) or "none"
+        if key not in option_names:
+            options = ", ".join(option_names) or "none"
             text = f"The {backend} backend has no option {key!r}. Options: {options}"
             raise Unsupported(text, key)
     try:

@@ -130,11 +130,11 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     def reinstall(self) -> str:
         """Return the command that compiles the same version anew, for this CPU or a GPU."""
         name = self.distribution or "?"
-        wanted = f"{name}=={importlib.metadata.version(name)}"
-        return f"pip install --force-reinstall --no-cache-dir --no-deps {wanted}"
+        requirement = f"{name}=={importlib.metadata.version(name)}"
+        return f"pip install --force-reinstall --no-cache-dir --no-deps {requirement}"
 
 
-def _torch_kv(asked: str, weight_format: str, device: str, isa: Collection[str]) -> str:
+def _torch_kv(requested: str, weight_format: str, device: str, isa: Collection[str]) -> str:
     """Return the type of torch's activations
     (crossover.serving.backends.torch.torch_weights.compute_dtype)."""
     if weight_format in ("fp32", "fp16"):
@@ -261,8 +261,8 @@ def _foreign_row(path: str) -> BackendSpec:
     with contextlib.suppress(BackendUnavailable):  # whoever loads it will say why
         row = getattr(_imported(path, path), "row", None)
         if row is not None:
-            found: BackendSpec = row()
-            return found
+            spec: BackendSpec = row()
+            return spec
     devices = {"cpu": UNKNOWN_OVERHEAD, "gpu": UNKNOWN_OVERHEAD}
     return BackendSpec(cls=path, weights=None, overhead=devices)
 
@@ -293,8 +293,8 @@ def format_of(name: str, weight_format: str | None) -> str:
     try:
         return spelt(spec.weights, weight_format)
     except UnsupportedModel as problem:
-        known = ", ".join(spec.formats)
-        text = f"The backend {name!r} has no weight format {weight_format!r}. Formats: {known}"
+        formats = ", ".join(spec.formats)
+        text = f"The backend {name!r} has no weight format {weight_format!r}. Formats: {formats}"
         raise Unsupported(text, "weight_format") from problem
 
 

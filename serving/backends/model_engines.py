@@ -32,9 +32,9 @@ def usual_engines(model: ModelIdentity) -> tuple[Engine, ...]:
     usually given, the one for a CPU first. Engines whose package is missing come last."""
     missing = missing_backends()
     engines = [
-        Engine(name, found[0])
+        Engine(name, engine_formats[0])
         for name, row in BACKENDS.items()
-        if row.has_weights and (found := _formats(model, name)) is not None
+        if row.has_weights and (engine_formats := _formats(model, name)) is not None
     ]
     return tuple(sorted(engines, key=lambda engine: engine.backend in missing))
 
@@ -42,24 +42,33 @@ def usual_engines(model: ModelIdentity) -> tuple[Engine, ...]:
 def engines_on(model: ModelIdentity, backend: str, formats: Sequence[str] = ()) -> list[Engine]:
     """Return the model on one backend, in each of `formats` that both have (none: in the usual
     one); [] where the backend cannot run it. Raises BackendUnavailable."""
-    has = _formats(model, backend)
-    if has is None:
+    available = _formats(model, backend)
+    if available is None:
         return []
     if not formats or not spec_of(backend).has_weights:
-        return [Engine(backend, has[0])]
-    return [Engine(backend, one) for one in dict.fromkeys(_chosen(has, formats))]
+        return [Engine(backend, available[0])]
+    return [
+        Engine(backend, weight_format)
+        for weight_format in dict.fromkeys(_chosen(available, formats))
+    ]
 
 
-def _chosen(has: Sequence[str], formats: Sequence[str]) -> list[str]:
+def _chosen(available: Sequence[str], formats: Sequence[str]) -> list[str]:
     """Return the formats that are asked for; Q4_K takes Q4_K_M and Q4_K_S."""
-    if tuple(has) == ("",):  # not known before the model is fetched: it is checked then
+    if tuple(available) == ("",):  # not known before the model is fetched: it is checked then
         return list(formats)
     chosen = []
-    for asked in formats:
-        exact = [one for one in has if one == asked]
-        same = [one for one in has if one.lower() == asked.lower()]
-        kin = [one for one in has if one.lower().startswith(f"{asked.lower()}_")]
-        chosen += exact or same or kin
+    for wanted_format in formats:
+        exact = [format_name for format_name in available if format_name == wanted_format]
+        same = [
+            format_name for format_name in available if format_name.lower() == wanted_format.lower()
+        ]
+        same_family = [
+            format_name
+            for format_name in available
+            if format_name.lower().startswith(f"{wanted_format.lower()}_")
+        ]
+        chosen += exact or same or same_family
     return chosen
 
 
@@ -72,7 +81,15 @@ def _formats(model: ModelIdentity, backend: str) -> tuple[str, ...] | None:
     if row.weights is None:  # code from elsewhere: trying tells
         kinds = [kind for kind in ("hf", "gguf", "onnx") if kind in model.formats]
         usual = DEFAULT_FORMATS["hf"] if model.kind == "ladder" else ""
-        return tuple(filter(None, (usual, *(f for kind in kinds for f in model.formats[kind]))))
+        return tuple(
+            filter(
+                None,
+                (
+                    usual,
+                    *(weight_format for kind in kinds for weight_format in model.formats[kind]),
+                ),
+            )
+        )
     formats = model.formats.get(row.weights)
     if formats is None:
         return None
@@ -84,27 +101,27 @@ def _formats(model: ModelIdentity, backend: str) -> tuple[str, ...] | None:
 
 def refusal(model: ModelIdentity, backends: Sequence[str] | None, formats: Sequence[str]) -> str:
     """Return why no engine of the campaign can run the model, and which engines could."""
-    what: str = {
+    description: str = {
         "ladder": "a ladder model",
         "gguf": "a GGUF file",
         "safetensors": "a folder of safetensors",
         "onnx": "a folder with an ONNX graph",
     }[model.kind]
     if model.weight_format:
-        what += f" in {model.weight_format}"
-    asked = " and ".join(
+        description += f" in {model.weight_format}"
+    requirements = " and ".join(
         f"{name} = {', '.join(values)}"
         for name, values in (("backends", backends), ("formats", formats))
         if values
     )
-    able = ", ".join(
-        f"{one.backend} ({', '.join(filter(None, _formats(model, one.backend) or ()))})"
-        for one in usual_engines(model)
+    able_engines = ", ".join(
+        f"{engine.backend} ({', '.join(filter(None, _formats(model, engine.backend) or ()))})"
+        for engine in usual_engines(model)
     )
-    more = ""
+    hint = ""
     if model.kind == "gguf" and model.name == PACKAGED:
-        more = ". onnx and torch run its folder of safetensors, or its hub id"
+        hint = ". onnx and torch run its folder of safetensors, or its hub id"
     return (
-        f"{model.name} is {what}, which {asked or 'no engine here'} cannot run. "
-        f"Engines that can: {able}{more}"
+        f"{model.name} is {description}, which {requirements or 'no engine here'} cannot run. "
+        f"Engines that can: {able_engines}{hint}"
     )

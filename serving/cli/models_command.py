@@ -137,7 +137,7 @@ def plan_models(
     ] = None,
 ) -> None:
     """Show the memory of a model per format and device, and what `crossover serve` would do."""
-    requested_formats = [known_format(engine_) for engine_ in formats or ()]
+    requested_formats = [known_format(text) for text in formats or ()]
     facts = machine_of(
         parse_bytes(memory, "--memory") if memory else None,
         parse_bytes(vram, "--vram") if vram else None,
@@ -166,7 +166,7 @@ def plan_models(
             request = msgspec.structs.replace(request, weight_format=engines[0].weight_format)
         if model.kind != "ladder":
             backend = usual_backend(model, bool(facts.gpus))
-            usual = next((engine_ for engine_ in engines if engine_.backend == backend), engines[0])
+            usual = next((engine for engine in engines if engine.backend == backend), engines[0])
             usual_engine = {"backend": usual.backend, "weight_format": usual.weight_format or None}
             request = msgspec.structs.replace(request, **usual_engine)
         for engine in engines:

@@ -145,7 +145,9 @@ class OutputParser:
             if not mark and not last:
                 if self._kind in ("call", "list", "header"):
                     return parts
-                held_characters = max((_overlap(content, mark_) for mark_ in marks), default=0)
+                held_characters = max(
+                    (_overlap(content, end_mark) for end_mark in marks), default=0
+                )
                 content, remainder = (
                     content[: len(content) - held_characters],
                     content[len(content) - held_characters :],

@@ -285,12 +285,12 @@ def _reason(
     return text
 
 
-def _carried(capacity_: SimulatedCapacity | None, unit_rate: float) -> str:
-    if capacity_ is None:
+def _carried(simulated: SimulatedCapacity | None, unit_rate: float) -> str:
+    if simulated is None:
         return "not measured"
-    if not capacity_.rate:
+    if not simulated.rate:
         return "misses the SLO unloaded"
-    return of_requests(rate(capacity_.rate, like=unit_rate))
+    return of_requests(rate(simulated.rate, like=unit_rate))
 
 
 def known_times(

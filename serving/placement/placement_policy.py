@@ -271,7 +271,7 @@ def _on_gpu(
         cause, prefix = Cause.backend_missing, f"{facts.gpus[0].name} was found, but"
         if "gpu" not in spec_of(name).devices:
             gpu_backends = ", ".join(
-                sorted(name_ for name_, row in BACKENDS.items() if "gpu" in row.devices)
+                sorted(backend for backend, row in BACKENDS.items() if "gpu" in row.devices)
             )
             text = f"backend {name!r} does not run on GPUs; backends that do: {gpu_backends}"
         elif name in obstacles.missing:

@@ -137,9 +137,12 @@ class ServedModel:
         boundary_ids = {*tokenizer.eos_ids}
         if tokenizer.bos_id is not None:
             boundary_ids.add(tokenizer.bos_id)
-        ids = {*range(rows, tokenizer.vocabulary), *(id_ for id_ in boundary_ids if id_ >= rows)}
-        texts = {id_: tokenizer.token_text(id_) for id_ in sorted(ids)}
-        return {id_: text for id_, text in texts.items() if text or id_ in boundary_ids}
+        ids = {
+            *range(rows, tokenizer.vocabulary),
+            *(token for token in boundary_ids if token >= rows),
+        }
+        texts = {token: tokenizer.token_text(token) for token in sorted(ids)}
+        return {token: text for token, text in texts.items() if text or token in boundary_ids}
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token; control tokens have none."""

@@ -130,20 +130,20 @@ class AdmissionController:
             if ttft is None and waits:
                 text = "All slots are in use, and the speed of the engine is not known yet"
                 raise _refused("queue_ttft", text, None)
-            if ttft is not None and (late := ttft - (1 - MARGIN) * slo) > 0:
+            if ttft is not None and (excess := ttft - (1 - MARGIN) * slo) > 0:
                 text = f"The predicted TTFT of {ttft:.1f} s exceeds the limit of {slo:g} s"
-                raise _refused("queue_ttft", text, late)
+                raise _refused("queue_ttft", text, excess)
 
     def _load(self) -> tuple[int, float]:
         """Return the prompt tokens of sequences that have not started, and the tokens of work
         before a sequence that joins full slots can start."""
         if self.known_load is None:
-            prompts, ends = 0, [0.0] * self._slots  # when each slot is free, in tokens
-            for one in self._sequences.values():
-                left = self._used_share * (one.max_tokens - one.produced)
-                heapreplace(ends, ends[0] + left)
-                prompts += 0 if one.produced else one.prompt_tokens
-            self.known_load = prompts, prompts + self._slots * max(0.0, ends[0])
+            prompts, slot_free_at = 0, [0.0] * self._slots  # when each slot is free, in tokens
+            for work in self._sequences.values():
+                remaining = self._used_share * (work.max_tokens - work.produced)
+                heapreplace(slot_free_at, slot_free_at[0] + remaining)
+                prompts += 0 if work.produced else work.prompt_tokens
+            self.known_load = prompts, prompts + self._slots * max(0.0, slot_free_at[0])
         return self.known_load
 
 

@@ -225,9 +225,11 @@ class EngineProcess(asyncio.Protocol):
         if status < 0:
             how = f"killed by signal {-status} ({signal.Signals(-status).name})"
         lines = self.last_lines
-        told = [line.strip() for line in lines if line.strip() and not line.startswith(_TRACE)]
-        about_memory = [line for line in told if any(words in line for words in _SHORTAGES)]
-        if last := (about_memory or told)[-1:]:
+        last_words = [
+            line.strip() for line in lines if line.strip() and not line.startswith(_TRACE)
+        ]
+        about_memory = [line for line in last_words if any(words in line for words in _SHORTAGES)]
+        if last := (about_memory or last_words)[-1:]:
             how = f"{how}: {last[0]}"
         elif status == -signal.SIGKILL:
             how = f"{how}; unless you did this, the kernel may have run out of memory"

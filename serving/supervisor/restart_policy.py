@@ -73,8 +73,12 @@ def after_death(
     """
     last = endings[-1]
     why = f"{last.cause.value}: {last.message}"
-    same = [one for one in endings if one.engine == last.engine]
-    recent = [one for one in same if last.at_seconds - one.at_seconds <= limits.window_seconds]
+    own_endings = [ending for ending in endings if ending.engine == last.engine]
+    recent = [
+        ending
+        for ending in own_endings
+        if last.at_seconds - ending.at_seconds <= limits.window_seconds
+    ]
     if last.engine + 1 < engines:
         may_be_chance = last.cause is Cause.engine_died and last.ready_seconds is not None
         if standby or not may_be_chance or len(recent) >= 2:
@@ -82,7 +86,9 @@ def after_death(
         return Verdict(last.engine, limits.backoff_first_seconds, f"restarting once after {why}")
     if last.cause in PERMANENT:
         return Verdict(None, 0.0, why)
-    unready = len(list(takewhile(lambda one: one.ready_seconds is None, reversed(same))))
+    unready = len(
+        list(takewhile(lambda ending: ending.ready_seconds is None, reversed(own_endings)))
+    )
     if unready >= limits.load_attempts:
         text = f"the engine did not load in {unready} attempts; the last ended with {why}"
         return Verdict(None, 0.0, text)
@@ -105,7 +111,7 @@ def return_at(
 
     `returns`: when earlier attempts started; the pause doubles with each.
     """
-    of_preferred = [one for one in endings if one.engine == 0]
+    of_preferred = [ending for ending in endings if ending.engine == 0]
     if not of_preferred or of_preferred[-1].cause in PERMANENT:
         return None
     pause = min(limits.return_longest_seconds, limits.return_first_seconds * 2.0 ** len(returns))

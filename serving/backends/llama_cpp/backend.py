@@ -104,21 +104,21 @@ class LlamaCppBackend:
             check_row(row, self._lengths[row.slot], self.info.settings.context_tokens)
             self.truncate(row.slot, row.start)
         by_slot = {row.slot: row for row in rows}
-        drawn: dict[int, Sampled] = {}
+        samples: dict[int, Sampled] = {}
         self.last_decode_seconds = None
         calls = [rows]
         if self._least_cut is not None:
             calls = calls_of(rows, self._least_cut, 4 * self._threads)
         for call in calls:
-            before = time.perf_counter()
+            started = time.perf_counter()
             self._decode(self._filled_up(call))
             if all(len(row.tokens) == 1 for row in call):
-                self.last_decode_seconds = time.perf_counter() - before
-            asking = [by_slot[piece.slot] for piece in call if piece.wants_token]
-            if asking:
-                tokens = sample(self._logits(len(asking)), asking)
-                drawn |= zip([row.slot for row in asking], tokens, strict=True)
-        return [drawn[row.slot] for row in rows if row.wants_token]
+                self.last_decode_seconds = time.perf_counter() - started
+            sampling_rows = [by_slot[piece.slot] for piece in call if piece.wants_token]
+            if sampling_rows:
+                tokens = sample(self._logits(len(sampling_rows)), sampling_rows)
+                samples |= zip([row.slot for row in sampling_rows], tokens, strict=True)
+        return [samples[row.slot] for row in rows if row.wants_token]
 
     def _decode(self, rows: list[Row]) -> None:
         self._batch.fill(rows)
@@ -144,11 +144,11 @@ class LlamaCppBackend:
         is_decode = all(len(row.tokens) == 1 for row in call)
         if self._unified or not self._takes_dummies or not is_decode:
             return call
-        present, lengths = {row.slot for row in call}, self._lengths
+        used_slots, lengths = {row.slot for row in call}, self._lengths
         context = self.info.settings.context_tokens
-        room = {slot for slot, held in enumerate(lengths) if held < context}
-        extra = dummies(present, room - present)
-        rows = [Row(slot, NO_TOKEN, lengths[slot], wants_token=False) for slot in extra]
+        free_slots = {slot for slot, held in enumerate(lengths) if held < context}
+        dummy_slots = dummies(used_slots, free_slots - used_slots)
+        rows = [Row(slot, NO_TOKEN, lengths[slot], wants_token=False) for slot in dummy_slots]
         return sorted([*call, *rows], key=lambda row: row.slot) if rows else call
 
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -164,14 +164,14 @@ class LlamaCppBackend:
         self._lengths[target] = tokens
 
     def truncate(self, slot: int, tokens: int) -> None:
-        held = self._lengths[slot]
-        if tokens < held:
+        slot_tokens = self._lengths[slot]
+        if tokens < slot_tokens:
             is_possible = tokens == 0 or self._can_rewind
             if not (
                 is_possible and self._llama.llama_memory_seq_rm(self._memory, slot, tokens, -1)
             ):
                 raise EngineFailed(
-                    f"llama.cpp cannot cut slot {slot} back from {held} to {tokens} tokens: "
+                    f"llama.cpp cannot cut slot {slot} back from {slot_tokens} to {tokens} tokens: "
                     f"{self._why_not_rewinds or 'it gives no reason'}"
                 )
             self._lengths[slot] = tokens
@@ -207,10 +207,10 @@ class LlamaCppBackend:
 
     def _set_state(self, slot: int, data: npt.NDArray[np.uint8], flags: int) -> None:
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        taken = self._llama.llama_state_seq_set_data_ext(
+        bytes_read = self._llama.llama_state_seq_set_data_ext(
             self._context, pointer, len(data), slot, flags
         )
-        if taken == 0:
+        if bytes_read == 0:
             raise EngineFailed(f"llama.cpp cannot restore the state of slot {slot}")
 
     def close(self) -> None:
@@ -267,10 +267,10 @@ class LlamaCppBackend:
             },
         )
 
-    def _failure(self, code: int, what: str) -> Exception:
+    def _failure(self, code: int, subject: str) -> Exception:
         if code == _KV_FULL:
-            return KvFull(f"{what} found no room among {self.info.settings.kv_tokens} KV tokens")
+            return KvFull(f"{subject} found no room among {self.info.settings.kv_tokens} KV tokens")
         reason = LOG.reason()
         if is_memory(reason):
-            return OutOfMemory(f"llama.cpp ran out of memory in {what}: {reason}")
-        return EngineFailed(f"llama_decode returned {code} for {what}: {reason}")
+            return OutOfMemory(f"llama.cpp ran out of memory in {subject}: {reason}")
+        return EngineFailed(f"llama_decode returned {code} for {subject}: {reason}")

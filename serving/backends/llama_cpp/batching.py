@@ -42,23 +42,23 @@ def calls_of(rows: list[Row], least: int, alone: int) -> list[list[Row]]:
     """
     calls: list[list[Row]] = []
     while True:
-        heads, rests = [], []
+        first_pieces, later_pieces = [], []
         for row in rows:
             # End of the first block that holds `least` tokens.
             end = -(-(row.start + least) // KV_BLOCK) * KV_BLOCK - row.start
             if end < len(row.tokens):
-                heads.append(replace(row, tokens=row.tokens[:end], wants_token=False))
+                first_pieces.append(replace(row, tokens=row.tokens[:end], wants_token=False))
                 row = replace(row, tokens=row.tokens[end:], start=row.start + end)
-            rests.append(row)
-        if not heads:
+            later_pieces.append(row)
+        if not first_pieces:
             break
-        calls.append(heads)
-        rows = rests
+        calls.append(first_pieces)
+        rows = later_pieces
     counts = [(len(row.tokens), row) for row in rows]
     prompts = [[row] for count, row in counts if count >= max(2, alone)]
-    shorter = [row for count, row in counts if 1 < count < alone]
+    short_prompts = [row for count, row in counts if 1 < count < alone]
     decoding = [row for count, row in counts if count == 1]
-    return [*calls, *prompts, *(call for call in (shorter, decoding) if call)]
+    return [*calls, *prompts, *(call for call in (short_prompts, decoding) if call)]
 
 
 def dummies(decoding: Collection[int], free: Collection[int]) -> list[int]:
@@ -84,8 +84,8 @@ def _cost(slots: Collection[int]) -> float:
         count = 1
         while slot + count in present:
             count += 1
-        many, rest = divmod(count, MANY_TOKENS)
-        few, ones = divmod(rest, FEW_TOKENS)
+        many, remaining = divmod(count, MANY_TOKENS)
+        few, ones = divmod(remaining, FEW_TOKENS)
         total += (_RUN if many or few else 0.0) + many * _MANY + few * _FEW + ones
     return total
 

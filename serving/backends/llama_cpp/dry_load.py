@@ -55,8 +55,8 @@ def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[HeldMemory,
 
     Raises BrokenWeights, UnsupportedModel, BackendUnavailable, OutOfMemory, Unsupported.
     """
-    asked = msgspec.json.encode((config, [*contexts])).decode()
-    ran = run_python("-m", __name__, asked, timeout_seconds=MAX_SECONDS)
+    request_json = msgspec.json.encode((config, [*contexts])).decode()
+    ran = run_python("-m", __name__, request_json, timeout_seconds=MAX_SECONDS)
     name = Path(config.model_path).name
     if ran.status is None:
         raise BrokenWeights(f"llama.cpp did not read the header of {name} within {MAX_SECONDS:g} s")
@@ -64,35 +64,44 @@ def dry_load(config: EngineConfig, contexts: Iterable[int]) -> tuple[HeldMemory,
     if ran.status != 0 or not lines:
         reason = ran.reason.removeprefix("llama.cpp: ")
         raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
-    found = msgspec.json.decode(lines[-1], type=list[HeldMemory] | _Failure)
-    if isinstance(found, _Failure):
-        if found.kind == Unsupported.__name__:
-            raise Unsupported(found.text, "options")
-        raise _ERRORS.get(found.kind, BrokenWeights)(found.text)
-    return tuple(found)
+    answer = msgspec.json.decode(lines[-1], type=list[HeldMemory] | _Failure)
+    if isinstance(answer, _Failure):
+        if answer.kind == Unsupported.__name__:
+            raise Unsupported(answer.text, "options")
+        raise _ERRORS.get(answer.kind, BrokenWeights)(answer.text)
+    return tuple(answer)
 
 
 def held_memory(
     path: str,
     spec: ModelSpec,
-    asked: RequestedSettings,
+    requested: RequestedSettings,
     options: Mapping[str, Any] = MappingProxyType({}),
     prefix_reuse: bool = True,
 ) -> tuple[HeldMemory, ...]:
     """`dry_load` of a file, at the context that is asked for; where none is, at powers of two up to
     the model's own. `options`: of the backend. Raises what `dry_load` raises."""
-    most = spec.context
-    contexts = [min(asked.context_tokens or MIN_CONTEXT, most)]
-    if asked.context_tokens is None and asked.kv_tokens is None:
-        while contexts[-1] < most:
-            contexts.append(min(2 * contexts[-1], most))
+    max_context = spec.context
+    contexts = [min(requested.context_tokens or MIN_CONTEXT, max_context)]
+    if requested.context_tokens is None and requested.kv_tokens is None:
+        while contexts[-1] < max_context:
+            contexts.append(min(2 * contexts[-1], max_context))
         # Where windows are kept alone the cache shrinks: both sides of it, so that what lies
         # between two contexts lies on a line.
-        edge = longest_whole_context(spec.window_tokens)
-        contexts = sorted({*contexts, *(one for one in (edge, edge + 1) if 0 < one <= most)})
-    if asked.kv_tokens is not None:
-        contexts = [min(contexts[0], asked.kv_tokens)]
-    settings = asked.filled(DEFAULT_SETTINGS["cpu"])
+        longest_whole = longest_whole_context(spec.window_tokens)
+        contexts = sorted(
+            {
+                *contexts,
+                *(
+                    entry
+                    for entry in (longest_whole, longest_whole + 1)
+                    if 0 < entry <= max_context
+                ),
+            }
+        )
+    if requested.kv_tokens is not None:
+        contexts = [min(contexts[0], requested.kv_tokens)]
+    settings = requested.filled(DEFAULT_SETTINGS["cpu"])
     config = EngineConfig(
         backend="llama_cpp",
         model_path=path,
@@ -101,45 +110,51 @@ def held_memory(
         prefix_reuse=prefix_reuse,
         options={key: options[key] for key in LlamaOptions.__struct_fields__ if key in options},
     )
-    held = dry_load(config, contexts)
-    if not any(one.kv_bytes or one.state_bytes for one in held):
+    memory_by_context = dry_load(config, contexts)
+    if not any(entry.kv_bytes or entry.state_bytes for entry in memory_by_context):
         raise UnsupportedModel(
             f"{spec.name} keeps nothing of a sequence, as encoders and embedding models do; it "
             "writes no text. Use llama-server --embeddings for it."
         )
-    return tuple(_with_checkpoints(one, spec, config) for one in held)
+    return tuple(_with_checkpoints(entry, spec, config) for entry in memory_by_context)
 
 
-def _with_checkpoints(one: HeldMemory, spec: ModelSpec, config: EngineConfig) -> HeldMemory:
+def _with_checkpoints(reported: HeldMemory, spec: ModelSpec, config: EngineConfig) -> HeldMemory:
     """With what checkpoints take, which are of our making. llama.cpp says MiB with two decimals, of
     three parts of a state; where its layers say the same bytes within that, they are exact."""
-    slots, held, kv_dtype = config.settings.slots, one.state_bytes, config.settings.kv_dtype
+    slots, reported_state_bytes, kv_dtype = (
+        config.settings.slots,
+        reported.state_bytes,
+        config.settings.kv_dtype,
+    )
     kv_dtype = "fp16" if kv_dtype == AUTO else kv_dtype
-    tokens = slots * one.context_tokens
-    counted = state_bytes(spec, tokens, slots, kv_dtype, saves=False)
-    if abs(counted - held) <= 0.02 * _MIB:
-        held = counted
-    saved = state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse) - counted
-    return msgspec.structs.replace(one, state_bytes=held + saved)
+    tokens = slots * reported.context_tokens
+    exact_state_bytes = state_bytes(spec, tokens, slots, kv_dtype, saves=False)
+    if abs(exact_state_bytes - reported_state_bytes) <= 0.02 * _MIB:
+        reported_state_bytes = exact_state_bytes
+    checkpoints_bytes = (
+        state_bytes(spec, tokens, slots, kv_dtype, config.prefix_reuse) - exact_state_bytes
+    )
+    return msgspec.structs.replace(reported, state_bytes=reported_state_bytes + checkpoints_bytes)
 
 
 def _measure(config: EngineConfig, contexts: list[int]) -> list[HeldMemory]:
     """In the child."""
     loader = Loader(config)
     model = loader.load_without_memory()
-    held = []
+    measured = []
     for tokens in contexts:
         lines: list[str] = []
         LOG.heard = lines.append
         context = loader.context(model, tokens)
         LOG.heard = None
         sizes = {
-            name: round(_MIB * sum(float(one[1]) for one in map(words.search, lines) if one))
+            name: round(_MIB * sum(float(match[1]) for match in map(words.search, lines) if match))
             for name, words in _SIZES.items()
         }
-        held.append(HeldMemory(context_tokens=tokens, **sizes))
+        measured.append(HeldMemory(context_tokens=tokens, **sizes))
         loader.llama.llama_free(context)
-    return held
+    return measured
 
 
 def _main() -> None:

@@ -54,8 +54,8 @@ class LogTail:
         """Return the last errors in llama.cpp's words, without paths and names of its functions."""
         words = [_FUNCTION.sub("", line) for line in self.errors]
         # The last lines of a load only say that it failed.
-        told = [line for line in words if line != "failed to load model"] or words
-        return _without_folders("; ".join(told) or "no reason given")
+        informative = [line for line in words if line != "failed to load model"] or words
+        return _without_folders("; ".join(informative) or "no reason given")
 
     def _take(self, level: int, text: bytes, _: Any) -> None:
         self._level = level = self._level if level == _LOG_CONTINUED else level
@@ -67,8 +67,8 @@ class LogTail:
         if level == _LOG_ERROR and line:
             # It may be the last word: llama.cpp ends the process on a CUDA error.
             print(f"llama.cpp: {line}", file=sys.stderr, flush=True)
-        if found := _DEVICE.search(line):
-            self.gpu = self.gpu or found[1]
+        if device := _DEVICE.search(line):
+            self.gpu = self.gpu or device[1]
 
     def _abort(self, message: bytes) -> None:
         """Before llama.cpp ends the process: the reason, in place of a backtrace."""
@@ -115,9 +115,9 @@ def _load_devices(llama: Any) -> None:
 def probe() -> BackendProbe:
     """Return what this build can do. Runs in a process of its own."""
     llama = library()
-    find = llama.llama_cpp._lib.ggml_backend_reg_by_name
-    find.argtypes, find.restype = [ctypes.c_char_p], ctypes.c_void_p
-    build = next((name for name in VENDORS if find(name.encode())), "")
+    find_backend = llama.llama_cpp._lib.ggml_backend_reg_by_name
+    find_backend.argtypes, find_backend.restype = [ctypes.c_char_p], ctypes.c_void_p
+    build = next((name for name in VENDORS if find_backend(name.encode())), "")
     gpu, cause = bool(llama.llama_supports_gpu_offload()), Cause.no_device
     note = f"built with {build}" if gpu else f"built with {build}, which finds no device here"
     if not build:
@@ -145,5 +145,5 @@ def build_details(llama: Any) -> dict[str, str]:
 
 def is_memory(reason: str) -> bool:
     """Return whether llama.cpp's words say that memory ran out."""
-    told = r"out of memory|bad_alloc|(failed to|unable to|cannot) allocate"
-    return re.search(told, reason, re.IGNORECASE) is not None
+    pattern = r"out of memory|bad_alloc|(failed to|unable to|cannot) allocate"
+    return re.search(pattern, reason, re.IGNORECASE) is not None

@@ -57,21 +57,21 @@ class Loader:
     def _check(self) -> None:
         """Refuse what can be refused before anything is loaded."""
         config, settings = self.config, self.config.settings
-        most = int(self.llama.llama_max_parallel_sequences())
+        max_slots = int(self.llama.llama_max_parallel_sequences())
 
-        def need(holds: bool, key: str, what: str) -> None:
-            if not holds:
-                raise Unsupported(f"{key} {what}, got {getattr(settings, key)!r}", key)
+        def need(is_met: bool, key: str, requirement: str) -> None:
+            if not is_met:
+                raise Unsupported(f"{key} {requirement}, got {getattr(settings, key)!r}", key)
 
-        need(settings.slots <= most, "slots", f"must be at most {most} with llama.cpp")
+        need(settings.slots <= max_slots, "slots", f"must be at most {max_slots} with llama.cpp")
         check_sizes(self.config, None, self.kv_dtype)
-        known = f"must be one of {', '.join(KV_TYPES)} with llama.cpp"
-        need(self.kv_dtype in KV_TYPES, "kv_dtype", known)
+        known_types = f"must be one of {', '.join(KV_TYPES)} with llama.cpp"
+        need(self.kv_dtype in KV_TYPES, "kv_dtype", known_types)
         is_slow = self.kv_dtype in QUANTISED_KV and self.attention == "off"
-        flash = "needs flash attention, and option flash_attention is off"
-        need(not is_slow, "kv_dtype", flash)
-        least = f"must be at least one sequence's context_tokens = {settings.context_tokens}"
-        need(settings.pool_tokens >= settings.context_tokens, "kv_tokens", least)
+        needs_flash = "needs flash attention, and option flash_attention is off"
+        need(not is_slow, "kv_dtype", needs_flash)
+        min_tokens = f"must be at least one sequence's context_tokens = {settings.context_tokens}"
+        need(settings.pool_tokens >= settings.context_tokens, "kv_tokens", min_tokens)
         if config.device == "gpu" and not self.llama.llama_supports_gpu_offload():
             raise BackendUnavailable(
                 f"{PACKAGE} {self.llama.__version__} was built without GPU support. crossover "
@@ -83,12 +83,12 @@ class Loader:
     def load(self, progress: Progress) -> tuple[Any, Any]:
         """Return the model and its context. Raises OutOfMemory, UnsupportedModel too."""
         problems: list[BaseException] = []
-        told = -1.0
+        last_fraction = -1.0
 
         def report(fraction: float, _: Any) -> bool:
-            nonlocal told
-            if fraction - told >= 0.01 or fraction >= 1.0:
-                told = fraction
+            nonlocal last_fraction
+            if fraction - last_fraction >= 0.01 or fraction >= 1.0:
+                last_fraction = fraction
                 try:
                     progress("weights", min(1.0, fraction))
                 except BaseException as problem:  # it cannot pass through C: abort the load
@@ -171,21 +171,21 @@ class Loader:
 
     def context(self, model: Any, context_tokens: int | None = None) -> Any:
         """Return a context of `context_tokens` a slot; None: as the configuration says."""
-        llama, config, asked = self.llama, self.config, self.config.settings
+        llama, config, requested = self.llama, self.config, self.config.settings
         if context_tokens is not None:
-            asked = msgspec.structs.replace(asked, context_tokens=context_tokens)
+            requested = msgspec.structs.replace(requested, context_tokens=context_tokens)
         settings = llama.llama_context_default_params()
-        settings.n_ctx = asked.pool_tokens
+        settings.n_ctx = requested.pool_tokens
         if not self.is_unified:
-            settings.n_ctx = asked.slots * -(-asked.context_tokens // 256) * 256
-        settings.n_batch = asked.step_tokens
+            settings.n_ctx = requested.slots * -(-requested.context_tokens // 256) * 256
+        settings.n_batch = requested.step_tokens
         settings.n_ubatch = PASS_TOKENS
-        settings.n_seq_max = settings.n_outputs_max = asked.slots
+        settings.n_seq_max = settings.n_outputs_max = requested.slots
         settings.n_threads = settings.n_threads_batch = self.threads
         settings.flash_attn_type = FLASH_ATTENTION[self.attention]
         settings.type_k = settings.type_v = KV_TYPES[self.kv_dtype]
         settings.kv_unified = self.is_unified
-        settings.swa_full = not self.keeps_windows_only(model, asked.context_tokens)
+        settings.swa_full = not self.keeps_windows_only(model, requested.context_tokens)
         settings.offload_kqv = settings.op_offload = config.device == "gpu"
         settings.no_perf = True
         context = llama.llama_init_from_model(model, settings)
@@ -193,7 +193,7 @@ class Loader:
             reason = LOG.reason()
             kind = OutOfMemory if is_memory(reason) else BackendUnavailable
             raise kind(
-                f"llama.cpp cannot make a context of {settings.n_ctx} tokens in {asked.slots} "
+                f"llama.cpp cannot make a context of {settings.n_ctx} tokens in {requested.slots} "
                 f"slots ({self.kv_dtype}): {reason}"
             )
         return context

@@ -99,9 +99,9 @@ class OnnxBackend:
         parts = []
         try:
             if decoding:
-                before = time.perf_counter()
+                started = time.perf_counter()
                 parts.append(graph.run(decoding))
-                self.last_decode_seconds = time.perf_counter() - before
+                self.last_decode_seconds = time.perf_counter() - started
             prompts = [row for row in rows if len(row.tokens) > 1]
             parts += [graph.run(group) for group in graph.sharing(prompts)]
         except (MemoryError, RuntimeError) as problem:  # onnxruntime's derive from RuntimeError
@@ -109,12 +109,18 @@ class OnnxBackend:
             if isinstance(problem, MemoryError) or _is_memory(str(problem)):
                 raise OutOfMemory(f"{what} did not fit in memory: {problem}") from problem
             raise EngineFailed(f"onnxruntime failed in {what}: {problem}") from problem
-        wanted = [row for _, part in parts for row in part]
-        if not wanted:
+        sampling_rows = [row for _, part in parts for row in part]
+        if not sampling_rows:
             return []
-        logits = parts[0][0] if len(parts) == 1 else np.concatenate([each for each, _ in parts])
-        drawn = dict(zip([row.slot for row in wanted], sample(logits, wanted), strict=True))
-        return [drawn[row.slot] for row in rows if row.wants_token]
+        logits = (
+            parts[0][0]
+            if len(parts) == 1
+            else np.concatenate([part_logits for part_logits, _ in parts])
+        )
+        samples = dict(
+            zip([row.slot for row in sampling_rows], sample(logits, sampling_rows), strict=True)
+        )
+        return [samples[row.slot] for row in rows if row.wants_token]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         if self._graph is not None:

@@ -70,10 +70,12 @@ class SlotGraph:
         groups: list[list[Row]] = []
         for row in sorted(prompts, key=lambda row: self._row_of[row.slot]):
             joined = [*groups[-1], row] if groups else [row]
-            lengths = [len(one.tokens) for one in joined]
-            most = min(_SHARED_TOKENS, _SHARED_PADDING * sum(lengths))
+            lengths = [len(member.tokens) for member in joined]
+            max_tokens = min(_SHARED_TOKENS, _SHARED_PADDING * sum(lengths))
             first, last = (self._row_of[joined[at].slot] for at in (0, -1))
-            is_short = max(lengths) * len(joined) <= most and not any(one.start for one in joined)
+            is_short = max(lengths) * len(joined) <= max_tokens and not any(
+                member.start for member in joined
+            )
             if groups and is_short and last - first == len(joined) - 1:
                 groups[-1].append(row)
             else:
@@ -101,8 +103,10 @@ class SlotGraph:
         binding.bind_cpu_input("input_ids", ids)
         binding.bind_ortvalue_output("logits", self._ort.OrtValue.ortvalue_from_numpy(out))
         self._session.run_with_iobinding(binding)
-        asked = [at for at, row in enumerate(rows) if row.wants_token]
-        return out[:, 0] if len(asked) == len(rows) else out[asked, 0], [rows[at] for at in asked]
+        sampling_rows = [at for at, row in enumerate(rows) if row.wants_token]
+        return out[:, 0] if len(sampling_rows) == len(rows) else out[sampling_rows, 0], [
+            rows[at] for at in sampling_rows
+        ]
 
     def _side_by_side(self, slots: list[int]) -> int:
         """Bring the rows of these slots together; the first of them."""
@@ -114,12 +118,12 @@ class SlotGraph:
         return inside.start
 
     def _swap(self, a: int, b: int) -> None:
-        held_a, held_b = self._length[a], self._length[b]
+        tokens_a, tokens_b = self._length[a], self._length[b]
         for buffer in self._kv:
-            kept = buffer[a, :, :held_a].copy() if held_b else buffer[a, :, :held_a]
-            buffer[a, :, :held_b] = buffer[b, :, :held_b]
-            buffer[b, :, :held_a] = kept
-        self._length[a], self._length[b] = held_b, held_a
+            saved_a = buffer[a, :, :tokens_a].copy() if tokens_b else buffer[a, :, :tokens_a]
+            buffer[a, :, :tokens_b] = buffer[b, :, :tokens_b]
+            buffer[b, :, :tokens_a] = saved_a
+        self._length[a], self._length[b] = tokens_b, tokens_a
         self._slot_of[a], self._slot_of[b] = self._slot_of[b], self._slot_of[a]
         self._row_of[self._slot_of[a]], self._row_of[self._slot_of[b]] = a, b
 
