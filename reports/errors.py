@@ -8,7 +8,7 @@ class ReportError(CrossoverError):
 
 
 class BadRun(ReportError):
-    """No report can be made of this folder: it has no run, an empty run, or a newer format."""
+    """No report can be made from a folder: it has no run, an empty run, or a newer format."""
 
 
 class MissingPackage(ReportError):

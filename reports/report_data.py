@@ -1,11 +1,11 @@
-"""What a report is made of: the cells of a run, read once.
+"""The data of a report: the configurations of a run, read once.
 
     data = read_report(Path("runs/20261124-demo"))
     for cell in data.cells:                       # smallest model first
-        cell.capacity, cell.alone.ttft_seconds, cell.step_times
+        cell.capacity, cell.single_stream.ttft_seconds, cell.step_times
 
-Page, Markdown, CSV, JSON, PNG and plan show these values; nothing is worded here. Times are
-seconds, sizes bytes, rates per second. Missing is None, shown as "not measured".
+Page, Markdown, CSV, JSON, PNG and plan show these values. Times are in seconds, sizes in bytes,
+rates in requests per second. A missing value is None, shown as "not measured".
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from crossover.loadtests.campaign.campaign_file import Search
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate
@@ -51,6 +52,7 @@ from crossover.reports.devices.device_capacity import Traffic
 from crossover.reports.devices.device_catalog import Device, device_of_driver_name
 from crossover.reports.errors import BadRun
 from crossover.reports.watts import Power, power_of
+from crossover.serving.backends.backend_table import BACKENDS
 from crossover.serving.capacity.scheduler_settings import SchedulerSettings
 from crossover.serving.capacity.simulated_capacity import LOADED, QUICK_REQUESTS, lengths_of
 from crossover.serving.capacity.slo import Slo
@@ -62,29 +64,29 @@ from crossover.serving.workload.request_lengths import Workload
 CPU, GPU = "cpu", "gpu"  # the two sides of a crossover
 SIDES = (CPU, GPU)
 SIDE_NAMES = {CPU: "CPU", GPU: "GPU"}  # as people read them
-CPU_BACKENDS = ("onnx",)  # that drive no GPU
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
 T = TypeVar("T")
-MIN_ALONE = 5  # requests one at a time, fewer of which tell nothing of a share
+MIN_SINGLE_STREAM_REQUESTS = 5  # fewer do not decide whether enough requests meet the SLO
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the memory of one model goes, bytes: as placement predicted it, and as measured."""
+    """What the memory of one model is used for, as placement predicted it, and its measured peak.
+    In bytes."""
 
     weight_bytes: int | None = None
     kv_bytes: int | None = None
     state_bytes: int | None = None  # recurrent states and checkpoints
-    buffer_bytes: int | None = None  # of a step's computation
+    buffer_bytes: int | None = None  # for the computation of a step
     overhead_bytes: int | None = None
     peak_bytes: int | None = None  # measured: the engine's peak RSS
-    # measured: the most of the GPU in use, by whomever; None for what ran on the CPU
+    # measured: the GPU's peak memory in use, by all processes; None for what ran on the CPU
     gpu_bytes: int | None = None
 
     @property
     def parts(self) -> dict[str, int | None]:
-        """Predicted, by what holds it. Runs that were recorded before states and buffers were
-        predicted have them in the overhead, or not at all."""
+        """Predicted bytes by part. Older runs have recurrent states and buffers in the overhead, or
+        not at all."""
         return {
             "weights": self.weight_bytes,
             "KV cache": self.kv_bytes,
@@ -104,35 +106,37 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return self.peak_bytes if self.gpu_bytes is None else self.gpu_bytes
 
     @property
-    def most_bytes(self) -> int | None:
-        """As measured, else as predicted."""
+    def peak_or_predicted_bytes(self) -> int | None:
+        """The measured peak, else the prediction."""
         return self.predicted_bytes if self.measured_bytes is None else self.measured_bytes
 
 
-class Alone(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests one at a time: medians; None: no request answered, or by one chunk."""
+class SingleStream(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests sent one at a time: their median times."""
 
     requests: int
-    ttft_seconds: float | None
-    tpot_seconds: float | None
-    is_good: bool | None  # the share of good requests reaches the target; None: too few to tell
+    ttft_seconds: float | None  # None: no request was answered
+    tpot_seconds: float | None  # None: no answer had a second chunk
+    # Whether SLO attainment reaches the target; None: too few requests to decide. In JSON it has
+    # its first name.
+    meets_slo: bool | None = msgspec.field(name="is_good")
 
 
 class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One finished level, judged by the report's SLO."""
+    """One finished load level, judged by the report's SLO."""
 
     level: Level
     judged: Judged
-    watts: float | None = None  # of the device that served, mean of the window; None: not measured
-    machine_watts: float | None = None  # of CPU and GPU together, as far as either is measured
+    watts: float | None = None  # of the device that served, mean of the level; None: not measured
+    machine_watts: float | None = None  # of CPU and GPU together, or of the one that was measured
     warnings: tuple[NamedWarning, ...] = ()
 
     def load(self, like: float | None) -> str:
-        """In words: `1.8/s`, `8 users`, `alone`; `like`: of the cell."""
+        """Return the load in words: `1.8/s`, `8 users`, `alone`. `like`: that of the cell."""
         return formatting.load(self.level.rate, self.level.started.concurrency, like=like)
 
     def quantile(self, name: str, q: float) -> float | None:
-        """Of `ttft`, `tpot`, `e2e` or `send_delay`."""
+        """Return a quantile of "ttft", "tpot", "e2e" or "send_delay", seconds; None: unknown."""
         return self.level.quantile(getattr(self.level, name), q)
 
 
@@ -147,23 +151,24 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     source: str = ""  # the path or hub id of a model that the ladder does not have
     weight_format: str
     backend: str
-    device: str | None  # "cpu" or "gpu": what served; None: not known, as of an endpoint
-    engine: str = ""  # of others: its name
+    device: str | None  # "cpu" or "gpu", which served; None: not known, as for an endpoint
+    engine: str = ""  # name of another project's engine; "": one of our backends served
     slots: int | None = None
     state: CellState = "not_started"
     reason: str = ""  # why it was skipped or not finished; "": it was measured
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
     capacity: Capacity | None = None  # None: not measured
-    like: float | None = None  # the rate in whose unit all rates on its side are read
-    least_seconds: float = MIN_SECONDS  # of the shortest level that confirms
-    step_times: StepTimeModel | None = None  # under load: this run's, slower by the levels' factor
+    like: float | None = None  # the rate in whose unit all rates of its device are shown
+    least_seconds: float = MIN_SECONDS  # duration of the shortest level that can confirm a rate
+    # The calibrated model, slowed down by the factor that the load levels showed.
+    step_times: StepTimeModel | None = None
     policy: SchedulerSettings | None = None
-    traffic: Traffic | None = None  # None: the run does not say what was asked
+    traffic: Traffic | None = None  # None: the run does not record the lengths of its requests
     memory: Memory = Memory()
-    ready: CellReady | None = None  # what its last server said
+    ready: CellReady | None = None  # the event of its last server
     loads: tuple[float, ...] = ()  # seconds of each load of the model, in order
-    choice: EngineChosen | None = None  # of its engine among several; None: it was named
-    busy: str = ""  # by whom the machine was disturbed until the search gave up
+    choice: EngineChosen | None = None  # why its engine was chosen; None: the campaign named it
+    busy: str = ""  # why the machine was never idle; "": it was
 
     @property
     def confirmed_rate(self) -> float | None:
@@ -176,17 +181,20 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def estimated_rate(self) -> float | None:
-        """The best guess of the capacity, requests/s; 0.0: not even alone; None: not known."""
-        found = self.capacity
-        if found is None:
+        """The estimated capacity, else the confirmed rate, requests/s; 0.0: the SLO is missed
+        unloaded; None: not known."""
+        capacity = self.capacity
+        if capacity is None:
             return None
-        if found.estimated_rate is None and found.method == "step_times" and not found.is_confirmed:
-            return 0.0  # by its step times requests one at a time miss the SLO
-        return self.confirmed_rate if found.estimated_rate is None else found.estimated_rate
+        if capacity.estimated_rate is not None:
+            return capacity.estimated_rate
+        if capacity.method == "step_times" and not capacity.is_confirmed:
+            return 0.0  # by the step-time model single requests miss the SLO
+        return self.confirmed_rate
 
     @property
     def side(self) -> str:
-        """CPU or GPU; what is not known to be a GPU is compared as a CPU is."""
+        """CPU or GPU. A device that is not known to be a GPU is treated as a CPU."""
         return GPU if self.device == GPU else CPU
 
     @property
@@ -196,12 +204,12 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def name(self) -> str:
-        """`llama-3.2-1b on the GPU`; of an unknown device `llama-3.2-1b`."""
+        """`llama-3.2-1b on the GPU`; for an unknown device `llama-3.2-1b`."""
         return f"{self.model} on the {self.device_words}" if self.device else self.model
 
     @property
     def is_served(self) -> bool:
-        """Some rate is confirmed or estimated."""
+        """Whether some rate is confirmed or estimated."""
         return bool(self.confirmed_rate or self.estimated_rate)
 
     @property
@@ -215,7 +223,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def size_words(self) -> str:
-        """`8.0B`; of a mixture of experts `31B, 3.0B active`."""
+        """`8.0B`; for a mixture of experts `31B, 3.0B active`."""
         words = formatting.parameters(self.parameters)
         if self.spec is None or self.spec.experts is None:
             return words
@@ -223,64 +231,71 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def experts(self) -> Routing | None:
-        """Of a mixture of experts; None: a dense model, or not known."""
+        """The routing of a mixture of experts; None: a dense model, or not known."""
         return None if self.step_times is None else self.step_times.experts
 
     @property
     def loaded(self) -> tuple[LevelData, ...]:
         """The levels at a rate that count, lowest first."""
-        at_rate = [one for one in self.levels if one.level.rate and one.level.counts]
-        return tuple(sorted(at_rate, key=lambda one: one.level.rate or 0.0))
+        at_rate = [
+            measured for measured in self.levels if measured.level.rate and measured.level.counts
+        ]
+        return tuple(sorted(at_rate, key=lambda measured: measured.level.rate or 0.0))
 
-    def _is_good_alone(self, judged: Judged) -> bool | None:
+    def _meets_slo_unloaded(self, judged: Judged) -> bool | None:
+        """Return whether single requests meet the SLO; None: too few to decide. `judged`: their
+        last level."""
         if self.capacity is not None and self.capacity.state == "misses_slo_unloaded":
             return False
-        if self.confirmed_rate:  # kept beside others, so it is kept alone
+        if self.confirmed_rate:  # the SLO is met under load, so it is met without
             return True
-        if self.estimated_rate == 0.0 or judged.due < MIN_ALONE:
+        if self.estimated_rate == 0.0 or judged.due < MIN_SINGLE_STREAM_REQUESTS:
             return None
         if judged.verdict == "misses":
             return False
         return True if judged.verdict == "meets" or judged.good == judged.due else None
 
     @property
-    def alone(self) -> Alone | None:
-        """All requests one at a time that count, of every start; None: not measured."""
-        single = [
-            one
-            for one in self.levels
-            if one.level.is_single_stream and one.level.counts and one.judged.due
+    def single_stream(self) -> SingleStream | None:
+        """The requests that were sent one at a time, in all levels that count; None: none was."""
+        measured = [
+            level_data
+            for level_data in self.levels
+            if level_data.level.is_single_stream
+            and level_data.level.counts
+            and level_data.judged.due
         ]
-        if not single:
+        if not measured:
             return None
-
-        def median_of(name: str) -> float | None:
-            each = [getattr(one.level, name)[one.level.counted] for one in single]
-            values = np.concatenate(each)
-            values = values[~np.isnan(values)]
-            # nearest rank, as of a level
-            return float(np.quantile(values, 0.5, method="inverted_cdf")) if len(values) else None
-
-        return Alone(
-            requests=sum(one.judged.due for one in single),
-            ttft_seconds=median_of("ttft"),
-            tpot_seconds=median_of("tpot"),
-            is_good=self._is_good_alone(single[-1].judged),
+        levels = [level_data.level for level_data in measured]
+        return SingleStream(
+            requests=sum(level_data.judged.due for level_data in measured),
+            ttft_seconds=_median([level.ttft[level.counted] for level in levels]),
+            tpot_seconds=_median([level.tpot[level.counted] for level in levels]),
+            meets_slo=self._meets_slo_unloaded(measured[-1].judged),
         )
 
 
+def _median(latencies: Sequence[npt.NDArray[np.float64]]) -> float | None:
+    """Return the median of all latencies together, by nearest rank as for a level; None: there is
+    none."""
+    known = np.concatenate(latencies)
+    known = known[~np.isnan(known)]
+    return float(np.quantile(known, 0.5, method="inverted_cdf")) if len(known) else None
+
+
 class GpuData(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU of the machine that was measured, by the run's own facts. Missing is None."""
+    """The GPU of the machine that was measured, as the run recorded it. Missing is None."""
 
     name: str
     count: int = 1  # of this name in the machine; an engine takes one
     memory_bytes: int | None = None
     power_limit_watts: float | None = None
-    device: Device | None = None  # its entry in the catalogue; None: none is surely the same
+    device: Device | None = None  # its entry in the catalog; None: no entry is certainly the same
 
     @property
     def dollars_per_hour(self) -> float | None:
-        """List price of one."""
+        """List price of one GPU."""
         return None if self.device is None else self.device.dollars_per_hour
 
     @property
@@ -297,47 +312,47 @@ class ReportData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     slo: Slo
     cells: tuple[CellData, ...]  # smallest model first, unknown sizes last
     events: tuple[Event, ...] = ()  # in order
-    damage: tuple[str, ...] = ()  # what is left out of the files
+    damage: tuple[str, ...] = ()  # the parts of its files that cannot be read, in words
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the machine that serves; `url` alone for an endpoint."""
+        """Facts of the machine that serves; for an endpoint only its `url`."""
         return self.manifest.server_facts
 
     @property
     def gpu(self) -> GpuData | None:
-        """The machine's GPU; None: its facts name none."""
-        found = [one for one in self.facts.get("gpus") or () if one.get("name")]
-        if not found:
+        """The machine's first GPU; None: its facts name none."""
+        gpus = [gpu for gpu in self.facts.get("gpus") or () if gpu.get("name")]
+        if not gpus:
             return None
-        name, memory = str(found[0]["name"]), found[0].get("total_bytes")
+        name, memory_bytes = str(gpus[0]["name"]), gpus[0].get("total_bytes")
         return GpuData(
             name=name,
-            count=sum(one["name"] == name for one in found),
-            memory_bytes=memory,
-            power_limit_watts=found[0].get("power_limit_watts"),
-            device=device_of_driver_name(name, memory),
+            count=sum(gpu["name"] == name for gpu in gpus),
+            memory_bytes=memory_bytes,
+            power_limit_watts=gpus[0].get("power_limit_watts"),
+            device=device_of_driver_name(name, memory_bytes),
         )
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The devices that configurations of this run are of, the CPU first."""
+        """The devices on which configurations of this run ran, the CPU first."""
         return tuple(side for side in SIDES if any(cell.side == side for cell in self.cells))
 
     @property
     def workload(self) -> Workload:
-        return _converted(self.manifest, "workload", Workload)
+        return _campaign_part(self.manifest, "workload", Workload)
 
     @property
     def requests(self) -> int:
-        """Due in the window of a finished level."""
-        return sum(one.judged.due for cell in self.cells for one in cell.levels)
+        """The requests that were due in the finished levels."""
+        return sum(measured.judged.due for cell in self.cells for measured in cell.levels)
 
 
 def read_report(folder: Path, slo: Slo | None = None) -> ReportData:
-    """The run in a folder, judged by its own SLO or by another.
+    """Return the run in a folder, judged by its own SLO or by another.
 
-    Raises BadRun (no run, or another version).
+    Raises BadRun if there is no run in it, or one of another format version.
     """
     try:
         run = read_records(folder)
@@ -345,93 +360,94 @@ def read_report(folder: Path, slo: Slo | None = None) -> ReportData:
         raise BadRun(str(problem)) from problem
     if not run.events:
         raise BadRun(f"The run {folder} is empty: {folder / EVENTS} is empty or missing")
-    asked = slo or _converted(run.manifest, "slo", Slo)
+    judging_slo = slo or _campaign_part(run.manifest, "slo", Slo)
 
     def order(cell: CellData) -> tuple[float, str, str, str, str]:
-        """From quick to slow models, as "serves up to" means it: by active parameters."""
-        name = cell.model, cell.side, cell.weight_format, cell.backend
-        return (math.inf if cell.spec is None else cell.spec.active_parameters), *name
+        """By active parameters, from fast to slow models, which "serves up to" relies on."""
+        active_parameters = math.inf if cell.spec is None else cell.spec.active_parameters
+        return active_parameters, cell.model, cell.side, cell.weight_format, cell.backend
 
     return ReportData(
         manifest=run.manifest,
         folder=str(run.folder),
-        slo=asked,
-        cells=tuple(sorted(_cells_of(run, asked), key=order)),
+        slo=judging_slo,
+        cells=tuple(sorted(_cells_of(run, judging_slo), key=order)),
         events=tuple(run.events),
         damage=tuple(run.damage()),
     )
 
 
-def _converted(manifest: RunManifest, key: str, kind: type[T]) -> T:
+def _campaign_part(manifest: RunManifest, key: str, kind: type[T]) -> T:
+    """Return a part of the run's campaign as its struct. Raises BadRun."""
+    value = manifest.campaign.get(key)
     try:
-        return msgspec.convert(manifest.campaign.get(key), kind)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as problem:
-        value = manifest.campaign.get(key)
         raise BadRun(
             f"Run {manifest.run_id}: its campaign has no valid {key}: {key} = {value!r} ({problem})"
         ) from problem
 
 
 def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
-    levels: dict[str, list[Level]] = {}
+    levels_by_cell: dict[str, list[Level]] = {}
     for level in levels_of(run):
-        levels.setdefault(level.cell, []).append(level)
-    workload = _converted(run.manifest, "workload", Workload)
+        levels_by_cell.setdefault(level.cell, []).append(level)
+    workload = _campaign_part(run.manifest, "workload", Workload)
     traffic = _traffic(run.manifest, workload)
-    found = []
-    for said in run.manifest.cells:
-        own = levels.get(str(said.get("key")), [])
-        found.append(_cell_of(run, said, own, workload, traffic, slo))
+    cells = []
+    for entry in run.manifest.cells:
+        levels = levels_by_cell.get(str(entry.get("key")), [])
+        cells.append(_cell_of(run, entry, levels, workload, traffic, slo))
     like = {
-        side: common_rate(cell.capacity for cell in found if cell.side == side) for side in SIDES
+        side: common_rate(cell.capacity for cell in cells if cell.side == side) for side in SIDES
     }
-    return [msgspec.structs.replace(cell, like=like[cell.side]) for cell in found]
+    return [msgspec.structs.replace(cell, like=like[cell.side]) for cell in cells]
 
 
 def _traffic(manifest: RunManifest, workload: Workload) -> Traffic | None:
-    """What was asked, and when; a closed loop's and a trace's arrivals are Poisson."""
+    """Return the lengths and arrivals of a run, for simulations; None: its trace file is not here.
+
+    The arrivals of a closed loop and of a trace are simulated as Poisson.
+    """
     arrivals = process_of(manifest.campaign.get("arrivals") or {"kind": "poisson"})
     if isinstance(arrivals, Trace):
         arrivals = Poisson()
     try:
         return Traffic(lengths_of(workload, QUICK_REQUESTS, seed=1), arrivals, workload)
-    except WorkloadError:  # a trace file that is not here
+    except WorkloadError:
         return None
 
 
 def _cell_of(
     run: RunRecords,
-    said: Mapping[str, Any],
+    entry: Mapping[str, Any],
     levels: Sequence[Level],
     workload: Workload,
     traffic: Traffic | None,
     slo: Slo,
 ) -> CellData:
-    """A cell as it served where it was ready, else as it was asked."""
-    key = str(said.get("key"))
+    """Return a configuration. What its server reported counts more than its manifest `entry`, which
+    says what was asked for."""
+    key = str(entry.get("key"))
     events = [event for event in run.events if event.cell == key]
     ready = _last(events, CellReady)
     info = (ready or CellReady(cell=key)).info
     choice = _last(events, EngineChosen)
-    chosen = said if choice is None else msgspec.structs.asdict(choice)
+    chosen = entry if choice is None else msgspec.structs.asdict(choice)
     weight_format = str(info.weight_format or chosen.get("weight_format") or "")
-    backend = str(info.name or chosen.get("backend") or "")
     state, reason = _state(events, levels)
-    finished, calibrated = _last(events, CellFinished), _last(events, Calibrated)
-    step_times = policy = None
-    if (
-        calibrated is not None
-        and calibrated.step_times is not None
-        and calibrated.policy is not None
-    ):
-        step_times, policy = calibrated.step_times, calibrated.policy
+    calibrated = _last(events, Calibrated)
+    step_times = None if calibrated is None else calibrated.step_times
+    policy = None if calibrated is None else calibrated.policy
+    if step_times is None or policy is None:
+        step_times = policy = None
     search = msgspec.convert(run.manifest.campaign.get("search") or {}, Search)
-    found, least_seconds = None, search.level_seconds_on(device_of(said.get("device"), ready))
-    levels_since = finished and of_kind(events[events.index(finished) :], LevelFinished)
-    if finished is not None and not levels_since and slo == _converted(run.manifest, "slo", Slo):
-        found = finished.capacity
-    if found is None and levels:
-        found = estimate(
+    least_seconds = search.level_seconds_on(device_of(entry.get("device"), ready))
+    capacity = None
+    if slo == _campaign_part(run.manifest, "slo", Slo):
+        capacity = _journal_capacity(events)
+    if capacity is None and levels:
+        capacity = estimate(
             levels,
             slo,
             step_times=step_times,
@@ -443,55 +459,63 @@ def _cell_of(
             arrivals=None if traffic is None else traffic.arrivals,
             least_seconds=least_seconds,
         )
-    factor = found.factor if found is not None and found.factor else LOADED
+    factor = capacity.factor if capacity is not None and capacity.factor else LOADED
     if calibrated is not None and traffic is not None and step_times is not None:
         traffic = traffic.served_with(calibrated.reuse, calibrated.reasoning_share)
-    model, identity = str(said.get("model", "unknown")), _identity_of(said)
-    never_quiet = _last(events, NeverQuiet)
+    identity, never_quiet = _identity_of(entry), _last(events, NeverQuiet)
     samples = [sample for sample in run.samples if sample.cell == key]
-    device = _device_of(run.manifest, said, ready)
+    device = _device_of(run.manifest, entry, ready)
+    load_seconds = [event.load_seconds for event in of_kind(events, CellReady)]
     return CellData(
         key=key,
         run_id=run.manifest.run_id,
         folder=str(run.folder),
-        model=model,
-        spec=_shape_of(said, ready),
+        model=str(entry.get("model", "unknown")),
+        spec=_shape_of(entry, ready),
         source="" if identity is None else identity.source,
         weight_format="" if weight_format == "none" else weight_format,
-        backend=backend,
+        backend=str(info.name or chosen.get("backend") or ""),
         device=device,
-        engine=str(said.get("engine") or ""),
-        slots=info.slots or said.get("slots"),
+        engine=str(entry.get("engine") or ""),
+        slots=info.slots or entry.get("slots"),
         state=state,
         reason=reason,
         levels=tuple(
-            _level_of(one, slo, samples, device)
-            for one in levels
-            if one.is_single_stream or one.rate is not None
+            _level_of(level, slo, samples, device)
+            for level in levels
+            if level.is_single_stream or level.rate is not None
         ),
-        capacity=found,
+        capacity=capacity,
         least_seconds=least_seconds,
         step_times=None if step_times is None else step_times.slower(factor),
         policy=policy,
         traffic=traffic,
         memory=_memory(info.predicted or {}, samples, device),
         ready=ready,
-        loads=tuple(t for one in of_kind(events, CellReady) if (t := one.load_seconds) is not None),
+        loads=tuple(seconds for seconds in load_seconds if seconds is not None),
         choice=choice,
         busy=never_quiet.reason if never_quiet is not None else "",
     )
 
 
-def _identity_of(said: Mapping[str, Any]) -> ModelIdentity | None:
-    """Of a model that the ladder does not have."""
+def _journal_capacity(events: Sequence[Event]) -> Capacity | None:
+    """Return the capacity that the journal states; None: it states none, or levels ran after it."""
+    finished = _last(events, CellFinished)
+    if finished is None or of_kind(events[events.index(finished) :], LevelFinished):
+        return None
+    return finished.capacity
+
+
+def _identity_of(entry: Mapping[str, Any]) -> ModelIdentity | None:
+    """Return what a model that is not of the ladder was identified as; None: a ladder model."""
     with contextlib.suppress(msgspec.ValidationError):
-        return msgspec.convert(said.get("identity"), ModelIdentity | None)
+        return msgspec.convert(entry.get("identity"), ModelIdentity | None)
     return None
 
 
-def _shape_of(said: Mapping[str, Any], ready: CellReady | None) -> ModelSpec | None:
-    """The model's shape: the manifest's, the journal's, or the ladder's."""
-    identity, model = _identity_of(said), str(said.get("model"))
+def _shape_of(entry: Mapping[str, Any], ready: CellReady | None) -> ModelSpec | None:
+    """Return the model's shape: the manifest's, the journal's, or the ladder's; None: not known."""
+    identity, model = _identity_of(entry), str(entry.get("model"))
     if identity is not None and identity.spec is not None:
         return identity.spec
     if ready is not None and ready.spec is not None:
@@ -508,49 +532,54 @@ def _last(events: Sequence[Event], kind: type[E]) -> E | None:
 
 
 def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState, str]:
-    """How far a cell came, and why no further."""
-    ended = [one for one in events if isinstance(one, CellSkipped | CellFinished)]
-    if ended and isinstance(ended[-1], CellSkipped) and not levels:
-        return "skipped", ended[-1].reason
+    """Return how far the measurement of a configuration came, and why no further."""
+    endings = [event for event in events if isinstance(event, CellSkipped | CellFinished)]
+    if endings and isinstance(endings[-1], CellSkipped) and not levels:
+        return "skipped", endings[-1].reason
     if not of_kind(events, CellStarted):
         return "not_started", "the campaign ended before it"
-    if ended:
+    if endings:
         return "measured", ""
-    told = [one.reason for one in events if isinstance(one, Interrupted | LevelAbandoned)]
-    why = told[-1] if told else "the run ended or was interrupted during it"
-    return ("measured" if levels else "unfinished"), why
+    reasons = [event.reason for event in events if isinstance(event, Interrupted | LevelAbandoned)]
+    reason = reasons[-1] if reasons else "the run ended or was interrupted during it"
+    return ("measured" if levels else "unfinished"), reason
 
 
 def _device_of(
-    manifest: RunManifest, said: Mapping[str, Any], ready: CellReady | None
+    manifest: RunManifest, entry: Mapping[str, Any], ready: CellReady | None
 ) -> str | None:
-    """What served a configuration; else what it was to run on, where only one device can be.
+    """Return the device that served a configuration; if it is not recorded, the CPU where only the
+    CPU can have served; None: not known.
 
-    Configurations of runs of early format 5 name no device: their engine did, once it was ready.
+    Runs of early format 5 record the device only of engines that became ready.
     """
-    if device := device_of(said.get("device"), ready):
+    if device := device_of(entry.get("device"), ready):
         return device
-    if said.get("url"):
+    if entry.get("url"):
         return None
-    is_sure = said.get("backend") in CPU_BACKENDS or not manifest.server_facts.get("gpus")
-    return CPU if is_sure else None
+    if not manifest.server_facts.get("gpus"):
+        return CPU
+    backend = BACKENDS.get(str(entry.get("backend")))
+    return CPU if backend is not None and backend.devices == (CPU,) else None
 
 
 def _level_of(
     level: Level, slo: Slo, samples: Sequence[ResourceSample], device: str | None
 ) -> LevelData:
-    mine = [one for one in samples if one.level == level.name]
-    began = level.started.started_unix_seconds
-    start, end = (began + at for at in level.window)
-    power = power_of(mine, start, end)
-    if device == CPU:  # a GPU that idles beside it says nothing of the level
-        mine = [msgspec.structs.replace(one, gpu_throttled=None) for one in mine]
+    """Return a level, judged by the SLO; `samples` are those of its configuration."""
+    own_samples = [sample for sample in samples if sample.level == level.name]
+    begin, end = (level.started.started_unix_seconds + seconds for seconds in level.window)
+    power = power_of(own_samples, begin, end)
+    if device == CPU:  # whether an idle GPU beside it was throttled does not matter
+        own_samples = [
+            msgspec.structs.replace(sample, gpu_throttled=None) for sample in own_samples
+        ]
     return LevelData(
         level=level,
         judged=level.judge(slo),
         watts=_watts_of(power, device),
         machine_watts=power.together,
-        warnings=level_warnings(level, slo, mine),
+        warnings=level_warnings(level, slo, own_samples),
     )
 
 
@@ -563,14 +592,14 @@ def _watts_of(power: Power, device: str | None) -> float | None:
 def _memory(
     predicted: Mapping[str, Any], samples: Sequence[ResourceSample], device: str | None
 ) -> Memory:
-    engines = [one.engine.rss_bytes for one in samples if one.engine is not None]
-    gpus = [one.gpu_memory_bytes for one in samples if device != CPU]
+    rss = [sample.engine.rss_bytes for sample in samples if sample.engine is not None]
+    on_gpu = [sample.gpu_memory_bytes for sample in samples if device != CPU]
     return Memory(
         weight_bytes=predicted.get("weight_bytes"),
         kv_bytes=predicted.get("kv_bytes"),
         state_bytes=predicted.get("state_bytes"),
         buffer_bytes=predicted.get("buffer_bytes"),
         overhead_bytes=predicted.get("overhead_bytes"),
-        peak_bytes=max((one for one in engines if one is not None), default=None),
-        gpu_bytes=max((one for one in gpus if one is not None), default=None),
+        peak_bytes=max((size for size in rss if size is not None), default=None),
+        gpu_bytes=max((size for size in on_gpu if size is not None), default=None),
     )

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from crossover.models.model_families import FAMILIES
-from crossover.reports.check_conditions import QUANTITIES
+from crossover.reports.answers.check_conditions import QUANTITIES
 from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import BadPlan
 from crossover.reports.plan.plan_machines import asked_of, candidates_of
-from crossover.reports.plan.plan_text import as_text
+from crossover.reports.render.plan_text import as_text
 from crossover.serving.toml_files import read_toml
 from tests.campaign_template import campaign_template
 from tests.docs_of_structs import campaign_keys, plan_keys

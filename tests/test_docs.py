@@ -197,7 +197,7 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere() -> None:
 
 def test_every_warning_is_explained() -> None:
     raised = set(level_warnings.ADVICE)
-    text = (ROOT / "reports/report_warnings.py").read_text()
+    text = (ROOT / "reports/answers/report_warnings.py").read_text()
     raised |= set(re.findall(r'(?:NamedWarning\(\s*| else )"([A-Z]\w+)"', text))
     raised |= set(re.findall(r'"([A-Z]\w+)" if ', text))
     page = (ROOT / "docs" / "report.md").read_text().partition("\n## Warnings\n")[2]

@@ -59,7 +59,7 @@ AUTO = "auto"  # in place of models: the ladder models around this machine's cap
 SINGLE_STREAM_SECONDS, GPU_SINGLE_STREAM_SECONDS, GPU_LEVEL_SECONDS = 20.0, 8.0, 20.0
 # Measured on the CPU if the campaign names no backend; for models outside the ladder it is the
 # first engine that can run them.
-CPU_BACKENDS = ("llama_cpp",)
+CPU_BACKEND = DEFAULTS["cpu"][0]
 # On a CPU torch serves only as a reference; in a campaign with a GPU, the CPU runs the other
 # backends.
 GPU_BACKEND = DEFAULTS["gpu"][0]
@@ -553,7 +553,7 @@ def backends_on(
 def _usual_cpu_backends(model: ModelIdentity, formats: Sequence[str]) -> list[str]:
     """The backends that a model is measured with on the CPU where none is named."""
     if model.kind == "ladder":
-        return list(CPU_BACKENDS)
+        return [CPU_BACKEND]
     able = [one.backend for one in usual_engines(model) if "cpu" in _devices_of(one.backend)]
     return [name for name in able if engines_on(model, name, formats)][:1]
 

@@ -93,21 +93,24 @@ def speed_words(found: Capacity) -> str:
     return f"this machine's speed changed by {moved:.0%} during the measurement" if moved else ""
 
 
-def reuse_words(found: Capacity, like: float | None = None) -> str:
-    """What reused prefixes are worth: "Prefix caching raises the capacity from 21/min to 38/min.";
-    "" where it is not known."""
+def reuse_words(found: Capacity, like: float | None = None, name: str = "") -> str:
+    """Return what reused prefixes are worth: "Prefix caching raises the capacity from 21 a minute
+    to 38 a minute."; "" where it is not known. `name`: of the configuration, for the sentence."""
     if found.estimated_rate_without_reuse is None or not found.estimated_rate:
         return ""
     like = like or common_rate([found])
     if not found.estimated_rate_without_reuse:
-        return "Without prefix caching even one conversation at a time misses the SLO."
+        where = f" of {name}" if name else ""
+        return f"Without prefix caching even one conversation at a time{where} misses the SLO."
     before, after = (
-        formatting.rate(one, like=like)
-        for one in (found.estimated_rate_without_reuse, found.estimated_rate)
+        formatting.rate(rate, like=like)
+        for rate in (found.estimated_rate_without_reuse, found.estimated_rate)
     )
+    capacity = f"capacity of {name}" if name else "capacity"
     if before == after:
-        return f"Prefix caching does not change the capacity of {after}."
-    return f"Prefix caching raises the capacity from {before} to {after}."
+        same = f"({after})" if name else f"of {after}"
+        return f"Prefix caching does not change the {capacity} {same}."
+    return f"Prefix caching raises the {capacity} from {before} to {after}."
 
 
 def users_words(found: Capacity) -> str:

@@ -23,7 +23,7 @@ from crossover.reports.errors import ReportError
 from crossover.reports.plan.plan_costs import make_plan
 from crossover.reports.plan.plan_file import EXAMPLE, BadPlan
 from crossover.reports.plan.plan_machines import asked_of, candidates_of
-from crossover.reports.plan.plan_text import as_json, as_text
+from crossover.reports.render.plan_text import as_json, as_text
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import option
@@ -136,7 +136,7 @@ def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
 
 
 def _write_chart(path: Path, made: Any) -> None:
-    from crossover.reports.plan.plan_chart import staircase  # altair takes half a second
+    from crossover.reports.render.plan_chart import staircase  # altair takes half a second
 
     if path.suffix not in (".png", ".svg", ".html"):
         raise ReportError(f"--chart must end in .png, .svg or .html, got {str(path)!r}")

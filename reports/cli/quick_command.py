@@ -37,13 +37,8 @@ from crossover.models.errors import ModelError
 from crossover.models.identify_model import identify, short_model_id
 from crossover.models.model_ladder import PACKAGED, packaged_file
 from crossover.models.model_spec import ModelSpec
-from crossover.reports.quick_answer import (
-    QuickAnswer,
-    failed_requests,
-    lines_of,
-    markdown_of,
-    quick_answer,
-)
+from crossover.reports.answers.quick_answer import QuickAnswer, failed_requests, quick_answer
+from crossover.reports.render.quick_text import lines_of, markdown_of
 from crossover.reports.report_data import ReportData, read_report
 from crossover.serving.capacity.slo import Slo, parse_slo
 from crossover.serving.cli.command_of_options import command_of

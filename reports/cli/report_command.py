@@ -9,17 +9,19 @@ from typing import Annotated
 import msgspec
 import typer
 
-from crossover.reports.check_conditions import QUANTITIES, checked
+from crossover.reports.answers.check_conditions import QUANTITIES, checked
+from crossover.reports.answers.first_screen import first_screen_of
+from crossover.reports.answers.model_answers import ModelAnswer, answers_of
 from crossover.reports.errors import MissingPackage, ReportError
-from crossover.reports.headline import Answer, answers_of, basis, headline
+from crossover.reports.render.json_and_csv import as_json
+from crossover.reports.render.report_files import FORMATS, write_files
 from crossover.reports.report_data import ReportData, read_report
-from crossover.reports.report_files import FORMATS, as_json, write_files
 from crossover.serving.capacity.slo import SLO_PRESETS
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import option
 
-USUAL = "html,md,csv"
-KNOWN = ", ".join(QUANTITIES)
+DEFAULT_FORMATS = "html,md,csv"
+QUANTITY_NAMES = ", ".join(QUANTITIES)
 
 
 class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +33,9 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     formats: Annotated[
         str | None,
-        option("", f"Formats to write: {', '.join(FORMATS)}. Default: {USUAL}.", "format"),
+        option(
+            "", f"Formats to write: {', '.join(FORMATS)}. Default: {DEFAULT_FORMATS}.", "format"
+        ),
     ] = None
     png: Annotated[bool, option("", "Also write the first screen as a picture.")] = False
     slo: Annotated[
@@ -45,7 +49,7 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
             'Exit with status 1 unless this condition holds, such as "1b:capacity>=0.5". '
             "Repeatable. A condition is MODEL:QUANTITY, then >=, <=, > or <, then a number. "
             "Where a model was measured on both devices: MODEL:cpu:QUANTITY, MODEL:gpu:QUANTITY. "
-            f"Quantities: {KNOWN}.",
+            f"Quantities: {QUANTITY_NAMES}.",
             *("check", "CONDITION"),
         ),
     ] = None
@@ -81,15 +85,18 @@ def _report(options: ReportOptions) -> None:
     if options.as_json:
         typer.echo(as_json(data, answers).decode(), nl=False)
     else:
-        typer.echo(headline(answers, data))
-        typer.echo(basis(data))
-    found = [checked(condition, answers) for condition in options.checks or ()]
-    for one in found:
-        typer.echo(f"{'ok  ' if one.holds else 'FAIL'}  {one.text}", err=options.as_json)
-    if not all(one.holds for one in found):
+        screen = first_screen_of(data, answers)
+        typer.echo(screen.headline)
+        if screen.prefix_reuse:
+            typer.echo(screen.prefix_reuse)
+        typer.echo(screen.basis)
+    checks = [checked(condition, answers) for condition in options.checks or ()]
+    for check in checks:
+        typer.echo(f"{'ok  ' if check.holds else 'FAIL'}  {check.text}", err=options.as_json)
+    if not all(check.holds for check in checks):
         raise typer.Exit(1)
-    writes = options.formats or options.png or options.out or options.open_page
-    if options.as_json or (found and not writes):
+    asks_for_files = options.formats or options.png or options.out or options.open_page
+    if options.as_json or (checks and not asks_for_files):
         return
     _write(options, data, answers, formats)
 
@@ -98,8 +105,9 @@ report = command_of(ReportOptions, _report)
 
 
 def _write(
-    options: ReportOptions, data: ReportData, answers: list[Answer], formats: list[str]
+    options: ReportOptions, data: ReportData, answers: list[ModelAnswer], formats: list[str]
 ) -> None:
+    """Write the files and print their paths; without the packages for charts, write no page."""
     folder = options.out or options.run / "report"
     try:
         written = write_files(data, answers, folder, formats)
@@ -115,8 +123,11 @@ def _write(
 
 
 def _formats(options: ReportOptions) -> list[str]:
-    asked = [name.strip() for name in (options.formats or USUAL).split(",") if name.strip()]
-    unknown = [name for name in asked if name not in FORMATS]
+    """Return the formats to write. Raises ReportError for an unknown one."""
+    formats = [
+        name.strip() for name in (options.formats or DEFAULT_FORMATS).split(",") if name.strip()
+    ]
+    unknown = [name for name in formats if name not in FORMATS]
     if unknown:
         raise ReportError(f"--format {unknown[0]!r} is not one of {', '.join(FORMATS)}")
-    return [*asked, *(["png"] if options.png and "png" not in asked else [])]
+    return [*formats, *(["png"] if options.png and "png" not in formats else [])]

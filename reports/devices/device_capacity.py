@@ -2,7 +2,7 @@
 
     gpu = machine_of(device_named("NVIDIA T4"))
     service = Service(gpu, ladder_model("8b").spec, "bf16", traffic)
-    holds(service, slo, rate=0.5)         # "yes", "perhaps" or "no"
+    certainty_of(service, slo, rate=0.5)         # "yes", "perhaps" or "no"
     capacity_of(service, slo).low         # requests/s
 
 A machine's step-time model is measured (this run), calibrated (machine.json) or predicted (a
@@ -212,7 +212,7 @@ def machine_of(device: Device) -> Machine:
 
 
 @lru_cache(maxsize=1024)
-def simulated(service: Service, speed: int) -> Server:
+def simulation_of(service: Service, speed: int) -> Server:
     """A service in the simulation, its steps SLOW, MIDDLE or QUICK.
 
     Raises ReportError where the memory does not suffice or no step-time model is known.
@@ -227,7 +227,7 @@ def simulated(service: Service, speed: int) -> Server:
     return Server(slower, policy, traffic.lengths, traffic.arrivals, count=count)
 
 
-def holds(service: Service, slo: Slo, rate: float) -> Answer:
+def certainty_of(service: Service, slo: Slo, rate: float) -> Answer:
     """Whether it holds a rate: by one or two simulations, none of a search.
 
     Raises ReportError where the memory does not suffice or no step-time model is known.
@@ -236,9 +236,9 @@ def holds(service: Service, slo: Slo, rate: float) -> Answer:
     def suffices(server: Server) -> bool:
         return _is_good_alone(server, slo) and server.share(rate, slo) >= slo.target
 
-    if suffices(simulated(service, SLOW)):
+    if suffices(simulation_of(service, SLOW)):
         return "yes"
-    return "perhaps" if suffices(simulated(service, QUICK)) else "no"
+    return "perhaps" if suffices(simulation_of(service, QUICK)) else "no"
 
 
 def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
@@ -253,7 +253,7 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
     )
     try:
         low, rate, high = (
-            _crossing(simulated(service, speed), slo) for speed in (SLOW, MIDDLE, QUICK)
+            _crossing(simulation_of(service, speed), slo) for speed in (SLOW, MIDDLE, QUICK)
         )
     except ReportError as problem:
         return msgspec.structs.replace(found, reason=str(problem))
@@ -264,7 +264,7 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
     if not rate:
         limits = "with one request at a time" if high == 0.0 else "by the middle of its interval"
         return msgspec.structs.replace(found, reason=f"misses the SLO {slo.name} {limits}")
-    played = simulated(service, MIDDLE).play(rate)
+    played = simulation_of(service, MIDDLE).play(rate)
     tpot = played.tpot[~np.isnan(played.tpot)]
     return msgspec.structs.replace(
         found,

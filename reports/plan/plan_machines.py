@@ -19,8 +19,9 @@ from crossover.loadtests.campaign.campaign_file import SloSpec
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.models.identify_model import name_of
 from crossover.models.weights_manifest import with_home
-from crossover.reports.binding_limits import binding_of
-from crossover.reports.cheapest_gpu import best_cells
+from crossover.reports.answers.binding_limits import binding_of
+from crossover.reports.answers.cheapest_gpu import best_cells
+from crossover.reports.answers.headline import machine_words
 from crossover.reports.devices.calibrated_machines import calibrated_machine
 from crossover.reports.devices.device_capacity import (
     ONE_SIDED,
@@ -33,7 +34,6 @@ from crossover.reports.devices.device_capacity import (
 )
 from crossover.reports.devices.device_catalog import device_named, priced_gpus
 from crossover.reports.errors import ReportError
-from crossover.reports.headline import machine_words
 from crossover.reports.plan.plan_costs import Candidate
 from crossover.reports.plan.plan_file import BadPlan, MachineKeys, Question, question
 from crossover.reports.report_data import CPU, SIDES, CellData, ReportData, read_report

@@ -1,34 +1,40 @@
-"""Which limit binds each configuration, and what would lift it."""
+"""Which limit binds each configuration, and which change would raise its capacity most."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from crossover.models import formatting
-from crossover.reports.binding_limits import binding_of
-from crossover.reports.headline import Answer
+from crossover.reports.answers.binding_limits import bindings_of, featured_binding
+from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import CellData, ReportData
 from crossover.reports.sections.section import Section, table
 from crossover.serving.capacity.binding_limit import BindingLimit, sentence_of
 
 
-def binding_limits(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where no limit is known."""
-    known = [(cell, binding) for cell, binding in bindings_of(data, answers)]
-    if not known:
+def binding_limits(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return the limits of the configurations in the first table; None where none is known."""
+    bindings = bindings_of(data, answers)
+    if not bindings:
         return None
-    cell, binding = featured(known)
+    featured_cell, binding = featured_binding(bindings)
     return Section(
         slug="binding-limit",
         title="Binding limit",
-        sentence=f"{cell.name}: {sentence_of(binding)}",
+        sentence=f"{featured_cell.name}: {sentence_of(binding)}",
         grades=("estimated",),
         table=table(
             (
-                *("model", "device", "binding limit"),
-                *("prompts", "weights", "tokens", "context", "lifted capacity"),
+                "model",
+                "device",
+                "binding limit",
+                "prompts",
+                "weights",
+                "tokens",
+                "context",
+                "lifted capacity",
             ),
-            (_row(cell, binding) for cell, binding in known),
+            (_row(cell, binding) for cell, binding in bindings),
             words=("device", "binding limit"),
         ),
         note="Binding: what would raise the capacity most if it cost half, or twice the slots or "
@@ -37,37 +43,16 @@ def binding_limits(data: ReportData, answers: Sequence[Answer]) -> Section | Non
     )
 
 
-def bindings_of(data: ReportData, answers: Sequence[Answer]) -> list[tuple[CellData, BindingLimit]]:
-    """Return the configurations of the first table whose limit is known, with it."""
-    cells = [cell for answer in answers for cell in answer.cells]
-    found = ((cell, binding_of(cell, data.slo)) for cell in cells)
-    return [(cell, binding) for cell, binding in found if binding is not None]
-
-
-def featured(known: Sequence[tuple[CellData, BindingLimit]]) -> tuple[CellData, BindingLimit]:
-    """Return the largest model that is served, else the last."""
-    return next((pair for pair in reversed(known) if pair[0].is_served), known[-1])
-
-
-def binding_line(data: ReportData, answers: Sequence[Answer]) -> str:
-    """Return the sentence for the first screen; "" where no limit is known."""
-    known = bindings_of(data, answers)
-    if not known:
-        return ""
-    cell, binding = featured(known)
-    return f"Binding limit of {cell.name}: {sentence_of(binding)}"
-
-
 def _row(cell: CellData, binding: BindingLimit) -> tuple[str, ...]:
-    shares = binding.shares
-    parts: tuple[float | None, ...] = (None,) * 4
-    if shares is not None:
-        parts = (shares.prompts, shares.weights, shares.rows, shares.context)
+    shares: tuple[float | None, ...] = (None,) * 4
+    if binding.shares is not None:
+        parts = binding.shares
+        shares = (parts.prompts, parts.weights, parts.rows, parts.context)
     lifted = binding.lifted_rate
     return (
         cell.model,
         cell.device_words,
         binding.words,
-        *("–" if part is None else formatting.share(round(part, 2), 2) for part in parts),
+        *("–" if share is None else formatting.share(round(share, 2), 2) for share in shares),
         "–" if lifted is None else formatting.rate(lifted, like=cell.like),
     )

@@ -1,10 +1,11 @@
 """The crossover map: bars of each model over the request rate, by device and by grade.
 
-Where the CPU alone was measured a model has one row: confirmed, estimated, then the GPU that takes
-over, predicted. Where CPU and GPU were measured each has a row of its own. Solid: confirmed;
-hatched: estimated; within a dashed line: predicted.
+Where only the CPU was measured, a model has one lane: confirmed, then estimated, then the takeover
+GPU, predicted. Where CPU and GPU were measured, each has a lane of its own. Solid bars are
+confirmed, hatched ones estimated, those with a dashed outline predicted.
 
-An SVG of ours: the sliders of the page move its bars by the same scale (report.js).
+The map is drawn here as SVG, because the page's sliders move its bars by the same scale
+(report.js).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from html import escape
 import msgspec
 
 from crossover.models import formatting
+from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.own_gpu import predicted_here
 from crossover.reports.chart_style import (
     CPU,
     ESTIMATED,
@@ -29,114 +32,146 @@ from crossover.reports.chart_style import (
     rate_ticks,
 )
 from crossover.reports.devices.device_capacity import DeviceCapacity
-from crossover.reports.headline import Answer
-from crossover.reports.own_gpu import predicted_here
 from crossover.reports.report_data import CPU as CPU_SIDE
 from crossover.reports.report_data import GPU as GPU_SIDE
 from crossover.reports.report_data import SIDE_NAMES, CellData, ReportData
-from crossover.reports.sections.section import Chart
+from crossover.reports.sections.section import Chart, ChartGroup, KeyEntry, Picture
 
+# Pixels.
 WIDTH, LEFT, RIGHT, TOP = 860, 150, 16, 12
-ROW, BAR = 42, 24  # of a model with one row
-LANE, LANE_BAR, BETWEEN = 26, 18, 14  # of a model with a row a device; between two models
-SIDE_WIDTH = 38  # of the device's name before its bar
-NARROW, NARROW_LEFT = 360, 104  # on a phone, so that its text can be read
-ROOM = 1.6  # beyond the highest and below the lowest rate
-COLOURS = {CPU_SIDE: (CPU, ESTIMATED), GPU_SIDE: (GPU, GPU_ESTIMATED)}
+ROW, BAR = 42, 24  # heights for a model with one lane
+LANE, LANE_BAR, MODEL_GAP = 26, 18, 14  # heights for a model with a lane for each device
+SIDE_WIDTH = 38  # the name of a device before its bar
+NARROW, NARROW_LEFT = 360, 104  # on a phone, so that the text can be read
+MIN_NAME_WIDTH = 90  # of a takeover GPU's bar, to have its name in it
+MARGIN = 1.6  # the axis ends at the highest rate times this, and begins at half the lowest over it
+COLORS = {CPU_SIDE: (CPU, ESTIMATED), GPU_SIDE: (GPU, GPU_ESTIMATED)}  # confirmed, estimated
+TITLES = {
+    (): "Which rates this machine serves",
+    (CPU_SIDE,): "Which rates the CPU serves, and where a GPU takes over",
+    (GPU_SIDE,): "Which rates this machine's GPU serves",
+    (CPU_SIDE, GPU_SIDE): "Which rates the CPU serves, and where this machine's GPU takes over",
+}
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A row of bars: one device of a model. Rates are requests/s; None: no such bar."""
+    """The bars of one device of a model. Rates are requests/s; None: there is no such bar."""
 
-    model: int  # its place among the answers
+    model: int  # index of its answer
     side: str
     cell: CellData | None
     confirmed_rate: float | None = None
     estimated_rate: float | None = None
     low: float | None = None
     high: float | None = None
-    gpu: DeviceCapacity | None = None  # predicted: what takes over, behind the CPU's bars
-    forecast: DeviceCapacity | None = None  # predicted of the GPU that was measured
+    gpu: DeviceCapacity | None = None  # the takeover GPU, predicted: a bar behind the CPU's
+    forecast: DeviceCapacity | None = None  # what was predicted of the GPU that was measured
 
     @property
     def rates(self) -> list[float]:
-        both = [one.rate for one in (self.gpu, self.forecast) if one is not None]
-        return [
-            rate
-            for rate in (self.confirmed_rate, self.estimated_rate, self.low, self.high, *both)
-            if rate
-        ]
+        predicted = [capacity.rate for capacity in (self.gpu, self.forecast) if capacity]
+        own = (self.confirmed_rate, self.estimated_rate, self.low, self.high)
+        return [rate for rate in (*own, *predicted) if rate]
+
+    @property
+    def has_forecast(self) -> bool:
+        return self.forecast is not None and bool(self.forecast.rate)
 
 
-def lanes_of(answers: Sequence[Answer], data: ReportData) -> Iterator[Lane]:
-    """One a model where one device was measured, else one for each of the two."""
-    for place, answer in enumerate(answers):
+def lanes_of(answers: Sequence[ModelAnswer], data: ReportData) -> Iterator[Lane]:
+    """Yield a lane for each model and each device that was measured."""
+    takeover_side = CPU_SIDE if len(data.sides) == 1 else GPU_SIDE
+    for index, answer in enumerate(answers):
         for side in data.sides:
-            cell = answer.side(side)
-            gpu = answer.takeover_gpu
-            is_shown = (side == CPU_SIDE) if len(data.sides) == 1 else side == GPU_SIDE
+            cell = answer.cell_on(side)
+            has_takeover = side == takeover_side and answer.gpu is None
             lane = Lane(
-                model=place,
+                model=index,
                 side=side,
                 cell=cell,
-                gpu=gpu if is_shown and answer.gpu is None else None,
+                gpu=answer.takeover_gpu if has_takeover else None,
                 forecast=predicted_here(cell, data),
             )
-            found = None if cell is None else cell.capacity
-            if cell is None or found is None:
-                yield lane
-                continue
-            yield msgspec.structs.replace(
-                lane,
-                confirmed_rate=cell.confirmed_rate or None,
-                estimated_rate=found.estimated_rate or found.high or None,
-                low=found.low or None,
-                high=found.high or None,
-            )
+            if cell is not None and cell.capacity is not None:
+                capacity = cell.capacity
+                lane = msgspec.structs.replace(
+                    lane,
+                    confirmed_rate=cell.confirmed_rate or None,
+                    estimated_rate=capacity.estimated_rate or capacity.high or None,
+                    low=capacity.low or None,
+                    high=capacity.high or None,
+                )
+            yield lane
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """Of the axis: the rates at its ends, and where these lie."""
+    """The logarithmic axis: the rates at its ends, and where these lie, in pixels."""
 
     low: float
     high: float
     left: float
     right: float
 
-    def place(self, rate: float | None, least: float = 0.0) -> float:
-        """Pixels from the left; `least`: where no bar is, or it would end before it."""
-        least = max(least, self.left)
+    def place(self, rate: float | None, min_place: float = 0.0) -> float:
+        """Return the pixels from the left at which a rate lies.
+
+        It is at least `min_place` (for a bar that begins there) and the axis' left end; these are
+        also the place where the rate is None.
+        """
+        min_place = max(min_place, self.left)
         if rate is None:
-            return least
+            return min_place
         inside = min(max(rate, self.low), self.high)
         part = math.log(inside / self.low) / math.log(self.high / self.low)
-        return max(least, self.left + part * (self.right - self.left))
+        return max(min_place, self.left + part * (self.right - self.left))
+
+
+def map_picture(data: ReportData, answers: Sequence[ModelAnswer]) -> Picture | None:
+    """Return the map for the page, wide and narrow; None where no rate is known."""
+    wide = crossover_map(answers, data)
+    narrow = crossover_map(answers, data, is_narrow=True)
+    if wide is None or narrow is None:
+        return None
+    chart = msgspec.structs.replace(wide, svg=wide.svg + narrow.svg)  # CSS shows one of them
+    key = []
+    if CPU_SIDE in data.sides:
+        key.append(KeyEntry(mark="cpu", text="confirmed on this CPU"))
+        key.append(KeyEntry(mark="est", text="estimated on this CPU"))
+    if GPU_SIDE in data.sides:
+        key.append(KeyEntry(mark="gpu", text="confirmed on this machine's GPU"))
+        key.append(KeyEntry(mark="gpu-est", text="estimated on it"))
+    else:
+        key.append(KeyEntry(mark="pre", text="the GPU that takes over, predicted"))
+    if any(lane.has_forecast for lane in lanes_of(answers, data)):
+        key.append(KeyEntry(mark="diamond", text="predicted of this GPU"))
+    key.append(KeyEntry(text="Whiskers: 90 % confidence interval."))
+    return Picture(groups=(ChartGroup(title=TITLES[data.sides], charts=(chart,)),), key=tuple(key))
 
 
 def crossover_map(
-    answers: Sequence[Answer], data: ReportData, *, is_narrow: bool = False
+    answers: Sequence[ModelAnswer], data: ReportData, *, is_narrow: bool = False
 ) -> Chart | None:
-    """The map, for a page or for a phone; None where nothing was measured."""
+    """Return the map for a page or, narrow, for a phone; None where no rate is known."""
     lanes = list(lanes_of(answers, data))
-    known = [rate for lane in lanes for rate in lane.rates]
-    if not known:
+    rates = [rate for lane in lanes for rate in lane.rates]
+    if not rates:
         return None
     kind, width, left = ("narrow", NARROW, NARROW_LEFT) if is_narrow else ("wide", WIDTH, LEFT)
-    both = len(data.sides) > 1
-    if both:
+    has_both = len(data.sides) > 1
+    if has_both:
         left += SIDE_WIDTH
-    scale = Scale(min(known) / ROOM / 2, max(known) * ROOM, left, width - RIGHT)
-    each = 2 * LANE + BETWEEN if both else ROW
-    bottom = TOP + each * len(answers)
+    scale = Scale(min(rates) / MARGIN / 2, max(rates) * MARGIN, left, width - RIGHT)
+    model_height = 2 * LANE + MODEL_GAP if has_both else ROW
+    bottom = TOP + model_height * len(answers)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 30}" '
         f'class="{kind}" data-low="{scale.low:.6g}" data-high="{scale.high:.6g}" '
         f'data-left="{left}" data-right="{width - RIGHT}" font-family="inherit" font-size="12">',
         "<defs>",
-        *(_hatch(f"hatch-{side}-{kind}", *COLOURS[side]) for side in data.sides),
+        *(_hatch(f"hatch-{side}-{kind}", *COLORS[side]) for side in data.sides),
         "</defs>",
     ]
-    # the rates of both devices on one axis: in the unit of the quicker one
+    # One axis for both devices: its unit is that of the faster one.
     like = max((lane.cell.like or 0.0 for lane in lanes if lane.cell), default=0.0) or None
     for rate in rate_ticks(scale.low, scale.high, like, 4 if is_narrow else 7):
         x = scale.place(rate)
@@ -144,26 +179,34 @@ def crossover_map(
             f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="{LINE}" stroke-opacity=".45"/>',
             _text(x, bottom + 18, rate_label(rate, like), f'text-anchor="middle" fill="{MUTED}"'),
         ]
-    for place, answer in enumerate(answers):
-        y = TOP + each * place
-        parts += _name(answer, scale.left - (SIDE_WIDTH if both else 0) - 12, y + each / 2)
-        for row, lane in enumerate(lane for lane in lanes if lane.model == place):
-            inset = BETWEEN / 2 + row * LANE + (LANE - LANE_BAR) / 2 if both else (ROW - BAR) / 2
-            top = y + inset
-            parts += _bars(lane, scale, kind, top, LANE_BAR if both else BAR, is_named=both)
-    measured = "confirmed (solid) and estimated (hatched)"
-    label = (
-        f"For each model, from slow to quick rates: {measured} on this CPU, and predicted of the "
-        "GPU that takes over (dashed)."
+    name_right = scale.left - (SIDE_WIDTH if has_both else 0) - 12
+    for index, answer in enumerate(answers):
+        y = TOP + model_height * index
+        parts += _model_name(answer, name_right, y + model_height / 2)
+        for number, lane in enumerate(lane for lane in lanes if lane.model == index):
+            if has_both:
+                top = y + MODEL_GAP / 2 + number * LANE + (LANE - LANE_BAR) / 2
+            else:
+                top = y + (ROW - BAR) / 2
+            height = LANE_BAR if has_both else BAR
+            parts += _bars(lane, scale, kind, top, height, is_named=has_both)
+    parts.append("</svg>")
+    return Chart(slug="map", label=_label(data.sides), svg="".join(parts))
+
+
+def _label(sides: tuple[str, ...]) -> str:
+    """Return what the map shows, for readers who cannot see it."""
+    begin = (
+        "For each model, from slow to quick rates: confirmed (solid) and estimated (hatched) on "
     )
-    if both:
-        label = (
-            f"For each model, from slow to quick rates: {measured} on this CPU (blue) and on this "
-            "machine's GPU (orange); a diamond is what was predicted of this GPU."
+    if len(sides) > 1:
+        return (
+            f"{begin}this CPU (blue) and on this machine's GPU (orange); a diamond is what was "
+            "predicted of this GPU."
         )
-    elif data.sides == (GPU_SIDE,):
-        label = f"For each model, from slow to quick rates: {measured} on this machine's GPU."
-    return Chart(slug="map", label=label, svg="".join([*parts, "</svg>"]))
+    if sides == (GPU_SIDE,):
+        return f"{begin}this machine's GPU."
+    return f"{begin}this CPU, and predicted of the GPU that takes over (dashed)."
 
 
 def _hatch(name: str, dark: str, light: str) -> str:
@@ -174,64 +217,77 @@ def _hatch(name: str, dark: str, light: str) -> str:
     )
 
 
-def _text(x: float, y: float, said: str, more: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(said)}</text>'
+def _text(x: float, y: float, text: str, attributes: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{escape(text)}</text>'
 
 
-def _name(answer: Answer, right: float, middle: float) -> list[str]:
-    size = answer.cell.size_words
-    own = 'text-anchor="end"'
+def _model_name(answer: ModelAnswer, right: float, middle: float) -> list[str]:
+    """Return the model's name and size, which end at `right` and stand around `middle`."""
+    at_right = 'text-anchor="end"'
     return [
-        _text(right, middle - 1, answer.title, f'{own} fill="{INK}" font-weight="600"'),
-        _text(right, middle + 12, size, f'{own} fill="{MUTED}" font-size="10.5"'),
+        _text(right, middle - 1, answer.model, f'{at_right} fill="{INK}" font-weight="600"'),
+        _text(
+            right,
+            middle + 12,
+            answer.cell.size_words,
+            f'{at_right} fill="{MUTED}" font-size="10.5"',
+        ),
     ]
 
 
 def _bars(
     lane: Lane, scale: Scale, kind: str, y: float, height: float, *, is_named: bool
 ) -> list[str]:
-    """The bars of a device; empty ones are there for the sliders, without width."""
+    """Return the bars of a lane. Empty ones are drawn too, without width: the sliders move them."""
     middle = y + height / 2
-    held = scale.place(lane.confirmed_rate)
-    limit = scale.place(lane.estimated_rate, held)
-    gpu = scale.place(None if lane.gpu is None else lane.gpu.rate, limit)
-    own = f'data-model="{lane.model}" data-side="{lane.side}"'
+    confirmed_end = scale.place(lane.confirmed_rate)
+    estimated_end = scale.place(lane.estimated_rate, confirmed_end)
+    gpu_end = scale.place(None if lane.gpu is None else lane.gpu.rate, estimated_end)
+    lane_data = f'data-model="{lane.model}" data-side="{lane.side}"'
     like = None if lane.cell is None else lane.cell.like
-    where = SIDE_NAMES[lane.side]
+    device = SIDE_NAMES[lane.side]
 
-    def bar(name: str, left: float, right: float, fill: str, says: str, more: str = "") -> str:
+    def bar(name: str, left: float, right: float, fill: str, title: str, more: str = "") -> str:
         return (
-            f'<rect {own} data-bar="{name}" x="{left:.1f}" y="{y:.1f}" '
+            f'<rect {lane_data} data-bar="{name}" x="{left:.1f}" y="{y:.1f}" '
             f'width="{right - left:.1f}" height="{height}" fill="{fill}"{more}>'
-            f"<title>{escape(says)}</title></rect>"
+            f"<title>{escape(title)}</title></rect>"
         )
 
+    solid, hatched = COLORS[lane.side][0], f"url(#hatch-{lane.side}-{kind})"
     confirmed = formatting.rate(lane.confirmed_rate, rounded="down", like=like)
     estimated = formatting.rate(lane.estimated_rate, like=like)
-    hatched = f"url(#hatch-{lane.side}-{kind})"
     parts = [
-        bar("held", scale.left, held, COLOURS[lane.side][0], f"{where}: confirmed {confirmed}"),
-        bar("limit", held, limit, hatched, f"{where}: estimated capacity {estimated}"),
+        bar("held", scale.left, confirmed_end, solid, f"{device}: confirmed {confirmed}"),
+        bar(
+            "limit",
+            confirmed_end,
+            estimated_end,
+            hatched,
+            f"{device}: estimated capacity {estimated}",
+        ),
     ]
     if is_named:
-        marks = f'text-anchor="end" fill="{MUTED}" font-size="11"'
-        parts.append(_text(scale.left - 10, middle + 4, where, marks))
+        attributes = f'text-anchor="end" fill="{MUTED}" font-size="11"'
+        parts.append(_text(scale.left - 10, middle + 4, device, attributes))
     if lane.gpu is not None or not is_named:
         name = "" if lane.gpu is None else lane.gpu.name
-        says = (
-            f"{name}: predicted {formatting.rate(lane.gpu.rate if lane.gpu else None, like=like)}"
-        )
+        predicted = formatting.rate(lane.gpu.rate if lane.gpu else None, like=like)
         dashed = f' stroke="{GPU}" stroke-width="1.2" stroke-dasharray="4 3"'
-        parts.append(bar("gpu", limit, gpu, PREDICTED, says, dashed if gpu > limit else ""))
-        if name and gpu - limit > 90:
-            marks = f'{own} data-bar="name" text-anchor="end" fill="{INK}" font-size="11"'
-            parts.append(_text(gpu - 6, middle + 4, name, marks))
-    if lane.forecast is not None and lane.forecast.rate:
-        parts.append(_forecast(lane.forecast, scale, own, y + height + 3, like))
+        outline = dashed if gpu_end > estimated_end else ""
+        title = f"{name}: predicted {predicted}"
+        parts.append(bar("gpu", estimated_end, gpu_end, PREDICTED, title, outline))
+        if name and gpu_end - estimated_end > MIN_NAME_WIDTH:
+            attributes = (
+                f'{lane_data} data-bar="name" text-anchor="end" fill="{INK}" font-size="11"'
+            )
+            parts.append(_text(gpu_end - 6, middle + 4, name, attributes))
+    if lane.forecast is not None and lane.has_forecast:
+        parts.append(_forecast(lane.forecast, scale, lane_data, y + height + 3, like))
     if lane.low and lane.high:
         low, high = scale.place(lane.low), scale.place(lane.high)
         parts.append(
-            f'<path {own} data-bar="interval" d="M{low:.1f} {middle}H{high:.1f}'
+            f'<path {lane_data} data-bar="interval" d="M{low:.1f} {middle}H{high:.1f}'
             f'M{low:.1f} {middle - 5}v10M{high:.1f} {middle - 5}v10" stroke="{INK}" '
             f'fill="none" stroke-width="1.4"><title>90 % confidence interval of the estimate'
             "</title></path>"
@@ -242,14 +298,14 @@ def _bars(
 
 
 def _forecast(
-    predicted: DeviceCapacity, scale: Scale, own: str, y: float, like: float | None
+    predicted: DeviceCapacity, scale: Scale, lane_data: str, y: float, like: float | None
 ) -> str:
-    """A diamond at what was predicted of the GPU that was measured, below its bar."""
-    x, low, high = (scale.place(one) for one in (predicted.rate, predicted.low, predicted.high))
+    """Return a diamond at what was predicted of the GPU that was measured, below its bar."""
+    x, low, high = (scale.place(rate) for rate in (predicted.rate, predicted.low, predicted.high))
     interval = formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high, like)
     return (
-        f'<path {own} data-bar="forecast" d="M{low:.1f} {y}H{high:.1f}M{x - 4:.1f} {y}l4 -4 4 4 '
-        f'-4 4Z" stroke="{GPU}" fill="{PREDICTED}" stroke-width="1.2"><title>'
+        f'<path {lane_data} data-bar="forecast" d="M{low:.1f} {y}H{high:.1f}M{x - 4:.1f} {y}'
+        f'l4 -4 4 4 -4 4Z" stroke="{GPU}" fill="{PREDICTED}" stroke-width="1.2"><title>'
         f"{escape(predicted.name)}: predicted {interval}</title></path>"
     )
 

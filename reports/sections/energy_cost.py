@@ -1,34 +1,48 @@
-"""Energy and cost: joules a token, dollars a million tokens, and up to which price a machine like
-this one is cheaper."""
+"""Energy and cost: joules per token, dollars per million tokens, and the price below which a
+machine like this one is cheaper."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from crossover.models import formatting
-from crossover.reports.headline import Answer, machine_words
-from crossover.reports.report_data import GPU, SIDE_NAMES, CellData, LevelData, ReportData
-from crossover.reports.sections.section import Grade, Section, Table, table
+from crossover.reports.answers.energy_and_cost import (
+    RATE_NAMES,
+    dollars_in_words,
+    dollars_per_million_tokens,
+    joules_in_words,
+    joules_of,
+    price_of,
+    sure_rate,
+    takeover_dollars_per_million_tokens,
+    takeover_joules,
+)
+from crossover.reports.answers.grades import Grade
+from crossover.reports.answers.headline import machine_words
+from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.report_data import GPU, SIDE_NAMES, CellData, ReportData
+from crossover.reports.sections.section import Section, Table, table
 
 
-def cost(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """Of each device that was measured, where CPU and GPU were; else of this machine against the
-    GPU that takes over. None where neither has a price."""
+def cost(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return the cost on each device where a GPU was measured, else that of this machine beside
+    the takeover GPU. None where no price is known."""
     if data.sides and data.sides[-1] == GPU:
-        return _of_devices(data, answers)
-    return _against_takeover(answers)
+        return _cost_of_devices(data, answers)
+    return _cost_beside_takeover(answers)
 
 
-def _of_devices(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """Dollars for a million output tokens at the confirmed rate, for each device with a price."""
-    gpu = data.gpu
-    price = None if gpu is None else gpu.dollars_per_hour
+def _cost_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return dollars per million output tokens at the confirmed rate, for each device with a
+    price."""
     rows, sentence = [], ""
-    for cell in (cell for one in answers for cell in one.cells):
-        hourly = price if cell.side == GPU else None
+    for cell in (cell for answer in answers for cell in answer.cells):
+        price = price_of(cell, data)
         rate, grade = sure_rate(cell)
-        million = dollars_per_million_tokens(cell, hourly)
+        dollars = dollars_per_million_tokens(cell, price)
         rows.append(
             (
                 cell.model,
@@ -36,24 +50,25 @@ def _of_devices(data: ReportData, answers: Sequence[Answer]) -> Section | None:
                 machine_words(data, cell.side),
                 formatting.rate(rate, rounded="down", like=cell.like) if rate else "–",
                 grade if rate else "–",
-                "not known" if hourly is None else formatting.dollars_per_hour(hourly),
-                "–" if million is None else f"${formatting.significant(million)}",
+                "not known" if price is None else formatting.dollars_per_hour(price),
+                dollars_in_words(dollars),
             )
         )
-        if million is not None:
+        if dollars is not None:
             sentence = (
                 f"At its list price, 1M output tokens of {cell.model} cost "
-                f"${formatting.significant(million)} on this machine's {machine_words(data, GPU)} "
+                f"{dollars_in_words(dollars)} on this machine's {machine_words(data, GPU)} "
                 f"at the {RATE_NAMES[grade]}."
             )
     if not sentence:
         return None
-    grades: tuple[Grade, ...] = ("confirmed", "estimated", "published")
+    shown_grades = {row[4] for row in rows}
+    grades: tuple[Grade, ...] = ("confirmed", "estimated")
     return Section(
         slug="cost",
         title="Cost",
         sentence=sentence,
-        grades=tuple(one for one in grades if one == "published" or one in {r[4] for r in rows}),
+        grades=(*(grade for grade in grades if grade in shown_grades), "published"),
         table=table(
             ("model", "device", "machine", "rate", "grade", "price", "$ for 1M output tokens"),
             rows,
@@ -75,119 +90,46 @@ def _price_words(data: ReportData) -> str:
     )
 
 
-RATE_NAMES: dict[Grade, str] = {
-    "confirmed": "confirmed rate",
-    "estimated": "low end of the estimate",
-    "predicted": "low end of the prediction",
-}
-
-
-def sure_rate(cell: CellData) -> tuple[float | None, Grade]:
-    """Return the confirmed rate, or the low end of the estimate; None: neither is known."""
-    if cell.confirmed_rate:
-        return cell.confirmed_rate, "confirmed"
-    low = None if cell.capacity is None else cell.capacity.low
-    return low or None, "estimated"
-
-
-def dollars_per_million_tokens(cell: CellData, dollars_per_hour: float | None) -> float | None:
-    """Return dollars of a million output tokens at the confirmed rate, or at the low end of the
-    estimate; None: price or rate is not known."""
-    rate, _ = sure_rate(cell)
-    if not dollars_per_hour or not rate or cell.traffic is None:
-        return None
-    return dollars_per_hour / (3600 * rate * cell.traffic.mean_output) * 1e6
-
-
-def takeover_dollars_per_million_tokens(answer: Answer) -> float | None:
-    """The same of the GPU that takes over, at the low end of its prediction."""
-    gpu, traffic = answer.takeover_gpu, answer.cell.traffic
-    if gpu is None or not gpu.dollars_per_hour or not gpu.low or traffic is None:
-        return None
-    return gpu.dollars_per_hour / (3600 * gpu.low * traffic.mean_output) * 1e6
-
-
-def cost_lines(data: ReportData, answers: Sequence[Answer]) -> list[str]:
-    """Return, for the first screen, what a million output tokens cost and a token takes: a line for
-    each device with a price, of the largest model that it serves."""
-    lines = []
-    for side in data.sides:
-        price = data.gpu.dollars_per_hour if side == GPU and data.gpu is not None else None
-        served = [cell for one in answers if (cell := one.side(side)) and sure_rate(cell)[0]]
-        if price is None or not served:
-            continue
-        cell = served[-1]
-        million, grade = dollars_per_million_tokens(cell, price), sure_rate(cell)[1]
-        if million is not None:
-            joules = _joules(joules_of(cell))
-            lines.append(
-                f"{machine_words(data, side)} ({formatting.dollars_per_hour(price)}): "
-                f"${formatting.significant(million)} per million output tokens of {cell.model} at "
-                f"the {RATE_NAMES[grade]}; energy per token: {joules}."
-            )
-    if lines or not answers:
-        return lines
-    known = [
-        (one, million)
-        for one in answers
-        if (million := takeover_dollars_per_million_tokens(one)) is not None
-    ]
-    if not known:
-        return []
-    answer, million = known[-1]
-    gpu, own = answer.takeover_gpu, _joules(joules_of(answer.cell))
-    assert gpu is not None
-    predicted_joules = _of_takeover(answer, answer.cell)
-    predicted = (
-        "not known" if predicted_joules is None else f"{_joules(predicted_joules)} predicted"
-    )
-    return [
-        f"{gpu.name} ({formatting.dollars_per_hour(gpu.dollars_per_hour)}): "
-        f"${formatting.significant(million)} per million output tokens of {answer.model} at the "
-        f"{RATE_NAMES['predicted']}; energy per token: {predicted}. This machine: price not known; "
-        f"energy per token: {own}."
-    ]
-
-
-def _against_takeover(answers: Sequence[Answer]) -> Section | None:
-    """The price below which machines like this one are cheaper than the GPU that takes over."""
+def _cost_beside_takeover(answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return the price below which machines like this one are cheaper than the takeover GPU."""
     rows = []
-    for one in answers:
-        gpu, rate = one.takeover_gpu, one.cell.confirmed_rate or one.cell.estimated_rate
-        rounded: formatting.Rounding = (
-            "down" if one.cell.confirmed_rate else "nearest"
-        )  # as the headline
+    for answer in answers:
+        gpu, cell = answer.takeover_gpu, answer.cell
+        rate = cell.confirmed_rate or cell.estimated_rate
         if gpu is None or gpu.dollars_per_hour is None or not gpu.low or not rate:
             continue
-        machines, dollars = (
-            max(1, math.ceil(gpu.low / rate)),
-            takeover_dollars_per_million_tokens(one),
-        )
-        million = "–" if dollars is None else f"${formatting.significant(dollars)}"
+        rounded: formatting.Rounding = "down" if cell.confirmed_rate else "nearest"
+        machines = max(1, math.ceil(gpu.low / rate))  # that serve what the GPU serves
         rows.append(
             (
-                one.title,
-                formatting.rate(rate, rounded=rounded, like=one.cell.like),
+                answer.model,
+                formatting.rate(rate, rounded=rounded, like=cell.like),
                 gpu.name,
-                formatting.rate(gpu.low, rounded="down", like=one.cell.like),
+                formatting.rate(gpu.low, rounded="down", like=cell.like),
                 formatting.dollars_per_hour(gpu.dollars_per_hour),
                 str(machines),
-                f"${formatting.significant(gpu.dollars_per_hour / machines)}/h",
-                million,
+                f"{dollars_in_words(gpu.dollars_per_hour / machines)}/h",
+                dollars_in_words(takeover_dollars_per_million_tokens(answer)),
             )
         )
     if not rows:
         return None
+    model, rate_words, gpu_name, _, price, *_ = rows[-1]
     return Section(
         slug="cost",
         title="Cost",
-        sentence=f"Up to {formatting.of_requests(rows[-1][1])} of {rows[-1][0]}, a machine like "
-        f"this is cheaper than the {rows[-1][2]} if it costs less than {rows[-1][4]}.",
+        sentence=f"Up to {formatting.of_requests(rate_words)} of {model}, a machine like "
+        f"this is cheaper than the {gpu_name} if it costs less than {price}.",
         grades=("predicted",),
         table=table(
             (
-                *("model", "this CPU serves", "takeover GPU, predicted", "its low end (90 %)"),
-                *("its price", "CPUs for the same rate", "cheaper if each costs less than"),
+                "model",
+                "this CPU serves",
+                "takeover GPU, predicted",
+                "its low end (90 %)",
+                "its price",
+                "CPUs for the same rate",
+                "cheaper if each costs less than",
                 "$ for 1M tokens, GPU full",
             ),
             rows,
@@ -198,29 +140,46 @@ def _against_takeover(answers: Sequence[Answer]) -> Section | None:
     )
 
 
-def energy(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where neither watts were measured nor a GPU's are known."""
-    cells = [(one, cell) for one in answers for cell in one.cells]
-    rows = [(one, cell, joules_of(cell), _of_takeover(one, cell)) for one, cell in cells]
-    if not any(here or there for _, _, here, there in rows):
+class _Energy(msgspec.Struct, frozen=True, eq=False):
+    """Joules per output token of a configuration, and on the takeover GPU; None: not known."""
+
+    answer: ModelAnswer
+    cell: CellData
+    measured: float | None
+    predicted: float | None
+
+
+def energy(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return joules per token; None where they were not measured and no GPU's are predicted."""
+    rows = [
+        _Energy(answer, cell, joules_of(cell), takeover_joules(answer, cell))
+        for answer in answers
+        for cell in answer.cells
+    ]
+    if not any(row.measured or row.predicted for row in rows):
         return None
-    answer, cell, here, _ = next((row for row in reversed(rows) if row[2] is not None), rows[-1])
-    said = f"A token of {cell.model} takes {_joules(here)} on the {cell.device_words}."
-    if here is None:
-        said = "This machine does not report its power."
+    shown = next((row for row in reversed(rows) if row.measured is not None), rows[-1])
+    sentence = (
+        f"A token of {shown.cell.model} takes {joules_in_words(shown.measured)} on the "
+        f"{shown.cell.device_words}."
+    )
+    if shown.measured is None:
+        sentence = "This machine does not report its power."
     elif unmetered := [side for side in data.sides if _is_unmetered(rows, side)]:
-        said += f" On the {SIDE_NAMES[unmetered[0]]} it was not measured: it has no power meter."
-    there = _of_takeover(answer, cell)
-    if answer.takeover_gpu is not None and there is not None:
-        said += (
-            f" On a full {answer.takeover_gpu.name} a token of {answer.title} would take "
-            f"{_joules(there)}."
+        side = SIDE_NAMES[unmetered[0]]
+        sentence += f" On the {side} it was not measured: it has no power meter."
+    gpu = shown.answer.takeover_gpu
+    if gpu is not None and shown.predicted is not None:
+        sentence += (
+            f" On a full {gpu.name} a token of {shown.answer.model} would take "
+            f"{joules_in_words(shown.predicted)}."
         )
+    has_predicted = any(row.predicted for row in rows)
     return Section(
         slug="energy",
         title="Energy",
-        sentence=said,
-        grades=("measured", *(("predicted",) if any(row[3] for row in rows) else ())),
+        sentence=sentence,
+        grades=("measured", "predicted") if has_predicted else ("measured",),
         table=_energy_table(rows),
         note="Joules per output token at the highest load level. Measured: on the CPU by its own "
         "counter (RAPL), on the GPU by its driver, without the host. Predicted: the datasheet's "
@@ -229,49 +188,21 @@ def energy(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     )
 
 
-Row = tuple[Answer, CellData, float | None, float | None]
+def _is_unmetered(rows: Sequence[_Energy], side: str) -> bool:
+    """Return whether load levels ran on a device and none of them has a power."""
+    of_side = [row for row in rows if row.cell.side == side and row.cell.loaded]
+    return bool(of_side) and all(row.measured is None for row in of_side)
 
 
-def _is_unmetered(rows: Sequence[Row], side: str) -> bool:
-    """Levels ran on a device, and none of them has watts."""
-    own = [row for row in rows if row[1].side == side and row[1].loaded]
-    return bool(own) and all(row[2] is None for row in own)
-
-
-def _energy_table(rows: Sequence[Row]) -> Table:
+def _energy_table(rows: Sequence[_Energy]) -> Table:
     columns = ["model", "device", "a token, measured"]
-    if is_predicted := any(there is not None for *_, there in rows):
+    has_predicted = any(row.predicted is not None for row in rows)
+    if has_predicted:
         columns.append("on the takeover GPU, predicted")
-    return table(
-        columns,
-        (
-            (cell.model, cell.device_words, _joules(here))
-            + ((_joules(there, "–"),) if is_predicted else ())
-            for _, cell, here, there in rows
-        ),
-        words=("device",),
-    )
-
-
-def joules_of(cell: CellData) -> float | None:
-    """Of an output token at the highest level whose watts were measured, on the device that served;
-    None: not measured."""
-    return next((v for v in map(joules_per_token, reversed(cell.loaded)) if v), None)
-
-
-def joules_per_token(one: LevelData) -> float | None:
-    """Of a level; None: watts or tokens were not told."""
-    tokens = one.level.output_tokens_per_second
-    return one.watts / tokens if one.watts and tokens else None
-
-
-def _of_takeover(one: Answer, cell: CellData) -> float | None:
-    """Predicted of the GPU that takes over from a CPU, where none was measured beside it."""
-    gpu = one.takeover_gpu
-    if gpu is None or gpu.watts is None or not gpu.rate or one.gpu is not None:
-        return None
-    return None if cell.traffic is None else gpu.watts / (gpu.rate * cell.traffic.mean_output)
-
-
-def _joules(value: float | None, missing: str = formatting.NOT_MEASURED) -> str:
-    return missing if value is None else f"{formatting.significant(value)} J"
+    texts = []
+    for row in rows:
+        text = [row.cell.model, row.cell.device_words, joules_in_words(row.measured)]
+        if has_predicted:
+            text.append(joules_in_words(row.predicted, missing="–"))
+        texts.append(text)
+    return table(columns, texts, words=("device",))

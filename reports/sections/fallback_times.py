@@ -1,33 +1,35 @@
-"""Fallback: levels in which the engine changed while requests came, and what clients felt."""
+"""Fallback: levels in which the engine changed while requests came, and what clients saw."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from crossover.models import formatting
-from crossover.reports.headline import Answer
+from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import ReportData
 from crossover.reports.sections.section import Section, table
 
 
-def fallback_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where every level was answered by one engine."""
+def fallback_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return the levels that several engines answered; None where there is none."""
     rows = []
     for cell in data.cells:
-        for one in cell.levels:
-            if len(one.level.backends) > 1:
-                # the longest time without any content chunk, of all streams together
-                gap = float(np.diff(np.sort(one.level.chunks)).max(initial=0.0))
-                rows.append((cell, one, gap))
+        for measured in cell.levels:
+            level = measured.level
+            if len(level.backends) > 1:
+                # The longest time without a content chunk, over all streams together.
+                gap_seconds = float(np.diff(np.sort(level.chunks)).max(initial=0.0))
+                rows.append((cell, measured, gap_seconds))
     if not rows:
         return None
+    longest_gap = max(gap_seconds for _, _, gap_seconds in rows)
     return Section(
         slug="fallback",
         title="Fallback",
         sentence=f"The engine changed in {len(rows)} levels; the longest time without a token was "
-        f"{formatting.seconds(max(gap for _, _, gap in rows))}.",
+        f"{formatting.seconds(longest_gap)}.",
         grades=("measured",),
         table=table(
             ("model", "device", "load", "answered by", "failed", "no token for"),
@@ -35,13 +37,18 @@ def fallback_times(data: ReportData, answers: Sequence[Answer]) -> Section | Non
                 (
                     cell.model,
                     cell.device_words,
-                    one.load(cell.like),
-                    ", ".join(f"{who}: {count}" for who, count in one.level.backends.items()),
-                    str(one.judged.failed),
-                    formatting.seconds(gap),
+                    measured.load(cell.like),
+                    _counts(measured.level.backends),
+                    str(measured.judged.failed),
+                    formatting.seconds(gap_seconds),
                 )
-                for cell, one, gap in rows
+                for cell, measured, gap_seconds in rows
             ),
             words=("device", "load", "answered by"),
         ),
     )
+
+
+def _counts(requests: Mapping[str, int]) -> str:
+    """Return `torch: 40, llama_cpp: 12`."""
+    return ", ".join(f"{backend}: {count}" for backend, count in requests.items())

@@ -7,23 +7,24 @@ from collections.abc import Sequence
 
 from crossover.loadtests.capacity.capacity_text import in_words
 from crossover.models import formatting
-from crossover.reports.headline import Answer
+from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import SIDE_NAMES, SIDES, CellData, ReportData
 from crossover.reports.sections.section import Section, table
-from crossover.reports.sections.speeds import speeds
+from crossover.reports.sections.speeds import speeds_of
 
 
-def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """Of models that were measured in several ways on one device; else what their engine was chosen
-    from. A format on the CPU is not compared with one on the GPU."""
+def formats(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return the models that were measured in several ways on one device; if there is none, the
+    engines that were chosen among several. A format on the CPU is not compared with one on the
+    GPU."""
     counts = Counter((cell.model, cell.side) for cell in data.cells)
-    several = [cell for cell in data.cells if counts[cell.model, cell.side] > 1]
-    if not several:
-        return _chosen(data)
+    compared = [cell for cell in data.cells if counts[cell.model, cell.side] > 1]
+    if not compared:
+        return _chosen_engines(data)
     sentences = []
     for side in SIDES:
-        if own := [cell for cell in several if cell.side == side]:
-            best = max(own, key=lambda cell: cell.estimated_rate or 0.0)
+        if on_side := [cell for cell in compared if cell.side == side]:
+            best = max(on_side, key=lambda cell: cell.estimated_rate or 0.0)
             where = f"On the {SIDE_NAMES[side]} " if len(data.sides) > 1 else ""
             sentences.append(
                 f"{where}{best.engine_words} has the highest capacity for {best.model}."
@@ -35,28 +36,31 @@ def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         grades=("measured",),
         table=table(
             ("model", "device", "engine", "capacity", "reads", "writes", "memory"),
-            map(_row, several),
+            map(_row, compared),
             words=("device", "engine", "capacity"),
         ),
     )
 
 
 def _row(cell: CellData) -> tuple[str, ...]:
-    speed = speeds(cell)
-    tokens = [formatting.NOT_MEASURED] * 2
-    if speed is not None:
-        tokens = [f"{formatting.significant(one)} tokens/s" for one in speed[:2]]
+    speeds = speeds_of(cell)
+    reads = writes = formatting.NOT_MEASURED
+    if speeds is not None:
+        reads = f"{formatting.significant(speeds.prompt_tokens_per_second)} tokens/s"
+        writes = f"{formatting.significant(speeds.stream_tokens_per_second)} tokens/s"
     return (
         cell.model,
         cell.device_words,
         cell.engine_words,
         in_words(cell.capacity, cell.like) if cell.capacity is not None else cell.reason,
-        *tokens,
-        formatting.size(cell.memory.most_bytes),
+        reads,
+        writes,
+        formatting.size(cell.memory.peak_or_predicted_bytes),
     )
 
 
-def _chosen(data: ReportData) -> Section | None:
+def _chosen_engines(data: ReportData) -> Section | None:
+    """Return the engines that were chosen among several, and why; None: all were named."""
     rows = [
         (cell.model, cell.device_words, cell.engine_words, cell.choice.reason)
         for cell in data.cells

@@ -1,4 +1,4 @@
-"""Latency against rate: the simulated curves of TTFT and TPOT, every measured level as a dot.
+"""Latency against rate: the simulated curves of TTFT and TPOT, and every measured level as a dot.
 
 The reader sees at a glance whether simulation and measurement agree.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from crossover.models import formatting
+from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.chart_style import (
     CPU,
     SLO,
@@ -23,86 +24,128 @@ from crossover.reports.chart_style import (
     rule_at,
     seconds_axis,
 )
-from crossover.reports.report_data import CellData
-from crossover.reports.sections.section import Chart
+from crossover.reports.report_data import SIDES, CellData, ReportData
+from crossover.reports.sections.section import Chart, ChartGroup, Picture
 from crossover.serving.capacity.simulated_capacity import Server
 from crossover.serving.capacity.slo import Slo
 
 POINTS = 14  # of a curve
-REQUESTS = 1_000  # that each is simulated with
+REQUESTS = 1_000  # of the simulation of each point
 QUANTILES = {"median": 0.5, "nine of ten": 0.9}
-COLOURS = {"median": CPU, "nine of ten": "#d55e00"}
+COLORS = {"median": CPU, "nine of ten": "#d55e00"}
 TITLES = {"ttft": "Time to first token", "tpot": "Time per output token"}
-MAX_OVER = 8  # times the limit: the end of the axis of seconds
-NEVER = 1e9  # seconds: drawn at the top
+MAX_LIMITS = 8  # the axis of seconds ends at this many times the SLO's limit
+NEVER_SECONDS = 1e9  # stands for infinity; it is drawn at the top
 
 
-def latency_curves(cell: CellData, slo: Slo) -> tuple[Chart, ...]:
-    """TTFT and TPOT of one cell; () where neither a step-time model nor a level is known."""
-    found = cell.capacity
-    known = [one.level.rate or 0.0 for one in cell.loaded]
-    if found is not None:
-        known += [one for one in (found.estimated_rate, found.confirmed_rate, found.high) if one]
-    top = max(known, default=0.0)
-    if not top:
+def latency_curves(data_: ReportData, answers: Sequence[ModelAnswer]) -> Picture | None:
+    """Return the curves of one configuration for each device; None where neither a step-time model
+    nor a level is known."""
+    groups = []
+    for side in SIDES:
+        cell = featured_cell(answers, side)
+        charts = () if cell is None else charts_of(cell, data_.slo)
+        if cell is not None and charts:
+            title = f"Latency against request rate: {cell.name} ({cell.engine_words})"
+            groups.append(ChartGroup(title=title, charts=charts))
+    if not groups:
+        return None
+    return Picture(
+        groups=tuple(groups),
+        note="Lines: median and 90th percentile, simulated from this run's step times. Dots: "
+        "measured levels. Red: the limit of the SLO. Gray: the estimated capacity.",
+    )
+
+
+def featured_cell(answers: Sequence[ModelAnswer], side: str) -> CellData | None:
+    """Return the configuration of the largest model that a device serves, if possible one with load
+    levels; else the first that was measured under load."""
+    cells = [cell for answer in answers if (cell := answer.cell_on(side)) is not None]
+    served = [cell for cell in cells if cell.is_served]
+    loaded = [cell for cell in cells if cell.loaded]
+    served_under_load = [cell for cell in served if cell in loaded]
+    if served_under_load or served:
+        return (served_under_load or served)[-1]
+    return loaded[0] if loaded else None
+
+
+def charts_of(cell: CellData, slo: Slo) -> tuple[Chart, ...]:
+    """Return the charts of TTFT and TPOT of one configuration; (): no rate is known."""
+    capacity = cell.capacity
+    rates = [measured.level.rate for measured in cell.loaded]
+    if capacity is not None:
+        rates += [capacity.estimated_rate, capacity.confirmed_rate, capacity.high]
+    highest_rate = max((rate for rate in rates if rate), default=None)
+    if highest_rate is None:
         return ()
-    rates = np.geomspace(top / 12, top * 1.15, POINTS).tolist()
-    curves, dots = _curves(cell, rates), _dots(cell)
+    curve_rates = np.geomspace(highest_rate / 12, highest_rate * 1.15, POINTS).tolist()
+    curves, dots = _simulated_rows(cell, curve_rates), _measured_rows(cell)
     charts = []
     for name, limit in (("ttft", slo.ttft_seconds), ("tpot", slo.tpot_seconds)):
-        lines = [row for row in curves if row["name"] == name]
-        marks = [row for row in dots if row["name"] == name]
-        if lines or marks:
-            charts.append(_chart(cell, name, lines, marks, limit, (rates[0], rates[-1])))
+        curve_rows = [row for row in curves if row["name"] == name]
+        dot_rows = [row for row in dots if row["name"] == name]
+        if curve_rows or dot_rows:
+            ends = curve_rates[0], curve_rates[-1]
+            charts.append(_chart(cell, name, curve_rows, dot_rows, limit, ends))
     return tuple(charts)
 
 
-def _curves(cell: CellData, rates: Sequence[float]) -> list[Row]:
-    """Simulated: a row for each rate, quantile and kind of latency."""
+def _simulated_rows(cell: CellData, rates: Sequence[float]) -> list[Row]:
+    """Return a row for each rate, kind of latency and quantile; []: there is no step-time model."""
     if cell.step_times is None or cell.policy is None or cell.traffic is None:
         return []
     traffic = cell.traffic
     server = Server(cell.step_times, cell.policy, traffic.lengths, traffic.arrivals, count=REQUESTS)
     return [
-        {"name": name, "rate": rate, "seconds": value, "of": of}
+        {"name": name, "rate": rate, "seconds": value, "of": quantile}
         for rate in rates
         for name in TITLES
-        for of, q in QUANTILES.items()
+        for quantile, q in QUANTILES.items()
         if math.isfinite(value := float(np.nanquantile(getattr(server.play(rate), name), q)))
     ]
 
 
-def _dots(cell: CellData) -> list[Row]:
-    """Measured: of each level that counts."""
+def _measured_rows(cell: CellData) -> list[Row]:
+    """Return a row for each level that counts, kind of latency and quantile."""
     return [
-        {"name": name, "rate": one.level.rate, "seconds": min(value, NEVER), "of": of}
-        for one in cell.loaded
+        {
+            "name": name,
+            "rate": measured.level.rate,
+            "seconds": min(value, NEVER_SECONDS),
+            "of": quantile,
+        }
+        for measured in cell.loaded
         for name in TITLES
-        for of, q in QUANTILES.items()
-        if (value := one.quantile(name, q))
+        for quantile, q in QUANTILES.items()
+        if (value := measured.quantile(name, q))
     ]
 
 
 def _chart(
     cell: CellData,
     name: str,
-    lines: list[Row],
-    dots: list[Row],
+    curve_rows: list[Row],
+    dot_rows: list[Row],
     limit: float | None,
     ends: tuple[float, float],
 ) -> Chart:
-    seen = [row["seconds"] for row in (*lines, *dots) if row["seconds"] < NEVER]
-    high = max(seen, default=1.0)
+    """Return the chart of `name`, "ttft" or "tpot". `limit`: of the SLO, seconds; `ends`: the rates
+    at which the axis begins and ends."""
+    rows = [*curve_rows, *dot_rows]
+    finite = [row["seconds"] for row in rows if row["seconds"] < NEVER_SECONDS]
+    high = max(finite, default=1.0)
     if limit is not None:
-        high = min(max(high, 1.5 * limit), MAX_OVER * limit)
-    x, y = rate_axis(*ends, cell.like), seconds_axis(min([*seen, high / 10]) / 1.4, high * 1.2)
+        high = min(max(high, 1.5 * limit), MAX_LIMITS * limit)
+    x = rate_axis(*ends, cell.like)
+    y = seconds_axis(min([*finite, high / 10]) / 1.4, high * 1.2)
     layers = []
-    if lines:
-        drawn = data(lines).mark_line(strokeWidth=2, clip=True)
-        layers.append(drawn.encode(x=x, y=y, color=palette("of:N", COLOURS)))
-    if dots:
-        marks = data(dots).mark_point(filled=True, size=70, opacity=1, clip=False)
-        layers.append(marks.encode(x=x, y=y, color=palette("of:N", COLOURS, legend=not lines)))
+    if curve_rows:
+        curves = data(curve_rows).mark_line(strokeWidth=2, clip=True)
+        layers.append(curves.encode(x=x, y=y, color=palette("of:N", COLORS)))
+    if dot_rows:
+        dots = data(dot_rows).mark_point(filled=True, size=70, opacity=1, clip=False)
+        color = palette("of:N", COLORS, legend=not curve_rows)
+        layers.append(dots.encode(x=x, y=y, color=color))
     if limit is not None:
         layers += rule_at(limit, "SLO", y, SLO)
     if cell.estimated_rate:

@@ -1,53 +1,60 @@
-"""Loading: how long it takes on each device, and what the CPU carries while a GPU loads."""
+"""Loading: how long it takes on each device, and what the CPU serves while a GPU loads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
+import msgspec
+
 from crossover.models import formatting
 from crossover.models.weight_formats import weight_bytes
-from crossover.reports.cheapest_gpu import GPU_FORMAT
+from crossover.reports.answers.cheapest_gpu import GPU_FORMAT
+from crossover.reports.answers.grades import Grade
+from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.devices.device_catalog import device_named
-from crossover.reports.headline import Answer
 from crossover.reports.report_data import CellData, ReportData
-from crossover.reports.sections.section import Grade, Section, table
+from crossover.reports.sections.section import Section, table
 
-# Measured on an H200 (docs/results/h200): bf16 weights of 1B (2.47 GB) in 6.6 s and of 8B (16.1 GB)
-# in 7.9 s, out of the page cache. The line through both: a process with CUDA and torch takes 6.3 s,
-# and weights come at 10.5 GB/s.
+# Measured on an H200 (docs/results/h200), from the page cache: bf16 weights of 1B (2.47 GB) in
+# 6.6 s and of 8B (16.1 GB) in 7.9 s. The line through both: a process with CUDA and torch takes
+# 6.3 s to start, and weights are copied at 10.5 GB/s.
 START_SECONDS = 6.3
 COPY_GB_PER_SECOND = 10.5
 TRANSFER_SHARE = 0.7  # of the link's peak that copies reach, where that is less
 
 
-def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where no load was timed and no GPU's can be told."""
+class _LoadTime(msgspec.Struct, frozen=True, eq=False):
+    """Seconds to load a model; None: not measured, not predicted."""
+
+    answer: ModelAnswer
+    cell: CellData
+    measured: float | None
+    predicted: float | None  # on the takeover GPU
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Seconds for which the CPU serves while a GPU loads: this machine's GPU as measured, else
+        the takeover GPU as predicted; 0.0: neither is known."""
+        gpu = self.answer.gpu
+        return (_measured_seconds(gpu) if gpu is not None else self.predicted) or 0.0
+
+
+def load_times(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return the load times; None where none was measured and none can be predicted."""
     rows = []
-    for one in answers:
-        predicted = gpu_load_seconds(one)
-        for cell in one.cells:
-            on_takeover = predicted if cell is one.cpu else None
-            if cell.loads or on_takeover is not None:
-                rows.append((one, cell, _measured(cell), on_takeover))
+    for answer in answers:
+        takeover_seconds = gpu_load_seconds(answer)
+        for cell in answer.cells:
+            predicted = takeover_seconds if cell is answer.cpu else None
+            if cell.loads or predicted is not None:
+                rows.append(_LoadTime(answer, cell, _measured_seconds(cell), predicted))
     if not rows:
         return None
-    bridged = [
-        row for row in rows if row[0].cpu is not None and row[0].cpu.confirmed_rate and _gpu_of(row)
-    ]
-    one, cell, here, _ = (bridged or rows)[-1]
-    sentence = f"{cell.name} loads in {formatting.seconds(here)}."
-    if bridged and one.cpu is not None:
-        held = formatting.rate(one.cpu.confirmed_rate, rounded="down", like=one.cpu.like)
-        sentence = (
-            f"While a GPU loads {one.title} for about "
-            f"{formatting.duration(_gpu_of(bridged[-1]))}, this CPU serves "
-            f"{formatting.of_requests(held)}."
-        )
-    is_predicted = any(row[3] is not None for row in rows)
-    grades: tuple[Grade, ...] = ("measured", "predicted") if is_predicted else ("measured",)
+    has_predicted = any(row.predicted is not None for row in rows)
+    grades: tuple[Grade, ...] = ("measured", "predicted") if has_predicted else ("measured",)
     note = "Measured: from the start of the engine process until it answered."
-    if is_predicted:
+    if has_predicted:
         note += (
             f" Predicted for the takeover GPU: {START_SECONDS:g} s for its process, then its "
             f"16-bit weights at {COPY_GB_PER_SECOND:g} GB/s, as measured on an H200, or at "
@@ -56,7 +63,7 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     return Section(
         slug="load-times",
         title="Loading",
-        sentence=sentence,
+        sentence=_sentence(rows),
         grades=grades,
         table=table(
             (
@@ -68,13 +75,13 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
             ),
             (
                 (
-                    cell.model,
-                    cell.device_words,
-                    formatting.seconds(here),
-                    formatting.seconds(there, missing="–"),
-                    str(len(cell.loads)),
+                    row.cell.model,
+                    row.cell.device_words,
+                    formatting.seconds(row.measured),
+                    formatting.seconds(row.predicted, missing="–"),
+                    str(len(row.cell.loads)),
                 )
-                for _, cell, here, there in rows
+                for row in rows
             ),
             words=("device",),
         ),
@@ -82,25 +89,35 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     )
 
 
-def _measured(cell: CellData) -> float | None:
+def _sentence(rows: Sequence[_LoadTime]) -> str:
+    """Return what the CPU serves while a GPU loads the largest model for which both are known; else
+    how long the last model loads."""
+    for row in reversed(rows):
+        cpu = row.answer.cpu
+        if cpu is not None and cpu.confirmed_rate and row.gpu_seconds:
+            confirmed = formatting.rate(cpu.confirmed_rate, rounded="down", like=cpu.like)
+            return (
+                f"While a GPU loads {row.answer.model} for about "
+                f"{formatting.duration(row.gpu_seconds)}, this CPU serves "
+                f"{formatting.of_requests(confirmed)}."
+            )
+    return f"{rows[-1].cell.name} loads in {formatting.seconds(rows[-1].measured)}."
+
+
+def _measured_seconds(cell: CellData) -> float | None:
     return median(cell.loads) if cell.loads else None
 
 
-def _gpu_of(row: tuple[Answer, CellData, float | None, float | None]) -> float:
-    """Seconds for which the CPU bridges the load of a GPU: this machine's as measured, else as
-    predicted; 0.0: neither is known."""
-    gpu = row[0].gpu
-    return (_measured(gpu) if gpu is not None else row[3]) or 0.0
+def gpu_load_seconds(answer: ModelAnswer) -> float | None:
+    """Return the predicted seconds to start a process and to copy the weights to the takeover GPU.
 
-
-def gpu_load_seconds(one: Answer) -> float | None:
-    """Process start and copy of the weights to the GPU that takes over; None: this machine's GPU
-    was measured, there is no takeover GPU, or its link is not known."""
-    gpu, spec = one.takeover_gpu, one.cell.spec
-    if gpu is None or spec is None or one.gpu is not None:
+    None: this machine's GPU was measured, there is no takeover GPU, or its link is not known.
+    """
+    gpu, spec = answer.takeover_gpu, answer.cell.spec
+    if gpu is None or spec is None or answer.gpu is not None:
         return None
-    link = device_named(gpu.device).link_gb_per_second
-    if link is None:
+    link_gb_per_second = device_named(gpu.device).link_gb_per_second
+    if link_gb_per_second is None:
         return None
-    rate = min(TRANSFER_SHARE * link, COPY_GB_PER_SECOND)
-    return START_SECONDS + weight_bytes(spec, GPU_FORMAT) / (rate * 1e9 * gpu.devices)
+    gb_per_second = min(TRANSFER_SHARE * link_gb_per_second, COPY_GB_PER_SECOND)
+    return START_SECONDS + weight_bytes(spec, GPU_FORMAT) / (gb_per_second * 1e9 * gpu.devices)

@@ -1,11 +1,13 @@
-"""Other machines: what the cheapest GPUs, and several of one that share each step, would hold."""
+"""Other machines: what the cheapest GPUs, and several of one kind that share each step, would
+serve."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from crossover.models import formatting
-from crossover.reports.cheapest_gpu import GPU_FORMAT, fitting
+from crossover.reports.answers.cheapest_gpu import GPU_FORMAT, gpus_that_fit
+from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.devices.device_capacity import (
     TOGETHER,
     DeviceCapacity,
@@ -15,66 +17,65 @@ from crossover.reports.devices.device_capacity import (
 )
 from crossover.reports.devices.device_catalog import Device, device_named
 from crossover.reports.devices.device_step_times import VLLM_SLOTS
-from crossover.reports.headline import Answer
 from crossover.reports.report_data import ReportData
 from crossover.reports.sections.section import Section, Table, table
 
-MOST = 4  # GPUs that are told
+MAX_GPUS = 4
 
 
-def other_machines(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """Of the largest model; None where no model's shape and requests are known."""
-    known = [one for one in answers if one.cell.spec is not None and one.cell.traffic is not None]
-    if not known:
+def other_machines(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return what the cheapest GPUs would serve of the largest model; None where no model's shape
+    and requests are known, or no GPU fits it."""
+    answer = _largest_known(answers)
+    if answer is None:
         return None
-    spec, traffic = known[-1].cell.spec, known[-1].cell.traffic
+    spec, traffic, like = answer.cell.spec, answer.cell.traffic, answer.cells[-1].like
     assert spec is not None and traffic is not None
-    found = [capacity_of(service, data.slo) for service in fitting(spec, traffic, MOST)]
-    if not found:
+    capacities = [
+        capacity_of(service, data.slo) for service in gpus_that_fit(spec, traffic, MAX_GPUS)
+    ]
+    if not capacities:
         return None
-    best, like = max(found, key=lambda one: one.rate or 0.0), known[-1].cells[-1].like
-    most = formatting.rate(best.rate, like=like)
+    best = max(capacities, key=lambda capacity: capacity.rate or 0.0)
     return Section(
         slug="other-machines",
         title="Other machines",
-        sentence=f"{best.name} would serve {most} of {known[-1].title}.",
+        sentence=f"{best.name} would serve {formatting.rate(best.rate, like=like)} of "
+        f"{answer.model}.",
         grades=("predicted",),
-        table=_table(found, like),
+        table=_table(capacities, like),
         note="Simulated with this run's requests by step times from datasheets and published "
         f"measurements, each with a server of {VLLM_SLOTS} slots. The cheapest GPUs that the model "
         "fits.",
     )
 
 
-def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """1, 2, 4 and 8 of this machine's GPU, or of the one that takes over, for the largest model;
-    None where neither is known."""
-    known = [
-        (one, device)
-        for one in answers
-        if one.cell.spec is not None and one.cell.traffic is not None
-        if (device := _gpu_of(one, data)) is not None
-    ]
-    if not known:
+def multi_gpu(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return what 1, 2, 4 and 8 GPUs would serve of the largest model: this machine's GPU, or the
+    takeover GPU. None where neither is known."""
+    with_gpu = [answer for answer in answers if _gpu_of(answer, data) is not None]
+    answer = _largest_known(with_gpu)
+    device = None if answer is None else _gpu_of(answer, data)
+    if answer is None or device is None:
         return None
-    one, device = known[-1]
-    spec, traffic = one.cell.spec, one.cell.traffic
+    spec, traffic = answer.cell.spec, answer.cell.traffic
     assert spec is not None and traffic is not None
     machine = machine_of(device)
-    found = [
+    capacities = [
         capacity_of(Service(machine, spec, GPU_FORMAT, traffic, count), data.slo)
         for count in TOGETHER
     ]
-    gain = f"{one.title}, which one cannot"
-    if found[0].rate and found[-1].rate:
-        times = f"{found[-1].rate / found[0].rate:.1f} times"
-        gain = f"{times} the requests of {one.title} that one serves"
+    single, largest = capacities[0], capacities[-1]
+    gain = f"{answer.model}, which one cannot"
+    if single.rate and largest.rate:
+        times = f"{largest.rate / single.rate:.1f} times"
+        gain = f"{times} the requests of {answer.model} that one serves"
     return Section(
         slug="multi-gpu",
         title="Several GPUs",
-        sentence=f"{found[-1].name} with tensor parallelism would serve {gain}.",
+        sentence=f"{largest.name} with tensor parallelism would serve {gain}.",
         grades=("predicted",),
-        table=_table(found, one.cells[-1].like),
+        table=_table(capacities, answer.cells[-1].like),
         note=f"Predicted, with a server of {machine.slots} slots. Each step is divided among them "
         "(tensor parallelism), and they exchange activations over their link twice per layer. "
         "Copies of the model on each (replicas) hold as many times the rate instead, and answer no "
@@ -82,30 +83,47 @@ def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     )
 
 
-def _gpu_of(one: Answer, data: ReportData) -> Device | None:
-    """The GPU that was measured, else the one that takes over."""
-    if one.gpu is not None:
+def _largest_known(answers: Sequence[ModelAnswer]) -> ModelAnswer | None:
+    """Return the answer about the largest model whose shape and requests are known."""
+    known = [
+        answer
+        for answer in answers
+        if answer.cell.spec is not None and answer.cell.traffic is not None
+    ]
+    return known[-1] if known else None
+
+
+def _gpu_of(answer: ModelAnswer, data: ReportData) -> Device | None:
+    """Return the GPU that was measured, else the takeover GPU; None: not in the catalog."""
+    if answer.gpu is not None:
         return None if data.gpu is None else data.gpu.device
-    return None if one.takeover_gpu is None else device_named(one.takeover_gpu.device)
+    return None if answer.takeover_gpu is None else device_named(answer.takeover_gpu.device)
 
 
-def _table(found: Sequence[DeviceCapacity], like: float | None) -> Table:
+def _table(capacities: Sequence[DeviceCapacity], like: float | None) -> Table:
     return table(
         (
-            *("machine", "predicted capacity", "90 % interval", "TTFT, median"),
-            *("TPOT, median", "memory", "price"),
+            "machine",
+            "predicted capacity",
+            "90 % interval",
+            "TTFT, median",
+            "TPOT, median",
+            "memory",
+            "price",
         ),
         (
             (
-                one.name,
-                formatting.rate(one.rate, like=like) if one.rate else one.reason,
-                formatting.rate_interval(one.low, one.high, like) if one.rate else "–",
-                formatting.seconds(one.ttft_seconds, missing="–"),
-                formatting.seconds(one.tpot_seconds, missing="–"),
-                formatting.size(one.memory_bytes),
-                formatting.dollars_per_hour(one.dollars_per_hour),
+                capacity.name,
+                formatting.rate(capacity.rate, like=like) if capacity.rate else capacity.reason,
+                formatting.rate_interval(capacity.low, capacity.high, like)
+                if capacity.rate
+                else "–",
+                formatting.seconds(capacity.ttft_seconds, missing="–"),
+                formatting.seconds(capacity.tpot_seconds, missing="–"),
+                formatting.size(capacity.memory_bytes),
+                formatting.dollars_per_hour(capacity.dollars_per_hour),
             )
-            for one in found
+            for capacity in capacities
         ),
         words=("90 % interval",),
     )

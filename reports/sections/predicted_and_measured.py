@@ -1,37 +1,49 @@
-"""Prediction beside measurement: what the catalogue would have said of this machine's GPU."""
+"""Prediction beside measurement: what the catalog would have predicted of this machine's GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from crossover.models import formatting
-from crossover.reports.headline import Answer
-from crossover.reports.own_gpu import predicted_here
+from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.answers.own_gpu import predicted_here
 from crossover.reports.report_data import ReportData
 from crossover.reports.sections.section import Section, table
 
 
-def predicted_and_measured(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where no GPU of the catalogue was measured."""
+def predicted_and_measured(data: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return prediction and measurement of each model; None where no GPU of the catalog was
+    measured."""
     rows, sentence = [], ""
-    for one in answers:
-        predicted, cell = predicted_here(one.gpu, data), one.gpu
-        if predicted is None or cell is None or cell.capacity is None:
+    for answer in answers:
+        cell, prediction = answer.gpu, predicted_here(answer.gpu, data)
+        if prediction is None or cell is None or cell.capacity is None:
             continue
-        found, like = cell.capacity, cell.like
-        said = formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high, like)
-        estimated = formatting.rate_with_interval(found.estimated_rate, found.low, found.high, like)
-        held = (
-            formatting.rate(cell.confirmed_rate, rounded="down", like=like)
-            if cell.confirmed_rate
-            else "none"
+        capacity, like = cell.capacity, cell.like
+        predicted = formatting.rate_with_interval(
+            prediction.rate, prediction.low, prediction.high, like
         )
+        estimated = formatting.rate_with_interval(
+            capacity.estimated_rate, capacity.low, capacity.high, like
+        )
+        confirmed = "none"
+        if cell.confirmed_rate:
+            confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=like)
+        difference = _difference(prediction.rate, cell.estimated_rate)
         rows.append(
-            (cell.model, cell.device_words, str(cell.slots), said, estimated, held, _off(one, data))
+            (
+                cell.model,
+                cell.device_words,
+                str(cell.slots),
+                predicted,
+                estimated,
+                confirmed,
+                difference,
+            )
         )
         sentence = (
-            f"Without this run the catalogue predicts {said} of {cell.model} for {predicted.name}; "
-            f"the capacity from measured step times is {estimated}."
+            f"Without this run the catalogue predicts {predicted} of {cell.model} for "
+            f"{prediction.name}; the capacity from measured step times is {estimated}."
         )
     if not rows:
         return None
@@ -42,8 +54,13 @@ def predicted_and_measured(data: ReportData, answers: Sequence[Answer]) -> Secti
         grades=("predicted", "estimated"),
         table=table(
             (
-                *("model", "device", "slots", "predicted from published measurements"),
-                *("estimated from this run", "confirmed", "predicted over estimated"),
+                "model",
+                "device",
+                "slots",
+                "predicted from published measurements",
+                "estimated from this run",
+                "confirmed",
+                "predicted over estimated",
             ),
             rows,
             words=("device",),
@@ -55,10 +72,10 @@ def predicted_and_measured(data: ReportData, answers: Sequence[Answer]) -> Secti
     )
 
 
-def _off(one: Answer, data: ReportData) -> str:
-    """`+6 %`."""
-    predicted = predicted_here(one.gpu, data)
-    limit = None if one.gpu is None else one.gpu.estimated_rate
-    if predicted is None or not predicted.rate or not limit:
+def _difference(predicted_rate: float | None, estimated_rate: float | None) -> str:
+    """Return how far the prediction is above the estimate, `+6 %`; `–`: one of them is not
+    known."""
+    if not predicted_rate or not estimated_rate:
         return "–"
-    return f"{predicted.rate / limit - 1:+.0%}".replace("%", " %").replace("-", "\N{MINUS SIGN}")
+    difference = f"{predicted_rate / estimated_rate - 1:+.0%}"
+    return difference.replace("%", " %").replace("-", "\N{MINUS SIGN}")

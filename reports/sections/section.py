@@ -1,30 +1,54 @@
-"""What a topic of a report is: its sentence, its table and its charts, with their grade.
+"""The parts of a report: a `Picture` stands open on the first screen, a `Section` is folded.
 
-A function of this folder makes one `Section` of ReportData, or None where nothing is known.
+A function of this folder makes one of them from ReportData and the answers, or returns None where
+nothing is known. `all_sections.py` lists these functions; docs/adding-a-chart.md shows how to add
+one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-Grade = Literal["confirmed", "estimated", "predicted", "measured", "published"]
+from crossover.reports.answers.grades import Grade
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """A drawing: Vega-Lite, or an SVG of ours."""
+    """A drawing: Vega-Lite in `spec`, or a ready-made `svg`."""
 
     slug: str
-    label: str  # what it shows, for those who cannot see it
+    label: str  # what it shows, for readers who cannot see it
     spec: dict[str, Any] | None = None
     svg: str = ""
-    half: bool = False  # two stand side by side
+    half: bool = False  # two such charts stand side by side
+
+
+class ChartGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Charts under one heading."""
+
+    title: str
+    charts: tuple[Chart, ...]
+
+
+class KeyEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of a picture's key."""
+
+    text: str
+    mark: str = ""  # class of its swatch in report.css, or "diamond"; "": no mark
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """Charts on the first screen, with what their colors and lines mean below them."""
+
+    groups: tuple[ChartGroup, ...]
+    key: tuple[KeyEntry, ...] = ()
+    note: str = ""
 
 
 class Table(msgspec.Struct, frozen=True):
-    """Cells are text; `numeric`: which columns stand at the right."""
+    """A table of texts; `numeric` has the places of the columns that are aligned at the right."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -34,9 +58,9 @@ class Table(msgspec.Struct, frozen=True):
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str] = ()
 ) -> Table:
-    """Numbers stand at the right: all columns but the first and those named in `words`."""
-    left = (columns[0], *words)
-    numeric = tuple(place for place, name in enumerate(columns) if name not in left)
+    """Return a table whose columns are numeric, but for the first and those named in `words`."""
+    text_columns = (columns[0], *words)
+    numeric = tuple(place for place, name in enumerate(columns) if name not in text_columns)
     return Table(tuple(columns), tuple(map(tuple, rows)), numeric)
 
 
@@ -45,8 +69,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
     slug: str
     title: str
-    sentence: str  # what it says, in words
+    sentence: str  # the topic's result in words
     grades: tuple[Grade, ...] = ()
     table: Table = Table((), ())
     charts: tuple[Chart, ...] = ()
-    note: str = ""  # how it is known
+    note: str = ""  # how the figures are known

@@ -1,34 +1,46 @@
-"""Prompts, answers and batches: how quickly they are read and written, by the step-time model of a
-run."""
+"""Prompts, answers and batches: how fast they are processed, by the step-time model of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from crossover.models import formatting
+from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.chart_style import Row, data, layered, palette, series
-from crossover.reports.headline import Answer
 from crossover.reports.report_data import CellData, ReportData
 from crossover.reports.sections.section import Chart, Section, table
 
-ROWS = (1, 2, 4, 8, 16, 32)
-# Of the throughput that requests would have if they shared a step for nothing: below it, a mixture
-# of experts is slow for many. Dense models reach 0.4 of it with 16 requests on CPUs of few cores.
-SLOW_FOR_MANY = 0.25
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+# Share of the throughput that requests would have if sharing a step cost nothing. Below it, a
+# mixture of experts is called slow for many. Dense models reach 0.4 with 16 requests on CPUs of few
+# cores.
+SLOW_BATCH_SHARE = 0.25
 
 
-def prefill_decode(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where no cell has a step-time model."""
-    cells = [cell for one in answers for cell in one.cells]
-    rows = [(cell, *found) for cell in cells if (found := speeds(cell)) is not None]
+class Speeds(msgspec.Struct, frozen=True):
+    """How fast a configuration serves a single request of mean length."""
+
+    prompt_tokens_per_second: float
+    stream_tokens_per_second: float
+    prompt_time_share: float  # of the request's time
+
+
+def prefill_decode(data_: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return the speeds of prompts and answers; None where there is no step-time model."""
+    cells = [cell for answer in answers for cell in answer.cells]
+    rows = [(cell, speeds) for cell in cells if (speeds := speeds_of(cell)) is not None]
     if not rows:
         return None
-    last, reads, writes, share = rows[-1]
+    last_cell, last_speeds = rows[-1]
     return Section(
         slug="prefill-decode",
         title="Prompts and answers",
-        sentence=f"{last.name} reads {_tokens(reads)} of a prompt and writes {_tokens(writes)} for "
-        f"a single request; {formatting.share(share, 2)} of a request's time goes to its prompt.",
+        sentence=f"{last_cell.name} reads {_tokens(last_speeds.prompt_tokens_per_second)} of a "
+        f"prompt and writes {_tokens(last_speeds.stream_tokens_per_second)} for a single request; "
+        f"{formatting.share(last_speeds.prompt_time_share, 2)} of a request's time goes to its "
+        "prompt.",
         grades=("estimated",),
         table=table(
             (
@@ -42,11 +54,11 @@ def prefill_decode(data_: ReportData, answers: Sequence[Answer]) -> Section | No
                 (
                     cell.model,
                     cell.device_words,
-                    _tokens(read),
-                    _tokens(write),
-                    formatting.share(part, 2),
+                    _tokens(speeds.prompt_tokens_per_second),
+                    _tokens(speeds.stream_tokens_per_second),
+                    formatting.share(speeds.prompt_time_share, 2),
                 )
-                for cell, read, write, part in rows
+                for cell, speeds in rows
             ),
             words=("device",),
         ),
@@ -55,89 +67,101 @@ def prefill_decode(data_: ReportData, answers: Sequence[Answer]) -> Section | No
     )
 
 
-def speeds(cell: CellData) -> tuple[float, float, float] | None:
-    """(prompt tokens/s, tokens/s of one stream, share of a request's time in its prompt)."""
+def speeds_of(cell: CellData) -> Speeds | None:
+    """Return the speeds of a configuration; None: it has no step-time model."""
     if cell.step_times is None or cell.traffic is None:
         return None
     step_times, prompt, output = cell.step_times, cell.traffic.mean_prompt, cell.traffic.mean_output
-    read = step_times.seconds(0, prompt, 0)
-    token = step_times.seconds(1, 0, prompt + output / 2)
-    return prompt / read, 1 / token, read / (read + token * max(output - 1, 0))
+    prompt_seconds = step_times.seconds(0, prompt, 0)
+    token_seconds = step_times.seconds(1, 0, prompt + output / 2)
+    return Speeds(
+        prompt_tokens_per_second=prompt / prompt_seconds,
+        stream_tokens_per_second=1 / token_seconds,
+        prompt_time_share=prompt_seconds / (prompt_seconds + token_seconds * max(output - 1, 0)),
+    )
 
 
 def _tokens(per_second: float) -> str:
     return f"{formatting.significant(per_second)} tokens/s"
 
 
-def batch_size(data_: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where no cell has a step-time model."""
-    cells = [cell for one in answers for cell in one.cells]
-    known = [(cell, steps) for cell in cells if (steps := step_seconds(cell))]
-    if not known:
+def batch_size(data_: ReportData, answers: Sequence[ModelAnswer]) -> Section | None:
+    """Return the throughput by batch size; None where there is no step-time model."""
+    cells = [cell for answer in answers for cell in answer.cells]
+    rows = [(cell, steps) for cell in cells if (steps := step_seconds(cell))]
+    if not rows:
         return None
-    mixtures = [(cell, steps) for cell, steps in known[:-1] if cell.experts is not None]
+    mixtures = [(cell, steps) for cell, steps in rows[:-1] if cell.experts is not None]
+    sentences = [batching_sentence(cell, steps) for cell, steps in [*mixtures, rows[-1]]]
     return Section(
         slug="batch-size",
         title="Several requests at once",
-        sentence=" ".join(batching_sentence(cell, steps) for cell, steps in [*mixtures, known[-1]]),
+        sentence=" ".join(sentences),
         grades=("estimated",),
         table=table(
-            ("model", "device", *(f"{rows} at once" for rows in ROWS)),
+            ("model", "device", *(f"{size} at once" for size in BATCH_SIZES)),
             (
-                (cell.model, cell.device_words, *(_cell(each, rows) for rows in ROWS))
-                for cell, each in known
+                (cell.model, cell.device_words, *(_batch_words(steps, n) for n in BATCH_SIZES))
+                for cell, steps in rows
             ),
             words=("device",),
         ),
-        charts=(_chart({cell.name: steps for cell, steps in known}),),
+        charts=(_chart({cell.name: steps for cell, steps in rows}),),
         note="Tokens/s of all requests together and seconds of a step, from this run's step times.",
     )
 
 
 def batching_sentence(cell: CellData, steps: dict[int, float]) -> str:
-    """What serving many requests together gives beside serving them one by one, and, of a mixture
-    of experts, why that is little: requests together read most of its experts."""
-    many = max(steps)
-    throughput = many * steps[1] / steps[many]
-    if cell.experts is not None and throughput < SLOW_FOR_MANY * many:
+    """Return the throughput of the largest batch beside that of requests one by one.
+
+    For a mixture of experts that gains little it says why: together, requests read most of the
+    experts. `steps`: batch size -> seconds of a decode step.
+    """
+    largest = max(steps)
+    gain = largest * steps[1] / steps[largest]
+    if cell.experts is not None and gain < SLOW_BATCH_SHARE * largest:
         return (
             f"{cell.name}: its {cell.experts.used} of {cell.experts.count} experts make it fast "
-            f"for one user ({_tokens(1 / steps[1])}) and slow for many: {many} concurrent "
-            f"requests give {throughput:.1f}x the throughput of one."
+            f"for one user ({_tokens(1 / steps[1])}) and slow for many: {largest} concurrent "
+            f"requests give {gain:.1f}x the throughput of one."
         )
     return (
-        f"Batching {many} requests of {cell.name} gives {throughput:.1f}x the throughput of "
-        f"serving them one by one; each token then takes {steps[many] / steps[1]:.1f}x as long."
+        f"Batching {largest} requests of {cell.name} gives {gain:.1f}x the throughput of "
+        f"serving them one by one; each token then takes {steps[largest] / steps[1]:.1f}x as long."
     )
 
 
 def step_seconds(cell: CellData) -> dict[int, float]:
-    """Seconds of a decode step by its rows, up to the slots; {} without a step-time model."""
+    """Return batch size -> seconds of a decode step, up to the slots; {} without a step-time
+    model."""
     if cell.step_times is None or cell.traffic is None or cell.policy is None:
         return {}
     context = cell.traffic.mean_prompt + cell.traffic.mean_output / 2
-    counts = [rows for rows in ROWS if rows <= (cell.slots or cell.policy.slots)] or [1]
-    return {rows: cell.step_times.seconds(rows, 0, rows * context) for rows in counts}
+    slots = cell.slots or cell.policy.slots
+    sizes = [size for size in BATCH_SIZES if size <= slots] or [1]
+    return {size: cell.step_times.seconds(size, 0, size * context) for size in sizes}
 
 
-def _cell(steps: dict[int, float], rows: int) -> str:
-    if rows not in steps:
+def _batch_words(steps: dict[int, float], size: int) -> str:
+    """Return `169/s, 23 ms`: tokens/s of the batch, seconds of its step; `–`: more than the
+    slots."""
+    if size not in steps:
         return "–"
-    return f"{formatting.significant(rows / steps[rows])}/s, {formatting.seconds(steps[rows])}"
+    return f"{formatting.significant(size / steps[size])}/s, {formatting.seconds(steps[size])}"
 
 
-def _chart(known: dict[str, dict[int, float]]) -> Chart:
+def _chart(steps_by_name: dict[str, dict[int, float]]) -> Chart:
     import altair as alt
 
     rows: list[Row] = [
-        {"model": name, "rows": count, "tokens": count / seconds}
-        for name, steps in known.items()
-        for count, seconds in steps.items()
+        {"model": name, "rows": size, "tokens": size / seconds}
+        for name, steps in steps_by_name.items()
+        for size, seconds in steps.items()
     ]
     lines = data(rows).mark_line(point=True, strokeWidth=2)
     x = alt.X("rows:Q", title="requests in a step", scale=alt.Scale(type="log", base=2))
     y = alt.Y("tokens:Q", title="tokens/s of all requests")
-    colour = palette("model:N", series(list(known)))
-    spec = layered([lines.encode(x=x, y=y, color=colour)], 230)
+    color = palette("model:N", series(list(steps_by_name)))
+    spec = layered([lines.encode(x=x, y=y, color=color)], 230)
     label = "Tokens per second of all requests together, by the number that share a step, by model."
     return Chart(slug="batch", label=label, spec=spec)

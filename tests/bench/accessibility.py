@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from crossover.models.weights_manifest import cache_dir
-from crossover.reports.headline import answers_of
-from crossover.reports.html_page import page, sections_of
+from crossover.reports.answers.model_answers import answers_of
+from crossover.reports.render.html_page import page
 from crossover.reports.report_data import read_report
+from crossover.reports.sections.all_sections import sections_of
 from tests.bench.paired import parser_of
 from tests.reports.runs import run_folder
 from tests.tools.browser import BROWSER, DARK, LIGHT, asked

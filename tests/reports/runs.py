@@ -10,9 +10,9 @@ import msgspec
 
 from crossover.loadtests.campaign.resume_state import CellState
 from crossover.models.model_ladder import ladder_model
-from crossover.reports.headline import Answer, answers_of
-from crossover.reports.html_page import sections_of
+from crossover.reports.answers.model_answers import ModelAnswer, answers_of
 from crossover.reports.report_data import ReportData, read_report
+from crossover.reports.sections.all_sections import sections_of
 from crossover.reports.sections.section import Section
 from tests.loadtests.campaign.simulated import Simulated, campaign
 from tests.loadtests.capacity.known_server import SETTINGS
@@ -42,7 +42,7 @@ def run_folder(
 
 
 @cache
-def shown() -> tuple[Path, ReportData, tuple[Answer, ...]]:
+def shown() -> tuple[Path, ReportData, tuple[ModelAnswer, ...]]:
     """One run of the ladder, read: made once a process."""
     folder = run_folder(Path(mkdtemp(prefix="crossover-report-")))
     data = read_report(folder)
@@ -50,7 +50,7 @@ def shown() -> tuple[Path, ReportData, tuple[Answer, ...]]:
 
 
 @cache
-def h200() -> tuple[ReportData, list[Answer], dict[str, Section]]:
+def h200() -> tuple[ReportData, list[ModelAnswer], dict[str, Section]]:
     """The run of a machine with a GPU, read once a process, with its sections by slug."""
     data = read_report(H200_RUN)
     answers = answers_of(data)

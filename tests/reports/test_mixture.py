@@ -12,9 +12,10 @@ from crossover.loadtests.records.journal_events import Calibrated, of_kind
 from crossover.loadtests.records.run_folder import read_records
 from crossover.models.model_ladder import SIZED
 from crossover.models.model_spec import Routing
-from crossover.reports.headline import answers_of
-from crossover.reports.html_page import page, sections_of
+from crossover.reports.answers.model_answers import answers_of
+from crossover.reports.render.html_page import page
 from crossover.reports.report_data import CellData, read_report
+from crossover.reports.sections.all_sections import sections_of
 from crossover.reports.sections.crossover_map import crossover_map
 from crossover.reports.sections.speeds import batch_size, batching_sentence
 from crossover.serving.capacity.step_time_model import StepTimeModel

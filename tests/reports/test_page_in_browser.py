@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from crossover.reports.html_page import page, sections_of
+from crossover.reports.render.html_page import page
+from crossover.reports.sections.all_sections import sections_of
 from tests.reports.runs import h200, shown
 from tests.tools.browser import BROWSER, DARK, LIGHT, asked
 
@@ -43,10 +44,10 @@ tell({ before, strict, loose, after: look(), errors, lattice });
 """
 RESTORE = """
 history.replaceState(null, "", "#ttft=0.5&tpot=0.1&target=0.95");
-fromHash();
+readAddress();
 const kept = look();
 history.replaceState(null, "", "#ttft=ages&tpot=0.123");
-fromHash();
+readAddress();
 tell({ kept, nonsense: look(), errors });
 """
 # What is scrolled in a box of its own may be wider than the window.

@@ -20,8 +20,9 @@ from crossover.loadtests.campaign.quick_campaign import (
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.openai_endpoint import Target
 from crossover.models.model_ladder import ladder_model
+from crossover.reports.answers.quick_answer import QuickAnswer, quick_answer
 from crossover.reports.cli import quick_command
-from crossover.reports.quick_answer import QuickAnswer, lines_of, markdown_of, quick_answer
+from crossover.reports.render.quick_text import lines_of, markdown_of
 from crossover.reports.report_data import read_report
 from crossover.serving.capacity.simulated_capacity import capacity
 from crossover.serving.capacity.slo import SLO_PRESETS, Slo, parse_slo

@@ -18,13 +18,16 @@ from crossover import cli
 from crossover.loadtests.campaign.level_runner import level_text
 from crossover.loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
 from crossover.models import formatting
-from crossover.reports import headline, html_page, markdown, report_files, slo_sliders
-from crossover.reports.answer_tables import answer_row, columns_of
-from crossover.reports.check_conditions import QUANTITIES, checked
+from crossover.reports.answers import headline, slo_sliders
+from crossover.reports.answers.answer_table import answer_row, columns_of
+from crossover.reports.answers.check_conditions import QUANTITIES, checked
+from crossover.reports.answers.model_answers import answers_of
+from crossover.reports.answers.report_warnings import alerts_of, warnings_of
 from crossover.reports.errors import BadRun, ReportError
 from crossover.reports.export_run import export_run
+from crossover.reports.render import html_page, json_and_csv, markdown
 from crossover.reports.report_data import read_report
-from crossover.reports.report_warnings import alerts_of, warnings_of
+from crossover.reports.sections.all_sections import sections_of
 from crossover.serving.capacity.slo import Slo
 from tests.loadtests.campaign.simulated import Simulated, campaign, killed_after
 from tests.reports.runs import shown
@@ -61,7 +64,7 @@ def test_the_sentence_answers_in_thirty_words_and_names_model_rate_grade_and_gpu
 def test_a_row_a_model_smallest_first_and_a_cell_has_at_most_six_words() -> None:
     _, data, answers = shown()
     titles = ["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.1-8b"]
-    assert [one.title for one in answers] == titles
+    assert [one.model for one in answers] == titles
     for answer in answers:
         row = answer_row(answer, data)
         assert len(row) == len(columns_of(data))
@@ -92,13 +95,18 @@ def test_what_is_confirmed_ran_and_the_estimate_lies_in_its_interval() -> None:
 
 def test_the_gpu_that_takes_over_surely_holds_more_than_the_cpu() -> None:
     for answer in shown()[2]:
-        assert answer.over is not None and answer.over.gpu is not None and answer.gpu is None
-        assert answer.over.gpu.low is not None and answer.over.gpu.low >= answer.over.rate * 0.98
+        assert (
+            answer.takeover is not None and answer.takeover.gpu is not None and answer.gpu is None
+        )
+        assert (
+            answer.takeover.gpu.low is not None
+            and answer.takeover.gpu.low >= answer.takeover.rate * 0.98
+        )
 
 
 def test_the_page_is_one_small_offline_file_with_everything_on_it() -> None:
     _, data, answers = shown()
-    sections = html_page.sections_of(data, answers)
+    sections = sections_of(data, answers)
     text = html_page.page(data, answers, sections)
     assert len(text.encode()) < 1_200_000
     assert "http://" not in text.replace("http://www.w3.org", "") and "src=" not in text
@@ -115,7 +123,7 @@ def test_the_page_is_one_small_offline_file_with_everything_on_it() -> None:
 
 def test_markdown_has_the_same_table_and_never_grows_beyond_six_kilobytes() -> None:
     _, data, answers = shown()
-    sections = html_page.sections_of(data, answers)
+    sections = sections_of(data, answers)
     text = markdown.markdown(data, answers, sections)
     assert len(text.encode()) <= 6_000
     assert text.startswith(f"# {headline.headline(answers, data)}")
@@ -127,13 +135,13 @@ def test_markdown_has_the_same_table_and_never_grows_beyond_six_kilobytes() -> N
 
 def test_numbers_as_json_and_csv_have_null_for_what_is_missing() -> None:
     _, data, answers = shown()
-    told = json.loads(report_files.as_json(data, answers))
+    told = json.loads(json_and_csv.as_json(data, answers))
     assert told["kind"] == "crossover-report" and len(told["cells"]) == 4
     assert told["cells"][0]["capacity"]["state"] == "confirmed"
     assert told["cells"][3]["capacity"]["state"] == "misses_slo_unloaded"
     assert told["cells"][0]["memory"].get("peak_bytes") is None
     assert "hostname" not in told["machine"]
-    rows = list(csv.DictReader(io.StringIO(report_files.as_csv(told["levels"]).decode())))
+    rows = list(csv.DictReader(io.StringIO(json_and_csv.as_csv(told["levels"]).decode())))
     assert len(rows) == len(told["levels"]) > 6
     assert all(float(row["ttft_p50_seconds"]) > 0 for row in rows)
 
@@ -160,7 +168,7 @@ def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_o
     axes = product(lattice.ttft, lattice.tpot, lattice.target)
     for place, limits in enumerate(axes):
         if limits in ((1.0, 0.2, 0.9), (30.0, 0.2, 0.9)):
-            again = headline.answers_of(read_report(shown()[0], Slo("other", *limits)))
+            again = answers_of(read_report(shown()[0], Slo("other", *limits)))
             for one in lattice.entries:
                 cell, held = again[one["model"]].cell, one["answers"]["held"][place]
                 assert held == pytest.approx(cell.confirmed_rate or 0.0, rel=0.01), (
@@ -239,8 +247,8 @@ def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
             read_report(copied)
         return
     data = read_report(copied)
-    answers = headline.answers_of(data)
-    text = html_page.page(data, answers, html_page.sections_of(data, answers))
+    answers = answers_of(data)
+    text = html_page.page(data, answers, sections_of(data, answers))
     assert "nan" not in text.replace("finance", "").lower().split()
     if name == EVENTS:
         assert any(one.code == "NotFinished" for one in warnings_of(data))
@@ -301,7 +309,7 @@ def test_a_run_without_a_finished_level_says_so(copied: Path) -> None:
     ]
     (copied / EVENTS).write_text("".join(kept))
     data = read_report(copied)
-    answers = headline.answers_of(data)
+    answers = answers_of(data)
     assert headline.headline(answers, data) == "Nothing was measured to its end in this run."
     assert html_page.page(data, answers, [])
 
@@ -317,7 +325,7 @@ def test_a_shared_copy_has_the_same_answer_and_no_names(tmp_path: Path) -> None:
     folder, data, answers = shown()
     said = export_run(folder, tmp_path / "shared")
     again = read_report(tmp_path / "shared")
-    assert headline.headline(headline.answers_of(again), again) == headline.headline(answers, data)
+    assert headline.headline(answers_of(again), again) == headline.headline(answers, data)
     assert headline.basis(again) == headline.basis(data)
     host = data.manifest.server_facts.get("hostname") or "no host"
     for path in (tmp_path / "shared").iterdir():
@@ -345,7 +353,7 @@ def test_a_shared_copy_of_an_endpoint_s_run_tells_no_host_path_or_slo_of_one_s_o
     assert not [word for word in ("acme", "alice", "gguf", "gpu7") if word in told + said[-1]]
     again = read_report(tmp_path / "shared")
     assert "cell 1" in said[-1] and "cell 1" in [one.key for one in again.cells]
-    assert headline.headline(headline.answers_of(again), again).startswith("This machine serves ")
+    assert headline.headline(answers_of(again), again).startswith("This machine serves ")
 
 
 def test_only_what_missed_the_slo_alone_is_said_to_need_a_gpu() -> None:
@@ -381,10 +389,10 @@ def test_what_was_disturbed_is_listed_and_no_answer_is_made_of_it(copied: Path) 
     )
     data = read_report(copied)
     assert len(data.cells[0].levels) == len(was.cells[0].levels) > 1
-    assert not data.cells[0].loaded and data.cells[0].alone is None
-    assert "not measured" in answer_row(headline.answers_of(data)[0], data)[1].text
-    assert was.cells[0].alone is not None
-    told = formatting.seconds(was.cells[0].alone.ttft_seconds)
+    assert not data.cells[0].loaded and data.cells[0].single_stream is None
+    assert "not measured" in answer_row(answers_of(data)[0], data)[1].text
+    assert was.cells[0].single_stream is not None
+    told = formatting.seconds(was.cells[0].single_stream.ttft_seconds)
     for folder, is_told in ((shown()[0], True), (copied, False)):
         table = command("campaign", "show", folder)[1].partition("\nSLO ")[2]
         assert table and (f"TTFT {told}, TPOT" in table) == is_told
@@ -397,7 +405,7 @@ def test_levels_are_told_with_what_never_came() -> None:
             for q in (0.5, 0.99):
                 value = one.quantile("ttft", q)
                 assert value is None or value > 0 or math.isinf(value)
-    assert msgspec.to_builtins(data.cells[0].alone)["requests"] >= 2
+    assert msgspec.to_builtins(data.cells[0].single_stream)["requests"] >= 2
 
 
 def test_a_name_with_bars_and_line_feeds_stays_in_its_row_of_markdown() -> None:

@@ -23,26 +23,21 @@ from crossover.loadtests.errors import NotComparable
 from crossover.loadtests.records.journal_events import Capacity
 from crossover.loadtests.records.run_folder import EVENTS
 from crossover.models import formatting
-from crossover.reports import (
-    first_screen_png,
-    headline,
-    html_page,
-    markdown,
-    report_files,
-    slo_sliders,
-)
-from crossover.reports.answer_tables import answer_row, columns_of, levels_table, side_heads
-from crossover.reports.check_conditions import checked
+from crossover.reports.answers import headline, slo_sliders
+from crossover.reports.answers.answer_table import answer_row, columns_of, side_heads
+from crossover.reports.answers.check_conditions import checked
+from crossover.reports.answers.model_answers import ModelAnswer, answers_of
+from crossover.reports.answers.own_gpu import predicted_here
 from crossover.reports.errors import ReportError
 from crossover.reports.export_run import export_run
-from crossover.reports.headline import Answer
-from crossover.reports.own_gpu import predicted_here
 from crossover.reports.plan.plan_costs import Plan, make_plan
 from crossover.reports.plan.plan_machines import asked_of, candidates_of
-from crossover.reports.plan.plan_text import as_text, choice_sentence
+from crossover.reports.render import first_screen_png, html_page, json_and_csv, markdown
+from crossover.reports.render.plan_text import as_text, choice_sentence
 from crossover.reports.report_data import read_report
 from crossover.reports.sections.crossover_map import crossover_map
 from crossover.reports.sections.host_overhead import seconds_outside_engine
+from crossover.reports.sections.levels_table import levels_table
 from crossover.reports.sections.memory import memory
 from tests.bench.device_fit.own_runs import table_of
 from tests.reports.runs import H200_RUN, h200, shown
@@ -113,9 +108,9 @@ def test_the_golden_values() -> None:
         (eight_b.gpu, 0.0188, 0.00517),
         (eight_b.cpu, 0.192, 0.121),
     ):
-        assert cell.alone is not None
-        assert cell.alone.ttft_seconds == pytest.approx(ttft, rel=0.01)
-        assert cell.alone.tpot_seconds == pytest.approx(tpot, rel=0.01)
+        assert cell.single_stream is not None
+        assert cell.single_stream.ttft_seconds == pytest.approx(ttft, rel=0.01)
+        assert cell.single_stream.tpot_seconds == pytest.approx(tpot, rel=0.01)
     assert (one_b.gpu.confirmed_rate, eight_b.gpu.confirmed_rate) == (47.7, 23.0)
     assert one_b.cpu.confirmed_rate is None and one_b.cpu.estimated_rate == pytest.approx(
         1.6, rel=0.01
@@ -157,7 +152,7 @@ def test_memory_has_a_column_for_states_and_buffers_where_placement_predicted_th
     assert journal.read_text().count(told) == 1
     journal.write_text(journal.read_text().replace(told, parts))
     data = read_report(run)
-    section = memory(data, headline.answers_of(data))
+    section = memory(data, answers_of(data))
     assert section is not None
     names = section.table.columns
     assert names[2:7] == ("weights", "KV cache", "recurrent state", "buffers", "overhead")
@@ -180,7 +175,7 @@ def test_energy_is_of_the_device_that_served_and_not_of_a_gpu_that_idles_beside_
     assert (
         "llama-3.1-8b takes 0.12 J on the GPU. On the CPU it was not" in sections["energy"].sentence
     )
-    told = report_files.numbers(data, answers)["answers"][1]["joules_per_token"]
+    told = json_and_csv.numbers(data, answers)["answers"][1]["joules_per_token"]
     assert told["cpu"] is None and told["gpu"] == pytest.approx(0.12, rel=0.1)
 
 
@@ -270,7 +265,7 @@ def test_markdown_json_and_csv_say_the_device_of_every_row() -> None:
     assert text.startswith(f"# {HEADLINE}") and len(text.encode()) <= 6_000
     assert "CPU: 16 cores of an Intel Xeon, price not known; GPU: NVIDIA H200, list price" in text
     assert "| CPU: Confirmed rate |" in text and "| GPU: Confirmed rate |" in text
-    told = json.loads(report_files.as_json(data, answers))
+    told = json.loads(json_and_csv.as_json(data, answers))
     assert [(one["model"], one["cpu"], one["gpu"]) for one in told["answers"]] == [
         ("llama-3.2-1b", "llama-3.2-1b-int8-onnx", "llama-3.2-1b-bf16-torch"),
         ("llama-3.1-8b", "llama-3.1-8b-int8-onnx", "llama-3.1-8b-bf16-torch"),
@@ -278,7 +273,7 @@ def test_markdown_json_and_csv_say_the_device_of_every_row() -> None:
     assert [one["device"] for one in told["cells"]] == ["cpu", "gpu", "cpu", "gpu"]
     assert told["gpu"]["name"] == "NVIDIA H200" and told["gpu"]["count"] == 1
     assert told["gpu"]["memory_bytes"] == 150754820096
-    rows = list(csv.DictReader(io.StringIO(report_files.as_csv(told["levels"]).decode())))
+    rows = list(csv.DictReader(io.StringIO(json_and_csv.as_csv(told["levels"]).decode())))
     devices = {"onnx": "cpu", "torch": "gpu"}
     assert rows and all(row["device"] == devices[row["backend"]] for row in rows)
     assert {row[1] for row in levels_table(data).rows} == {"CPU", "GPU"}
@@ -321,7 +316,7 @@ def test_a_condition_names_the_device_where_there_are_two() -> None:
 def test_a_copy_to_give_away_keeps_the_gpu_and_the_answer(tmp_path: Path) -> None:
     export_run(H200_RUN, tmp_path / "shared")
     again = read_report(tmp_path / "shared")
-    assert headline.headline(headline.answers_of(again), again) == HEADLINE
+    assert headline.headline(answers_of(again), again) == HEADLINE
     assert again.gpu == h200()[0].gpu
 
 
@@ -406,11 +401,11 @@ def test_the_price_is_an_option_and_nonsense_is_refused() -> None:
     assert "the machine of --run" in said("--price", "1")
 
 
-def changed(side: str, capacity: Capacity | None) -> list[Answer]:
+def changed(side: str, capacity: Capacity | None) -> list[ModelAnswer]:
     """The answers with another capacity of every configuration on a device."""
     found = []
     for answer in h200()[1]:
-        cell = answer.side(side)
+        cell = answer.cell_on(side)
         assert cell is not None
         other = msgspec.structs.replace(cell, capacity=capacity)
         found.append(msgspec.structs.replace(answer, **{side: other}))
@@ -441,7 +436,7 @@ def test_sentences_of_other_outcomes() -> None:
         f"{cpu}serves up to llama-3.1-8b at a confirmed 90 requests/s; {gpu}serves no more: "
         "llama-3.1-8b: 23/s confirmed, about 31/s estimated."
     )
-    alone = [msgspec.structs.replace(one, cpu=None, over=None) for one in h200()[1]]
+    alone = [msgspec.structs.replace(one, cpu=None, takeover=None) for one in h200()[1]]
     assert headline.headline(alone, data) == (
         "NVIDIA H200 serves up to llama-3.1-8b: 23 requests/s, confirmed."
     )

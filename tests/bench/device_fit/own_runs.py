@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from crossover.models import formatting
-from crossover.reports.devices.device_capacity import MIDDLE, Service, machine_of, simulated
-from crossover.reports.headline import answers_of
-from crossover.reports.own_gpu import predicted_here
+from crossover.reports.answers.model_answers import answers_of
+from crossover.reports.answers.own_gpu import predicted_here
+from crossover.reports.devices.device_capacity import MIDDLE, Service, machine_of, simulation_of
 from crossover.reports.report_data import CellData, ReportData, read_report
 
 HEADS = ("model, GPU, slots", "what", "predicted", "measured", "off")
@@ -28,13 +28,14 @@ def rows_of(cell: CellData, data: ReportData) -> list[tuple[str, ...]]:
     if (
         predicted is None
         or cell.estimated_rate is None
-        or cell.alone is None
+        or cell.single_stream is None
         or cell.capacity is None
     ):
         return []
     assert data.gpu and data.gpu.device and cell.spec and cell.traffic and predicted.rate
     machine = msgspec.structs.replace(machine_of(data.gpu.device), slots=cell.slots)
-    alone = simulated(Service(machine, cell.spec, cell.weight_format, cell.traffic), MIDDLE).alone()
+    service = Service(machine, cell.spec, cell.weight_format, cell.traffic)
+    alone = simulation_of(service, MIDDLE).alone()
     name = f"{cell.model}, {data.gpu.name}, {cell.slots}"
     found, like = cell.capacity, cell.like
     rows = [
@@ -46,8 +47,8 @@ def rows_of(cell: CellData, data: ReportData) -> list[tuple[str, ...]]:
         )
     ]
     for what, values, measured in (
-        ("TTFT, single request", alone.ttft, cell.alone.ttft_seconds),
-        ("TPOT, single request", alone.tpot, cell.alone.tpot_seconds),
+        ("TTFT, single request", alone.ttft, cell.single_stream.ttft_seconds),
+        ("TPOT, single request", alone.tpot, cell.single_stream.tpot_seconds),
     ):
         middle = float(np.nanmedian(values))
         if measured:

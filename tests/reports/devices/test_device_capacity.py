@@ -12,7 +12,7 @@ from crossover.reports.devices.device_capacity import (
     Service,
     Traffic,
     capacity_of,
-    holds,
+    certainty_of,
     machine_of,
 )
 from crossover.reports.devices.device_catalog import device_named, priced_gpus
@@ -49,9 +49,9 @@ def test_a_bigger_gpu_holds_more_of_a_model_and_its_interval_holds_the_estimate(
 def test_holds_agrees_with_the_capacity_without_searching_for_it() -> None:
     found = capacity_of(served(T4), CHAT)
     assert found.low and found.high
-    assert holds(served(T4), CHAT, found.low * 0.9) == "yes"
-    assert holds(served(T4), CHAT, (found.low * found.high) ** 0.5) == "perhaps"
-    assert holds(served(T4), CHAT, found.high * 1.2) == "no"
+    assert certainty_of(served(T4), CHAT, found.low * 0.9) == "yes"
+    assert certainty_of(served(T4), CHAT, (found.low * found.high) ** 0.5) == "perhaps"
+    assert certainty_of(served(T4), CHAT, found.high * 1.2) == "no"
 
 
 def test_a_model_that_does_not_fit_one_gpu_is_shared_by_several_and_none_says_why() -> None:
@@ -65,7 +65,7 @@ def test_a_machine_that_is_too_slow_alone_holds_no_rate() -> None:
     strict = Slo("strict", 0.001, 0.0001, 0.9)
     found = capacity_of(served(T4), strict)
     assert found.rate == 0.0 and "with one request at a time" in found.reason
-    assert holds(served(T4), strict, 0.01) == "no"
+    assert certainty_of(served(T4), strict, 0.01) == "no"
 
 
 @pytest.mark.parametrize("gpu", priced_gpus()[:3])
@@ -80,7 +80,7 @@ def test_asking_the_whole_list_takes_seconds() -> None:
     began = time.process_time()
     for gpu in priced_gpus():
         try:
-            holds(served(machine_of(gpu), "8b"), CHAT, 0.5)
+            certainty_of(served(machine_of(gpu), "8b"), CHAT, 0.5)
         except Exception as problem:  # does not fit: said in one sentence
             assert "GiB" in str(problem)
     assert time.process_time() - began < 20

@@ -12,7 +12,7 @@ from crossover.reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, 
 from crossover.reports.plan.plan_costs import MAX_ROWS, Candidate, Plan, make_plan
 from crossover.reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
 from crossover.reports.plan.plan_machines import _measured, asked_of, candidates_of
-from crossover.reports.plan.plan_text import as_json, as_text, choice_sentence
+from crossover.reports.render.plan_text import as_json, as_text, choice_sentence
 from tests.reports.runs import shown
 
 

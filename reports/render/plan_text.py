@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from crossover.models import formatting
+from crossover.reports.answers.headline import slo_words
 from crossover.reports.devices.device_step_times import NOT_CALIBRATED
-from crossover.reports.headline import slo_words
 from crossover.reports.plan.plan_costs import Option, Plan
 from crossover.serving.capacity.binding_limit import sentence_of
 

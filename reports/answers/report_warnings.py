@@ -26,28 +26,28 @@ from crossover.models import formatting
 from crossover.reports.report_data import CellData, ReportData
 
 NOTE, WARNING, SERIOUS = Seriousness.NOTE, Seriousness.WARNING, Seriousness.SERIOUS
-FAST_MOVE = 0.1  # of the machine's speed, above which the first screen says so
+MIN_ALERT_SHARE = 0.1  # change of the machine's speed from which the first screen names it
 
 
 def warnings_of(data: ReportData) -> list[NamedWarning]:
     """Return all warnings about a run, serious ones first."""
-    found = [*_of_levels(data), *_of_cells(data), *_of_engines(data), *_of_run(data)]
-    return sorted(found, key=lambda warning: warning.seriousness.rank)
+    warnings = [*_of_levels(data), *_of_cells(data), *_of_engines(data), *_of_run(data)]
+    return sorted(warnings, key=lambda warning: warning.seriousness.rank)
 
 
 def alerts_of(data: ReportData) -> list[str]:
     """Return what a reader of the first screen must not miss: at most three sentences."""
-    busy = {cell.busy: _named(cell, data) for cell in data.cells if cell.busy}
-    found = [
+    models_by_reason = {cell.busy: _name(cell, data) for cell in data.cells if cell.busy}
+    alerts = [
         f"The machine was never idle while {model} was measured: {reason}."
-        for reason, model in busy.items()
+        for reason, model in models_by_reason.items()
     ]
     for cell in data.cells:
-        if cell.capacity is not None and (cell.capacity.speed_moved or 0) > FAST_MOVE:
-            found.append(f"{_named(cell, data)}: {speed_words(cell.capacity)}.")
+        if cell.capacity is not None and (cell.capacity.speed_moved or 0) > MIN_ALERT_SHARE:
+            alerts.append(f"{_name(cell, data)}: {speed_words(cell.capacity)}.")
     if not _is_finished(data):
-        found.append("The run is not complete: its rows show what is missing.")
-    return found[:3]
+        alerts.append("The run is not complete: its rows show what is missing.")
+    return alerts[:3]
 
 
 def _where(cell: CellData, data: ReportData) -> str:
@@ -55,7 +55,8 @@ def _where(cell: CellData, data: ReportData) -> str:
     return f" on the {cell.device_words}" if len(data.sides) > 1 and cell.device else ""
 
 
-def _named(cell: CellData, data: ReportData) -> str:
+def _name(cell: CellData, data: ReportData) -> str:
+    """Return the model, with its device for a run with both devices."""
     return f"{cell.model}{_where(cell, data)}"
 
 
@@ -65,28 +66,27 @@ def _is_finished(data: ReportData) -> bool:
 
 def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
     """Yield a warning for each code, about its worst level, with the number of the other levels."""
-    by_code: dict[str, list[tuple[str, NamedWarning]]] = {}
+    by_code: dict[str, list[tuple[str, NamedWarning]]] = {}  # code -> (name of a level, warning)
     for cell in data.cells:
-        for one in cell.levels:
-            for warning in one.warnings:
-                # a level far above the capacity is always unsteady
-                if one.judged.verdict != "misses" or warning.code != "Unsteady":
-                    load = one.load(cell.like)
-                    own = _named(cell, data)
-                    name = f"{own} {f'at {load}' if one.level.rate is not None else f'({load})'}"
-                    by_code.setdefault(warning.code, []).append((name, warning))
-    for code, found in by_code.items():
-        name, worst = min(found, key=lambda pair: pair[1].seriousness.rank)
-        others = len(found) - 1
+        for measured in cell.levels:
+            load = measured.load(cell.like)
+            load = f"at {load}" if measured.level.rate is not None else f"({load})"
+            for warning in measured.warnings:
+                # A level far above the capacity is always unsteady, so that is no news.
+                if measured.judged.verdict != "misses" or warning.code != "Unsteady":
+                    named = f"{_name(cell, data)} {load}", warning
+                    by_code.setdefault(warning.code, []).append(named)
+    for code, warnings in by_code.items():
+        name, worst = min(warnings, key=lambda named: named[1].seriousness.rank)
+        others = len(warnings) - 1
         more = f" {others} more {'level has' if others == 1 else 'levels have'} it."
-        more = more if others else ""
-        text = f"{name}: {_sentence(worst.text)}{more}"
+        text = f"{name}: {_sentence(worst.text)}{more if others else ''}"
         yield NamedWarning(code, worst.seriousness, text, _sentence(worst.advice))
 
 
 def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
     for cell in data.cells:
-        title = _named(cell, data)
+        title = _name(cell, data)
         if cell.reason and cell.state != "not_started":
             yield NamedWarning(
                 "CellNotFinished" if cell.levels else "CellNotMeasured",
@@ -111,27 +111,35 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
 
 
 def _of_engines(data: ReportData) -> Iterator[NamedWarning]:
-    """Engines of one model on one side whose capacities a run does not tell apart."""
+    """Yield a warning for each pair of engines of one model on one side whose capacities the run
+    does not tell apart: their 90 % intervals overlap."""
     for first, second in itertools.combinations(data.cells, 2):
         if (first.model, first.side) != (second.model, second.side):
             continue
-        if (one := first.capacity) is None or (other := second.capacity) is None:
+        if (first_interval := _interval(first)) is None or (
+            second_interval := _interval(second)
+        ) is None:
             continue
-        if one.low is None or one.high is None or other.low is None or other.high is None:
-            continue
-        if one.low <= other.high and other.low <= one.high:
-            like = first.like
+        if first_interval[0] <= second_interval[1] and second_interval[0] <= first_interval[1]:
             intervals = " and ".join(
-                f"{_engine(cell)} ({formatting.rate_interval(found.low, found.high, like)})"
-                for cell, found in ((first, one), (second, other))
+                f"{_engine(cell)} ({formatting.rate_interval(*interval, first.like)})"
+                for cell, interval in ((first, first_interval), (second, second_interval))
             )
             yield NamedWarning(
                 "NoDifferenceShown",
                 NOTE,
-                f"{_named(first, data)}: no difference shown between the capacities of "
+                f"{_name(first, data)}: no difference shown between the capacities of "
                 f"{intervals}: their intervals overlap.",
                 "Confirm more rates, or measure longer, to tell them apart.",
             )
+
+
+def _interval(cell: CellData) -> tuple[float, float] | None:
+    """Return the 90 % interval of the capacity, requests/s; None: one of its ends is not known."""
+    capacity = cell.capacity
+    if capacity is None or capacity.low is None or capacity.high is None:
+        return None
+    return capacity.low, capacity.high
 
 
 def _engine(cell: CellData) -> str:
@@ -139,14 +147,16 @@ def _engine(cell: CellData) -> str:
 
 
 def _of_run(data: ReportData) -> Iterator[NamedWarning]:
-    lost = of_kind(data.events, LevelAbandoned)
-    if of_kind(data.events, Interrupted) or lost:
-        reasons = list(dict.fromkeys(event.reason for event in lost))[:3]
+    abandoned = of_kind(data.events, LevelAbandoned)
+    if of_kind(data.events, Interrupted) or abandoned:
+        reasons = list(dict.fromkeys(event.reason for event in abandoned))[:3]
         why = f": {', '.join(reasons)}" if reasons else ""
         levels = (
-            "1 unfinished level does" if len(lost) == 1 else f"{len(lost)} unfinished levels do"
+            "1 unfinished level does"
+            if len(abandoned) == 1
+            else f"{len(abandoned)} unfinished levels do"
         )
-        not_counted = f"; {levels} not count{why}" if lost else ""
+        not_counted = f"; {levels} not count{why}" if abandoned else ""
         text = f"The run was interrupted{not_counted}."
         advice = "The machine may have changed between the parts of the run."
         yield NamedWarning("Interrupted", NOTE, text, advice)
@@ -154,21 +164,23 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         text = "The run is not complete: configurations or load levels are missing."
         advice = f"Continue it with `crossover campaign resume {data.folder}`."
         yield NamedWarning("NotFinished", WARNING, text, advice)
-    torn = any(not one.level.is_whole for cell in data.cells for one in cell.levels)
-    if data.damage or torn:
+    lacks_requests = any(
+        not measured.level.is_whole for cell in data.cells for measured in cell.levels
+    )
+    if data.damage or lacks_requests:
         left_out = [*data.damage] or ["requests whose lines are missing from the file"]
         text = f"These parts of the run cannot be read: {', '.join(left_out)}."
         advice = "The run was killed, or the disk was full; what it was about to write is lost."
-        if torn:
+        if lacks_requests:
             advice = "Measure these cells again: the file was damaged after it was written."
-        yield NamedWarning("LinesLeftOut", SERIOUS if torn else NOTE, text, advice)
-    ready = of_kind(data.events, CellReady)
-    if found := dict.fromkeys(text for one in ready for text in one.shared_cores):
+        yield NamedWarning("LinesLeftOut", SERIOUS if lacks_requests else NOTE, text, advice)
+    ready_events = of_kind(data.events, CellReady)
+    if texts := dict.fromkeys(text for event in ready_events for text in event.shared_cores):
         advice = "Use more cores, or run the load generator on another machine."
-        yield NamedWarning("SharedCores", WARNING, _sentence("; ".join(found)), advice)
-    if found := dict.fromkeys(text for one in ready for text in one.endpoint_notes):
+        yield NamedWarning("SharedCores", WARNING, _sentence("; ".join(texts)), advice)
+    if texts := dict.fromkeys(text for event in ready_events for text in event.endpoint_notes):
         advice = "Values that the endpoint does not report are shown as not measured."
-        yield NamedWarning("EndpointLacks", NOTE, _sentence("; ".join(found)), advice)
+        yield NamedWarning("EndpointLacks", NOTE, _sentence("; ".join(texts)), advice)
     if any(cell.ready is not None and cell.ready.synthetic for cell in data.cells):
         text = (
             "The weights are seeded random numbers in the published shape: speed and memory are "
@@ -176,16 +188,16 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
         )
         advice = "Use the real weights before judging quality."
         yield NamedWarning("RandomWeights", NOTE, text, advice)
-    if unknown := dict.fromkeys(cell.model for cell in data.cells if cell.spec is None):
+    if models := dict.fromkeys(cell.model for cell in data.cells if cell.spec is None):
         text = (
-            f"The shape of {', '.join(unknown)} is unknown, so the size of the model, the takeover "
+            f"The shape of {', '.join(models)} is unknown, so the size of the model, the takeover "
             "GPU and the capacity of other machines are missing."
         )
         advice = "Give the model's file, folder or hub id in the campaign, so that it can be read."
         yield NamedWarning("ShapeUnknown", NOTE, text, advice)
-    if found := dict.fromkeys(filter(None, map(_route, ready))):
+    if texts := dict.fromkeys(filter(None, map(_route, ready_events))):
         advice = "The campaign's keys api and ignore_eos choose the route."
-        yield NamedWarning("Route", NOTE, _sentence("; ".join(found)), advice)
+        yield NamedWarning("Route", NOTE, _sentence("; ".join(texts)), advice)
     host = data.facts.get("hostname")
     if host is not None and host == data.manifest.client_facts.get("hostname"):
         text = "Load generator and server ran on the same machine."
@@ -198,12 +210,13 @@ def _of_run(data: ReportData) -> Iterator[NamedWarning]:
 
 
 def _route(ready: CellReady) -> str:
-    """Return the route of requests and the end of answers, unless both are the default; ""."""
+    """Return the route of requests and how answers end; "": both are the default."""
     with contextlib.suppress(msgspec.ValidationError):
         return route_words(msgspec.convert(ready.target, TargetFacts))
     return ""  # an endpoint that was not probed, or an exported run
 
 
 def _sentence(text: str) -> str:
+    """Return the text with a capital at its beginning and a full stop at its end."""
     text = text.strip()
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"

@@ -1,0 +1,253 @@
+"""The first table: a row for each model. The text of a cell has at most six words.
+
+columns = columns_of(data)         # CPU and GPU beside each other where both were measured
+answer_row(answer, data)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+
+from crossover.loadtests.capacity import capacity_text
+from crossover.models import formatting
+from crossover.reports.answers.binding_limits import binding_of
+from crossover.reports.answers.grades import Grade
+from crossover.reports.answers.headline import machine_words
+from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.report_data import CPU, GPU, SIDE_NAMES, CellData, ReportData
+from crossover.serving.capacity.batching_simulator import Simulated
+from crossover.serving.capacity.binding_limit import sentence_of
+from crossover.serving.capacity.simulated_capacity import Server
+from crossover.serving.capacity.slo import Slo
+
+STATES = {"skipped": "skipped", "unfinished": "not finished", "not_started": "not started"}
+
+
+class TableCell(msgspec.Struct, frozen=True, kw_only=True):
+    """A cell of the first table: its text, its grade, and the details that a click opens."""
+
+    text: str
+    grade: Grade | None = None
+    detail: str = ""
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True):
+    """A column of the first table. `side` is its device; "": the column is about the model."""
+
+    name: str  # "model", "alone", "held", "limit", "engine", "over" or "price"
+    head: str
+    side: str = ""
+
+    @property
+    def key(self) -> str:
+        """`cpu-held`: the page's script finds the cells of a column by it."""
+        return f"{self.side}-{self.name}" if self.side else self.name
+
+    @property
+    def full_head(self) -> str:
+        """The heading with its device, for a table without a heading of the device above it."""
+        return f"{SIDE_NAMES[self.side]}: {self.head}" if self.side else self.head
+
+
+HEADS = {
+    "alone": "Single request (TTFT, TPOT)",
+    "held": "Confirmed rate",
+    "limit": "Estimated capacity (90 % CI)",
+    "engine": "Engine",
+}
+MODEL = Column(name="model", head="Model")
+TAKEOVER = Column(name="over", head="Takeover GPU (capacity, price)")
+PRICE = Column(name="price", head="GPU (list price)")
+
+
+def columns_of(data: ReportData) -> tuple[Column, ...]:
+    """Return the columns of each device that was measured, then the takeover GPU if no GPU was
+    measured, or the GPU's price if only the GPU was."""
+    columns = [MODEL]
+    for side in data.sides:
+        columns += [Column(name=name, head=head, side=side) for name, head in HEADS.items()]
+    if data.sides == (GPU,):
+        columns.append(PRICE)
+    elif GPU not in data.sides:
+        columns.append(TAKEOVER)
+    return tuple(columns)
+
+
+def side_heads(data: ReportData) -> tuple[tuple[str, str], ...]:
+    """Return (side, name and price of its device) for the heading above the columns of each device;
+    () where only one device was measured."""
+    if len(data.sides) < 2:
+        return ()
+    price = None if data.gpu is None else data.gpu.dollars_per_hour
+    priced = formatting.dollars_per_hour(price)
+    gpu_price = "price not known" if price is None else f"list price {priced}"
+    prices = {CPU: "price not known", GPU: gpu_price}
+    return tuple(
+        (side, f"{SIDE_NAMES[side]}: {machine_words(data, side)}, {prices[side]}")
+        for side in data.sides
+    )
+
+
+def answer_row(answer: ModelAnswer, data: ReportData) -> tuple[TableCell, ...]:
+    """Return the cells of one model, in the order of `columns_of`."""
+    return tuple(_table_cell(answer, column, data) for column in columns_of(data))
+
+
+def _table_cell(answer: ModelAnswer, column: Column, data: ReportData) -> TableCell:
+    if column.name == "model":
+        return TableCell(text=answer.model, detail=_model_detail(answer))
+    if column.name == "over":
+        return _takeover_cell(answer)
+    if column.name == "price":
+        return _price_cell(data)
+    cell = answer.cell_on(column.side)
+    if cell is None:
+        # The GPU was not measured with this model: show the takeover GPU in its place.
+        if column.side == GPU and column.name == "limit" and answer.takeover is not None:
+            return _takeover_cell(answer)
+        return TableCell(text=formatting.NOT_MEASURED if column.name == "held" else "–")
+    makers: dict[str, Callable[[CellData, Slo], TableCell]] = {
+        "alone": _single_stream_cell,
+        "held": _confirmed_cell,
+        "limit": _estimated_cell,
+        "engine": _engine_cell,
+    }
+    return makers[column.name](cell, answer.slo)
+
+
+def _model_detail(answer: ModelAnswer) -> str:
+    details = [f"{answer.cell.size_words} parameters"]
+    if any(cell.ready is not None and cell.ready.synthetic for cell in answer.cells):
+        details.append("random weights: speed and memory are real, the text is noise")
+    for cell in answer.cells:
+        where = f" on the {cell.device_words}" if len(answer.cells) > 1 else ""
+        if cell.slots:
+            details.append(f"{cell.slots} requests at a time{where}")
+        if cell.choice is not None:
+            details.append(cell.choice.reason)
+    return "; ".join(details)
+
+
+def _engine_cell(cell: CellData, slo: Slo) -> TableCell:
+    return TableCell(text="–" if cell.state in ("not_started", "skipped") else cell.engine_words)
+
+
+def single_stream_words(cell: CellData) -> str:
+    """Return the median TTFT and TPOT of single requests, `83 ms, 12 ms`.
+
+    They are the measured ones, or the simulated ones where no request or no second token was
+    measured.
+    """
+    return _single_stream_times(cell)[0]
+
+
+def _single_stream_times(cell: CellData) -> tuple[str, str]:
+    """Return the times in words, and what they rest on; "": they are not known."""
+    measured = cell.single_stream
+    if measured is not None and measured.ttft_seconds is not None:
+        requests = "1 request" if measured.requests == 1 else f"{measured.requests} requests"
+        times = _times_in_words(measured.ttft_seconds, measured.tpot_seconds)
+        return times, f"measured: medians of {requests} sent one at a time"
+    simulated = _simulated_single_stream(cell)
+    if measured is None or simulated is None:
+        return formatting.NOT_MEASURED, ""
+    ttft, tpot = float(np.nanmedian(simulated.ttft)), float(np.nanmedian(simulated.tpot))
+    return _times_in_words(ttft, tpot), "simulated from step times, medians"
+
+
+def _times_in_words(ttft_seconds: float | None, tpot_seconds: float | None) -> str:
+    ttft = formatting.seconds(ttft_seconds)
+    return ttft if tpot_seconds is None else f"{ttft}, {formatting.seconds(tpot_seconds)}"
+
+
+def _single_stream_cell(cell: CellData, slo: Slo) -> TableCell:
+    """Return `83 ms, 12 ms: met`; where too few requests were measured to decide, the simulated
+    SLO attainment: `83 ms, 12 ms: 84 % attainment`."""
+    text, detail = _single_stream_times(cell)
+    measured = cell.single_stream
+    if measured is None or not detail:
+        return TableCell(text=text)
+    verdict = {True: "met", False: "missed", None: "unclear"}[measured.meets_slo]
+    if measured.meets_slo is None:
+        detail += "; too few to tell whether they meet the SLO"
+        if (simulated := _simulated_single_stream(cell)) is not None:
+            attainment = float(simulated.meets(slo).mean())
+            in_words = formatting.share(attainment, 2)
+            verdict = "met" if attainment >= slo.target else f"{in_words} attainment"
+            detail += f"; simulated SLO attainment {in_words}"
+    return TableCell(text=f"{text}: {verdict}", detail=detail)
+
+
+@lru_cache(maxsize=32)
+def _simulated_single_stream(cell: CellData) -> Simulated | None:
+    """Return simulated requests, one at a time; None: the configuration has no step-time model."""
+    if cell.step_times is None or cell.policy is None or cell.traffic is None:
+        return None
+    return Server(cell.step_times, cell.policy, cell.traffic.lengths, cell.traffic.arrivals).alone()
+
+
+def _confirmed_cell(cell: CellData, slo: Slo) -> TableCell:
+    capacity = cell.capacity
+    if capacity is None:
+        text = formatting.NOT_MEASURED if cell.state == "measured" else STATES[cell.state]
+        return TableCell(text=text, detail=cell.reason)
+    if capacity.is_confirmed:
+        text = formatting.rate(capacity.confirmed_rate, rounded="down", like=cell.like)
+        return TableCell(text=text, grade="confirmed", detail=capacity_text.held_words(capacity))
+    if capacity.state == "misses_slo_unloaded":
+        return TableCell(text="misses the SLO unloaded", detail=capacity.reason)
+    details = [capacity.reason] if capacity.reason else []
+    if capacity.confirm_seconds is not None:
+        minutes = formatting.duration(capacity.confirm_seconds)
+        details.append(f"crossover campaign resume {cell.folder} --confirm takes {minutes}")
+    return TableCell(text="none confirmed", detail="; ".join(details))
+
+
+def _estimated_cell(cell: CellData, slo: Slo) -> TableCell:
+    """Return the estimated capacity with its interval."""
+    capacity = cell.capacity
+    text = capacity_text.limit(capacity, cell.like)
+    if capacity is None or text in ("–", "not known"):
+        return TableCell(text=text)
+    detail = "between the levels that met and missed the SLO"
+    if capacity.method == "step_times":
+        method = "simulated from step times that this run measured; 90 % confidence interval"
+        details = (
+            capacity.reason if capacity.estimated_rate is None else method,
+            capacity_text.speed_words(capacity),
+            capacity_text.users_words(capacity),
+            capacity_text.reuse_words(capacity, cell.like),
+        )
+        detail = "; ".join(filter(None, details))
+        if (binding := binding_of(cell, slo)) is not None:
+            detail += f". {sentence_of(binding)}"
+    return TableCell(text=text, grade="estimated", detail=detail)
+
+
+def _takeover_cell(answer: ModelAnswer) -> TableCell:
+    """Return `NVIDIA T4: 12/s, $0.53/h`."""
+    takeover, gpu = answer.takeover, answer.takeover_gpu
+    if takeover is None:
+        return TableCell(text="not known")
+    if gpu is None:
+        return TableCell(text="no GPU in the list", grade="predicted", detail=takeover.reason)
+    like = answer.cell.like
+    rate = formatting.rate(gpu.rate, like=like)
+    wanted_rate = formatting.rate(takeover.rate, like=like)
+    detail = (
+        f"the cheapest GPU that serves {wanted_rate} with 90 % confidence; predicted capacity "
+        f"{rate} ({formatting.rate_interval(gpu.low, gpu.high, like)}) from its datasheet, weights "
+        "in 16 bits"
+    )
+    price = formatting.dollars_per_hour(gpu.dollars_per_hour)
+    return TableCell(text=f"{gpu.name}: {rate}, {price}", grade="predicted", detail=detail)
+
+
+def _price_cell(data: ReportData) -> TableCell:
+    """Return `NVIDIA H200, $7.91/h`."""
+    price = None if data.gpu is None else data.gpu.dollars_per_hour
+    return TableCell(text=f"{machine_words(data, GPU)}, {formatting.dollars_per_hour(price)}")

@@ -1,0 +1,100 @@
+"""Which limit binds each configuration of a run. Page, Markdown, plan and `quick` all ask here.
+
+binding = binding_of(cell, data.slo)       # BindingLimit, or None where it is not known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import inf
+
+import msgspec
+
+from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.report_data import GPU, CellData, ReportData
+from crossover.serving.capacity.binding_limit import (
+    MIN_TAKEN,
+    BindingLimit,
+    binding_limit,
+    by_other_processes,
+)
+from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Server
+from crossover.serving.capacity.slo import Slo
+
+
+@lru_cache(maxsize=64)
+def binding_of(cell: CellData, slo: Slo) -> BindingLimit | None:
+    """Return what limits a configuration; None where its step times or its capacity are not known,
+    or where the SLO has no limit."""
+    binding = _binding_on_any_device(cell, slo)
+    if binding is None or cell.side != GPU:
+        return binding
+    return msgspec.structs.replace(binding, is_on_gpu=True)
+
+
+def _binding_on_any_device(cell: CellData, slo: Slo) -> BindingLimit | None:
+    if (slo.ttft_seconds is None and slo.tpot_seconds is None) or cell.capacity is None:
+        return None
+    taken_share = taken_share_of(cell)
+    if taken_share is not None and taken_share >= MIN_TAKEN:
+        return by_other_processes(cell.estimated_rate or 0.0, taken_share)
+    if cell.estimated_rate is None:
+        return None
+    if cell.step_times is None or cell.policy is None or cell.traffic is None:
+        return _missed_unloaded(cell, slo) if cell.estimated_rate == 0.0 else None
+    server = Server(
+        cell.step_times,
+        cell.policy,
+        cell.traffic.lengths,
+        cell.traffic.arrivals,
+        count=QUICK_REQUESTS,
+    )
+    return binding_limit(server, slo, cell.estimated_rate, taken_share=taken_share)
+
+
+def _missed_unloaded(cell: CellData, slo: Slo) -> BindingLimit | None:
+    """Return which limit single requests miss more often, as measured; None: they miss none, or
+    none was measured."""
+    missed = {"unloaded_ttft": 0, "unloaded_tpot": 0}
+    for level in (measured.level for measured in cell.levels):
+        if level.is_single_stream and level.counts:
+            ttft, tpot = level.ttft[level.counted], level.tpot[level.counted]
+            missed["unloaded_ttft"] += int((ttft > (slo.ttft_seconds or inf)).sum())
+            missed["unloaded_tpot"] += int((tpot > (slo.tpot_seconds or inf)).sum())
+    if not any(missed.values()):
+        return None
+    is_ttft = missed["unloaded_ttft"] >= missed["unloaded_tpot"]
+    return BindingLimit(kind="unloaded_ttft" if is_ttft else "unloaded_tpot", rate=0.0)
+
+
+def taken_share_of(cell: CellData) -> float | None:
+    """Return the share of time that other processes took from the engine, as the mean of the levels
+    that count; None: it was not watched."""
+    disturbances = [
+        measured.level.finished.disturbance
+        for measured in cell.levels
+        if measured.level.counts and measured.level.finished is not None
+    ]
+    shares = [
+        disturbance.lost_share
+        for disturbance in disturbances
+        if disturbance is not None and disturbance.lost_share is not None
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+def bindings_of(
+    data: ReportData, answers: Sequence[ModelAnswer]
+) -> list[tuple[CellData, BindingLimit]]:
+    """Return the configurations of the first table whose limit is known, with that limit."""
+    cells = [cell for answer in answers for cell in answer.cells]
+    bindings = [(cell, binding_of(cell, data.slo)) for cell in cells]
+    return [(cell, binding) for cell, binding in bindings if binding is not None]
+
+
+def featured_binding(
+    bindings: Sequence[tuple[CellData, BindingLimit]],
+) -> tuple[CellData, BindingLimit]:
+    """Return the pair of the largest model that is served, else the last pair."""
+    return next((pair for pair in reversed(bindings) if pair[0].is_served), bindings[-1])

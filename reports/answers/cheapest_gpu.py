@@ -1,0 +1,106 @@
+"""Where a GPU takes over, and which: the one rule that page, map and sentence follow.
+
+    choose_takeover(cell, data.slo)         # Takeover(rate=..., gpu=DeviceCapacity(...))
+
+**The rule: the cheapest GPU of the catalog whose low end (90 %, one-sided) serves the rate.** The
+rate is a little more than the CPU's estimated capacity. Where a model misses the SLO even unloaded,
+it is the smallest rate that anybody would ask for. A plan chooses by the same rule
+(plan_costs.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from crossover.models.model_spec import ModelSpec
+from crossover.reports.devices.device_capacity import (
+    SLOW,
+    TOGETHER,
+    DeviceCapacity,
+    Service,
+    Traffic,
+    capacity_of,
+    certainty_of,
+    machine_of,
+    simulation_of,
+)
+from crossover.reports.devices.device_catalog import priced_gpus
+from crossover.reports.errors import ReportError
+from crossover.reports.report_data import GPU, CellData, ReportData
+from crossover.serving.capacity.slo import Slo
+
+MIN_GAIN = 1.1  # times the CPU's estimated capacity, which a takeover GPU serves at least
+MIN_RATE = 1 / 3600  # requests/s: one an hour, where the CPU meets the SLO at no rate
+GPU_FORMAT = "bf16"  # the weight format in which a GPU is assumed to serve
+
+
+class Takeover(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPU that takes over from the CPU of a configuration: predicted. Where `gpu` is None,
+    `reason` says why."""
+
+    rate: float  # requests/s that the GPU must serve
+    gpu: DeviceCapacity | None
+    reason: str = ""
+
+
+def choose_takeover(cell: CellData, slo: Slo) -> Takeover | None:
+    """Return the GPU that takes over from a configuration on a CPU, whatever GPU the machine has.
+
+    None for a configuration on a GPU, and where the model's shape, its requests or its capacity
+    are not known.
+    """
+    spec, traffic = cell.spec, cell.traffic
+    if spec is None or traffic is None or cell.estimated_rate is None or cell.side == GPU:
+        return None
+    wanted_rate = max(cell.estimated_rate * MIN_GAIN, MIN_RATE)
+    offers = [
+        ((device.dollars_per_hour or math.inf) * count, count, device)
+        for device in priced_gpus()
+        for count in TOGETHER
+    ]
+    for _, count, device in sorted(offers, key=lambda offer: offer[:2]):
+        service = Service(machine_of(device), spec, GPU_FORMAT, traffic, count)
+        try:
+            if certainty_of(service, slo, wanted_rate) == "yes":
+                return Takeover(rate=wanted_rate, gpu=capacity_of(service, slo))
+        except ReportError:  # its memory does not suffice, or its peak is not known
+            continue
+    return Takeover(
+        rate=wanted_rate, gpu=None, reason="no GPU of the catalog serves it with 90 % confidence"
+    )
+
+
+def gpus_that_fit(spec: ModelSpec, traffic: Traffic, max_count: int) -> list[Service]:
+    """Return the cheapest GPUs whose memory the model fits, whatever rate they serve."""
+    services: list[Service] = []
+    for device in priced_gpus():
+        service = Service(machine_of(device), spec, GPU_FORMAT, traffic)
+        try:
+            simulation_of(service, SLOW)
+        except ReportError:  # its memory does not suffice, or its peak is not known
+            continue
+        services.append(service)
+        if len(services) == max_count:
+            break
+    return services
+
+
+def best_cells(data: ReportData) -> dict[str, dict[str, CellData]]:
+    """Return model -> side -> its configuration with the highest confirmed rate, then capacity.
+
+    The model with the fewest active parameters comes first. Configurations on a CPU and on a GPU
+    are never ranked against each other.
+    """
+
+    def rank(cell: CellData) -> tuple[float, float]:
+        return cell.confirmed_rate or 0.0, cell.estimated_rate or 0.0
+
+    best: dict[str, dict[str, CellData]] = {}
+    for cell in data.cells:
+        cells_by_side = best.setdefault(cell.model, {})
+        best_so_far = cells_by_side.get(cell.side)
+        if best_so_far is None or rank(cell) > rank(best_so_far):
+            cells_by_side[cell.side] = cell
+    return best

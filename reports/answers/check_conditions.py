@@ -1,0 +1,128 @@
+"""Conditions for CI: `crossover report RUN --check "1b:capacity>=0.5"`.
+
+    checked("1b:confirmed>=0.5", answers)
+    # Checked(holds=True, text="1b:confirmed>=0.5: confirmed is 0.57")
+    checked("1b:gpu:confirmed>=20", answers)
+
+A condition is MODEL:QUANTITY OP NUMBER, or MODEL:DEVICE:QUANTITY OP NUMBER where the model was
+measured on the CPU and on the GPU. A condition about a value that is not known fails, and its text
+says "not measured".
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from crossover.models import formatting
+from crossover.models.formatting import GIB
+from crossover.models.model_ladder import is_ladder_model, ladder_model
+from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.errors import ReportError
+from crossover.reports.report_data import SIDE_NAMES, CellData
+
+_CONDITION = re.compile(
+    r"\s*(\S+?)\s*(?::\s*(cpu|gpu)\s*)?:\s*([a-z]+)\s*(>=|<=|>|<)\s*([0-9.eE+-]+)\s*"
+)
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """Whether a condition holds, and the value that was compared."""
+
+    holds: bool
+    text: str
+
+
+def _ttft_seconds(cell: CellData) -> float | None:
+    return None if cell.single_stream is None else cell.single_stream.ttft_seconds
+
+
+def _tpot_seconds(cell: CellData) -> float | None:
+    return None if cell.single_stream is None else cell.single_stream.tpot_seconds
+
+
+def _sure_rate(cell: CellData) -> float | None:
+    if cell.capacity is None or cell.confirmed_rate:
+        return cell.confirmed_rate
+    return cell.capacity.low
+
+
+def _peak_gib(cell: CellData) -> float | None:
+    peak_bytes = cell.memory.measured_bytes
+    return None if peak_bytes is None else peak_bytes / GIB
+
+
+# name -> (what it is, how it is read from a configuration)
+QUANTITIES: dict[str, tuple[str, Callable[[CellData], float | None]]] = {
+    "confirmed": ("the confirmed rate, requests/s", lambda cell: cell.confirmed_rate),
+    "estimated": ("the estimated capacity, requests/s", lambda cell: cell.estimated_rate),
+    "capacity": ("the confirmed rate, else the low end of the estimate, requests/s", _sure_rate),
+    "ttft": ("median TTFT of a single request, s", _ttft_seconds),
+    "tpot": ("median TPOT of a single request, s", _tpot_seconds),
+    "memory": ("measured peak memory of the host, on a GPU of the GPU, GiB", _peak_gib),
+}
+
+
+def checked(condition: str, answers: Sequence[ModelAnswer]) -> Checked:
+    """Return whether a condition holds.
+
+    Raises ReportError if the text is no condition, or names no quantity or model of the run.
+    """
+    match = _CONDITION.fullmatch(condition)
+    quantities = ", ".join(QUANTITIES)
+    if match is None:
+        raise ReportError(
+            f"--check {condition!r} is not a condition. Write MODEL:QUANTITY>=NUMBER or "
+            f"MODEL:DEVICE:QUANTITY>=NUMBER. Quantities are {quantities}"
+        )
+    model, side, quantity, sign, number = match.groups()
+    if quantity not in QUANTITIES:
+        raise ReportError(f"--check {condition!r}: {quantity!r} is not one of {quantities}")
+    try:
+        bound = float(number)
+    except ValueError:
+        raise ReportError(f"--check {condition!r}: {number!r} is not a number") from None
+    cell = _cell_on(_answer_about(model, answers, condition), side, quantity, condition)
+    _, read = QUANTITIES[quantity]
+    value = read(cell)
+    if value is None:
+        return Checked(False, f"{condition}: {quantity} is {formatting.NOT_MEASURED}")
+    text = f"{condition}: {quantity} is {formatting.significant(value, 3)}"
+    return Checked(_COMPARE[sign](value, bound), text)
+
+
+def _answer_about(model: str, answers: Sequence[ModelAnswer], condition: str) -> ModelAnswer:
+    """Return the answer about a model, by its name in the run or in the ladder."""
+    names = {model, ladder_model(model).spec.name} if is_ladder_model(model) else {model}
+    for answer in answers:
+        spec = answer.cell.spec
+        if names & {answer.model, answer.model if spec is None else spec.name}:
+            return answer
+    models = ", ".join(answer.model for answer in answers)
+    raise ReportError(f"--check {condition!r}: The run has no model {model!r}. Models: {models}")
+
+
+def _cell_on(answer: ModelAnswer, side: str | None, quantity: str, condition: str) -> CellData:
+    """Return the configuration on the named device, which may be None (not named) only if the model
+    was measured on one device."""
+    if side is None and len(answer.cells) > 1:
+        raise ReportError(
+            f"--check {condition!r}: {answer.model} was measured on the CPU and on the GPU. Name "
+            f"the device: {answer.model}:cpu:{quantity} or {answer.model}:gpu:{quantity}."
+        )
+    cell = answer.cell if side is None else answer.cell_on(side)
+    if cell is None:
+        raise ReportError(
+            f"--check {condition!r}: {answer.model} was not measured on the "
+            f"{SIDE_NAMES[str(side)]} in this run."
+        )
+    return cell

@@ -1,0 +1,125 @@
+"""What output tokens cost and take: dollars for a million of them, joules for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from crossover.models import formatting
+from crossover.reports.answers.grades import Grade
+from crossover.reports.answers.headline import machine_words
+from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.report_data import GPU, CellData, LevelData, ReportData
+
+RATE_NAMES: dict[Grade, str] = {
+    "confirmed": "confirmed rate",
+    "estimated": "low end of the estimate",
+    "predicted": "low end of the prediction",
+}
+
+
+def sure_rate(cell: CellData) -> tuple[float | None, Grade]:
+    """Return the confirmed rate, or the low end of the estimate, and its grade; None: neither is
+    known."""
+    if cell.confirmed_rate:
+        return cell.confirmed_rate, "confirmed"
+    low = None if cell.capacity is None else cell.capacity.low
+    return low or None, "estimated"
+
+
+def price_of(cell: CellData, data: ReportData) -> float | None:
+    """Return dollars per hour of the device; None: not known, as for every CPU."""
+    return data.gpu.dollars_per_hour if cell.side == GPU and data.gpu is not None else None
+
+
+def dollars_per_million_tokens(cell: CellData, dollars_per_hour: float | None) -> float | None:
+    """Return dollars for a million output tokens at `sure_rate`; None: price or rate is not known.
+
+    dollars = dollars per hour / (3600 s * rate * mean output tokens) * 1e6
+    """
+    rate, _ = sure_rate(cell)
+    if not dollars_per_hour or not rate or cell.traffic is None:
+        return None
+    return dollars_per_hour / (3600 * rate * cell.traffic.mean_output) * 1e6
+
+
+def takeover_dollars_per_million_tokens(answer: ModelAnswer) -> float | None:
+    """Return dollars for a million output tokens on the takeover GPU, at the low end of its
+    prediction; None: price or rate is not known."""
+    gpu, traffic = answer.takeover_gpu, answer.cell.traffic
+    if gpu is None or not gpu.dollars_per_hour or not gpu.low or traffic is None:
+        return None
+    return gpu.dollars_per_hour / (3600 * gpu.low * traffic.mean_output) * 1e6
+
+
+def joules_of(cell: CellData) -> float | None:
+    """Return joules per output token on the device that served, at the highest load level whose
+    power was measured; None: not measured."""
+    return next((j for j in map(joules_per_token, reversed(cell.loaded)) if j), None)
+
+
+def joules_per_token(measured: LevelData) -> float | None:
+    """Return joules per output token of one level; None: power or tokens were not measured."""
+    tokens_per_second = measured.level.output_tokens_per_second
+    if not measured.watts or not tokens_per_second:
+        return None
+    return measured.watts / tokens_per_second
+
+
+def takeover_joules(answer: ModelAnswer, cell: CellData) -> float | None:
+    """Return joules per output token on the takeover GPU at its capacity, predicted; None where a
+    GPU of this machine was measured."""
+    gpu = answer.takeover_gpu
+    if gpu is None or gpu.watts is None or not gpu.rate or answer.gpu is not None:
+        return None
+    return None if cell.traffic is None else gpu.watts / (gpu.rate * cell.traffic.mean_output)
+
+
+def joules_in_words(joules: float | None, missing: str = formatting.NOT_MEASURED) -> str:
+    """Return `0.12 J`."""
+    return missing if joules is None else f"{formatting.significant(joules)} J"
+
+
+def dollars_in_words(dollars: float | None) -> str:
+    """Return `$0.49`; `–`: not known."""
+    return "–" if dollars is None else f"${formatting.significant(dollars)}"
+
+
+def cost_lines(data: ReportData, answers: Sequence[ModelAnswer]) -> list[str]:
+    """Return, for the first screen, the dollars for a million output tokens and the joules per
+    token: a line for each device with a price, about the largest model that it serves; if no device
+    has a price, a line about the takeover GPU."""
+    lines = list(_lines_of_devices(data, answers))
+    return lines or list(_lines_of_takeover(answers))
+
+
+def _lines_of_devices(data: ReportData, answers: Sequence[ModelAnswer]) -> Iterator[str]:
+    for side in data.sides:
+        cells = [cell for answer in answers if (cell := answer.cell_on(side)) is not None]
+        served = [cell for cell in cells if sure_rate(cell)[0]]
+        if not served:
+            continue
+        largest = served[-1]
+        price, (_, grade) = price_of(largest, data), sure_rate(largest)
+        dollars = dollars_per_million_tokens(largest, price)
+        if dollars is not None:
+            yield (
+                f"{machine_words(data, side)} ({formatting.dollars_per_hour(price)}): "
+                f"{dollars_in_words(dollars)} per million output tokens of {largest.model} at the "
+                f"{RATE_NAMES[grade]}; energy per token: {joules_in_words(joules_of(largest))}."
+            )
+
+
+def _lines_of_takeover(answers: Sequence[ModelAnswer]) -> Iterator[str]:
+    for answer in reversed(answers):
+        gpu, dollars = answer.takeover_gpu, takeover_dollars_per_million_tokens(answer)
+        if gpu is None or dollars is None:
+            continue
+        joules = takeover_joules(answer, answer.cell)
+        energy = "not known" if joules is None else f"{joules_in_words(joules)} predicted"
+        yield (
+            f"{gpu.name} ({formatting.dollars_per_hour(gpu.dollars_per_hour)}): "
+            f"{dollars_in_words(dollars)} per million output tokens of {answer.model} at the "
+            f"{RATE_NAMES['predicted']}; energy per token: {energy}. This machine: price not "
+            f"known; energy per token: {joules_in_words(joules_of(answer.cell))}."
+        )
+        return

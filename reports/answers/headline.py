@@ -1,0 +1,233 @@
+"""The answer in one sentence, and one line about what it rests on.
+
+headline(answers, data)     # "2 cores of an AMD EPYC serve up to ..."
+basis(data)                 # workload in tokens, SLO in words, date
+
+The sentence has at most 30 words where one device was measured, 40 where CPU and GPU were.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from crossover.loadtests.levels.disturbance import MAX_SLIGHT_SHARE
+from crossover.models import formatting
+from crossover.reports.answers.binding_limits import taken_share_of
+from crossover.reports.answers.model_answers import ModelAnswer
+from crossover.reports.devices.device_capacity import DeviceCapacity
+from crossover.reports.report_data import CPU, GPU, CellData, ReportData
+from crossover.serving.capacity.slo import Slo
+
+
+def headline(answers: Sequence[ModelAnswer], data: ReportData) -> str:
+    """Return the sentence; it is only about models whose capacity was measured."""
+    measured = [answer for answer in answers if any(cell.capacity for cell in answer.cells)]
+    if not measured:
+        return "Nothing was measured to its end in this run."
+    sides = [side for side in (CPU, GPU) if any(answer.cell_on(side) for answer in measured)]
+    if len(sides) == 1:
+        return _sentence_of_one_device(measured, data, sides[0])
+    return _sentence_of_both_devices(measured, data)
+
+
+def _sentence_of_one_device(measured: Sequence[ModelAnswer], data: ReportData, side: str) -> str:
+    machine = machine_words(data, side)
+    verb = "serve" if re.match(r"\d+ cores ", machine) else "serves"
+    if not data.facts.get("url"):
+        machine = f"{machine[:1].upper()}{machine[1:]}"
+    cells = [cell for answer in measured if (cell := answer.cell_on(side)) is not None]
+    largest_served = max((place for place, cell in enumerate(cells) if cell.is_served), default=-1)
+    needing_gpu = [
+        answer
+        for answer in measured[largest_served + 1 :]
+        if _misses_unloaded(answer.cell_on(side))
+    ]
+    if largest_served < 0 and len(needing_gpu) < len(cells):
+        return _sentence_without_rates(cells)
+    if largest_served < 0:
+        needed = _needed_gpu(needing_gpu[0])
+        return f"{machine} {verb} none of these models within the SLO{needed}."
+    cell, answer = cells[largest_served], measured[largest_served]
+    serves = f"{machine} {verb} up to {cell.model}: {_rate_in_words(cell)}"
+    if needing_gpu:
+        return f"{serves}{_needed_gpu(needing_gpu[0])}."
+    if answer.takeover_gpu is not None:
+        gpu = answer.takeover_gpu
+        capacity = f"about {formatting.rate(cell.estimated_rate, like=cell.like)}"
+        above = capacity if cell.confirmed_rate else "that"
+        return f"{serves}; above {above} {_article(gpu.name)} {_priced(gpu)} takes over."
+    return f"{serves}."
+
+
+def _sentence_of_both_devices(measured: Sequence[ModelAnswer], data: ReportData) -> str:
+    """Return where the CPU stops and this machine's GPU takes over, both measured."""
+    served_by_cpu, served_by_gpu = (
+        [answer for answer in measured if (cell := answer.cell_on(side)) and cell.is_served]
+        for side in (CPU, GPU)
+    )
+    if not served_by_cpu and not served_by_gpu:
+        cells = [cell for answer in measured for cell in answer.cells]
+        if all(map(_misses_unloaded, cells)):
+            return "Neither the CPU nor the GPU serves one of these models within the SLO."
+        return _sentence_without_rates(cells)
+    gpu_name = f"this machine's {machine_words(data, GPU)}"
+    machine = machine_words(data, CPU)
+    subject = "The CPU" if machine == "this machine" else f"The CPU ({machine})"
+    cpu_serves = f"{subject} serves none of these models within the SLO"
+    largest_of_cpu = served_by_cpu[-1] if served_by_cpu else None
+    if largest_of_cpu is not None and largest_of_cpu.cpu is not None:
+        rate = _short_rate(largest_of_cpu.cpu)
+        cpu_serves = f"{subject} serves up to {largest_of_cpu.model} at {rate}"
+    if not served_by_gpu:
+        return f"{cpu_serves}; {gpu_name} serves none of them within the SLO."
+    largest_of_gpu = served_by_gpu[-1]
+    assert largest_of_gpu.gpu is not None
+    gpu_serves = f"{largest_of_gpu.model}: {_both_rates(largest_of_gpu.gpu)}"
+    if largest_of_cpu is None:
+        return f"{cpu_serves}; {gpu_name} serves up to {gpu_serves}."
+    # larger models, which the CPU misses the SLO with, or which were not measured on it
+    only_on_gpu = [
+        answer.model
+        for answer in served_by_gpu
+        if measured.index(answer) > measured.index(largest_of_cpu)
+    ]
+    gpu_is_faster = largest_of_cpu in served_by_gpu and (
+        _best_rate(largest_of_cpu.gpu) > _best_rate(largest_of_cpu.cpu)
+    )
+    cases = ["above that"] if gpu_is_faster else []
+    if only_on_gpu:
+        cases.append(f"{'and ' if cases else ''}for {_listed(only_on_gpu)}")
+    if not cases:
+        return f"{cpu_serves}; {gpu_name} serves no more: {gpu_serves}."
+    return f"{cpu_serves}; {', '.join(cases)}, {gpu_name} takes over ({gpu_serves})."
+
+
+def _misses_unloaded(cell: CellData | None) -> bool:
+    """Return whether even single requests miss the SLO on a machine that was otherwise idle."""
+    if cell is None or cell.capacity is None or _is_disturbed(cell):
+        return False
+    return cell.capacity.state == "misses_slo_unloaded"
+
+
+def _is_disturbed(cell: CellData) -> bool:
+    """Return whether other processes took so much that they, and not the machine, may be the reason
+    for requests that missed the SLO."""
+    return bool(cell.busy) or (taken_share_of(cell) or 0.0) > MAX_SLIGHT_SHARE
+
+
+def _sentence_without_rates(cells: Sequence[CellData]) -> str:
+    """Return that no rate is known, and whether other processes are the reason."""
+    sentence = "No rate was confirmed or estimated in this run"
+    taken_shares = [taken_share_of(cell) or 0.0 for cell in cells if _is_disturbed(cell)]
+    if not taken_shares:
+        return f"{sentence}."
+    if max(taken_shares) == 0:
+        return f"{sentence}, because the machine was never idle."
+    return (
+        f"{sentence}: other processes took {formatting.share(max(taken_shares))} of the engine's "
+        "time. Measure again on an idle machine."
+    )
+
+
+def _best_rate(cell: CellData | None) -> float:
+    return 0.0 if cell is None else cell.estimated_rate or cell.confirmed_rate or 0.0
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return `a`, `a and b`, `a, b and c`; of more than three names the first and the last."""
+    if len(names) > 3:
+        return f"{names[0]} to {names[-1]}"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _rate_in_words(cell: CellData) -> str:
+    """Return `23 requests/s, confirmed`, or `about 1.6 requests/s (1.3–1.9), estimated`."""
+    capacity, like = cell.capacity, cell.like
+    if cell.confirmed_rate or capacity is None:
+        confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=like)
+        return f"{formatting.of_requests(confirmed)}, confirmed"
+    estimate = formatting.rate_with_interval(
+        capacity.estimated_rate, capacity.low, capacity.high, like
+    )
+    return f"about {formatting.of_requests(estimate)}, estimated"
+
+
+def _short_rate(cell: CellData) -> str:
+    """Return `a confirmed 23 requests/s`, or `an estimated 1.6 requests/s`."""
+    if cell.confirmed_rate:
+        return f"a confirmed {formatting.requests(cell.confirmed_rate, rounded='down')}"
+    return f"an estimated {formatting.requests(cell.estimated_rate)}"
+
+
+def _both_rates(cell: CellData) -> str:
+    """Return `23/s confirmed, about 31/s estimated`."""
+    rates = []
+    if cell.confirmed_rate:
+        confirmed = formatting.rate(cell.confirmed_rate, rounded="down", like=cell.like)
+        rates.append(f"{confirmed} confirmed")
+    if cell.estimated_rate and cell.estimated_rate != cell.confirmed_rate:
+        rates.append(f"about {formatting.rate(cell.estimated_rate, like=cell.like)} estimated")
+    return ", ".join(rates)
+
+
+def _needed_gpu(answer: ModelAnswer) -> str:
+    """Return `; llama-3.1-8b needs a GPU: NVIDIA L4 ($0.80/h)`; "" if it ran on a GPU."""
+    if answer.cpu is None:
+        return ""
+    gpu = answer.takeover_gpu
+    name_and_price = "" if gpu is None else f": {_priced(gpu)}"
+    return f"; {answer.model} needs a GPU{name_and_price}"
+
+
+def _priced(gpu: DeviceCapacity) -> str:
+    return f"{gpu.name} ({formatting.dollars_per_hour(gpu.dollars_per_hour)})"
+
+
+def _article(name: str) -> str:
+    return "an" if name[:1].upper() in "AEIOU" or name.startswith("NVIDIA") else "a"
+
+
+def machine_words(data: ReportData, side: str = CPU) -> str:
+    """Return `2 cores of an AMD EPYC`; for the GPU `NVIDIA H200`; for an endpoint its URL."""
+    facts = data.facts
+    if facts.get("url"):
+        return str(facts["url"])
+    if side == GPU:
+        return "GPU" if data.gpu is None else data.gpu.words
+    name = re.sub(
+        r"\s*(\(R\)|\(TM\)|CPU|Processor|@.*|\d+-Core)\s*", " ", str(facts.get("cpu_model") or "")
+    )
+    name = " ".join(name.split())
+    name = f"{_article(name)} {name}" if name else "this machine"
+    allowed_cores = facts.get("allowed_cores")  # their number, or their list
+    cores = len(allowed_cores) if isinstance(allowed_cores, list | tuple) else allowed_cores
+    cores = cores or facts.get("logical_cores")
+    counted = "1 core of " if cores == 1 else f"{cores} cores of " if cores else ""
+    return f"{counted}{name}"
+
+
+def whole_machine_words(data: ReportData) -> str:
+    """Return the devices that were measured: `16 cores of an Intel Xeon and NVIDIA H200`."""
+    names = [machine_words(data, side) for side in data.sides] or [machine_words(data)]
+    return " and ".join(dict.fromkeys(names))
+
+
+def slo_words(slo: Slo) -> str:
+    """Return `first token within 2 s, then 200 ms a token, for 90 % of requests`."""
+    limits = []
+    if slo.ttft_seconds is not None:
+        limits.append(f"first token within {formatting.limit(slo.ttft_seconds)}")
+    if slo.tpot_seconds is not None:
+        limits.append(f"then {formatting.limit(slo.tpot_seconds)} a token")
+    return f"{', '.join(limits) or 'no limit'}, for {formatting.share(slo.target)} of requests"
+
+
+def basis(data: ReportData) -> str:
+    """Return what the answer rests on, in a line: lengths of requests, SLO, date."""
+    traffics = [cell.traffic for cell in data.cells if cell.traffic is not None]
+    requests = "Requests of unknown length"
+    if traffics:
+        prompt, output = traffics[0].mean_prompt, traffics[0].mean_output
+        requests = f"Requests of {prompt:.0f} + {output:.0f} tokens (prompt + answer, means)"
+    return f"{requests}; SLO: {slo_words(data.slo)}; {data.manifest.created[:10]}"

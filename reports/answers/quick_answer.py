@@ -1,0 +1,228 @@
+"""The answer of `crossover quick`, computed from its run; reports/render/quick_text.py words it.
+
+    answer = quick_answer(read_report(folder), software="llama-server", think_seconds=45.0)
+
+Its rates are estimated, never confirmed, because no load level ran. Times are in seconds, rates in
+requests/s. A missing value is None, which people read as "not measured" or "not known".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from crossover.loadtests.levels.level_columns import levels_of
+from crossover.loadtests.records.journal_events import Calibrated, Capacity, of_kind
+from crossover.loadtests.records.run_folder import read_records
+from crossover.reports.answers.binding_limits import binding_of
+from crossover.reports.answers.cheapest_gpu import choose_takeover
+from crossover.reports.report_data import GPU, CellData, ReportData
+from crossover.serving.capacity.binding_limit import BindingLimit
+from crossover.serving.capacity.simulated_capacity import QUICK_REQUESTS, Server
+from crossover.serving.capacity.slo import Slo
+from crossover.serving.workload.request_lengths import in_words
+
+SHAPE_ADVICE = "the model's shape is not known (name one of `crossover models list` with --shape)"
+
+
+class Users(msgspec.Struct, frozen=True, kw_only=True):
+    """Concurrent users: each waits for an answer, reads and thinks, then asks again."""
+
+    estimate: float
+    low: float | None  # with the 90 % confidence interval of the capacity
+    high: float | None
+    think_seconds: float
+    answer_seconds: float  # mean time of a whole answer at the estimated capacity
+
+
+class QuickTakeover(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPU that would take over: predicted. Where `name` is None, `reason` says why."""
+
+    name: str | None = None
+    rate: float | None = None
+    dollars_per_hour: float | None = None
+    reason: str = ""
+
+
+class QuickAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, as --json prints it."""
+
+    kind: Literal["crossover-quick"] = "crossover-quick"
+    version: int = 1
+    url: str
+    software: str
+    model: str
+    created: str
+    workload: str
+    mean_prompt_tokens: float | None = None
+    mean_output_tokens: float | None = None
+    slo: Slo
+    requests: int = 0  # sent one at a time; the two times below are their medians
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
+    grade: Literal["estimated", "not measured"] = "not measured"  # of the capacity
+    capacity: Capacity | None = None
+    reason: str = ""  # why there is no capacity
+    users: Users | None = None
+    slots: int | None = None  # as the server reports, or as the bursts showed
+    binding: BindingLimit | None = None  # which limit binds; None: it is not known
+    takeover: QuickTakeover = QuickTakeover(reason="not known")
+    notes: tuple[str, ...] = ()
+    run: str = ""  # the run's folder
+
+    @property
+    def like(self) -> float | None:
+        """The rate in whose unit all rates are shown."""
+        return None if self.capacity is None else self.capacity.estimated_rate
+
+
+def quick_answer(
+    data: ReportData, *, software: str, think_seconds: float, notes: tuple[str, ...] = ()
+) -> QuickAnswer:
+    """Return the answer that a run of one endpoint gives."""
+    (cell,) = data.cells
+    single, traffic = cell.single_stream, cell.traffic
+    is_estimated = bool(cell.capacity is not None and cell.capacity.estimated_rate)
+    return QuickAnswer(
+        url=str(data.facts.get("url") or ""),
+        software=software,
+        model=cell.model,
+        created=data.manifest.created,
+        workload=in_words(data.workload),
+        mean_prompt_tokens=None if traffic is None else round(traffic.mean_prompt, 1),
+        mean_output_tokens=None if traffic is None else round(traffic.mean_output, 1),
+        slo=data.slo,
+        requests=0 if single is None else single.requests,
+        ttft_seconds=None if single is None else single.ttft_seconds,
+        tpot_seconds=None if single is None else single.tpot_seconds,
+        grade="estimated" if is_estimated else "not measured",
+        capacity=cell.capacity,
+        reason="" if is_estimated else _why_no_capacity(cell, data),
+        users=_users_of(cell, think_seconds) if is_estimated else None,
+        slots=None if cell.policy is None else cell.policy.slots,
+        binding=binding_of(cell, data.slo),
+        takeover=_takeover_of(cell, data.slo),
+        notes=(*_notes_of(cell), *notes),
+        run=cell.folder,
+    )
+
+
+class FailedRequests(NamedTuple):
+    """Single requests that got no whole answer: they were refused, cut off or timed out."""
+
+    failed: int
+    requests: int  # all single requests, failed or not
+    kinds: Mapping[str, int]  # kind of failure, as records name it -> how many
+
+    @property
+    def share(self) -> float:
+        return self.failed / self.requests if self.requests else 0.0
+
+    @property
+    def words(self) -> str:
+        """`18 of 20 single requests failed (17 connection, 1 cut_off)`."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
+        return f"{self.failed} of {self.requests} single requests failed ({kinds})"
+
+
+def failed_requests(data: ReportData) -> FailedRequests:
+    """Return the single requests of a run that failed, of all its levels together."""
+    (cell,) = data.cells
+    kinds: Counter[str] = Counter()
+    requests = 0
+    for level in (measured.level for measured in cell.levels):
+        if level.is_single_stream:
+            kinds.update(level.failures)
+            requests += int(level.counted.sum())
+    return FailedRequests(kinds.total(), requests, kinds)
+
+
+def _notes_of(cell: CellData) -> list[str]:
+    ready = cell.ready
+    notes = [] if ready is None else list(ready.endpoint_notes)
+    if failed := _failed_in_bursts(cell):
+        notes.append(
+            f"{failed}: the server refused or dropped requests that came together, and the "
+            "estimate is from those that it answered"
+        )
+    if cell.policy is not None and (ready is None or not ready.info.slots):
+        notes.append(
+            f"the server does not say its slots: bursts saw it serve {cell.policy.slots} requests "
+            "at once; if it has more, the estimate is not right"
+        )
+    return notes
+
+
+def _failed_in_bursts(cell: CellData) -> str:
+    """Return `18 of 32 requests of the bursts failed (18 http_429)`; "": none failed."""
+    kinds: Counter[str] = Counter()
+    requests = 0
+    for level in levels_of(read_records(Path(cell.folder))):
+        if level.started.is_burst:
+            kinds.update(level.failures)
+            requests += int(level.counted.sum())
+    if not kinds:
+        return ""
+    words = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{kinds.total()} of {requests} requests of the bursts failed ({words})"
+
+
+def _why_no_capacity(cell: CellData, data: ReportData) -> str:
+    capacity = cell.capacity
+    if capacity is None:
+        return cell.reason or "nothing was measured"
+    if capacity.state == "misses_slo_unloaded" or capacity.method == "step_times":
+        return capacity.reason
+    if calibrations := of_kind(data.events, Calibrated):
+        return calibrations[-1].reason
+    return "the single requests took all of the time; --seconds gives more"
+
+
+def _users_of(cell: CellData, think_seconds: float) -> Users | None:
+    """Return the users at the estimated capacity, by Little's law: users = rate * (seconds of an
+    answer + seconds to think); None: the capacity or the time of an answer is not known."""
+    capacity, answer_seconds = cell.capacity, _answer_seconds(cell)
+    if capacity is None or capacity.estimated_rate is None or answer_seconds is None:
+        return None
+    turn_seconds = answer_seconds + think_seconds
+    return Users(
+        estimate=capacity.estimated_rate * turn_seconds,
+        low=None if capacity.low is None else capacity.low * turn_seconds,
+        high=None if capacity.high is None else capacity.high * turn_seconds,
+        think_seconds=think_seconds,
+        answer_seconds=answer_seconds,
+    )
+
+
+def _answer_seconds(cell: CellData) -> float | None:
+    """Return the mean time of an answer at the estimated capacity, simulated; None: there is no
+    step-time model."""
+    traffic = cell.traffic
+    if cell.step_times is None or cell.policy is None or traffic is None or not cell.estimated_rate:
+        return None
+    server = Server(
+        cell.step_times, cell.policy, traffic.lengths, traffic.arrivals, count=QUICK_REQUESTS
+    )
+    simulated = server.play(cell.estimated_rate)
+    has_tpot = np.isfinite(simulated.tpot).any()
+    mean_tpot = float(np.nanmean(simulated.tpot)) if has_tpot else 0.0
+    return float(simulated.ttft.mean()) + mean_tpot * (traffic.mean_output - 1)
+
+
+def _takeover_of(cell: CellData, slo: Slo) -> QuickTakeover:
+    if cell.side == GPU:
+        return QuickTakeover(reason="it runs on a GPU already")
+    if cell.spec is None:
+        return QuickTakeover(reason=SHAPE_ADVICE)
+    takeover = choose_takeover(cell, slo)
+    if takeover is None:
+        return QuickTakeover(reason="the capacity is not known")
+    if takeover.gpu is None:
+        return QuickTakeover(reason=takeover.reason)
+    gpu = takeover.gpu
+    return QuickTakeover(name=gpu.name, rate=gpu.rate, dollars_per_hour=gpu.dollars_per_hour)
