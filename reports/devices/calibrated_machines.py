@@ -1,10 +1,10 @@
-"""A machine that was calibrated: from the step-time models of its models to that of any other.
+"""A machine that was calibrated: its step-time models, and from them that of any other model.
 
     machine = calibrated_machine(Path("machine.json"))     # by `crossover calibrate`, there
     step_times, half_width = machine.step_times(ladder_model("3b").spec, "Q4_0", 8, 1)
 
-Each number of a step-time model goes with something in a model's shape; it is told from the
-measured models of the same format with the same engine (least squares on relative errors, none
+Each number of a step-time model grows with something in a model's shape. Its factors a to f are
+fitted to the measured models of the same weight format (least squares of relative errors, none
 below zero):
 
     base, pass                   a * shared parameters + b * layers * hidden
@@ -13,11 +13,11 @@ below zero):
     token of context             e * layers * heads * head width
     experts                      f * parameters of the experts
 
-Shared parameters are those that every pass reads, and active ones those that one token multiplies
-with: both are all matrices of a dense model. Where no mixture of experts was measured, its experts
-are read at the pace at which the base reads the matrices of dense models.
+Shared parameters are those that every pass reads, active parameters those that one token multiplies
+with; of a dense model both are all matrices. If no mixture of experts was measured, reading experts
+is assumed to be as fast as reading the matrices of the measured dense models.
 
-A format that was not measured is told from the measured one with the nearest number of bits.
+For a weight format that was not measured, the measured format of the nearest size stands in.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from crossover.reports.devices.device_capacity import Machine
 from crossover.reports.errors import ReportError
 from crossover.serving.capacity.step_time_model import StepTimeModel
 
-# Half widths of the 90 % band of ln(step time), measured on an AMD EPYC of two cores with the
-# step-time model of today's predecessor: the model itself 0.09; bigger models 0.34; another format
-# 0.60. A mixture of experts that is told from dense models has the last too: on two cores of a
-# Xeon, prompts of a 4-bit mixture came at 0.6 of the speed of the dense model of its active size.
+# Half widths of the 90 % band of ln(step time). Measured on two cores of an AMD EPYC, with an
+# earlier step-time model: for a calibrated model 0.09, for a bigger model 0.34, for another weight
+# format 0.60. A mixture of experts that is predicted from dense models has the last, too: on two
+# cores of a Xeon, prompts of a 4-bit mixture ran at 0.6 of the speed of the dense model of its
+# active size.
 SAME_HALF_WIDTH = 0.09
 BIGGER_HALF_WIDTH = 0.34
 FORMAT_HALF_WIDTH = 0.60
 
 
 def calibrated_machine(path: Path) -> Machine:
-    """The machine of a file. Raises ReportError, which names file, key and value."""
+    """Return the machine of a machine.json. Raises ReportError, which names file, key and value."""
     try:
         file = read_machine_file(path)
     except LoadError as problem:
@@ -68,79 +69,97 @@ def calibrated_machine(path: Path) -> Machine:
 def _step_times(
     file: MachineFile, spec: ModelSpec, weight_format: str, devices: int
 ) -> tuple[StepTimeModel, float]:
+    """Return the step-time model of a model, and half the 90 % band of ln(step time).
+
+    Raises ReportError for several devices, and for a format about which nothing is known.
+    """
     if devices > 1:
         raise ReportError(f"{file.name}: several machines cannot share a step. Use replicas")
-    own = [one for one in file.models if one.weight_format == weight_format]
-    for one in own:
-        if one.model.name == spec.name:
-            return one.step_times, SAME_HALF_WIDTH
-    if own:
-        is_like = any((one.model.experts is None) == (spec.experts is None) for one in own)
-        return _told(spec, own), BIGGER_HALF_WIDTH if is_like else FORMAT_HALF_WIDTH
-    return _told(spec, _nearest(file, spec, weight_format)), FORMAT_HALF_WIDTH
+    of_format = [steps for steps in file.models if steps.weight_format == weight_format]
+    for steps in of_format:
+        if steps.model.name == spec.name:
+            return steps.step_times, SAME_HALF_WIDTH
+    if not of_format:
+        nearest = _models_of_nearest_format(file, spec, weight_format)
+        return _fitted_step_times(spec, nearest), FORMAT_HALF_WIDTH
+    is_like_measured = any(
+        (steps.model.experts is None) == (spec.experts is None) for steps in of_format
+    )
+    half_width = BIGGER_HALF_WIDTH if is_like_measured else FORMAT_HALF_WIDTH
+    return _fitted_step_times(spec, of_format), half_width
 
 
-def _nearest(file: MachineFile, spec: ModelSpec, weight_format: str) -> list[ModelSteps]:
-    """The measured format with the nearest size. Raises ReportError."""
-    known = list(dict.fromkeys(one.weight_format for one in file.models))
-    comparable = [one for one in known if one in gguf_names()]
+def _models_of_nearest_format(
+    file: MachineFile, spec: ModelSpec, weight_format: str
+) -> list[ModelSteps]:
+    """Return the models that were measured in the format of the nearest size. Raises ReportError if
+    sizes cannot be compared."""
+    measured_formats = list(dict.fromkeys(steps.weight_format for steps in file.models))
+    comparable = [name for name in measured_formats if name in gguf_names()]
     if weight_format not in gguf_names() or not comparable:
         raise ReportError(
-            f"The machine {file.name!r} was calibrated with {', '.join(known)}, which says "
-            f"nothing about {weight_format}"
+            f"The machine {file.name!r} was calibrated with {', '.join(measured_formats)}, which "
+            f"says nothing about {weight_format}"
         )
-    size = weight_bytes(spec, weight_format)
-    best = min(comparable, key=lambda one: abs(math.log(weight_bytes(spec, one) / size)))
-    return [one for one in file.models if one.weight_format == best]
+    size_bytes = weight_bytes(spec, weight_format)
+    nearest = min(comparable, key=lambda name: abs(math.log(weight_bytes(spec, name) / size_bytes)))
+    return [steps for steps in file.models if steps.weight_format == nearest]
 
 
-def _told(spec: ModelSpec, seen: Sequence[ModelSteps]) -> StepTimeModel:
-    """The step-time model of a model by those of others."""
+def _fitted_step_times(spec: ModelSpec, measured: Sequence[ModelSteps]) -> StepTimeModel:
+    """Return the step-time model of a model, fitted to those of the measured models (the formulas
+    are in the module's docstring)."""
 
-    def expert(one: ModelSpec) -> int:
-        return 0 if one.experts is None else one.experts.parameters
+    def expert(model: ModelSpec) -> int:
+        return 0 if model.experts is None else model.experts.parameters
 
-    def shared(one: ModelSpec) -> int:
-        return one.matrix_parameters - expert(one)
+    def shared(model: ModelSpec) -> int:
+        return model.matrix_parameters - expert(model)
 
-    def active(one: ModelSpec) -> float:
-        if one.experts is None:
-            return one.matrix_parameters
-        return shared(one) + one.experts.expected_share(1) * one.experts.parameters
+    def active(model: ModelSpec) -> float:
+        if model.experts is None:
+            return model.matrix_parameters
+        return shared(model) + model.experts.expected_share(1) * model.experts.parameters
 
-    def width(one: ModelSpec) -> int:
-        return one.layers * one.hidden
+    def width(model: ModelSpec) -> int:
+        return model.layers * model.hidden
 
-    def head(one: ModelSpec) -> int:
-        return one.vocabulary * one.hidden
+    def head(model: ModelSpec) -> int:
+        return model.vocabulary * model.hidden
 
-    def attention(one: ModelSpec) -> int:
-        return one.layers * one.heads * one.head_dim
+    def attention(model: ModelSpec) -> int:
+        return model.layers * model.heads * model.head_dim
 
-    def cost(number: str, *terms: Callable[[ModelSpec], float]) -> float:
-        costs = np.array([getattr(one.step_times, number) for one in seen])
-        if len(seen) == 1 or not costs.all():  # one equation: all of it goes with the first term
-            return fmean(costs.tolist()) * terms[0](spec) / fmean(terms[0](s.model) for s in seen)
-        table = np.array([[term(one.model) for term in terms] for one in seen], dtype=float)
+    def fitted(number: str, *terms: Callable[[ModelSpec], float]) -> float:
+        """Return a number of the step-time model: the sum of its terms, each with its factor."""
+        seconds = np.array([getattr(steps.step_times, number) for steps in measured])
+        if len(measured) == 1 or not seconds.all():
+            # There is one equation for two factors: all of it goes with the first term.
+            mean_term = fmean(terms[0](steps.model) for steps in measured)
+            return fmean(seconds.tolist()) * terms[0](spec) / mean_term
+        table = np.array([[term(steps.model) for term in terms] for steps in measured], dtype=float)
         scale = table.max(axis=0)
-        found, _ = nnls(table / scale / costs[:, None], np.ones(len(costs)))
-        return float(found / scale @ [term(spec) for term in terms])
+        factors, _ = nnls(table / scale / seconds[:, None], np.ones(len(seconds)))
+        return float(factors / scale @ [term(spec) for term in terms])
 
-    def experts_cost() -> float:
-        """Seconds of reading all experts of the model."""
-        mixtures = [one for one in seen if one.model.experts is not None]
+    def expert_seconds() -> float:
+        """Return the seconds of reading all experts of the model."""
+        mixtures = [steps for steps in measured if steps.model.experts is not None]
         if mixtures:
-            total = sum(expert(one.model) for one in mixtures)
-            return sum(one.step_times.expert_seconds for one in mixtures) * expert(spec) / total
-        read = fmean(one.step_times.base_seconds / shared(one.model) for one in seen)
-        return read * expert(spec)
+            parameters = sum(expert(steps.model) for steps in mixtures)
+            seconds = sum(steps.step_times.expert_seconds for steps in mixtures)
+            return seconds * expert(spec) / parameters
+        seconds_per_parameter = fmean(
+            steps.step_times.base_seconds / shared(steps.model) for steps in measured
+        )
+        return seconds_per_parameter * expert(spec)
 
     return StepTimeModel(
-        base_seconds=cost("base_seconds", shared, width),
-        row_seconds=cost("row_seconds", active, head),
-        prompt_token_seconds=cost("prompt_token_seconds", active, width),
-        context_token_seconds=cost("context_token_seconds", attention),
-        pass_seconds=cost("pass_seconds", shared, width),
-        expert_seconds=experts_cost(),
+        base_seconds=fitted("base_seconds", shared, width),
+        row_seconds=fitted("row_seconds", active, head),
+        prompt_token_seconds=fitted("prompt_token_seconds", active, width),
+        context_token_seconds=fitted("context_token_seconds", attention),
+        pass_seconds=fitted("pass_seconds", shared, width),
+        expert_seconds=expert_seconds(),
         experts=None if spec.experts is None else spec.experts.routing,
     )

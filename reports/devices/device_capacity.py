@@ -1,13 +1,15 @@
-"""What a machine that serves elsewhere would hold: a step-time model in the one simulation.
+"""The capacity of a machine that did not run: its step-time model in the simulation.
 
     gpu = machine_of(device_named("NVIDIA T4"))
     service = Service(gpu, ladder_model("8b").spec, "bf16", traffic)
-    certainty_of(service, slo, rate=0.5)         # "yes", "perhaps" or "no"
-    capacity_of(service, slo).low         # requests/s
+    certainty_of(service, slo, rate=0.5)  # "yes", "perhaps" or "no"
+    capacity_of(service, slo).low  # requests/s
 
-A machine's step-time model is measured (this run), calibrated (machine.json) or predicted (a
-datasheet). Its interval covers machines whose steps all take the modeled time multiplied or divided
-by exp(half width): the capacity is above `low` in nine of ten cases, and above `high` in one.
+A machine's step-time model is measured (by a run), calibrated (machine.json) or predicted (from a
+datasheet). The interval of the capacity comes from two further simulations, with all steps slower
+or faster by the factor exp(half width), where the half width is that of the 90 % band of ln(step
+time), reduced to one side. The capacity is above `low` in nine of ten cases, and above `high` in
+one.
 """
 
 from __future__ import annotations
@@ -39,40 +41,46 @@ from crossover.serving.capacity.step_time_model import StepTimeModel
 from crossover.serving.workload.arrivals import Arrivals, Poisson
 from crossover.serving.workload.request_lengths import Workload
 
-# Of the half width of a two-sided 90 % band: the quantile of 90 % over that of 95 %.
+# From the half width of a two-sided 90 % band to a one-sided bound of 90 %: the normal
+# distribution's quantile of 90 % over that of 95 %.
 ONE_SIDED = 1.2816 / 1.6449
-# vLLM: its KV cache is gpu_memory_utilization x memory, less weights, less what its profiling run
-# takes at its peak, less what is outside torch (docs.vllm.ai, "Conserving Memory"; its worker's
-# log says the four). The peak is of sampling: for dense models 1.19 GiB with 256 sequences of
-# Llama-3.1-8B (its log on 80 GB), 4.8 with 1,024 and 5.6 with 1,024 of 152k tokens (llm-d, H100):
-# 39 bytes a sequence and token of the vocabulary, each. Outside torch 0.13-0.6 GiB (llm-d).
+# vLLM's KV cache has gpu_memory_utilization x memory, less the weights, less the peak of a
+# profiling run, less what is outside torch (docs.vllm.ai, "Conserving Memory"; the log of its
+# worker states the four). Sampling causes the peak. For dense models it was 1.19 GiB with 256
+# sequences of Llama-3.1-8B (vLLM's log, 80 GB), 4.8 GiB with 1,024 sequences, and 5.6 GiB with
+# 1,024 sequences and 152k tokens of vocabulary (llm-d, H100): 39 bytes for each sequence and
+# token of the vocabulary. Outside torch there were 0.13-0.6 GiB (llm-d).
 VLLM_MEMORY_SHARE = 0.9
 VLLM_LOGIT_BYTES = 39
 VLLM_OUTSIDE_BYTES = 0.6 * GIB
-# llama.cpp beside weights and KV: CUDA context about 0.5 GiB, 0.13-0.6 GiB outside the allocator,
-# buffers of a step (llm-d's measurements).
+# llama.cpp beside weights and KV cache: about 0.5 GiB of CUDA context, 0.13-0.6 GiB outside the
+# allocator, and the buffers of a step (measured by llm-d).
 GPU_FIXED_BYTES = 1 * GIB
 GPU_WEIGHT_SHARE = 0.05
-PREFILL_TOKENS = 2048  # of a step while someone decodes: vLLM's default for a server
-TOGETHER = (1, 2, 4, 8)  # devices that share each step, the fewest first
-TURNS = 1_000  # of conversations for a rate: each is simulated more slowly than a request
-SLOW, MIDDLE, QUICK = 1, 0, -1  # steps of the low end, of the estimate, of the high end
+PREFILL_TOKENS = 2048  # of a step while other requests decode: vLLM's default for a server
+TOGETHER = (1, 2, 4, 8)  # numbers of devices that may share each step
+TURNS = 1_000  # simulated for a rate of conversations, which take longer to simulate
+SLOW, MIDDLE, QUICK = 1, 0, -1  # steps for the low end, the estimate and the high end
 
-Grade = Literal["confirmed", "estimated", "predicted"]
-Answer = Literal["yes", "perhaps", "no"]  # at the low end, at the high end only, at neither
+CapacityGrade = Literal["confirmed", "estimated", "predicted"]
+# Whether a rate meets the SLO: with 90 % confidence; with 10 to 90 %; with less.
+Certainty = Literal["yes", "perhaps", "no"]
+# (model, weight format, slots, devices that share a step) -> step-time model, and half the 90 %
+# band of ln(step time).
 StepTimesOf = Callable[[ModelSpec, str, int, int], tuple[StepTimeModel, float]]
 
 
 class Traffic(msgspec.Struct, frozen=True, eq=False):
-    """What is asked, and when. Compared by identity: one object a workload."""
+    """The requests: their lengths and arrivals. Compared by identity, so that simulations can be
+    cached: make one object for a workload."""
 
     lengths: Lengths
     arrivals: Arrivals = Poisson()
-    workload: Workload | None = None  # that the lengths are drawn from; None: not known
+    workload: Workload | None = None  # from which the lengths were drawn; None: not known
 
     def served_with(self, reuse: PrefixReuse | None, reasoning_share: float) -> Traffic:
-        """The same traffic, of a server that saves so much of histories and whose model reasons so
-        long."""
+        """Return the same traffic as a server sees it that reuses so much of histories and whose
+        model spends `reasoning_share` of its output on reasoning."""
         if self.workload is None or (reuse is None and not reasoning_share):
             return self
         lengths = lengths_of(
@@ -86,41 +94,40 @@ class Traffic(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def mean_prompt(self) -> float:
-        """Tokens."""
+        """Mean prompt tokens."""
         return float(np.mean(self.lengths.prompt))
 
     @property
     def mean_output(self) -> float:
-        """Tokens."""
+        """Mean output tokens."""
         return float(np.mean(self.lengths.output))
 
     @property
     def longest(self) -> float:
-        """Tokens of the longest request."""
+        """Prompt and output tokens of the longest request."""
         return float((self.lengths.prompt + self.lengths.output).max())
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One device, or one CPU machine. Missing is None: not known, or not for rent.
+    """One device, or one CPU machine. None: not known, or not for rent.
 
-    `step_times` gives the step-time model of (model, format, slots, devices that share a step) and
-    half the 90 % band of ln(step time); it raises ReportError where none is known.
+    `step_times` raises ReportError where no step-time model is known.
     """
 
     name: str
     step_times: StepTimesOf
     slots: int
-    grade: Grade = "predicted"
-    policy: SchedulerSettings | None = None  # of its scheduler; None: as such engines are given
-    memory_bytes: float | None = None  # that an engine can use
-    is_served_by_vllm: bool = False  # else by llama.cpp
+    grade: CapacityGrade = "predicted"
+    policy: SchedulerSettings | None = None  # None: the default settings of its engine
+    memory_bytes: float | None = None  # usable by an engine
+    is_served_by_vllm: bool = False  # otherwise llama.cpp serves
     watts: float | None = None  # under load
     dollars_per_hour: float | None = None
     price_date: str = ""
 
 
 class Service(msgspec.Struct, frozen=True):
-    """A model in a format, asked so, on so many of a machine that share each step."""
+    """A model in a weight format under some traffic, on devices that share each step."""
 
     machine: Machine
     spec: ModelSpec
@@ -129,39 +136,40 @@ class Service(msgspec.Struct, frozen=True):
     devices: int = 1
 
     def needed_bytes(self, kv_tokens: float, states: int = 1) -> float:
-        """Memory of all devices that serving takes with so much KV and so many requests' recurrent
-        states: with all weights, whichever experts a token uses."""
+        """Return the memory that serving takes on all devices together, with a KV cache of so many
+        tokens and the recurrent states of so many requests. All experts are in memory."""
         weights = weight_bytes(self.spec, self.weight_format)
-        held = weights + kv_tokens * self.spec.kv_bytes_per_token("fp16")
-        held += states * self.spec.state_bytes_per_slot
+        content = weights + kv_tokens * self.spec.kv_bytes_per_token("fp16")
+        content += states * self.spec.state_bytes_per_slot
         if self.machine.is_served_by_vllm:
             logits = VLLM_LOGIT_BYTES * self.machine.slots * self.spec.vocabulary
-            return (held + self.devices * (logits + VLLM_OUTSIDE_BYTES)) / VLLM_MEMORY_SHARE
-        return held + self.devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
+            return (content + self.devices * (logits + VLLM_OUTSIDE_BYTES)) / VLLM_MEMORY_SHARE
+        return content + self.devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
 
     def policy(self) -> SchedulerSettings:
-        """With the KV cache that its memory leaves room for, and as many slots as there is room for
-        their recurrent states. Raises ReportError where it is too small for the longest request."""
+        """Return the machine's settings, or those with the KV cache and the slots that fit its
+        memory. Raises ReportError if the memory is too small for the longest request."""
         machine = self.machine
         if machine.policy is not None:
             return machine.policy
         kv_tokens, slots = None, machine.slots
         if machine.memory_bytes is not None:
-            least = self.needed_bytes(self.traffic.longest)
-            whole = machine.memory_bytes * self.devices
-            if least > whole:
+            min_bytes = self.needed_bytes(self.traffic.longest)
+            all_bytes = machine.memory_bytes * self.devices
+            if min_bytes > all_bytes:
                 raise ReportError(
-                    f"needs {least / GIB:.1f} GiB, {machine.name} has {whole / GIB:.1f} GiB"
+                    f"needs {min_bytes / GIB:.1f} GiB, {machine.name} has {all_bytes / GIB:.1f} GiB"
                 )
             share = VLLM_MEMORY_SHARE if machine.is_served_by_vllm else 1.0
-            free = (whole - self.needed_bytes(0, states=0)) * share
+            free_bytes = (all_bytes - self.needed_bytes(0, states=0)) * share
             token_bytes = self.spec.kv_bytes_per_token("fp16")
             state_bytes = self.spec.state_bytes_per_slot
             if state_bytes:
-                fitting = free / (state_bytes + self.traffic.longest * token_bytes)
-                slots = min(slots, max(1, int(fitting)))
-            left = free - slots * state_bytes
-            kv_tokens = int(left / token_bytes) if token_bytes else None  # None: nothing attends
+                slot_bytes = state_bytes + self.traffic.longest * token_bytes
+                slots = min(slots, max(1, int(free_bytes / slot_bytes)))
+            kv_bytes = free_bytes - slots * state_bytes
+            # None: no layer has a KV cache.
+            kv_tokens = int(kv_bytes / token_bytes) if token_bytes else None
         return SchedulerSettings(
             slots=slots,
             context_tokens=int(self.traffic.longest),
@@ -173,19 +181,19 @@ class Service(msgspec.Struct, frozen=True):
 
 
 class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine holds under an SLO, requests/s. None: `reason` says why."""
+    """The capacity of a machine under an SLO, requests/s. Where it is None, `reason` says why."""
 
     device: str
-    kind: Grade
-    devices: int = 1  # that share each step
-    low: float | None = None  # held in nine of ten cases
+    kind: CapacityGrade
+    devices: int = 1  # which share each step
+    low: float | None = None  # the low end: the capacity is above it in nine of ten cases
     rate: float | None = None
     high: float | None = None
     reason: str = ""
     ttft_seconds: float | None = None  # medians at `rate`
     tpot_seconds: float | None = None
-    memory_bytes: float | None = None  # that serving takes, of all devices
-    dollars_per_hour: float | None = None  # of all its devices
+    memory_bytes: float | None = None  # that serving takes on all devices together
+    dollars_per_hour: float | None = None  # of all devices
     watts: float | None = None
 
     @property
@@ -196,7 +204,7 @@ class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=512)
 def machine_of(device: Device) -> Machine:
-    """A device of the catalogue, which nobody has measured; the same object for the same device."""
+    """Return a device of the catalog as a machine; the same object for the same device."""
     return Machine(
         name=device.name,
         step_times=lambda spec, weight_format, slots, devices: predicted_step_times(
@@ -213,7 +221,7 @@ def machine_of(device: Device) -> Machine:
 
 @lru_cache(maxsize=1024)
 def simulation_of(service: Service, speed: int) -> Server:
-    """A service in the simulation, its steps SLOW, MIDDLE or QUICK.
+    """Return a service as the simulation runs it, with SLOW, MIDDLE or QUICK steps.
 
     Raises ReportError where the memory does not suffice or no step-time model is known.
     """
@@ -227,24 +235,26 @@ def simulation_of(service: Service, speed: int) -> Server:
     return Server(slower, policy, traffic.lengths, traffic.arrivals, count=count)
 
 
-def certainty_of(service: Service, slo: Slo, rate: float) -> Answer:
-    """Whether it holds a rate: by one or two simulations, none of a search.
+def certainty_of(service: Service, slo: Slo, rate: float) -> Certainty:
+    """Return with which certainty a service meets the SLO at a rate, from one or two simulations
+    and no search for its capacity.
 
     Raises ReportError where the memory does not suffice or no step-time model is known.
     """
 
-    def suffices(server: Server) -> bool:
-        return _is_good_alone(server, slo) and server.share(rate, slo) >= slo.target
+    def meets_slo(server: Server) -> bool:
+        return _meets_slo_unloaded(server, slo) and server.share(rate, slo) >= slo.target
 
-    if suffices(simulation_of(service, SLOW)):
+    if meets_slo(simulation_of(service, SLOW)):
         return "yes"
-    return "perhaps" if suffices(simulation_of(service, QUICK)) else "no"
+    return "perhaps" if meets_slo(simulation_of(service, QUICK)) else "no"
 
 
 def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
-    """Its capacity. Never raises for a machine that cannot serve the model: `reason` says why."""
+    """Return the capacity of a service. For a machine that cannot serve the model, its `reason`
+    says why; nothing is raised."""
     machine, count = service.machine, service.devices
-    found = DeviceCapacity(
+    capacity = DeviceCapacity(
         device=machine.name,
         kind=machine.grade,
         devices=count,
@@ -256,28 +266,30 @@ def capacity_of(service: Service, slo: Slo) -> DeviceCapacity:
             _crossing(simulation_of(service, speed), slo) for speed in (SLOW, MIDDLE, QUICK)
         )
     except ReportError as problem:
-        return msgspec.structs.replace(found, reason=str(problem))
-    memory = None
+        return msgspec.structs.replace(capacity, reason=str(problem))
+    memory_bytes = None
     if machine.policy is None:
-        memory = service.needed_bytes(service.traffic.longest)
-    found = msgspec.structs.replace(found, low=low, rate=rate, high=high, memory_bytes=memory)
+        memory_bytes = service.needed_bytes(service.traffic.longest)
+    capacity = msgspec.structs.replace(
+        capacity, low=low, rate=rate, high=high, memory_bytes=memory_bytes
+    )
     if not rate:
         limits = "with one request at a time" if high == 0.0 else "by the middle of its interval"
-        return msgspec.structs.replace(found, reason=f"misses the SLO {slo.name} {limits}")
-    played = simulation_of(service, MIDDLE).play(rate)
-    tpot = played.tpot[~np.isnan(played.tpot)]
+        return msgspec.structs.replace(capacity, reason=f"misses the SLO {slo.name} {limits}")
+    requests = simulation_of(service, MIDDLE).play(rate)
+    tpot = requests.tpot[~np.isnan(requests.tpot)]
     return msgspec.structs.replace(
-        found,
-        ttft_seconds=float(np.median(played.ttft)),
+        capacity,
+        ttft_seconds=float(np.median(requests.ttft)),
         tpot_seconds=float(np.median(tpot)) if len(tpot) else None,
     )
 
 
-def _is_good_alone(server: Server, slo: Slo) -> bool:
-    alone = server.alone().meets(slo)
-    return bool(alone.mean() >= slo.target)
+def _meets_slo_unloaded(server: Server, slo: Slo) -> bool:
+    return bool(server.alone().meets(slo).mean() >= slo.target)
 
 
 def _crossing(server: Server, slo: Slo) -> float:
-    """The capacity; 0.0: not even alone."""
-    return server.crossing(slo) if _is_good_alone(server, slo) else 0.0
+    """Return the rate at which SLO attainment equals the target; 0.0: the SLO is missed
+    unloaded."""
+    return server.crossing(slo) if _meets_slo_unloaded(server, slo) else 0.0

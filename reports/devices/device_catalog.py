@@ -1,10 +1,10 @@
-"""Devices that one can buy, rent or own: device_catalog.toml as records. All of it is published.
+"""Devices that one can buy, rent or own: the published facts of device_catalog.toml as records.
 
 >>> device_named("NVIDIA L4").usable_bytes > 20 * 2**30
 True
 
-A user's own devices stand in `$XDG_CONFIG_HOME/crossover/devices.toml`, in the same form; of two of
-one name the user's counts. `crossover plan --devices` lists all.
+Users list their own devices in `$XDG_CONFIG_HOME/crossover/devices.toml`, in the same form. An
+entry there replaces the shipped one of its name. `crossover plan --devices` lists all devices.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from crossover.models.weights_manifest import with_home
 from crossover.reports.errors import ReportError
 from crossover.serving.option_help import Positive
 
-# What the driver leaves of the memory on the label, at least: L4 23034 of 24576 MiB, L40S 46068 of
-# 49152, T4 15360 of 16384 (nvidia-smi); of HBM A100 and H100 79.1 of 80 GiB (the total in vLLM's
-# log); of memory that the GPU shares with its CPU, what macOS gives it unasked.
+# The share of the memory on the label that the driver leaves, at least. GDDR: L4 23034 of 24576
+# MiB, L40S 46068 of 49152, T4 15360 of 16384 (nvidia-smi). HBM: A100 and H100 79.1 of 80 GiB (the
+# total in vLLM's log). Memory that the GPU shares with its CPU: what macOS gives it by default.
 USABLE_SHARES = {"gddr": 0.937, "hbm": 0.989, "apple": 0.75, "uma": 0.75, "ddr": 0.937}
 
-# A driver's total over the label, whose GB are 2^30 or 10^9 bytes, and less what it keeps.
+# Bounds of the memory that a driver reports over that on the label, whose GB may be 2^30 or 10^9
+# bytes, and of which the driver keeps a part.
 MIN_OF_LABEL, MAX_OF_LABEL = 0.88, 1.05
 
 DeviceKind = Literal["gpu", "apple", "cpu", "tpu", "accelerator"]
@@ -39,7 +40,7 @@ Day = Annotated[str, msgspec.Meta(pattern=r"^20\d\d-\d\d-\d\d$")]
 
 
 class Tflops(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dense peaks by number format. fp16: what matrix units reach, bf16 alike."""
+    """Dense peak TFLOP/s by number format; fp16 is the peak of matrix units, and bf16's too."""
 
     fp16: Positive | None = None
     fp8: Positive | None = None
@@ -48,7 +49,7 @@ class Tflops(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of the catalogue. Missing is None: not known, or not for rent."""
+    """One entry of the catalog. None: not known, or not for rent."""
 
     name: str
     kind: DeviceKind
@@ -84,12 +85,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def is_served_by_vllm(self) -> bool:
-        """GPUs and their like are taken to serve with vLLM, others with llama.cpp."""
+        """GPUs and the like are assumed to serve with vLLM, other devices with llama.cpp."""
         return self.memory_type in ("gddr", "hbm")
 
     @property
     def usable_bytes(self) -> float | None:
-        """What an engine can use of the memory on the label."""
+        """The part of the memory on the label that an engine can use."""
         if self.memory_gib is None:
             return None
         return self.memory_gib * GIB * USABLE_SHARES[self.memory_type]
@@ -100,13 +101,14 @@ class _Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def user_file() -> Path:
-    """The user's own devices; it may not be there."""
+    """Return the path of the user's own devices; the file may not exist."""
     home = os.environ.get("XDG_CONFIG_HOME") or with_home("~/.config")
     return Path(home) / "crossover" / "devices.toml"
 
 
 def read_devices(text: str, what: str) -> list[Device]:
-    """Devices of a TOML text. Raises ReportError, which names key and value."""
+    """Return the devices of a TOML text; `what` names it in errors. Raises ReportError, which names
+    key and value."""
     try:
         return msgspec.convert(tomllib.loads(text), _Catalogue).device
     except (ValueError, RecursionError) as problem:  # msgspec's and tomllib's are ValueErrors
@@ -115,15 +117,16 @@ def read_devices(text: str, what: str) -> list[Device]:
 
 @cache
 def shipped() -> tuple[Device, ...]:
-    """Those of device_catalog.toml."""
+    """Return the devices of device_catalog.toml."""
     name = "device_catalog.toml"
     return tuple(read_devices(resources.files(__package__).joinpath(name).read_text("utf-8"), name))
 
 
 def devices() -> tuple[Device, ...]:
-    """Shipped ones and the user's, which replace those of their name. Smallest memory first.
+    """Return the shipped devices and the user's, which replace those of their name. Smallest memory
+    first.
 
-    Raises ReportError where the user's file is broken.
+    Raises ReportError if the user's file is broken.
     """
     path = user_file()
     try:
@@ -132,62 +135,74 @@ def devices() -> tuple[Device, ...]:
         own = []
     except (OSError, UnicodeDecodeError) as problem:
         raise ReportError(f"{path} cannot be read: {problem}") from problem
-    found = {one.name.casefold(): one for one in (*shipped(), *own)}
-    return tuple(
-        sorted(found.values(), key=lambda one: (one.memory_gib or 0, one.dollars_per_hour or 1e9))
-    )
+    by_name = {device.name.casefold(): device for device in (*shipped(), *own)}
+
+    def order(device: Device) -> tuple[float, float]:
+        return device.memory_gib or 0, device.dollars_per_hour or 1e9
+
+    return tuple(sorted(by_name.values(), key=order))
 
 
 def priced_gpus() -> tuple[Device, ...]:
-    """GPUs that have a price, the cheapest first."""
-    found = [one for one in devices() if one.kind == "gpu" and one.dollars_per_hour is not None]
-    return tuple(sorted(found, key=lambda one: one.dollars_per_hour or math.inf))
+    """Return the GPUs that have a price, the cheapest first."""
+    gpus = [
+        device
+        for device in devices()
+        if device.kind == "gpu" and device.dollars_per_hour is not None
+    ]
+    return tuple(sorted(gpus, key=lambda gpu: gpu.dollars_per_hour or math.inf))
 
 
 def device_of_driver_name(name: str, memory_bytes: float | None = None) -> Device | None:
-    """The device that a driver calls `NVIDIA H200`, `NVIDIA A100-SXM4-80GB` or `Tesla T4`.
+    """Return the device that a driver calls `NVIDIA H200`, `NVIDIA A100-SXM4-80GB` or `Tesla T4`.
 
-    A driver names a board by more or fewer words than the catalogue: the entry is the one with most
-    words that are all in the driver's name, or in what its memory implies. NVIDIA's SXM boards are
-    often named without `SXM`. None where no entry, or more than one, is as near.
+    A driver's name has more or fewer words than the catalog's. The entry is the one with the most
+    words that are all in the driver's name; "80GB" need not be in it, since the memory says so, nor
+    "SXM", which NVIDIA's drivers often leave out. None where no entry, or more than one, is as
+    near.
     """
-    said = _words(name.replace("SXM4", "SXM").replace("SXM5", "SXM").replace("HBM3", "SXM"))
-    found: list[tuple[int, bool, Device]] = []
+    driver_words = _words(name.replace("SXM4", "SXM").replace("SXM5", "SXM").replace("HBM3", "SXM"))
+    candidates: list[tuple[tuple[int, bool], Device]] = []  # (matching words, is SXM), device
     for device in devices():
-        # `Azure NC H100 v5` stands in brackets behind the name
+        # The name of a cloud's machine stands in brackets behind it: `Azure NC H100 v5`.
         words = _words(device.name.partition("(")[0])
         optional = {"SXM", *(word for word in words if re.fullmatch(r"\d+GB", word))}
-        board = {word for word in ("PCIE", "NVL", "SXM") if word in said}
-        if not words - optional <= said or board - words:
+        board_words = {word for word in ("PCIE", "NVL", "SXM") if word in driver_words}
+        if not words - optional <= driver_words or board_words - words:
             continue
         if memory_bytes and device.memory_gib:
             share = memory_bytes / (device.memory_gib * GIB)
             if not MIN_OF_LABEL <= share <= MAX_OF_LABEL:
                 continue
-        found.append((len(words - optional), "SXM" in words, device))
-    best = max((one[:2] for one in found), default=None)
-    alike = [device for *rank, device in found if tuple(rank) == best]
-    return alike[0] if len(alike) == 1 else None
+        candidates.append(((len(words - optional), "SXM" in words), device))
+    best_rank = max((rank for rank, _ in candidates), default=None)
+    best = [device for rank, device in candidates if rank == best_rank]
+    return best[0] if len(best) == 1 else None
 
 
 def _words(name: str) -> set[str]:
-    """`NVIDIA GeForce RTX 4090 Laptop GPU`: what tells one device from another."""
+    """Return the words of `NVIDIA GeForce RTX 4090 Laptop GPU` that tell devices apart."""
     words = set(re.split(r"[\s\-_]+", name.upper().replace("TESLA", "NVIDIA")))
     return words - {"GEFORCE", "GPU", "GENERATION", "EDITION", ""}
 
 
 def device_named(name: str) -> Device:
-    """By its name, or by words that are in the names of one device only. Raises ReportError."""
+    """Return the device with this name, or the only one whose name has all these words.
+
+    Raises ReportError where there is none, or more than one.
+    """
     wanted = name.casefold()
-    exact = [one for one in devices() if one.name.casefold() == wanted]
-    alike = exact or [
-        one for one in devices() if all(word in one.name.casefold() for word in wanted.split())
-    ]
-    if len(alike) == 1:
-        return alike[0]
-    if not alike:
+    matches = [device for device in devices() if device.name.casefold() == wanted]
+    if not matches:
+        words = wanted.split()
+        matches = [
+            device for device in devices() if all(word in device.name.casefold() for word in words)
+        ]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
         raise ReportError(
             f"The device {name!r} is unknown. `crossover plan --devices` lists all devices."
         )
-    matches = ", ".join(device.name for device in alike[:6])
-    raise ReportError(f"The device {name!r} is ambiguous. Give one of: {matches}")
+    names = ", ".join(device.name for device in matches[:6])
+    raise ReportError(f"The device {name!r} is ambiguous. Give one of: {names}")

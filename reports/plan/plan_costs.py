@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from crossover.models import formatting
-from crossover.reports.devices.device_capacity import Answer, DeviceCapacity, Grade
+from crossover.reports.devices.device_capacity import CapacityGrade, Certainty, DeviceCapacity
 from crossover.reports.devices.device_step_times import NOT_CALIBRATED
 from crossover.reports.plan.load_forecast import HOURS_A_MONTH, Forecast
 from crossover.reports.plan.plan_file import Question
@@ -59,7 +59,7 @@ class Candidate(DeviceCapacity, frozen=True, kw_only=True):
         """A CPU that nobody measured."""
         return self.reason == NOT_CALIBRATED
 
-    def answer(self, rate: float, count: int) -> Answer:
+    def answer(self, rate: float, count: int) -> Certainty:
         """Whether `count` of it hold a rate."""
         if (self.low or 0.0) * count >= rate:
             return "yes"
@@ -93,13 +93,13 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     kind: OptionKind
     machine: str
     above: str = ""  # what is rented above it
-    suffices: Answer
+    suffices: Certainty
     machines: int | None  # in the busiest hour, spares included; None: no number suffices
     dollars: float | None  # with as many as surely suffice; None: a price is not known
     dollars_low: float | None = None  # if each that is rented holds its high end
     kwh: float | None = None  # None: no watts are known
     energy_unknown: bool = False  # some of it is owned, and its watts are not known
-    known_by: Grade
+    known_by: CapacityGrade
     note: str = ""
     label: str = ""  # of the machine that is there, as of Candidate
 

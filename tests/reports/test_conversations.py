@@ -1,5 +1,4 @@
-"""The report of a run whose requests are conversations: what prefix caching is worth comes
-first."""
+"""The report of a run of conversations: what prefix caching is worth stands on its first screen."""
 
 from __future__ import annotations
 
