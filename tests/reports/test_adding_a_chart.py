@@ -21,8 +21,8 @@ GUIDE = Path(__file__).parents[2] / "docs" / "adding-a-chart.md"
 
 def with_new_chart(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The list of sections with the guide's file beside it, and the guide's two lines in it."""
-    blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
-    code, entry, import_line = blocks
+    blocks = re.findall(r"^```\w+\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    code, import_line, entry = blocks
     name = f"{all_sections.__name__.rpartition('.')[0]}.output_lengths"
     assert f"from {name} import output_lengths\n" == import_line
     module = ModuleType(name)
