@@ -42,7 +42,7 @@ def test_a_chart_is_a_file_and_a_line_in_the_list(monkeypatch: pytest.MonkeyPatc
     (make,) = [make for make in with_new_chart(monkeypatch) if make.__name__ == "output_lengths"]
     section = make(data, answers)
     assert isinstance(section, Section)
-    sentence = "Answers of llama-3.1-8b have 200 tokens on average."
+    sentence = "Answers of llama-3.1-8b have 196 tokens on average."
     assert section.sentence == sentence
     assert f"**Lengths of answers** *(measured)*: {sentence}" in markdown(data, answers, [section])
     assert svg(section.charts[0].spec or {}, 430).startswith("<svg")
