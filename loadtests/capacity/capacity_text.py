@@ -110,6 +110,9 @@ def reuse_words(found: Capacity, like: float | None = None, name: str = "") -> s
     if before == after:
         same = f"({after})" if name else f"of {after}"
         return f"Prefix caching does not change the {capacity} {same}."
+    if name:
+        _, unit = formatting.rate_unit(like)
+        before, after = before.removesuffix(unit), formatting.of_requests(after)
     return f"Prefix caching raises the {capacity} from {before} to {after}."
 
 

@@ -59,8 +59,8 @@ def first_screen_of(data: ReportData, answers: Sequence[ModelAnswer]) -> FirstSc
 
 def _prefix_reuse_sentence(data: ReportData, answers: Sequence[ModelAnswer]) -> str:
     """Return what prefix caching is worth, for the largest model that each device serves: `Prefix
-    caching raises the capacity of llama-3.2-1b on the CPU from 21 a minute to 38 a minute, about 34
-    users at a time.`
+    caching raises the capacity of llama-3.2-1b on the CPU from 21 to 38 requests a minute, which
+    serves about 34 users at a time.`
 
     "": the requests are no conversations, or no estimate without reuse is known.
     """

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from crossover import cli
@@ -34,16 +35,17 @@ def test_what_prefix_caching_is_worth_stands_below_the_sentence_of_every_output(
     assert capacity is not None and capacity.estimated_rate and capacity.users
     assert capacity.estimated_rate_without_reuse
     said = re.fullmatch(
-        r"Prefix caching raises the capacity of (\S+) on the CPU from ([\d.]+)(/s| a minute) to "
-        r"([\d.]+)(/s| a minute), which serves about (\d+) users at a time\.",
+        r"Prefix caching raises the capacity of (\S+) on the CPU from ([\d.]+) to ([\d.]+) "
+        r"requests a minute, which serves about ([\d.]+) users at a time\.",
         screen.prefix_reuse,
     )
     assert said is not None, screen.prefix_reuse
-    times = 1 if said[3] == "/s" else 60
-    assert said[1] == data.cells[0].model and said[3] == said[5]
-    assert abs(float(said[2]) / times / capacity.estimated_rate_without_reuse - 1) < 0.05
-    assert abs(float(said[4]) / times / capacity.estimated_rate - 1) < 0.05
-    assert abs(float(said[6]) / capacity.users - 1) < 0.05
+    model, *figures = said.groups()
+    without_reuse, with_reuse, users = map(float, figures)
+    assert model == data.cells[0].model
+    assert without_reuse / 60 == pytest.approx(capacity.estimated_rate_without_reuse, rel=0.05)
+    assert with_reuse / 60 == pytest.approx(capacity.estimated_rate, rel=0.05)
+    assert users == pytest.approx(capacity.users, rel=0.05)
     header = page(data, answers, []).partition("</header>")[0]
     assert screen.headline in re.sub("<.*?>", "", header) and screen.prefix_reuse in header
     lines = markdown(data, answers, []).splitlines()
