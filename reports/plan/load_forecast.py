@@ -41,17 +41,17 @@ class Forecast(msgspec.Struct, frozen=True):
     loads: tuple[Load, ...]
 
     def scaled(self, factor: float) -> Forecast:
-        """Factor times the rate, in every hour."""
-        return Forecast(tuple(Load(one.rate * factor, one.hours) for one in self.loads))
+        """Return the forecast with every rate multiplied by a factor."""
+        return Forecast(tuple(Load(load.rate * factor, load.hours) for load in self.loads))
 
     @property
     def peak_rate(self) -> float:
-        """Requests/s of the busiest hour."""
+        """Requests/s in the busiest hour."""
         return self.loads[0].rate
 
     @property
     def mean_rate(self) -> float:
-        return sum(one.rate * one.hours for one in self.loads) / HOURS_A_MONTH
+        return sum(load.rate * load.hours for load in self.loads) / HOURS_A_MONTH
 
 
 def day_loads(
@@ -61,9 +61,10 @@ def day_loads(
     peak_rate: float | None = None,
     mean_rate: float | None = None,
 ) -> tuple[Load, ...]:
-    """Of a weekly curve: relative rates of the hours of a day, and those of weekends over them.
+    """Return the loads of a month, from the relative rates of the hours of a weekday (`day`) and
+    the rate at weekends relative to weekdays (`weekend`).
 
-    Exactly one of the rate of the busiest hour and the mean of the month, requests/s.
+    Give exactly one of `peak_rate`, of the busiest hour, and `mean_rate`, of the month, requests/s.
     """
     hours: dict[float, float] = defaultdict(float)  # hours of one rate are one kind of hour
     for factor, share in ((1.0, 1 - WEEKEND_SHARE), (weekend, WEEKEND_SHARE)):
