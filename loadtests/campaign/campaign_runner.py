@@ -212,8 +212,9 @@ class CampaignSession:
                     for state in order:
                         if state.ended is None:
                             self._part(state, block)
-            except KeyboardInterrupt:
-                self._interrupted("stopped by the user")
+            except KeyboardInterrupt as stop:
+                # A time limit says so in its words; Ctrl-C has none.
+                self._interrupted(str(stop) or "stopped by the user")
                 raise self._incomplete("Stopped. All finished measurements are kept") from None
             except BaseException as problem:
                 self._interrupted(f"{type(problem).__name__}: {problem}")

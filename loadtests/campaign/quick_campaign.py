@@ -18,7 +18,7 @@ import msgspec
 from crossover.loadtests.campaign.campaign_file import Plan, parse_campaign
 from crossover.loadtests.errors import LoadError
 from crossover.loadtests.load_generator.openai_endpoint import Target
-from crossover.serving.capacity.slo import Slo
+from crossover.serving.capacity.slo import LIMITS, Slo
 from crossover.serving.workload.request_lengths import DEFAULT_WORKLOAD, Workload
 
 DEFAULT_SECONDS = 90.0
@@ -79,7 +79,7 @@ def fitting_workload(workload: Workload, context_tokens: int | None) -> Workload
 
 
 def _slo_keys(slo: Slo) -> dict[str, Any]:
-    keys = ("name", "ttft_seconds", "tpot_seconds", "target")
+    keys = ("name", *LIMITS.values(), "target")
     return {key: value for key in keys if (value := getattr(slo, key)) is not None}
 
 

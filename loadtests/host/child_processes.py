@@ -98,16 +98,21 @@ def last_line(log: Path, start: str = "") -> str:
     return next(filter(None, kept), "")
 
 
-@contextlib.contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """Inside, the first of these signals raises KeyboardInterrupt; later ones are ignored.
+def ignore_signals() -> None:
+    """Ignore the signals that end a measurement.
 
     A second exception would break off what the first one's handlers end and write down.
     """
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)
+
+
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Inside, the first of these signals raises KeyboardInterrupt; later ones are ignored."""
 
     def interrupt(*_: Any) -> None:
-        for number in SIGNALS:
-            signal.signal(number, lambda *_: None)
+        ignore_signals()
         raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in SIGNALS}

@@ -112,7 +112,8 @@ def look_at(url: str) -> LocalServer | None:
         software = software_of(listed)
         if software == "unknown" and "version" in _table(pool, "/api/version"):
             software = "ollama"  # its older versions name no owner
-        names = sorted(names, key=lambda name: name not in _models_in_memory(pool, software))
+        in_memory = _models_in_memory(pool, software)
+        names = sorted(names, key=lambda name: name not in in_memory)
     able = tuple(name for name in names if not NO_CHAT_MODEL.search(name))
     return LocalServer(url, software, able or tuple(names))
 

@@ -220,6 +220,12 @@ def slo_words(slo: Slo) -> str:
         limits.append(f"first token within {formatting.limit(slo.ttft_seconds)}")
     if slo.tpot_seconds is not None:
         limits.append(f"then {formatting.limit(slo.tpot_seconds)} a token")
+    if slo.ttfa_seconds is not None:
+        limits.append(
+            f"first token of the answer itself within {formatting.limit(slo.ttfa_seconds)}"
+        )
+    if slo.e2e_seconds is not None:
+        limits.append(f"whole answer within {formatting.limit(slo.e2e_seconds)}")
     return f"{', '.join(limits) or 'no limit'}, for {formatting.share(slo.target)} of requests"
 
 

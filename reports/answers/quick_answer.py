@@ -105,11 +105,17 @@ def quick_answer(
         reason="" if is_estimated else _why_no_capacity(cell, data),
         users=_users_of(cell, think_seconds) if is_estimated else None,
         slots=None if cell.policy is None else cell.policy.slots,
-        binding=binding_of(cell, data.slo),
+        binding=None if _has_other_limits(data.slo) else binding_of(cell, data.slo),
         takeover=_takeover_of(cell, data.slo),
         notes=(*_notes_of(cell), *notes),
         run=cell.folder,
     )
+
+
+def _has_other_limits(slo: Slo) -> bool:
+    """Whether requests may miss another limit than TTFT and TPOT; of these nothing says which limit
+    binds."""
+    return slo.ttfa_seconds is not None or slo.e2e_seconds is not None
 
 
 class FailedRequests(NamedTuple):

@@ -22,7 +22,7 @@ from crossover.loadtests.campaign.quick_campaign import (
     quick_plan,
 )
 from crossover.loadtests.errors import EndpointRefuses, Incomplete, LoadError, TargetUnusable
-from crossover.loadtests.host.child_processes import signals_interrupt
+from crossover.loadtests.host.child_processes import ignore_signals, signals_interrupt
 from crossover.loadtests.load_generator.endpoint_details import (
     SOFTWARE_NAMES,
     USUAL_PORTS,
@@ -40,7 +40,7 @@ from crossover.models.model_spec import ModelSpec
 from crossover.reports.answers.quick_answer import QuickAnswer, failed_requests, quick_answer
 from crossover.reports.render.quick_text import lines_of, markdown_of
 from crossover.reports.report_data import ReportData, read_report
-from crossover.serving.capacity.slo import Slo, parse_slo
+from crossover.serving.capacity.slo import LIMITS, Slo, parse_slo
 from crossover.serving.cli.command_of_options import command_of
 from crossover.serving.option_help import Positive, Seconds, option
 
@@ -78,7 +78,8 @@ class QuickOptions(msgspec.Struct, frozen=True, kw_only=True):
         option(
             "",
             "The latency target. A preset: chat (TTFT 2 s, TPOT 0.1 s), interactive (0.5 s, "
-            "0.03 s), reading (5 s, 0.2 s); or limits in seconds: ttft=2,tpot=0.1,target=0.9.",
+            "0.03 s), reading (5 s, 0.2 s); or limits in seconds of ttft, tpot, ttfa (first token "
+            "of the answer, after reasoning) and e2e (whole answer): ttft=2,e2e=30,target=0.9.",
         ),
     ] = "chat"
     workload: Annotated[
@@ -142,8 +143,10 @@ def _quick(options: QuickOptions) -> None:
     shape, workload = _shape_of(options), parse_workload(options.workload)
     if workload.has_sessions:
         raise LoadError(
-            f"--workload {options.workload!r} has conversations, which this estimate does not "
-            "simulate; give lengths of single requests, such as chat:1024:256."
+            f"--workload {options.workload!r} has conversations: what a server saves of their "
+            "histories shows after several turns, and this estimate has no time for them. "
+            "`crossover campaign run FILE` measures them, with the workload and a [target] in "
+            "FILE; here, give lengths of single requests, such as chat:1024:256."
         )
     try:
         with _time_limit(options.seconds), signals_interrupt(), _QuickProgress() as progress:
@@ -175,16 +178,18 @@ class _TimeIsOver(LoadError):
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Inside, raise SIGINT in time to end within so many seconds, and _TimeIsOver at the end.
+    """Interrupt what runs inside in time to end within so many seconds, and raise _TimeIsOver.
 
-    What runs then ends as by Ctrl-C, with its records: every server, process and file is closed.
+    It ends as by Ctrl-C, with its records: every server, process and file is closed. The journal
+    names the time limit as the reason.
     """
     is_over = False
 
     def end(*_: object) -> None:
         nonlocal is_over
         is_over = True
-        signal.raise_signal(signal.SIGINT)
+        ignore_signals()
+        raise KeyboardInterrupt(f"the time limit of {seconds:g} s was reached")
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds - CLOSING_SECONDS)
@@ -212,15 +217,10 @@ def _slo_of(options: QuickOptions) -> Slo:
         slo = parse_slo(options.slo)
     except ValueError as problem:
         raise LoadError(f"--slo {problem}") from None
-    if slo.ttft_seconds is None and slo.tpot_seconds is None:
+    if all(getattr(slo, name) is None for name in LIMITS.values()):
         raise LoadError(
-            f"--slo {options.slo!r} has no limit of TTFT or TPOT: without one, no rate is too "
-            "high. Give a limit, such as ttft=10."
-        )
-    if slo.ttfa_seconds is not None or slo.e2e_seconds is not None:
-        raise LoadError(
-            f"--slo {options.slo!r}: limits of TTFA and E2E are not simulated; `crossover load` "
-            "measures them at one rate."
+            f"--slo {options.slo!r} has no latency limit: without one, no rate is too high. Give "
+            f"at least one of {', '.join(LIMITS)}, such as ttft=10."
         )
     return slo
 

@@ -72,6 +72,20 @@ def test_a_running_server_is_estimated_within_ninety_seconds(tmp_path: Path) -> 
     assert msgspec.json.decode(msgspec.json.encode(answer), type=QuickAnswer) == answer
 
 
+def test_limits_of_the_whole_answer_are_estimated_too(tmp_path: Path) -> None:
+    known = StepTimeModel(base_seconds=0.02, row_seconds=0.005, prompt_token_seconds=0.001)
+    slo = parse_slo("ttft=2,e2e=4,target=0.9")
+    answer = answer_of(Simulated(base=0.02, row=0.005, prompt=0.001, policy=None), tmp_path, slo)
+    truth, without = (
+        capacity(known, SETTINGS, SHORT, limits, requests=2000).rate
+        for limits in (slo, parse_slo("ttft=2,target=0.9"))
+    )
+    found = answer.capacity
+    assert found is not None and found.estimated_rate == pytest.approx(truth, rel=0.25)
+    assert found.estimated_rate < 0.8 * without, "the limit of the whole answer binds"
+    assert "whole answer within" in "\n".join(lines_of(answer)) and answer.binding is None
+
+
 def test_requests_that_failed_in_bursts_are_named(tmp_path: Path) -> None:
     simulated = Simulated(base=0.02, row=0.005, prompt=0.001, policy=None)
     whole = answer_of(simulated, tmp_path)
@@ -126,8 +140,8 @@ def run_command(*words: str) -> tuple[int, str]:
     ("words", "said"),
     [
         (["--slo", "chatt"], "chatt"),
-        (["--slo", "batch"], "no limit of TTFT or TPOT"),
-        (["--slo", "ttft=2,e2e=10"], "not simulated"),
+        (["--slo", "batch"], "no latency limit"),
+        (["--workload", "conversation"], "crossover campaign run FILE"),
         (["--seconds", "5"], "at least 30"),
         (["--shape", "nonsense"], "--shape"),
         (["--workload", "chat:x"], "--workload"),

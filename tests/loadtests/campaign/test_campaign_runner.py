@@ -56,6 +56,17 @@ def ended(folder: Path) -> list[str]:
     return [one.cell for one in of_kind(read_records(folder).events, CellFinished)]
 
 
+def test_a_run_that_its_time_limit_ends_names_the_limit(tmp_path: Path) -> None:
+    def fate(state: CellState, asked: LevelSpec) -> None:
+        raise KeyboardInterrupt("the time limit of 90 s was reached")
+
+    with pytest.raises(Incomplete, match="All finished measurements are kept"):
+        Simulated(fate=fate).run(campaign(), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    reasons = [event.reason for event in of_kind(read_records(folder).events, Interrupted)]
+    assert reasons == ["the time limit of 90 s was reached"]
+
+
 def test_an_interrupted_level_is_measured_again_under_another_name(tmp_path: Path) -> None:
     world = Simulated(fate=fails_once("#2.1", interrupted))
     folder = world.run(campaign(), tmp_path)
