@@ -78,36 +78,54 @@ class CoreWatch:
 
 
 def _between(before: _Reading, now: _Reading) -> CoresSample:
-    """What the counters say of the time between two readings. What began since counts whole."""
-    seconds, throttled, none = now.at - before.at, None, (0.0, 0.0, 0)
-    was = {(pid, one.started): one.cpu_seconds for pid, one in before.processes.items()}
-    used, near = dict[int, float](), set[int]()
-    for pid, one in now.processes.items():
-        used[pid] = one.cpu_seconds - was.get((pid, one.started), 0.0)
-        if one.core in now.cores:
-            near.add(pid)
-    own = sum(used[pid] for pid in now.subject & used.keys())
-    ours = sum(used[pid] for pid in near & now.ours - now.subject)
-    grown = [tuple(map(sub, now.cores[core], before.cores[core])) for core in now.cores]
+    """Return the differences of all counters between two readings.
+
+    A process or thread that started in between counts with everything that it has used.
+    """
+    seconds, throttled = now.at - before.at, None
+    # A process number may be given again: the start time tells two processes apart.
+    cpu_before = {
+        (pid, process.started): process.cpu_seconds for pid, process in before.processes.items()
+    }
+    cpu_seconds: dict[int, float] = {}  # by process number, between the readings
+    on_engine_cores: set[int] = set()  # processes that ran last on one of the engine's cores
+    for pid, process in now.processes.items():
+        cpu_seconds[pid] = process.cpu_seconds - cpu_before.get((pid, process.started), 0.0)
+        if process.core in now.cores:
+            on_engine_cores.add(pid)
+    engine_seconds = sum(cpu_seconds[pid] for pid in now.subject & cpu_seconds.keys())
+    our_other_pids = on_engine_cores & now.ours - now.subject  # load generator, API, runner
+    ours_seconds = sum(cpu_seconds[pid] for pid in our_other_pids)
+    busy_and_stolen = [tuple(map(sub, now.cores[core], before.cores[core])) for core in now.cores]
     other_processes = [
-        OtherProcess(now.processes[i].name, i, round(used[i], 4)) for i in near - now.ours
+        OtherProcess(now.processes[pid].name, pid, round(cpu_seconds[pid], 4))
+        for pid in on_engine_cores - now.ours
     ]
     if before.throttled is not None and now.throttled is not None:
         # Counted for each core: together they cannot stop the engine for longer than there was.
         throttled = round(min(max(0.0, now.throttled - before.throttled), seconds), 4)
-    times = [map(sub, one, before.threads.get(key, none)) for key, one in now.threads.items()]
-    most = [max(0, *column) for column in zip(*times, strict=True)] or [None, None, None]
+    new_thread = (0.0, 0.0, 0)
+    differences = [
+        map(sub, counters, before.threads.get(thread, new_thread))
+        for thread, counters in now.threads.items()
+    ]
+    # Of the thread with the most of each: seconds at work, seconds in a run queue, turns on a core.
+    work_seconds, stalled_seconds, turns = [
+        max(0, *column) for column in zip(*differences, strict=True)
+    ] or [None, None, None]
     return CoresSample(
         seconds=round(seconds, 4),
-        busy_seconds=round(own, 4),
-        work_seconds=most[0],
-        stalled_seconds=most[1],
-        turns=None if most[2] is None else round(most[2]),
-        ours_seconds=round(ours, 4),
-        other_processes_seconds=round(sum(busy for busy, _ in grown) - own - ours, 4),
-        steal_seconds=round(max(stolen for _, stolen in grown), 4),
+        busy_seconds=round(engine_seconds, 4),
+        work_seconds=work_seconds,
+        stalled_seconds=stalled_seconds,
+        turns=None if turns is None else round(turns),
+        ours_seconds=round(ours_seconds, 4),
+        other_processes_seconds=round(
+            sum(busy for busy, _ in busy_and_stolen) - engine_seconds - ours_seconds, 4
+        ),
+        steal_seconds=round(max(stolen for _, stolen in busy_and_stolen), 4),
         throttled_seconds=throttled,
-        other_processes=busiest(one for one in other_processes if one.cpu_seconds > 0),
+        other_processes=busiest(process for process in other_processes if process.cpu_seconds > 0),
     )
 
 

@@ -173,17 +173,19 @@ class Gpu:
         if not self._all:
             return {}
         nvml, variable = self._nvml, "CUDA_VISIBLE_DEVICES"
-        given = [tell(lambda one=pid: psutil.Process(one).environ()[variable]) for pid in engine]
-        one = next((one for one in self._all if uuid_of(nvml, one) in given), self._all[0])
+        engine_uuids = [
+            tell(lambda process=pid: psutil.Process(process).environ()[variable]) for pid in engine
+        ]
+        gpu = next((gpu for gpu in self._all if uuid_of(nvml, gpu) in engine_uuids), self._all[0])
 
         def throttled() -> list[str]:
-            bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(one)
+            bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
             return [name for bit, name in THROTTLES.items() if bits & bit]
 
         return {
-            "gpu_memory_bytes": tell(lambda: int(memory_of(nvml, one).used)),
-            "gpu_watts": tell(lambda: nvml.nvmlDeviceGetPowerUsage(one) / 1000),
-            "gpu_energy_joules": tell(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(one) / 1000),
+            "gpu_memory_bytes": tell(lambda: int(memory_of(nvml, gpu).used)),
+            "gpu_watts": tell(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+            "gpu_energy_joules": tell(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000),
             "gpu_throttled": tell(throttled),
         }
 

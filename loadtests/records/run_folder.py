@@ -234,8 +234,11 @@ class Appender(Generic[T]):
 
 
 def cleaned(text: bytes) -> bytes:
-    """JSON without what a terminal would obey."""
-    # The expression takes time, and hardly ever is there any of it.
+    """Return JSON with its control characters replaced, so that none reaches a terminal.
+
+    A terminal would obey escape sequences in the words of a server that were recorded.
+    """
+    # The regular expression is slow, and hardly any line has such a character.
     is_suspect = b"\\u00" in text or b"\x7f" in text or b"\xc2" in text
     return _CONTROL.sub(rb"\\ufffd", text) if is_suspect else text
 
