@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossover.loadtests.campaign.campaign_file import Search
+from crossover.loadtests.capacity.calibration_bursts import request_seconds
 from crossover.loadtests.capacity.capacity_estimate import MIN_SECONDS, estimate
 from crossover.loadtests.capacity.capacity_text import common_rate
 from crossover.loadtests.errors import BadRunFolder
@@ -256,6 +257,11 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return True if judged.verdict == "meets" or judged.good == judged.due else None
 
     @property
+    def single_stream_levels(self) -> list[Level]:
+        """The levels of one request at a time."""
+        return [one.level for one in self.levels if one.level.is_single_stream]
+
+    @property
     def single_stream(self) -> SingleStream | None:
         """The requests that were sent one at a time, in all levels that count; None: none was."""
         measured = [
@@ -460,8 +466,18 @@ def _cell_of(
             least_seconds=least_seconds,
         )
     factor = capacity.factor if capacity is not None and capacity.factor else LOADED
-    if calibrated is not None and traffic is not None and step_times is not None:
-        traffic = traffic.served_with(calibrated.reuse, calibrated.reasoning_share)
+    if calibrated is not None and step_times is not None and policy is not None:
+        if step_times.request_seconds is None:  # of a run that did not record it
+            single = [level for level in levels if level.is_single_stream and level.counts]
+            step_times = msgspec.structs.replace(
+                step_times, request_seconds=request_seconds(step_times, policy, single)
+            )
+        if traffic is not None:
+            traffic = traffic.served_with(calibrated.reuse, calibrated.reasoning_share)
+            if step_times.request_seconds:
+                traffic = msgspec.structs.replace(
+                    traffic, request_seconds=step_times.request_seconds
+                )
     identity, never_quiet = _identity_of(entry), _last(events, NeverQuiet)
     samples = [sample for sample in run.samples if sample.cell == key]
     device = _device_of(run.manifest, entry, ready)

@@ -35,7 +35,7 @@ from crossover.loadtests.campaign.next_measurement import (
 from crossover.loadtests.campaign.progress import Progress
 from crossover.loadtests.campaign.resume_state import CellRecord, CellState, seed_of
 from crossover.loadtests.capacity import capacity_text
-from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate
+from crossover.loadtests.capacity.calibration_bursts import Burst, calibrate, request_seconds
 from crossover.loadtests.capacity.capacity_estimate import estimate
 from crossover.loadtests.capacity.prefix_reuse import (
     measured_history_reuse,
@@ -214,6 +214,11 @@ class CellRun:
         if policy is None and calibration.slots is not None:
             # A server that does not say its settings.
             policy = settings_of_another(calibration.slots, workload, self.bench.kv_tokens)
+        step_times = calibration.step_times
+        if step_times is not None and policy is not None:
+            step_times = msgspec.structs.replace(
+                step_times, request_seconds=request_seconds(step_times, policy, single_streams)
+            )
         took = self.clock() - started_at
         # The bursts' own time is on record with each of them: this is the rest.
         spent = took - (state.spent_seconds - spent_before)
@@ -221,7 +226,7 @@ class CellRun:
             journal.Calibrated(
                 cell=state.key,
                 spent_seconds=round(max(0.0, spent), 3),
-                step_times=calibration.step_times,
+                step_times=step_times,
                 policy=policy,
                 reused_share=measured_reuse(workload, single_streams) if policy else 0.0,
                 reuse=self._history_reuse(single_streams) if workload.has_sessions else None,

@@ -27,7 +27,8 @@ import numpy as np
 from crossover.loadtests.capacity.step_observation import merged_steps, observed_steps
 from crossover.loadtests.levels.level_columns import Level
 from crossover.models.model_spec import Routing
-from crossover.serving.capacity.simulated_capacity import lengths_of
+from crossover.serving.capacity.scheduler_settings import SchedulerSettings
+from crossover.serving.capacity.simulated_capacity import Lengths, Server, lengths_of
 from crossover.serving.capacity.step_time_model import (
     FITS,
     MIN_OBSERVATIONS,
@@ -231,6 +232,45 @@ def _ending_in_turn(ladder: Sequence[int], steps: int, ahead: int) -> list[int]:
         fewer = ladder[stage] if stage < len(ladder) else 0
         tokens += [1 + ahead + steps * stage] * (rows - fewer)
     return tokens[::-1]
+
+
+def seconds_outside_engine(alone: Sequence[Level]) -> float | None:
+    """Return the mean time of a single request less the engine's busy time; None where the engine
+    told no time, or a request failed."""
+    seconds, requests = 0.0, 0
+    for level in alone:
+        told = level.finished.engine_time if level.finished else None
+        if told is None or not np.isfinite(level.e2e).all():
+            continue
+        seconds += float(level.e2e.sum()) - told.device_seconds - told.host_seconds
+        requests += len(level.e2e)
+    return seconds / requests if requests else None
+
+
+def request_seconds(
+    step_times: StepTimeModel, settings: SchedulerSettings, alone: Sequence[Level]
+) -> float | None:
+    """Return the mean seconds by which the TTFT of single requests is above what the model says of
+    their steps, at most what they spent outside the engine by its own clock. None where the engine
+    told no time.
+
+    The model is fitted to TTFT too, so it has a part of that time already, on a CPU all of it.
+    """
+    outside = seconds_outside_engine(alone)
+    if outside is None:
+        return None
+    model = msgspec.structs.replace(step_times, request_seconds=None)
+    beyond = []
+    for level in alone:
+        prompt = np.where(
+            np.isnan(level.prompt_tokens), level.requested_prompt_tokens, level.prompt_tokens
+        )
+        known = np.isfinite(prompt) & np.isfinite(level.ttft)
+        prompt = prompt[known].astype(np.int64)
+        cached = np.nan_to_num(level.cached_tokens[known]).astype(np.int64)
+        lengths = Lengths(prompt, np.ones_like(prompt), cached)
+        beyond += (level.ttft[known] - Server(model, settings, lengths).alone().ttft).tolist()
+    return min(max(float(np.mean(beyond)), 0.0), max(outside, 0.0)) if beyond else None
 
 
 def most_at_once(level: Level) -> int:

@@ -12,6 +12,7 @@ below zero):
     row                          c * active parameters + d * head parameters
     token of context             e * layers * heads * head width
     experts                      f * parameters of the experts
+    request                      the mean of the measured models: it is the server's, not a model's
 
 Shared parameters are those that every pass reads, active parameters those that one token multiplies
 with; of a dense model both are all matrices. If no mixture of experts was measured, reading experts
@@ -154,7 +155,13 @@ def _fitted_step_times(spec: ModelSpec, measured: Sequence[ModelSteps]) -> StepT
         )
         return seconds_per_parameter * expert(spec)
 
+    outside_seconds = [
+        steps.step_times.request_seconds
+        for steps in measured
+        if steps.step_times.request_seconds is not None
+    ]
     return StepTimeModel(
+        request_seconds=fmean(outside_seconds) if outside_seconds else None,
         base_seconds=fitted("base_seconds", shared, width),
         row_seconds=fitted("row_seconds", active, head),
         prompt_token_seconds=fitted("prompt_token_seconds", active, width),

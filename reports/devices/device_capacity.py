@@ -77,6 +77,9 @@ class Traffic(msgspec.Struct, frozen=True, eq=False):
     lengths: Lengths
     arrivals: Arrivals = Poisson()
     workload: Workload | None = None  # from which the lengths were drawn; None: not known
+    # That a request spends outside the engine, by the machine where it was measured; see
+    # StepTimeModel. It is added on devices that nobody measured. None: not known.
+    request_seconds: float | None = None
 
     def served_with(self, reuse: PrefixReuse | None, reasoning_share: float) -> Traffic:
         """Return the same traffic as a server sees it that reuses so much of histories and whose
@@ -230,6 +233,8 @@ def simulation_of(service: Service, speed: int) -> Server:
         service.spec, service.weight_format, machine.slots, service.devices
     )
     slower = step_times.slower(math.exp(speed * ONE_SIDED * half_width))
+    if slower.request_seconds is None:
+        slower = msgspec.structs.replace(slower, request_seconds=traffic.request_seconds)
     policy = service.policy()
     count = QUICK_REQUESTS if traffic.lengths.turns is None else TURNS
     return Server(slower, policy, traffic.lengths, traffic.arrivals, count=count)

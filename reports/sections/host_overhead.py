@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
+from crossover.loadtests.capacity.calibration_bursts import seconds_outside_engine
 from crossover.models import formatting
 from crossover.reports.answers.model_answers import ModelAnswer
 from crossover.reports.report_data import CellData, ReportData
@@ -76,25 +76,12 @@ def _sentence_on_single_requests(cells: Sequence[CellData]) -> str:
     times = [
         f"{formatting.seconds(seconds)} ({cell.name})"
         for cell in cells
-        if (seconds := seconds_outside_engine(cell)) is not None
+        if (seconds := seconds_outside_engine(cell.single_stream_levels)) is not None
     ]
     if not times:
         return ""
     return (
         f" A single request spent {', '.join(times)} outside the engine on average: HTTP, "
-        "tokenizer, messages between processes, and once what a first request sets up. The "
-        "step-time model has no part for it."
+        "tokenizer, messages between processes, and once what a first request sets up. "
+        "Simulated TTFT have as much of it as step times do not explain."
     )
-
-
-def seconds_outside_engine(cell: CellData) -> float | None:
-    """Return the mean time of a single request less the engine's busy time; None where the engine
-    did not report its time, or a request failed."""
-    seconds, requests = 0.0, 0
-    for level in (measured.level for measured in cell.levels):
-        times = level.finished.engine_time if level.finished else None
-        if not level.is_single_stream or times is None or not np.isfinite(level.e2e).all():
-            continue
-        seconds += float(level.e2e.sum()) - times.device_seconds - times.host_seconds
-        requests += len(level.e2e)
-    return seconds / requests if requests else None

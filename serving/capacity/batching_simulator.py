@@ -8,7 +8,8 @@ The settings are the scheduler's (serving/engine/scheduler.py), and so is the ru
 takes prompt tokens, oldest first, up to a budget. Requests are admitted in order of arrival to a
 free slot while the KV pool has room for their prompts beside the prompts of all running requests.
 When answers outgrow the pool, the youngest request returns to the queue, and all its tokens are
-computed again later. Time between steps is not simulated.
+computed again later. What a request spends outside of steps is added to its TTFT; time between
+steps is not simulated.
 
 Requests may be the turns of conversations (`Turns`): a turn then comes when its user has read the
 answer before it and thought. Where the engine reuses prefixes, the slots keep what they hold, and
@@ -167,11 +168,12 @@ def simulate(
     has_tpot = later_tokens > 0
     nan = np.full(len(times), np.nan)
     tpot = np.divide(decode_seconds, later_tokens, out=nan, where=has_tpot)
+    outside_seconds = step_times.request_seconds or 0.0
     return Simulated(
         due=times,
-        ttft=first - times,
+        ttft=first - times + outside_seconds,
         tpot=tpot,
-        e2e=last - times,
+        e2e=last - times + outside_seconds,
         cached=np.array(engine.cached, dtype=np.float64),
         waited_for_slot=engine.work.waited_for_slot(times, last, settings.slots),
         waited_for_kv=engine.work.waited_for_kv(times),

@@ -275,6 +275,7 @@ class Server:
             pieces = 1.0 - step_times.experts.skip_probability ** (computed / steps)
             ttft += step_times.expert_seconds * steps * pieces
             tpot += step_times.expert_seconds * step_times.experts.expected_share(1)
+        ttft += step_times.request_seconds or 0.0
         return Simulated(
             due=np.zeros(len(ttft)),
             ttft=ttft,

@@ -75,6 +75,9 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     experts: Routing | None = None  # None: a dense model, or an endpoint that does not say
     # Decode rows and prompts of a step read the experts together, in one pass, as on GPUs.
     shares_pass: bool = False
+    # Of a request outside the engine's steps, before its first token: HTTP, tokenizer, messages
+    # between processes. Not a cost of a step. None: not known.
+    request_seconds: Seconds | None = None
     error: float | None = None
     observations: int | None = None  # that it was fitted to
 
@@ -124,7 +127,8 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.seconds(seen.rows, *counts, expert_passes=seen.expert_passes)
 
     def slower(self, factor: float) -> StepTimeModel:
-        """Return the step-time model of a machine whose steps all take `factor` times as long."""
+        """Return the step-time model of a machine whose steps all take `factor` times as long, and
+        whose requests spend the same time outside of steps."""
         return msgspec.structs.replace(self, **{n: getattr(self, n) * factor for n in NUMBERS})
 
     @property

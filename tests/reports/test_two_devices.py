@@ -14,10 +14,12 @@ import shutil
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from crossover import cli
+from crossover.loadtests.capacity.calibration_bursts import seconds_outside_engine
 from crossover.loadtests.comparison.compare_runs import compare, read
 from crossover.loadtests.errors import NotComparable
 from crossover.loadtests.records.journal_events import Capacity
@@ -28,6 +30,8 @@ from crossover.reports.answers.answer_table import answer_row, columns_of, side_
 from crossover.reports.answers.check_conditions import checked
 from crossover.reports.answers.model_answers import ModelAnswer, answers_of
 from crossover.reports.answers.own_gpu import predicted_here
+from crossover.reports.devices.device_capacity import MIDDLE, Service, machine_of, simulation_of
+from crossover.reports.devices.device_catalog import device_named
 from crossover.reports.errors import ReportError
 from crossover.reports.export_run import export_run
 from crossover.reports.plan.plan_costs import Plan, make_plan
@@ -36,9 +40,9 @@ from crossover.reports.render import first_screen_png, html_page, json_and_csv, 
 from crossover.reports.render.plan_text import as_text, choice_sentence
 from crossover.reports.report_data import read_report
 from crossover.reports.sections.crossover_map import crossover_map
-from crossover.reports.sections.host_overhead import seconds_outside_engine
 from crossover.reports.sections.levels_table import levels_table
 from crossover.reports.sections.memory import memory
+from crossover.serving.capacity.simulated_capacity import Lengths, Server
 from tests.bench.device_fit.own_runs import table_of
 from tests.reports.runs import H200_RUN, h200, shown
 
@@ -456,5 +460,21 @@ def test_what_was_predicted_of_the_gpu_is_printed_beside_what_was_measured() -> 
 def test_a_single_request_spends_as_long_outside_the_engine_whatever_the_model() -> None:
     """The recorded H200: 8 ms a request that no step explains."""
     of_gpu = [cell for cell in h200()[0].cells if cell.device == "gpu"]
-    seconds = [seconds_outside_engine(cell) for cell in of_gpu]
+    seconds = [seconds_outside_engine(cell.single_stream_levels) for cell in of_gpu]
     assert seconds == pytest.approx([0.0080, 0.0072], abs=0.0002)
+
+
+def test_the_simulated_ttft_of_a_single_request_has_its_time_outside_the_engine() -> None:
+    """The same requests of the recorded H200 took 15 and 19 ms on average; their steps take 7 and
+    12 ms."""
+    for cell in (cell for cell in h200()[0].cells if cell.device == "gpu"):
+        (level,) = cell.single_stream_levels
+        assert cell.step_times and cell.policy and cell.traffic and cell.spec
+        prompts = level.prompt_tokens.astype(np.int64)
+        lengths = Lengths(prompts, np.ones_like(prompts), np.zeros_like(prompts))
+        simulated_ttft = Server(cell.step_times, cell.policy, lengths).alone().ttft.mean()
+        assert simulated_ttft == pytest.approx(level.ttft.mean(), rel=0.05)
+        outside_seconds = cell.step_times.request_seconds
+        # A GPU that nobody measured is predicted behind the same server.
+        service = Service(machine_of(device_named("NVIDIA L4")), cell.spec, "bf16", cell.traffic)
+        assert simulation_of(service, MIDDLE).step_times.request_seconds == outside_seconds
