@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from crossover.models.hf_config import read_spec
+from crossover.models.machine_limits import int8_bits
 from crossover.models.model_ladder import packaged_file
 from crossover.models.resolve_model import resolve
 from crossover.models.tokenizer import load_tokenizer
@@ -204,6 +205,8 @@ def test_a_format_says_on_text_what_the_floats_say(
     weight_format: str, most: float, cache: Path, safetensors: Path, text: tuple[Any, Any]
 ) -> None:
     """int8 and int4 are the weights that were served."""
+    if weight_format == "int8" and int8_bits() == 7:
+        most *= 2  # half the steps between weights
     ids, floats = text
     made = resolve(
         str(safetensors), kind="onnx", weight_format=weight_format, cache=cache / "cache"

@@ -10,6 +10,7 @@ import pytest
 
 from crossover.models.convert_to_onnx import make_onnx, make_random_onnx
 from crossover.models.errors import BrokenWeights, UnsupportedModel
+from crossover.models.machine_limits import int8_bits
 from crossover.models.model_spec import ModelSpec
 from crossover.models.random_weights import write_hf_folder
 from crossover.models.resolve_model import resolve
@@ -44,6 +45,8 @@ def unmarked(shape: str, out: Path) -> Path:
 def test_the_logits_are_those_of_transformers(
     shape: str, weight_format: str, most: float, tmp_path: Path
 ) -> None:
+    if weight_format == "int8" and int8_bits() == 7:
+        most *= 2  # half the steps between weights
     folder = make_onnx(unmarked(shape, tmp_path / "source"), tmp_path / "out", weight_format)
     assert compared(folder, hf_folder(shape), TINY[shape]) <= most
     manifest = read_manifest(folder)
@@ -56,12 +59,13 @@ def test_the_logits_are_those_of_transformers(
 def test_without_vnni_int8_weights_have_seven_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {}
+    found, divergences = {}, {}
     for flags, bits in (({"avx512_vnni"}, 8), ({"avx2"}, 7)):
-        monkeypatch.setattr(
-            "crossover.models.machine_limits.cpu_flags", lambda flags=flags: frozenset(flags)
-        )
-        folder = make_onnx(hf_folder("tiny-llama"), tmp_path / str(bits), "int8")
+        with monkeypatch.context() as context:
+            context.setattr(
+                "crossover.models.machine_limits.cpu_flags", lambda flags=flags: frozenset(flags)
+            )
+            folder = make_onnx(hf_folder("tiny-llama"), tmp_path / str(bits), "int8")
         manifest = read_manifest(folder)
         assert manifest is not None and f"{bits} bits" in manifest.generator
         import onnx
@@ -70,8 +74,13 @@ def test_without_vnni_int8_weights_have_seven_bits(
         name = "model.layers.0.mlp.down_proj.weight"
         (weight,) = (one for one in graph.initializer if one.name == name)
         found[bits] = int(np.abs(onnx.numpy_helper.to_array(weight).astype(int)).max())
-        assert compared(folder, hf_folder("tiny-llama"), TINY_LLAMA) < 2e-2
+        divergences[bits] = compared(folder, hf_folder("tiny-llama"), TINY_LLAMA)
     assert found == {8: 127, 7: 64}
+    assert divergences[7] < 2e-2
+    if int8_bits() == 8:
+        assert divergences[8] < divergences[7]
+    else:  # products of eight bits saturate on this CPU
+        assert divergences[8] > 5 * divergences[7]
 
 
 def test_a_turned_model_is_the_same_function_without_channels_that_stick_out(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crossover.models.machine_limits import cpu_flags
 from crossover.serving.backends.llama_cpp.batching import NEVER, calls_of, dummies
 from crossover.serving.sampling.step_inputs import Row
 from tests.serving.backends.backend_steps import Make, prompt_of, row
@@ -75,8 +76,10 @@ def test_logits_are_the_same_however_a_step_is_cut_and_whoever_shares_it(
     make: Make, weight_format: str, apart: float
 ) -> None:
     """To the bit where matrices are 4-bit; floating-point matrices have another order of summation
-    for one token than for several.
+    for one token than for several, and without AVX-512 one token is rounded to half precision too.
     """
+    if weight_format == "F16" and "avx512f" not in cpu_flags():
+        apart = 1e-2
     settings: dict[str, Any] = {"weight_format": weight_format, "context_tokens": 1024}
     whole, cut = make(**settings), make(**settings)
     whole._least_cut, cut._least_cut = None, 1
