@@ -65,7 +65,10 @@ def _peak_gib(cell: CellData) -> float | None:
 QUANTITIES: dict[str, tuple[str, Callable[[CellData], float | None]]] = {
     "confirmed": ("the confirmed rate, requests/s", lambda cell: cell.confirmed_rate),
     "estimated": ("the estimated capacity, requests/s", lambda cell: cell.estimated_rate),
-    "capacity": ("the confirmed rate, else the low end of the estimate, requests/s", _sure_rate),
+    "capacity": (
+        "the confirmed rate, else the lower end of the estimate's 90 % interval, requests/s",
+        _sure_rate,
+    ),
     "ttft": ("median TTFT of a single request, s", _ttft_seconds),
     "tpot": ("median TPOT of a single request, s", _tpot_seconds),
     "memory": ("measured peak memory of the host, on a GPU of the GPU, GiB", _peak_gib),

@@ -12,13 +12,13 @@ from crossover.reports.report_data import GPU, CellData, LevelData, ReportData
 
 RATE_NAMES: dict[Grade, str] = {
     "confirmed": "confirmed rate",
-    "estimated": "low end of the estimate",
-    "predicted": "low end of the prediction",
+    "estimated": "lower end of the estimate",
+    "predicted": "lower end of the prediction",
 }
 
 
 def sure_rate(cell: CellData) -> tuple[float | None, Grade]:
-    """Return the confirmed rate, or the low end of the estimate, and its grade; None: neither is
+    """Return the confirmed rate, or the lower end of the estimate, and its grade; None: neither is
     known."""
     if cell.confirmed_rate:
         return cell.confirmed_rate, "confirmed"

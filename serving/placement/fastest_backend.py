@@ -131,7 +131,7 @@ class EngineCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def low_rate(self) -> float:
-        """Requests/s at the low end of the 90 % interval of its capacity."""
+        """Requests/s at the lower end of the 90 % interval of its capacity."""
         steepness = 1.0 if self.capacity is None else self.capacity.steepness
         return self.rate * math.exp(-Z_90 * sd_of(0) * steepness)
 
